@@ -1,5 +1,86 @@
-"""octavo: FP8 attention, KV cache and linear layers for PyTorch models."""
+"""octavo: FP8 attention, KV cache and linear layers for PyTorch models.
+
+Names are imported when they are first used: `import octavo` loads neither torch nor any optional
+package, and touches no GPU.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from octavo.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from octavo import ops as ops
+    from octavo.cache.pages import PageAllocator as PageAllocator
+    from octavo.cache.spec import CacheSpec as CacheSpec
+    from octavo.cache.storage import PagedStorage as PagedStorage
+    from octavo.cache.view import PagedView as PagedView
+    from octavo.calibration.scale_file import LayerScales as LayerScales
+    from octavo.calibration.scale_file import ScaleSet as ScaleSet
+    from octavo.calibration.scale_file import load_scales as load_scales
+    from octavo.calibration.scale_file import save_scales as save_scales
+    from octavo.errors import CapacityError as CapacityError
+    from octavo.errors import CheckpointError as CheckpointError
+    from octavo.errors import ConfigError as ConfigError
+    from octavo.errors import OctavoError as OctavoError
+    from octavo.errors import UnsupportedError as UnsupportedError
+    from octavo.numerics.amax import AmaxHistory as AmaxHistory
+    from octavo.numerics.attention import AttentionSpec as AttentionSpec
+    from octavo.numerics.attention import Packing as Packing
+    from octavo.numerics.formats import E4M3 as E4M3
+    from octavo.numerics.formats import E5M2 as E5M2
+    from octavo.numerics.granularity import PerBlock as PerBlock
+    from octavo.numerics.granularity import PerChannel as PerChannel
+    from octavo.numerics.granularity import PerHead as PerHead
+    from octavo.numerics.granularity import PerTensor as PerTensor
+    from octavo.numerics.granularity import PerToken as PerToken
+    from octavo.numerics.qkv import QkvScales as QkvScales
+    from octavo.numerics.qkv import QuantizedQkv as QuantizedQkv
+    from octavo.numerics.quantize import Quantized as Quantized
+    from octavo.recipe import Recipe as Recipe
+
+_HOME = {
+    "AmaxHistory": "octavo.numerics.amax",
+    "AttentionSpec": "octavo.numerics.attention",
+    "CacheSpec": "octavo.cache.spec",
+    "CapacityError": "octavo.errors",
+    "CheckpointError": "octavo.errors",
+    "ConfigError": "octavo.errors",
+    "E4M3": "octavo.numerics.formats",
+    "E5M2": "octavo.numerics.formats",
+    "LayerScales": "octavo.calibration.scale_file",
+    "OctavoError": "octavo.errors",
+    "Packing": "octavo.numerics.attention",
+    "PageAllocator": "octavo.cache.pages",
+    "PagedStorage": "octavo.cache.storage",
+    "PagedView": "octavo.cache.view",
+    "PerBlock": "octavo.numerics.granularity",
+    "PerChannel": "octavo.numerics.granularity",
+    "PerHead": "octavo.numerics.granularity",
+    "PerTensor": "octavo.numerics.granularity",
+    "PerToken": "octavo.numerics.granularity",
+    "QkvScales": "octavo.numerics.qkv",
+    "Quantized": "octavo.numerics.quantize",
+    "QuantizedQkv": "octavo.numerics.qkv",
+    "Recipe": "octavo.recipe",
+    "ScaleSet": "octavo.calibration.scale_file",
+    "UnsupportedError": "octavo.errors",
+    "load_scales": "octavo.calibration.scale_file",
+    "save_scales": "octavo.calibration.scale_file",
+}
+
+__all__ = sorted(["__version__", "ops", *_HOME])
+
+
+def __getattr__(name: str) -> object:
+    if name == "ops":
+        return import_module("octavo.ops")
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

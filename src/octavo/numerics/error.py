@@ -1,7 +1,7 @@
 """How far a result is from the truth: four measures, computed in float64.
 
-All return a Python float and are NaN when either tensor has a NaN or Inf: a broken result never looks
-good. An exact result, zeros included, has error 0, SQNR +inf and cosine 1.
+All return a Python float and are NaN when either tensor has a NaN or Inf: a broken result never
+looks good. An exact result, zeros included, has error 0, SQNR +inf and cosine 1.
 """
 
 import math

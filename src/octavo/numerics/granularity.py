@@ -8,8 +8,8 @@
 | channel     | [..., out, in]            | [..., out]           |
 | block RxC   | [..., rows, columns]      | [..., ⌈rows/R⌉, ⌈columns/C⌉] |
 
-In a KV cache [tokens, heads, head_dim], `token` means per token and head. `token` and `channel` have
-the same shape rule; the word says whether the rows are activations or a weight's outputs.
+In a KV cache [tokens, heads, head_dim], `token` means per token and head. `token` and `channel`
+have the same shape rule; the word says whether the rows are activations or a weight's outputs.
 """
 
 import re
@@ -128,7 +128,10 @@ class PerChannel(_PerRow):
 
 @dataclass(frozen=True)
 class PerBlock(Granularity):
-    """One scale for each block of `rows` × `columns` of the last two dimensions; edges may be partial."""
+    """One scale for each block of `rows` × `columns` of the last two dimensions.
+
+    Blocks at the edges may be partial.
+    """
 
     rows: int
     columns: int
@@ -150,8 +153,9 @@ class PerBlock(Granularity):
         padded = torch.nn.functional.pad(magnitude, (0, pad_columns, 0, pad_rows))
         if padded.numel() == 0:
             return magnitude.new_zeros(self.scale_shape(magnitude.shape))
-        blocks = padded.unflatten(-1, (num_columns, self.columns))
-        return blocks.unflatten(-3, (num_rows, self.rows)).amax(dim=(-3, -1))
+        outer = magnitude.shape[:-2]
+        blocks = padded.reshape(*outer, num_rows, self.rows, num_columns, self.columns)
+        return blocks.amax(dim=(-3, -1))
 
     def expand(self, scale: Tensor, shape: Shape) -> Tensor:
         rows = torch.arange(shape[-2], device=scale.device) // self.rows
@@ -168,7 +172,7 @@ _PLAIN: dict[str, Granularity] = {
 
 
 def parse_granularity(text: str) -> Granularity:
-    """The granularity whose str() is `text`: "tensor", "head", "token", "channel", "block 128x128"."""
+    """The granularity whose str() is `text`, such as "tensor", "head" or "block 128x128"."""
     if text in _PLAIN:
         return _PLAIN[text]
     if block := re.fullmatch(r"block (\d{1,6})x(\d{1,6})", text):

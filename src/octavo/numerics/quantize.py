@@ -25,13 +25,17 @@ class Quantized:
         return format_of(self.data.dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """data * scale, computed in float32 (float64 if that is asked for) and rounded to `dtype`."""
+        """data * scale in `dtype`; see `dequantize`."""
         return dequantize(self.data, self.scale, self.granularity, dtype)
 
 
 def saturating_cast(x: Tensor, fmt: Fp8Format = E4M3) -> Tensor:
-    """x in 8 bits: to nearest, ties to even; beyond ±fmt.max, ±Inf included, ±fmt.max; NaN stays NaN."""
-    # torch's own casts differ between formats, devices and versions beyond the maximum; clamp keeps NaN.
+    """x in 8 bits, to nearest, ties to even.
+
+    Values beyond ±fmt.max, ±Inf included, become ±fmt.max; NaN stays NaN. This is what Hopper's
+    `cvt.rn.satfinite` does.
+    """
+    # Beyond the maximum torch's own casts differ between formats, devices and versions.
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
@@ -44,7 +48,7 @@ def quantize(
     margin: float = 1.0,
     power_of_two: bool = False,
 ) -> Quantized:
-    """x in 8 bits with one scale per group: the given `scale`, or the one that the data's amax asks for.
+    """x in 8 bits with one scale per group: the given `scale`, or the one its amax asks for.
 
     Computed in float32. margin and power_of_two shape the scale as in `amax_to_scale`.
     """

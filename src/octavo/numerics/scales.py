@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 from octavo.numerics.formats import E4M3, Fp8Format
 from octavo.numerics.granularity import Granularity
 
-# The smallest scale: a normal float32 whose reciprocal is finite, so that kernels may multiply by it.
+# The smallest scale: a normal float32 whose reciprocal is finite, as kernels multiply by that.
 MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -32,8 +32,8 @@ def amax_to_scale(
 ) -> Tensor:
     """scale = margin * amax / fmt.max, float32.
 
-    margin: headroom for values larger than those seen. power_of_two: rounded up, so that dividing by
-    the scale is exact. amax = 0 gives 1.0: any scale is exact for zeros, and 1.0 is the neutral one.
+    margin: headroom for values larger than those seen. power_of_two: rounded up, so that dividing
+    by the scale is exact. amax = 0 gives 1.0: any scale is exact for zeros, 1.0 is the neutral one.
     """
     check_margin(margin)
     scale = (amax.to(torch.float32) * (margin / fmt.max)).clamp(min=MIN_SCALE)

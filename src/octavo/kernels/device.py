@@ -1,0 +1,43 @@
+"""What a device can do: the only place that asks."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as kernels and selection see it; `capability` is None for a CPU."""
+
+    type: str
+    name: str
+    capability: tuple[int, int] | None = None
+    num_sms: int = 0
+    memory_bytes: int = 0
+
+
+CPU = Device(type="cpu", name="CPU")
+
+
+@cache
+def _describe_cuda(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        type="cuda",
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+    )
+
+
+def describe(device: torch.device | str) -> Device:
+    """What octavo knows about a torch device."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CPU
+    if device.type == "cuda":
+        is_current = device.index is None  # plain "cuda" has no index
+        return _describe_cuda(torch.cuda.current_device() if is_current else device.index)
+    return Device(type=device.type, name=device.type)

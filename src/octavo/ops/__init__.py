@@ -1,0 +1,25 @@
+"""The functional API: each op checks its arguments, selects an implementation and runs it."""
+
+from octavo.ops.append_kv import append_kv
+from octavo.ops.attention import attention
+from octavo.ops.decode_attention import decode_attention
+from octavo.ops.prefill_attention import prefill_attention
+from octavo.ops.quantize import quantize
+from octavo.ops.quantize_qkv import quantize_qkv
+from octavo.ops.scaled_mm import scaled_mm
+from octavo.ops.select import Request, Selection, register_impl, select, unregister_impl
+
+__all__ = [
+    "Request",
+    "Selection",
+    "append_kv",
+    "attention",
+    "decode_attention",
+    "prefill_attention",
+    "quantize",
+    "quantize_qkv",
+    "register_impl",
+    "scaled_mm",
+    "select",
+    "unregister_impl",
+]

@@ -1,0 +1,238 @@
+"""attention: dense or packed, in FP8 or in the model's own dtype."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.kernels.device import describe
+from octavo.numerics.attention import AttentionSpec, Packing, parse_spec
+from octavo.numerics.formats import is_fp8
+from octavo.numerics.qkv import QkvScales
+from octavo.ops.check import (
+    check_float,
+    check_one_device,
+    check_out_dtype,
+    check_packing,
+    check_qkv,
+    check_scales,
+    check_sinks,
+)
+from octavo.ops.register import define, empty_result
+from octavo.ops.select import Request, features_of, find_run, register_reference, scale_granularity
+from octavo.reference import attention as reference
+from octavo.reference.softmax import kernel_rounding
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec = ...,
+    scales: QkvScales | None = ...,
+    *,
+    packing: Packing | None = ...,
+    sinks: Tensor | None = ...,
+    key_mask: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+    impl: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec = ...,
+    scales: QkvScales | None = ...,
+    *,
+    packing: Packing | None = ...,
+    sinks: Tensor | None = ...,
+    key_mask: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+    impl: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec = AttentionSpec(),
+    scales: QkvScales | None = None,
+    *,
+    packing: Packing | None = None,
+    sinks: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ · scale)·v as `spec` says, for one batch.
+
+    q: [batch, q_len, num_heads, head_dim]; k, v: [batch, kv_len, num_kv_heads, head_dim]; or all
+    packed [tokens, heads, head_dim] with `packing`. FP8 operands need their `scales`, and P is then
+    FP8 as well; bf16, fp16 and fp32 operands have none.
+    sinks: [num_heads], one more logit in each denominator. key_mask: [batch, kv_len] bool, True
+    where a key may be seen; dense only. out_dtype: q's own, or bf16 for FP8, unless given.
+    return_lse: also the log of the softmax denominator, float32, q's shape without head_dim.
+    """
+    check_qkv(q, k, v, dims=4 if packing is None else 3)
+    check_sinks(sinks, q.shape[-2])
+    check_one_device(q=q, k=k, v=v, sinks=sinks, key_mask=key_mask)
+    _check_dtypes(q, k, v, scales)
+    if packing is not None:
+        check_packing(packing)
+    if key_mask is not None:
+        _check_key_mask(key_mask, k, is_packed=packing is not None)
+    scales = scales or QkvScales.ones(q.device)
+    check_scales(scales, q, k, v)
+    out, lse = torch.ops.octavo.attention(
+        q,
+        k,
+        v,
+        str(spec),
+        check_out_dtype(out_dtype, q),
+        return_lse,
+        *(scales.q, scales.k, scales.v),
+        *_pack(packing),
+        sinks,
+        key_mask,
+        impl,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _pack(packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if packing is None:
+        return None, None, 0, 0
+    return packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, scales: QkvScales | None) -> None:
+    if is_fp8(q.dtype) and is_fp8(k.dtype) and is_fp8(v.dtype):
+        if scales is None:
+            raise ConfigError("q, k and v are FP8: pass the scales they were quantized with")
+        return
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(
+            f"expected q, k and v all in FP8 or all in one dtype, got {q.dtype}, {k.dtype} and "
+            f"{v.dtype}"
+        )
+    check_float("q", q)
+    if scales is not None:
+        raise ConfigError(f"q, k and v are {q.dtype}, which has no scales: leave scales out")
+
+
+def _check_key_mask(key_mask: Tensor, k: Tensor, *, is_packed: bool) -> None:
+    if is_packed:
+        raise ConfigError("key_mask is for dense batches: packed sequences have no padding")
+    if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
+        raise ConfigError(
+            f"expected a bool key_mask of shape {list(k.shape[:2])}, got {key_mask.dtype} "
+            f"{list(key_mask.shape)}"
+        )
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec_text: str,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sinks: Tensor | None,
+    key_mask: Tensor | None,
+    impl: str | None,
+) -> tuple[Tensor, Tensor]:
+    spec = parse_spec(spec_text)
+    packing = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    request = Request(
+        op="attention",
+        device=describe(q.device),
+        dtype=q.dtype,
+        other_dtype=k.dtype,
+        head_dim=q.shape[-1],
+        granularity=scale_granularity(k_scale, k),
+        features=features_of(
+            spec,
+            packed=packing is not None,
+            sinks=sinks is not None,
+            key_mask=key_mask is not None,
+            lse=return_lse,
+        ),
+    )
+    out, lse = find_run(request, impl)(
+        q,
+        k,
+        v,
+        spec,
+        QkvScales(q_scale, k_scale, v_scale),
+        packing=packing,
+        sinks=sinks,
+        key_mask=key_mask,
+        out_dtype=out_dtype,
+    )
+    return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec_text: str,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:
+    return empty_result(q, out_dtype, return_lse)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    scales: QkvScales,
+    *,
+    packing: Packing | None,
+    sinks: Tensor | None,
+    key_mask: Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """What every implementation of `attention` takes and returns: (out, lse)."""
+    rounding = kernel_rounding(q.dtype, spec)
+    if packing is None:
+        out, lse = reference.attention(
+            q, k, v, spec, scales, sinks=sinks, key_mask=key_mask, rounding=rounding
+        )
+    else:
+        out, lse = reference.varlen_attention(
+            q, k, v, packing, spec, scales, sinks=sinks, rounding=rounding
+        )
+    return out.to(out_dtype), lse
+
+
+define(
+    "attention(Tensor q, Tensor k, Tensor v, str spec, ScalarType out_dtype, bool return_lse, "
+    "Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks, Tensor? key_mask, str? impl) "
+    "-> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+register_reference("attention", _reference)

@@ -1,0 +1,123 @@
+"""Validation that several ops share; each check reads shapes and dtypes, never data."""
+
+import torch
+from torch import Tensor
+
+from octavo.cache.view import PagedView
+from octavo.errors import ConfigError
+from octavo.numerics.attention import Packing
+from octavo.numerics.formats import is_fp8
+from octavo.numerics.qkv import QkvScales
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """Raise unless x is bfloat16, float16 or float32."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"expected {name} in bfloat16, float16 or float32, got {x.dtype}")
+
+
+def check_one_device(**tensors: Tensor | None) -> None:
+    """Raise unless all tensors lie on the device of the first."""
+    first_name, first = next((name, x) for name, x in tensors.items() if x is not None)
+    for name, x in tensors.items():
+        if x is not None and x.device != first.device:
+            raise ConfigError(
+                f"expected {name} on {first.device} like {first_name}, got it on {x.device}"
+            )
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raise unless every KV head serves the same number of query heads."""
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ConfigError(
+            f"expected query heads that are a multiple of the KV heads, got {num_heads} and "
+            f"{num_kv_heads}"
+        )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, dims: int) -> None:
+    """Raise unless q, k and v fit together as `dims`-dimensional attention inputs."""
+    shape = "[batch, length, heads, head_dim]" if dims == 4 else "[tokens, heads, head_dim]"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != dims:
+            raise ConfigError(f"expected {name} of shape {shape}, got {list(x.shape)}")
+    if k.shape != v.shape:
+        raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ConfigError(
+            f"expected q and k of one head_dim above 0, got {q.shape[-1]} and {k.shape[-1]}"
+        )
+    if dims == 4 and q.shape[0] != k.shape[0]:
+        raise ConfigError(f"expected q and k of one batch, got {q.shape[0]} and {k.shape[0]}")
+    check_heads(q.shape[-2], k.shape[-2])
+
+
+def check_scales(
+    scales: QkvScales, q: Tensor, k: Tensor, v: Tensor, *, per_token: bool = True
+) -> None:
+    """Raise unless each scale is float32, fits its tensor and lies on its device.
+
+    per_token: whether keys and values may have one scale for each token and head.
+    """
+    for name, scale, x in (("q", scales.q, q), ("k", scales.k, k), ("v", scales.v, v)):
+        shapes: list[tuple[int, ...]] = [(), (x.shape[-2],)]
+        if per_token and name != "q":
+            shapes.append(tuple(x.shape[:-1]))
+        if scale.dtype != torch.float32 or tuple(scale.shape) not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ConfigError(
+                f"expected a float32 {name} scale of shape {expected}, got {scale.dtype} "
+                f"{list(scale.shape)}"
+            )
+        check_one_device(**{name: x, f"the scale of {name}": scale})
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Raise unless sinks has one logit for each query head."""
+    if sinks is not None and tuple(sinks.shape) != (num_heads,):
+        raise ConfigError(f"expected sinks of shape [{num_heads}], got {list(sinks.shape)}")
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
+    """Raise unless cu_seqlens is a vector of int32 with at least one entry."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ConfigError(
+            f"expected {name} as int32 [num_sequences + 1], got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+
+
+def check_packing(packing: Packing) -> None:
+    """Raise unless queries and keys are packed as the same number of sequences."""
+    check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q)
+    check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k)
+    num_q, num_k = len(packing.cu_seqlens_q), len(packing.cu_seqlens_k)
+    if num_q != num_k:
+        raise ConfigError(f"expected cu_seqlens_q and _k of one length, got {num_q} and {num_k}")
+
+
+def check_query_over_pages(q: Tensor, view: PagedView, q_scale: Tensor | None) -> None:
+    """Raise unless q's heads and dtype fit the pages."""
+    if q.shape[-1] != view.head_dim:
+        raise ConfigError(f"expected q of the cache's head_dim {view.head_dim}, got {q.shape[-1]}")
+    check_heads(q.shape[-2], view.num_kv_heads)
+    if not is_fp8(q.dtype):
+        check_float("q", q)
+        if q_scale is not None:
+            raise ConfigError(f"q is {q.dtype}, which has no scale: leave q_scale out")
+        return
+    if q_scale is None:
+        raise ConfigError(f"q is {q.dtype}: pass the q_scale it was quantized with")
+    if not view.is_fp8:
+        raise ConfigError(f"expected FP8 pages for FP8 queries, got pages in {view.dtype}")
+
+
+def check_out_dtype(out_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
+    """The dtype of the result: as asked for, else q's own, else bfloat16 for FP8 queries."""
+    if out_dtype is None:
+        return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
+    if out_dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"expected out_dtype bfloat16, float16 or float32, got {out_dtype}")
+    return out_dtype

@@ -1,0 +1,176 @@
+"""prefill_attention: the newest tokens of each sequence over its pages."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from octavo.cache.view import PagedView
+from octavo.errors import ConfigError
+from octavo.kernels.device import describe
+from octavo.numerics.attention import AttentionSpec, parse_spec
+from octavo.ops.check import (
+    check_cu_seqlens,
+    check_one_device,
+    check_out_dtype,
+    check_query_over_pages,
+    check_sinks,
+)
+from octavo.ops.register import define, empty_result
+from octavo.ops.select import Request, features_of, find_run, register_reference
+from octavo.reference.paged import paged_attention
+from octavo.reference.softmax import kernel_rounding
+
+
+@overload
+def prefill_attention(
+    q: Tensor,
+    view: PagedView,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    spec: AttentionSpec = ...,
+    q_scale: Tensor | None = ...,
+    *,
+    sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[False] = ...,
+    impl: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def prefill_attention(
+    q: Tensor,
+    view: PagedView,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    spec: AttentionSpec = ...,
+    q_scale: Tensor | None = ...,
+    *,
+    sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_lse: Literal[True],
+    impl: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def prefill_attention(
+    q: Tensor,
+    view: PagedView,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    spec: AttentionSpec = AttentionSpec(causal=True),
+    q_scale: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of each sequence over all of its pages, theirs included.
+
+    q: packed [num_tokens, num_heads, head_dim]; sequence i is cu_seqlens_q[i] … cu_seqlens_q[i + 1]
+    and its last query is the last of its view.lengths[i] tokens. FP8 queries need the q_scale they
+    were quantized with, [] or [num_heads], and make the whole attention FP8; with bf16, fp16 or
+    fp32 queries FP8 pages are dequantized. max_seqlen_q: an upper bound of the query lengths.
+    return_lse: also the log of the softmax denominator, float32 [num_tokens, num_heads].
+    """
+    if q.dim() != 3:
+        raise ConfigError(f"expected q [num_tokens, num_heads, head_dim], got {list(q.shape)}")
+    check_query_over_pages(q, view, q_scale)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+    if len(cu_seqlens_q) != view.num_sequences + 1:
+        raise ConfigError(
+            f"expected cu_seqlens_q of length {view.num_sequences + 1} for "
+            f"{view.num_sequences} sequences, got {len(cu_seqlens_q)}"
+        )
+    check_sinks(sinks, q.shape[1])
+    check_one_device(
+        q=q, pages=view.key_pages, cu_seqlens_q=cu_seqlens_q, q_scale=q_scale, sinks=sinks
+    )
+    out, lse = torch.ops.octavo.prefill_attention(
+        q,
+        str(spec),
+        check_out_dtype(out_dtype, q),
+        return_lse,
+        view.key_pages,
+        view.value_pages,
+        view.key_scale,
+        view.value_scale,
+        view.page_table,
+        view.lengths,
+        cu_seqlens_q,
+        max_seqlen_q,
+        q_scale,
+        sinks,
+        impl,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    q: Tensor,
+    spec_text: str,
+    out_dtype: torch.dtype,
+    return_lse: bool,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    q_scale: Tensor | None,
+    sinks: Tensor | None,
+    impl: str | None,
+) -> tuple[Tensor, Tensor]:
+    spec = parse_spec(spec_text)
+    view = PagedView(key_pages, value_pages, key_scale, value_scale, page_table, lengths)
+    request = Request(
+        op="prefill_attention",
+        device=describe(q.device),
+        dtype=q.dtype,
+        other_dtype=view.dtype,
+        head_dim=view.head_dim,
+        granularity=str(view.scale_granularity),
+        features=features_of(spec, sinks=sinks is not None, lse=return_lse),
+    )
+    out, lse = find_run(request, impl)(
+        q, view, cu_seqlens_q, max_seqlen_q, spec, q_scale, sinks=sinks, out_dtype=out_dtype
+    )
+    return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+def _fake(
+    q: Tensor, spec_text: str, out_dtype: torch.dtype, return_lse: bool, *rest: object
+) -> tuple[Tensor, Tensor]:
+    return empty_result(q, out_dtype, return_lse)
+
+
+def _reference(
+    q: Tensor,
+    view: PagedView,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    spec: AttentionSpec,
+    q_scale: Tensor | None,
+    *,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """What every implementation of `prefill_attention` takes and returns: (out, lse)."""
+    rounding = kernel_rounding(q.dtype, spec)
+    out, lse = paged_attention(q, view, cu_seqlens_q, spec, q_scale, sinks=sinks, rounding=rounding)
+    return out.to(out_dtype), lse
+
+
+define(
+    "prefill_attention(Tensor q, str spec, ScalarType out_dtype, bool return_lse, "
+    "Tensor key_pages, Tensor value_pages, Tensor key_scale, Tensor value_scale, "
+    "Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, SymInt max_seqlen_q, "
+    "Tensor? q_scale, Tensor? sinks, str? impl) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+register_reference("prefill_attention", _reference)

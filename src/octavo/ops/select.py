@@ -1,0 +1,164 @@
+"""Which implementation runs an op, and why.
+
+Each op has implementations in order of preference, the reference last. Asked for by name, an
+implementation runs or raises; left out, the first one without an objection runs. An objection is a
+sentence that says why a request cannot be served.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.device import Device
+from octavo.numerics.attention import AttentionSpec
+
+OPS = (
+    "append_kv",
+    "attention",
+    "decode_attention",
+    "prefill_attention",
+    "quantize",
+    "quantize_qkv",
+    "scaled_mm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """All that decides whether an implementation can serve a call; no tensors.
+
+    dtype: of the main operand (q, x or a); other_dtype: of what it meets (keys and values, weights,
+    pages). features: what the call uses beyond the plain case, such as "causal" or "sinks".
+    """
+
+    op: str
+    device: Device
+    dtype: torch.dtype
+    other_dtype: torch.dtype | None = None
+    head_dim: int | None = None
+    granularity: str = "tensor"
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The implementation that runs, why, and why the ones before it do not."""
+
+    impl: str
+    reason: str
+    objections: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of one op.
+
+    run: takes what the op's file documents. objection: why it cannot serve a request, or None.
+    reason: what to tell who asks why it was chosen. is_automatic: whether it is chosen unasked.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    objection: Callable[[Request], str | None]
+    reason: str
+    is_automatic: bool = True
+
+
+_IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
+
+
+def register_impl(
+    op: str,
+    name: str,
+    run: Callable[..., Any],
+    *,
+    objection: Callable[[Request], str | None] = lambda request: None,
+    reason: str = "registered by a third party",
+    is_automatic: bool = False,
+) -> None:
+    """Add an implementation of `op`, to be asked for as impl=`name`.
+
+    run: takes and returns what the op's reference implementation does (see the op's file).
+    objection: says why a request cannot be served, or returns None. is_automatic: it also runs
+    unasked, before all others, whenever it has no objection.
+    """
+    impls = _impls_of(op)
+    if any(impl.name == name for impl in impls):
+        raise ConfigError(f"{op} already has an implementation {name!r}: choose another name")
+    impls.insert(0, Impl(name, run, objection, reason, is_automatic))
+
+
+def register_reference(op: str, run: Callable[..., Any]) -> None:
+    """Add the reference, which serves every request and comes last."""
+    reference = Impl("reference", run, lambda request: None, "plain torch runs on any device")
+    _impls_of(op).append(reference)
+
+
+def unregister_impl(op: str, name: str) -> None:
+    """Take an implementation away again."""
+    impls = _impls_of(op)
+    impls.remove(_named(op, name))
+
+
+def select(request: Request, impl: str | None = None) -> Selection:
+    """The implementation that serves `request`: the one named, or the first without objection."""
+    if impl is not None:
+        if objection := _named(request.op, impl).objection(request):
+            raise UnsupportedError(f"{request.op} with impl={impl!r} cannot run: {objection}")
+        return Selection(impl, "asked for by name")
+    objections: dict[str, str] = {}
+    for candidate in _impls_of(request.op):
+        if not candidate.is_automatic:
+            continue
+        objection = candidate.objection(request)
+        if objection is None:
+            return Selection(candidate.name, candidate.reason, objections)
+        objections[candidate.name] = objection
+    listed = "; ".join(f"{name}: {objection}" for name, objection in objections.items())
+    raise UnsupportedError(f"no implementation of {request.op} can run this: {listed}")
+
+
+def find_run(request: Request, impl: str | None) -> Callable[..., Any]:
+    """The function that serves `request`."""
+    return _named(request.op, select(request, impl).impl).run
+
+
+def impl_names(op: str) -> list[str]:
+    """The implementations of `op`, in order of preference."""
+    return [impl.name for impl in _impls_of(op)]
+
+
+def features_of(spec: AttentionSpec, **used: bool) -> frozenset[str]:
+    """What an attention call uses beyond the plain case: of its spec, and the `used` arguments."""
+    used |= {
+        "causal": spec.causal,
+        "window": spec.window is not None,
+        "softcap": spec.softcap is not None,
+        "one-level": spec.promote_every is None,
+    }
+    return frozenset(name for name, is_used in used.items() if is_used)
+
+
+def scale_granularity(scale: Tensor, x: Tensor) -> str:
+    """The granularity of an attention operand [..., heads, head_dim] with this scale."""
+    if scale.dim() == 0:
+        return "tensor"
+    return "token" if scale.dim() == x.dim() - 1 else "head"
+
+
+def _impls_of(op: str) -> list[Impl]:
+    if op not in _IMPLS:
+        raise ConfigError(f"expected an op, one of {', '.join(OPS)}; got {op!r}")
+    return _IMPLS[op]
+
+
+def _named(op: str, name: str) -> Impl:
+    for impl in _impls_of(op):
+        if impl.name == name:
+            return impl
+    expected = ", ".join(impl_names(op))
+    raise ConfigError(f"expected impl for {op}, one of {expected}; got {name!r}")

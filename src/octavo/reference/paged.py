@@ -1,0 +1,104 @@
+"""What a paged KV cache means: append to pages; gather pages, then attention."""
+
+import torch
+from torch import Tensor
+
+from octavo.cache.view import PagedView
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.formats import format_of, is_fp8
+from octavo.numerics.granularity import PerHead, PerTensor, PerToken
+from octavo.numerics.qkv import QkvScales
+from octavo.numerics.quantize import Quantized, quantize
+from octavo.reference.attention import attend_sequence
+from octavo.reference.softmax import EXACT, Rounding
+
+
+def append_kv(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write new keys and values into their slots, quantized as the cache is.
+
+    key, value: [num_tokens, num_kv_heads, head_dim]; slots: [num_tokens], page · page_size +
+    offset, and negative for tokens that are not written. Scales per token and head are computed
+    here and stored beside the page; others are the cache's own.
+    """
+    used = slots >= 0
+    page = (slots[used] // view.page_size).long()
+    offset = (slots[used] % view.page_size).long()
+    for x, pages, scale in (
+        (key[used], view.key_pages, view.key_scale),
+        (value[used], view.value_pages, view.value_scale),
+    ):
+        data = x.to(pages.dtype)
+        if is_fp8(pages.dtype):
+            quantized = _quantize_like(x, pages, scale)
+            data = quantized.data
+            if scale.dim() == 3:
+                scale[page, :, offset] = quantized.scale
+        # torch has no indexed writes for FP8 on every device; the bytes are the same.
+        _as_bytes(pages)[page, :, offset] = _as_bytes(data)
+
+
+def gather_kv(view: PagedView, sequence: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(k, v, k_scale, v_scale) of one sequence: [length, num_kv_heads, head_dim] and its scales."""
+    length = int(view.lengths[sequence])
+    num_pages = -(-length // view.page_size)
+    pages = view.page_table[sequence, :num_pages].long()
+
+    def gather(x: Tensor) -> Tensor:
+        return _as_bytes(x)[pages].transpose(1, 2).flatten(0, 1)[:length].view(x.dtype)
+
+    def gather_scale(scale: Tensor) -> Tensor:
+        return gather(scale.unsqueeze(-1)).squeeze(-1) if scale.dim() == 3 else scale
+
+    return (
+        gather(view.key_pages),
+        gather(view.value_pages),
+        gather_scale(view.key_scale),
+        gather_scale(view.value_scale),
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    view: PagedView,
+    cu_seqlens_q: Tensor,
+    spec: AttentionSpec = AttentionSpec(causal=True),
+    q_scale: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    rounding: Rounding = EXACT,
+    compute: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of each sequence over all of its pages.
+
+    q: [num_tokens, num_heads, head_dim], sequence i at cu_seqlens_q[i] … cu_seqlens_q[i + 1]; its
+    last query is the last token in the cache. Returns (out, lse) as in `reference.attention`.
+    """
+    out = torch.zeros(q.shape, dtype=compute, device=q.device)
+    lse = torch.zeros(q.shape[:-1], dtype=compute, device=q.device)
+    q_scale = q.new_ones((), dtype=torch.float32) if q_scale is None else q_scale
+    ends = cu_seqlens_q.tolist()
+    for sequence in range(view.num_sequences):
+        queries = slice(ends[sequence], ends[sequence + 1])
+        k, v, k_scale, v_scale = gather_kv(view, sequence)
+        out[queries], lse[queries] = attend_sequence(
+            q[queries],
+            k,
+            v,
+            spec,
+            QkvScales(q_scale, k_scale, v_scale),
+            sinks=sinks,
+            rounding=rounding,
+            compute=compute,
+        )
+    return out, lse
+
+
+def _quantize_like(x: Tensor, pages: Tensor, scale: Tensor) -> Quantized:
+    fmt = format_of(pages.dtype)
+    if scale.dim() == 3:
+        return quantize(x, PerToken(), fmt)
+    return quantize(x, PerHead() if scale.dim() == 1 else PerTensor(), fmt, scale=scale)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)

@@ -1,0 +1,113 @@
+"""Online softmax: the weighted sum of values, one tile of keys at a time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.accumulator import HOPPER_FP8, Accumulator
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.formats import format_of, is_fp8
+from octavo.numerics.quantize import saturating_cast
+
+# P ≤ 1 is multiplied by this before it is rounded to FP8, to use more of e4m3's range.
+FP8_WEIGHT_RANGE = 2.0**8
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where a kernel rounds inside attention.
+
+    weights: the dtype of P as an operand of P·V; None leaves it in the compute dtype.
+    accumulator: what adds up the FP8 products; None adds in the compute dtype.
+    """
+
+    weights: torch.dtype | None = None
+    accumulator: Accumulator | None = None
+
+
+EXACT = Rounding()
+
+
+def kernel_rounding(q_dtype: torch.dtype, spec: AttentionSpec) -> Rounding:
+    """How the kernels round for queries of this dtype: FP8 queries make P FP8 as well.
+
+    Promotion after every tile is modelled by exact sums: what the accumulator cuts off inside one
+    tile (128 products at 13 bits) is far below the rounding of P to 3 bits.
+    """
+    if is_fp8(q_dtype):
+        accumulator = None if spec.promote_every == 1 else HOPPER_FP8
+        return Rounding(torch.float8_e4m3fn, accumulator)
+    return Rounding(q_dtype if q_dtype in (torch.bfloat16, torch.float16) else None)
+
+
+class OnlineSoftmax:
+    """Running maximum, denominator and weighted values of some rows of every head."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        spec: AttentionSpec,
+        rounding: Rounding,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """shape: of the result, (heads, rows, head_dim); dtype: of all sums."""
+        self.promote_every = spec.promote_every
+        self.rounding = rounding
+        is_scaled = rounding.weights is not None and is_fp8(rounding.weights)
+        self.weight_range = FP8_WEIGHT_RANGE if is_scaled else 1.0
+        self.num_tiles = 0
+        self.row_max = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=device)
+        self.row_sum = torch.zeros(shape[:-1], dtype=dtype, device=device)
+        # Two levels: `partial` is what the tensor core holds, `total` the float32 register.
+        self.partial = torch.zeros(shape, dtype=dtype, device=device)
+        self.total = torch.zeros(shape, dtype=dtype, device=device)
+
+    def add_tile(self, logits: Tensor, v: Tensor, v_weight: Tensor | None = None) -> None:
+        """Take in one tile of keys.
+
+        logits: [heads, rows, keys], −inf where masked; v: [heads, keys, head_dim];
+        v_weight: [heads, 1, keys], factors of single keys that act before P is rounded.
+        """
+        row_max = torch.maximum(self.row_max, logits.amax(dim=-1))
+        reference = torch.where(row_max == -torch.inf, 0.0, row_max)
+        shrink = torch.exp(self.row_max - reference)
+        p = torch.exp(logits - reference.unsqueeze(-1))
+        self.row_max = row_max
+        self.row_sum = self.row_sum * shrink + p.sum(dim=-1)
+        self.total = self.total * shrink.unsqueeze(-1)
+        self.partial = self.partial * shrink.unsqueeze(-1)
+        self._add_values(p if v_weight is None else p * v_weight, v)
+
+    def finish(self, sink: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse), with `sink` [heads, rows] as one more logit; zeros where nothing was seen."""
+        top = torch.maximum(self.row_max, sink)
+        top = torch.where(top == -torch.inf, 0.0, top)
+        shrink = torch.exp(self.row_max - top)
+        denominator = self.row_sum * shrink + torch.exp(sink - top)
+        share = (shrink / denominator / self.weight_range).unsqueeze(-1)
+        out = (self.total + self.partial) * share
+        out = out.masked_fill((denominator == 0).unsqueeze(-1), 0.0)
+        return out, torch.log(denominator) + top
+
+    def _add_values(self, p: Tensor, v: Tensor) -> None:
+        weights = self._round(p)
+        if self.rounding.accumulator is None:
+            self.partial = self.partial + weights.to(p.dtype) @ v.to(p.dtype)
+        else:
+            columns = v.transpose(-1, -2)
+            self.partial = self.rounding.accumulator.matmul(weights, columns, self.partial)
+        self.num_tiles += 1
+        if self.promote_every is not None and self.num_tiles % self.promote_every == 0:
+            self.total = self.total + self.partial
+            self.partial = torch.zeros_like(self.partial)
+
+    def _round(self, p: Tensor) -> Tensor:
+        dtype = self.rounding.weights
+        if dtype is None:
+            return p
+        if is_fp8(dtype):
+            return saturating_cast(p * self.weight_range, format_of(dtype))
+        return p.to(dtype)
