@@ -46,7 +46,7 @@ test: check  ## lint, types and tests with coverage
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' $(COVERED)
 
 test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
-	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu'
+	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow
 
 test-gpu:  ## every test that needs a GPU; PY=python3 uses another interpreter than the one in .venv
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider

@@ -7,7 +7,7 @@ package, and touches no GPU.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from octavo.version import __version__
+from octavo.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from octavo import ops as ops

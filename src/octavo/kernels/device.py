@@ -16,6 +16,11 @@ class Device:
     num_sms: int = 0
     memory_bytes: int = 0
 
+    @property
+    def gpu(self) -> str | None:
+        """The GPU's name, as records carry it."""
+        return self.name if self.type == "cuda" else None
+
 
 CPU = Device(type="cpu", name="CPU")
 
@@ -41,3 +46,8 @@ def describe(device: torch.device | str) -> Device:
         is_current = device.index is None  # plain "cuda" has no index
         return _describe_cuda(torch.cuda.current_device() if is_current else device.index)
     return Device(type=device.type, name=device.type)
+
+
+def default_device() -> Device:
+    """The current CUDA device, or the CPU where torch can use none."""
+    return describe("cuda" if torch.cuda.is_available() else "cpu")

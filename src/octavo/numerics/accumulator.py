@@ -18,8 +18,10 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.numerics.formats import format_of
 
-# Below every exponent of a product or a sum, and above what float64 can scale by.
-_NO_EXPONENT = -500
+# Groups whose products are spelled out at once: memory against Python steps.
+_GROUPS_AT_ONCE = 8
+# Layout of float64, in which every product and sum of the model is exact.
+_FRACTION_BITS, _EXPONENT_MASK, _EXPONENT_BIAS = 52, 0x7FF, 1023
 
 
 @dataclass(frozen=True)
@@ -40,39 +42,53 @@ class Accumulator:
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
             total = torch.zeros(*batch, a.shape[-2], b.shape[-2], device=a.device)
         running = total.to(torch.float64)
-        for start in range(0, a.shape[-1], self.group):
-            step = slice(start, start + self.group)
-            running = self._add_group(running, a[..., step], b[..., step])
+        span = self.group * _GROUPS_AT_ONCE
+        for start in range(0, a.shape[-1], span):
+            columns = slice(start, start + span)
+            products, exponents = _outer(a[..., columns], b[..., columns])
+            for group, exponent in zip(
+                products.split(self.group, dim=-1),
+                exponents.split(self.group, dim=-1),
+                strict=True,
+            ):
+                running = self._add(running, group, exponent.amax(dim=-1))
         return running.to(torch.float32)
 
-    def _add_group(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        products = a.to(torch.float64).unsqueeze(-2) * b.to(torch.float64).unsqueeze(-3)
-        # The hardware adds the operands' exponents before it knows the product's own.
-        exponents = _operand_exponent(a).unsqueeze(-2) + _operand_exponent(b).unsqueeze(-3)
-        exponents = exponents.masked_fill(products == 0, _NO_EXPONENT)
-        largest = torch.maximum(exponents.amax(dim=-1), _exponent(total))
-        unit = _power_of_two(largest - self.fraction_bits)
+    def _add(self, total: Tensor, products: Tensor, exponent: Tensor) -> Tensor:
+        """The new total: one group of products [..., group] and the total cut, added and cut."""
+        unit = self._last_bit(torch.maximum(exponent, _exponent(total)))
         kept = _cut(products, unit.unsqueeze(-1)).sum(dim=-1) + _cut(total, unit)
-        return _cut(kept, _power_of_two(_exponent(kept) - self.fraction_bits))
+        return _cut(kept, self._last_bit(_exponent(kept)))
+
+    def _last_bit(self, exponent: Tensor) -> Tensor:
+        """The value of the last bit that is kept of a number with this exponent."""
+        biased = (exponent - self.fraction_bits + _EXPONENT_BIAS).clamp(min=1)
+        return (biased << _FRACTION_BITS).view(torch.float64)
 
 
 HOPPER_FP8 = Accumulator(group=32, fraction_bits=13)
 
 
-def _exponent(x: Tensor) -> Tensor:
-    """⌊log2 |x|⌋, or `_NO_EXPONENT` for zero."""
-    exponent = torch.frexp(x.to(torch.float64)).exponent - 1
-    return exponent.masked_fill(x == 0, _NO_EXPONENT)
+def _outer(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """All products a[i, k] · b[j, k] and their exponents, [..., rows, columns, K].
+
+    The hardware adds the operands' exponents; it does not wait for the product's own.
+    """
+    products = a.to(torch.float64).unsqueeze(-2) * b.to(torch.float64).unsqueeze(-3)
+    exponents = _operand_exponent(a).unsqueeze(-2) + _operand_exponent(b).unsqueeze(-3)
+    return products, exponents
 
 
 def _operand_exponent(x: Tensor) -> Tensor:
-    """The exponent field of an FP8 operand: that of the smallest normal for subnormals."""
-    smallest = torch.tensor(format_of(x.dtype).smallest_normal, dtype=torch.float64)
-    return _exponent(x.to(torch.float64)).clamp(min=int(_exponent(smallest)))
+    """The exponent of an FP8 operand: subnormals have the smallest normal's, zeros none."""
+    exact = x.to(torch.float64)
+    smallest = exact.new_tensor(format_of(x.dtype).smallest_normal)
+    return torch.where(exact == 0, -_EXPONENT_BIAS, _exponent(torch.maximum(exact.abs(), smallest)))
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)
+def _exponent(x: Tensor) -> Tensor:
+    """⌊log2 |x|⌋ of a float64, int64; −1023 for zero."""
+    return (x.view(torch.int64) >> _FRACTION_BITS & _EXPONENT_MASK) - _EXPONENT_BIAS
 
 
 def _cut(x: Tensor, unit: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ class AmaxRing(NamedTuple):
             raise ConfigError(
                 f"expected an amax of shape {list(self.values.shape[1:])}, got {list(amax.shape)}"
             )
+        amax = amax.to(torch.float32).abs()  # a float64 beyond float32 is Inf here
         is_finite = torch.isfinite(amax)
-        clean = torch.where(is_finite, amax.to(torch.float32).abs(), 0.0)
+        clean = torch.where(is_finite, amax, 0.0)
         slot = torch.remainder(self.num_passes, len(self.values)).unsqueeze(0)
         self.values.index_copy_(0, slot, clean.unsqueeze(0))
         self.num_passes.add_(1)

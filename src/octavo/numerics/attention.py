@@ -32,14 +32,21 @@ class AttentionSpec:
     promote_every: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"window must be at least 1 or None, got {self.window}")
-        if self.promote_every is not None and self.promote_every < 1:
-            raise ConfigError(f"promote_every must be at least 1 or None, got {self.promote_every}")
+        # Kept as Python's own numbers: the repr() of numpy's is not what parse_spec reads.
+        for name in ("window", "promote_every"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not hasattr(value, "__index__") or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+            object.__setattr__(self, name, int(value))
         for name in ("softcap", "softmax_scale"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is None:
+                continue
+            if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive finite number or None, got {value}")
+            object.__setattr__(self, name, float(value))
 
     def __str__(self) -> str:
         """Only what differs from the default, such as "causal=True window=128"."""

@@ -30,7 +30,7 @@ class Quantized:
 
 
 def saturating_cast(x: Tensor, fmt: Fp8Format = E4M3) -> Tensor:
-    """x in 8 bits, to nearest, ties to even.
+    """x in 8 bits, to nearest, ties to even; float64 goes through float32.
 
     Values beyond ±fmt.max, ±Inf included, become ±fmt.max; NaN stays NaN. This is what Hopper's
     `cvt.rn.satfinite` does.

@@ -9,8 +9,10 @@ from octavo.errors import ConfigError
 from octavo.numerics.formats import E4M3, Fp8Format
 from octavo.numerics.granularity import Granularity
 
-# The smallest scale: a normal float32 whose reciprocal is finite, as kernels multiply by that.
+# The smallest and the largest scale: normal float32s, powers of two, and so are their reciprocals,
+# as kernels multiply by those.
 MIN_SCALE = torch.finfo(torch.float32).tiny
+MAX_SCALE = 1 / MIN_SCALE
 
 
 def finite_amax(x: Tensor, granularity: Granularity) -> Tensor:
@@ -34,9 +36,10 @@ def amax_to_scale(
 
     margin: headroom for values larger than those seen. power_of_two: rounded up, so that dividing
     by the scale is exact. amax = 0 gives 1.0: any scale is exact for zeros, 1.0 is the neutral one.
+    All others are kept within MIN_SCALE … MAX_SCALE.
     """
     check_margin(margin)
-    scale = (amax.to(torch.float32) * (margin / fmt.max)).clamp(min=MIN_SCALE)
+    scale = (amax.to(torch.float32) * (margin / fmt.max)).clamp(MIN_SCALE, MAX_SCALE)
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)

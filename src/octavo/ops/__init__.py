@@ -3,6 +3,7 @@
 from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
 from octavo.ops.decode_attention import decode_attention
+from octavo.ops.explain import Explanation, explain
 from octavo.ops.prefill_attention import prefill_attention
 from octavo.ops.quantize import quantize
 from octavo.ops.quantize_qkv import quantize_qkv
@@ -10,11 +11,13 @@ from octavo.ops.scaled_mm import scaled_mm
 from octavo.ops.select import Request, Selection, register_impl, select, unregister_impl
 
 __all__ = [
+    "Explanation",
     "Request",
     "Selection",
     "append_kv",
     "attention",
     "decode_attention",
+    "explain",
     "prefill_attention",
     "quantize",
     "quantize_qkv",

@@ -1,0 +1,145 @@
+"""The command line: `octavo COMMAND ...`.
+
+A command is a row of COMMANDS and a file of its own. The file is imported when its command runs, so
+`octavo --help` stays quick and needs no torch.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from octavo import env
+from octavo.cli.console import errors_reported, out, print_error
+from octavo.version import __version__
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the table of commands."""
+
+    name: str
+    target: str  # "module:name" of the command's function, or of its Typer app
+    help: str  # one line for `octavo --help`
+    example: str = ""  # a command line worth trying, shown at the end of `octavo --help`
+
+    def load(self) -> Any:
+        """The command itself, from its module."""
+        module, _, name = self.target.partition(":")
+        target = getattr(importlib.import_module(module), name)
+        if not isinstance(target, typer.Typer):
+            function, target = target, typer.Typer(add_completion=False)
+            target.command(self.name)(function)
+        command = typer.main.get_command(target)
+        command.name = self.name
+        return command
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "demo",
+        "octavo.cli.demo:demo",
+        "The whole story on this machine, CPU included; ends in an HTML report.",
+        example="octavo demo",
+    ),
+    Command(
+        "doctor",
+        "octavo.cli.doctor:doctor",
+        "GPU, versions, and which implementation each op would use and why.",
+        example="octavo doctor",
+    ),
+)
+
+HELP = "FP8 attention, KV cache and linear layers for PyTorch models: measured, calibrated, served."
+
+
+def make_app(commands: Sequence[Command]) -> typer.Typer:
+    """The application with these commands; none of their modules is imported yet."""
+    rows = {command.name: command for command in commands}
+
+    class LazyGroup(TyperGroup):
+        """Lists commands from the table, and replaces one by the real thing when it is called."""
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+            name, listed, rest = super().resolve_command(ctx, args)
+            return name, rows[name].load() if name in rows else listed, rest
+
+        def invoke(self, ctx: Any) -> Any:
+            with errors_reported(is_debug=ctx.params["debug"] or env.is_debug()):
+                return super().invoke(ctx)
+
+    app = typer.Typer(
+        cls=LazyGroup,
+        name="octavo",
+        help=HELP,
+        epilog=_examples(commands),
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.callback()(_options)
+    for command in commands:
+        app.command(command.name, help=escape(command.help))(_listed_only)
+    return app
+
+
+def _examples(commands: Sequence[Command]) -> str:
+    examples = [f"  {escape(command.example)}" for command in commands if command.example]
+    start = ["Examples:", *examples, ""] if examples else []
+    return "\n".join([*start, "Every command explains itself: octavo COMMAND --help"])
+
+
+def run(app: typer.Typer, args: Sequence[str]) -> int:
+    """Run one command line and return the exit code."""
+    try:
+        typer.main.get_command(app).main(list(args), prog_name="octavo")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print_error(end.code)
+            return 1
+        return end.code or 0
+    raise AssertionError("a command line ends with SystemExit")
+
+
+def main() -> None:
+    """The `octavo` program."""
+    code = run(make_app(COMMANDS), sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output is gone; what is left of it must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error (or OCTAVO_DEBUG=1).")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=lambda asked: _print_version() if asked else None,
+            help="Print the version.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _print_version() -> None:
+    out.print(f"octavo {__version__}")
+    raise typer.Exit
+
+
+def _listed_only() -> None:
+    raise AssertionError("LazyGroup replaces this command")

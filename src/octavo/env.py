@@ -1,0 +1,42 @@
+"""Every environment variable that octavo reads; nobody else reads os.environ."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "OCTAVO_"
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One variable: its name, the value it has when unset, and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def read(self) -> str:
+        """The value now: the environment's, or the default."""
+        return os.environ.get(self.name, self.default)
+
+
+DEBUG = EnvVar(
+    "OCTAVO_DEBUG",
+    "0",
+    "Show the traceback of an error, as `octavo --debug` does. "
+    "Empty, `0`, `false`, `no` and `off` mean no, anything else means yes.",
+)
+
+VARIABLES = (DEBUG,)
+
+
+def is_debug() -> bool:
+    """Whether OCTAVO_DEBUG asks for tracebacks."""
+    return DEBUG.read().strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The names in `environ` that start with OCTAVO_ and mean nothing: most likely misspelt."""
+    names = os.environ if environ is None else environ
+    known = {variable.name for variable in VARIABLES}
+    return tuple(sorted(name for name in names if name.startswith(PREFIX) and name not in known))

@@ -1,0 +1,287 @@
+"""Measurement and Machine: what was measured, on what, as one line of JSON.
+
+Every table, plot and sentence with a number is made from these rows. A row says which operation ran
+(`op`, `impl`), on what (`case`: the sizes and choices), and what came out (`values`: numbers whose
+names end in their unit, such as `median_ms` or `sqnr_db`). Timing and accuracy share this one form.
+
+In JSON a value that is not finite is the string "nan", "inf" or "-inf": an exact result has an SQNR
+of inf, and a broken one must stay visible.
+"""
+
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.version import __version__
+
+SCHEMA = 1
+
+Scalar = str | int | float | bool
+_Item = TypeVar("_Item")
+
+_DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "diffusers", "vllm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a measurement ran on: the hardware and the versions of the software."""
+
+    cpu: str
+    python: str
+    platform: str
+    gpu: str | None = None
+    capability: tuple[int, int] | None = None  # (9, 0) on Hopper
+    versions: Mapping[str, str] = field(default_factory=dict)  # package -> version
+
+    def __post_init__(self) -> None:
+        _check_text(self, "cpu", "python", "platform")
+        if self.gpu is not None:
+            _check_text(self, "gpu")
+        if self.capability is not None:
+            object.__setattr__(self, "capability", _capability(self.capability))
+        versions = _checked_mapping("versions", self.versions, _text)
+        object.__setattr__(self, "versions", versions)
+
+    @classmethod
+    def current(cls, *, gpu: str | None = None, capability: tuple[int, int] | None = None) -> Self:
+        """This machine and the versions installed on it; the GPU's name comes from the caller."""
+        return cls(
+            cpu=_cpu_name(),
+            python=platform.python_version(),
+            platform=f"{platform.system()} {platform.machine()}",
+            gpu=gpu,
+            capability=capability,
+            versions=_installed_versions(),
+        )
+
+    def __str__(self) -> str:
+        torch = self.versions.get("torch")
+        return ", ".join([self.gpu or self.cpu, *([f"torch {torch}"] if torch else [])])
+
+
+def utc_now() -> str:
+    """The time now as records write it: 2026-01-31T12:00:00Z."""
+    return datetime.now(UTC).strftime(_DATE_FORMAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One result: what ran, on what, what came out, where, by which command and when."""
+
+    op: str  # what was done: "decode_attention", "quantize", "perplexity"
+    impl: str  # who did it: "reference", "triton", "fa3"
+    case: Mapping[str, Scalar]  # the sizes and choices: {"head_dim": 128, "granularity": "head"}
+    values: Mapping[str, float]  # what came out: {"median_ms": 0.75, "sqnr_db": 31.2}
+    machine: Machine
+    command: str  # repeats the measurement
+    baseline: str | None = None  # what the values are relative to, where they are
+    date: str = field(default_factory=utc_now)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schema, bool) or self.schema != SCHEMA:
+            raise ConfigError(f"this octavo knows records of schema {SCHEMA}, got {self.schema!r}")
+        _check_text(self, "op", "impl", "command")
+        if self.baseline is not None:
+            _check_text(self, "baseline")
+        _check_date(self.date)
+        if not isinstance(self.machine, Machine):
+            raise ConfigError(f"machine must be a Machine, got {self.machine!r}")
+        object.__setattr__(self, "case", _checked_mapping("case", self.case, _scalar))
+        object.__setattr__(self, "values", _checked_mapping("values", self.values, _number))
+        if both := sorted(self.case.keys() & self.values.keys()):
+            raise ConfigError(f"a name is a case or a value, not both: {', '.join(both)}")
+
+    def get(self, name: str) -> Scalar | None:
+        """The field, case or value called `name`; None if this row has none."""
+        if name == "machine":
+            return str(self.machine)
+        if name in ("op", "impl", "baseline", "command", "date"):
+            found: Scalar | None = getattr(self, name)
+            return found
+        return self.case.get(name, self.values.get(name))
+
+    @property
+    def tflops(self) -> float | None:
+        """Speed in TFLOP/s, from the values `flops` and `median_ms`."""
+        return self._per_second("flops", 1e12)
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """Bandwidth in GB/s, from the values `bytes` and `median_ms`."""
+        return self._per_second("bytes", 1e9)
+
+    def _per_second(self, name: str, unit: float) -> float | None:
+        amount, median_ms = self.values.get(name), self.values.get("median_ms")
+        return amount / (median_ms / 1e3) / unit if amount is not None and median_ms else None
+
+    def to_json(self) -> str:
+        """The row as one line of ASCII JSON, `schema` first."""
+        row = {"schema": self.schema} | {f.name: getattr(self, f.name) for f in fields(self)}
+        row["values"] = {name: _to_json_number(value) for name, value in self.values.items()}
+        row["machine"] = {f.name: getattr(self.machine, f.name) for f in fields(Machine)}
+        return json.dumps(row, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The row that `to_json` wrote; CheckpointError if it is anything else."""
+        try:
+            row = _parse_object(text)
+            if row.get("schema") != SCHEMA:
+                raise ConfigError(
+                    f"expected a record of schema {SCHEMA}, got {row.get('schema')!r}; "
+                    "a newer octavo may read it"
+                )
+            _check_keys(cls, row, "record")
+            values = _mapping("values", row["values"])
+            row["values"] = {name: _from_json_number(name, value) for name, value in values.items()}
+            machine = _mapping("machine", row["machine"])
+            _check_keys(Machine, machine, "machine")
+            row["machine"] = Machine(**machine)
+            return cls(**row)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def timing(
+    samples_ms: Sequence[float], *, flops: float | None = None, bytes: float | None = None
+) -> dict[str, float]:
+    """The values of a timing row: median and 20/80 % quantiles of the samples, and the work."""
+    if not samples_ms or not all(map(math.isfinite, samples_ms)):
+        raise ConfigError(f"timing needs one or more finite samples, got {list(samples_ms)}")
+    pair_or_more = samples_ms if len(samples_ms) > 1 else [*samples_ms, *samples_ms]
+    p20_ms, _, _, p80_ms = statistics.quantiles(pair_or_more, n=5, method="inclusive")
+    values = {
+        "median_ms": statistics.median(samples_ms),
+        "p20_ms": p20_ms,
+        "p80_ms": p80_ms,
+        "num_samples": len(samples_ms),
+    }
+    work = {"flops": flops, "bytes": bytes}
+    return values | {name: amount for name, amount in work.items() if amount is not None}
+
+
+def _installed_versions() -> dict[str, str]:
+    versions = {"octavo": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_name() -> str:
+    # platform.processor() is empty on most Linux systems.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")
+
+
+def _check_text(owner: object, *names: str) -> None:
+    for name in names:
+        _text(name, getattr(owner, name))
+
+
+def _check_date(date: object) -> None:
+    try:
+        datetime.strptime(_text("date", date), _DATE_FORMAT)
+    except ValueError as error:
+        raise ConfigError(f"date must look like 2026-01-31T12:00:00Z, got {date!r}") from error
+
+
+def _capability(value: object) -> tuple[int, int]:
+    match value:
+        case [int(major), int(minor)]:
+            return major, minor
+    raise ConfigError(f"capability must be two integers such as (9, 0), got {value!r}")
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise ConfigError(f"{name} must be a text that is not empty, got {value!r}")
+
+
+def _scalar(name: str, value: object) -> Scalar:
+    if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ConfigError(f"{name} must be a text, a truth value or a finite number, got {value!r}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise ConfigError(f"{name} must be a number, got {value!r}")
+
+
+def _mapping(name: str, value: object) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ConfigError(f"{name} must be a mapping of names, got {value!r}")
+
+
+def _checked_mapping(
+    name: str, value: object, check: Callable[[str, object], _Item]
+) -> dict[str, _Item]:
+    return {
+        _text(f"a name in {name}", key): check(f"{name}[{key!r}]", item)
+        for key, item in _mapping(name, value).items()
+    }
+
+
+def _to_json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _from_json_number(name: str, value: object) -> float:
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    number = _number(f"values[{name!r}]", value)
+    if not math.isfinite(number):
+        raise ConfigError(f"values[{name!r}] is beyond the range of a float")
+    return number
+
+
+def _parse_object(text: str | bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not a line of JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise ValueError("a key appears twice")
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_keys(cls: type[Measurement] | type[Machine], row: Mapping[str, Any], what: str) -> None:
+    expected = {f.name for f in fields(cls)}
+    for problem, names in (("unknown", row.keys() - expected), ("missing", expected - row.keys())):
+        if names:
+            raise ConfigError(f"{problem} key in {what}: {', '.join(sorted(names))}")

@@ -1,0 +1,90 @@
+"""One HTML page that needs nothing else: styles, data, plots and plotly.js are inside."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.atomic import write_atomically
+from octavo.errors import UnsupportedError
+from octavo.measure.records import Machine, utc_now
+from octavo.measure.report.plots import Figure
+from octavo.measure.report.tables import Table
+from octavo.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading, what to say about it (paragraphs between blank lines), its figures and tables."""
+
+    title: str
+    text: str = ""
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """The text, cut at blank lines."""
+        return [part.strip() for part in self.text.split("\n\n") if part.strip()]
+
+
+def describe(machine: Machine) -> str:
+    """All that is known of a machine, in one line."""
+    capability = ".".join(map(str, machine.capability or ()))
+    gpu = f"{machine.gpu} (compute capability {capability})" if capability else machine.gpu
+    versions = [f"{package} {version}" for package, version in machine.versions.items()]
+    parts = [gpu, machine.cpu, machine.platform, f"Python {machine.python}", *versions]
+    return " · ".join(part for part in parts if part)
+
+
+def write_report(
+    sections: Sequence[Section],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "octavo report",
+    summary: str = "",
+    machines: Sequence[Machine] = (),
+    commands: Sequence[str] = (),
+) -> None:
+    """Write the page in one step: a reader sees the old page or the new one, never half of it.
+
+    machines: what the numbers were measured on. commands: what repeats the measurements.
+    """
+    page = render(sections, title=title, summary=summary, machines=machines, commands=commands)
+    write_atomically(path, page.encode("utf-8", "backslashreplace"))
+
+
+def render(
+    sections: Sequence[Section],
+    *,
+    title: str = "octavo report",
+    summary: str = "",
+    machines: Sequence[Machine] = (),
+    commands: Sequence[str] = (),
+) -> str:
+    """The page as text; every string that is given is escaped."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UnsupportedError(
+            "a report needs jinja2 and plotly, which are not installed: "
+            "pip install 'octavo[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("octavo.measure.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    has_figures = any(section.figures for section in sections)
+    return environment.get_template("report.html").render(
+        title=title,
+        summary=summary,
+        sections=sections,
+        machines=list(dict.fromkeys(map(describe, machines))),
+        commands=list(dict.fromkeys(commands)),
+        plotly_js=get_plotlyjs() if has_figures else "",
+        date=utc_now(),
+        version=__version__,
+    )

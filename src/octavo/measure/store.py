@@ -1,0 +1,124 @@
+"""Append and read measurements: JSON Lines, one row per line, never rewritten.
+
+A row reaches the file in one write under a lock, so appenders in different processes do not mix.
+What a crash can leave is a last line without its end: reading skips it with a warning, and the next
+append removes it.
+"""
+
+import fcntl
+import os
+import warnings
+from collections.abc import Iterable
+from io import RawIOBase
+from pathlib import Path
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.measure.records import Measurement
+
+_ROW_START = b'{"schema": '
+
+
+class TornLineWarning(UserWarning):
+    """The last line of a file has no end: its writer was stopped in the middle."""
+
+
+def append(path: str | os.PathLike[str], rows: Iterable[Measurement]) -> None:
+    """Add rows at the end of the file, on disk when this returns; makes the file if there is none.
+
+    Raises ConfigError if its folder does not exist, CheckpointError if the last line is no row.
+    """
+    lines = [row.to_json().encode("ascii") + b"\n" for row in rows]
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise ConfigError(f"expected an existing folder for {os.fspath(path)}; create {folder}")
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        _repair_end(file, path)
+        for line in lines:
+            _write_whole(file, line)
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def read(path: str | os.PathLike[str]) -> list[Measurement]:
+    """The rows of a file, or of all *.jsonl files of a folder in the order of their names."""
+    place = Path(path)
+    if not place.is_dir():
+        return _read_file(place)
+    files = sorted(place.glob("*.jsonl"))
+    if not files:
+        raise CheckpointError(f"expected *.jsonl files in the folder {path}, found none")
+    return [row for file in files for row in _read_file(file)]
+
+
+def _read_file(path: Path) -> list[Measurement]:
+    if not path.is_file():
+        raise CheckpointError(f"expected a file or folder of measurements, found none at {path}")
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits for a row that is being written
+        *lines, end = file.read().split(b"\n")
+    rows = [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if end.strip() and not _is_torn(end, path, len(lines) + 1):
+        rows.append(_parse(end, path, len(lines) + 1))
+    return rows
+
+
+def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> Measurement:
+    try:
+        return Measurement.from_json(line.decode("utf-8"))
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{os.fspath(path)}:{number}: {error}") from error
+
+
+def _is_torn(end: bytes, path: str | os.PathLike[str], number: int) -> bool:
+    """Whether the text after the last newline is the beginning of a row; warns if so."""
+    try:
+        _parse(end, path, number)
+        return False
+    except CheckpointError:
+        # A file that grew before its data arrived ends in zeros.
+        start = end.rstrip(b"\0")[: len(_ROW_START)]
+        if not _ROW_START.startswith(start):
+            raise
+    warnings.warn(
+        f"{os.fspath(path)}:{number}: the last line is incomplete, its writer was stopped; skipped",
+        TornLineWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+def _repair_end(file: RawIOBase, path: str | os.PathLike[str]) -> None:
+    """Let the file end in a newline: complete the last row, or remove what a crash left of it."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    content = file.readall()
+    start = content.rfind(b"\n") + 1
+    if _is_torn(content[start:], path, content.count(b"\n") + 1):
+        file.truncate(start)
+    else:
+        _write_whole(file, b"\n")
+
+
+def _write_whole(file: RawIOBase, line: bytes) -> None:
+    """Write all of `line`, in one piece where the disk lets us, or nothing of it."""
+    before = file.seek(0, os.SEEK_END)
+    try:
+        while line:
+            line = line[file.write(line) or 0 :]
+    except BaseException:
+        file.truncate(before)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    # The name of a new file reaches the disk only when its folder does.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

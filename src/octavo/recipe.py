@@ -1,0 +1,399 @@
+"""Recipe: the one description of what is quantized and how.
+
+A recipe is data: frozen, comparable, hashable, and the same in Python, JSON and TOML. What is not
+quantized is None in Python and absent in a file. Where None must be written (weight-only linear
+layers, one-level accumulation, a component to leave alone) a file says "none": TOML has no null.
+"""
+
+import difflib
+import json
+import os
+import reprlib
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import tomli_w
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from octavo.atomic import write_atomically
+from octavo.errors import ConfigError
+from octavo.patterns import parse_pattern
+
+InlineScales = Mapping[str, Mapping[str, float | tuple[float, ...]]]
+Shorthands = Mapping[str, Mapping[str, str]]
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+
+class _Settings(BaseModel):
+    """What all settings share: frozen, strict about keys, and errors that are ConfigErrors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    shorthands: ClassVar[Shorthands] = {"fp8": {}}
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            problems = [_problem(line, type(self)) for line in error.errors(include_url=False)[:5]]
+            raise ConfigError("; ".join(problems)) from None
+
+    @classmethod
+    def read(cls, value: object) -> Self | None:
+        """The settings that `value` means: None, a shorthand, a mapping or settings already."""
+        if type(value) is cls:  # a Recipe is not the recipe of a component
+            return value
+        if _none(value) is None:
+            return None
+        if isinstance(value, str) and value in cls.shorthands:
+            return cls(**cls.shorthands[value])
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return cls(**value)
+        words = ", ".join(["None", *map(repr, cls.shorthands)])
+        keys = ", ".join(cls.model_fields)
+        raise ConfigError(f"expected {words} or settings ({keys}), got {_brief(value)}")
+
+    def written_fields(self) -> Iterator[tuple[str, Any]]:
+        """The fields that a file or a repr shows: all but those that are empty by default."""
+        for name, value in self:
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if value or value != default:
+                yield name, value
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        return self.written_fields()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.written_fields())
+
+
+def _problem(line: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """One line of a pydantic ValidationError in octavo's words."""
+    where = ".".join(str(part)[:100] for part in line["loc"])
+    match line["type"]:
+        case "extra_forbidden":
+            close = difflib.get_close_matches(where, model.model_fields, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else "remove it"
+            keys = ", ".join(model.model_fields)
+            return f"unknown key {where!r}: {advice} (the keys are {keys})"
+        case "value_error":
+            problem = line["ctx"]["error"]
+            return f"{where}: {problem}" if where else str(problem)
+        case _:
+            expected = line["msg"].replace("Input should be", "expected")
+            return f"{where}: {expected}, got {_brief(line['input'])}"
+
+
+def _brief(value: object) -> str:
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an int of more than 4300 digits
+        return "a huge number"
+
+
+def _none(value: object) -> object:
+    return None if isinstance(value, str) and value == "none" else value
+
+
+def _read_patterns(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"expected a list of patterns, got {_brief(value)}")
+    return tuple(parse_pattern(text).text for text in value)
+
+
+def _read_scales(value: object) -> str | InlineScales | None:
+    if _none(value) is None:
+        return None
+    if isinstance(value, str | os.PathLike) and (path := os.fsdecode(value)):
+        return path
+    if isinstance(value, Mapping) and value:
+        return MappingProxyType({str(layer): _read_layer(layer, value[layer]) for layer in value})
+    raise ConfigError(f"expected a path or {{layer: {{'q': 0.1, …}}}}, got {_brief(value)}")
+
+
+def _read_layer(layer: object, entry: object) -> Mapping[str, float | tuple[float, ...]]:
+    # Only what any scale must be: which keys a layer has is the business of octavo.calibration.
+    scales: dict[str, float | tuple[float, ...]] = {}
+    for key, value in entry.items() if isinstance(entry, Mapping) else [("", None)]:
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        if not all(type(n) in (int, float) and 0 < n <= sys.float_info.max for n in numbers):
+            expected = "expected positive finite scales such as {'q': 0.1}"
+            raise ConfigError(f"layer {_brief(layer)}: {expected}, got {_brief(entry)}")
+        scales[str(key)] = tuple(map(float, numbers)) if numbers is value else float(numbers[0])
+    return MappingProxyType(scales)
+
+
+class AttentionSettings(_Settings):
+    """Attention on Q, K and V in e4m3; "static" scales are the recipe's, "dynamic" the data's."""
+
+    granularity: Literal["tensor", "head"] = "tensor"
+    scaling: Literal["dynamic", "static"] = "dynamic"
+
+
+class KvCacheSettings(_Settings):
+    """A KV cache in FP8.
+
+    scaling: "checkpoint" takes the scales that came with the weights, and 1.0 with a warning where
+    there are none; "static" takes the recipe's; "unit" is 1.0; "dynamic" stores the scale of each
+    token and head beside its page. Granularity "token" is always dynamic and no other is: a page
+    keeps the scale it was written with, so that of a whole tensor or head cannot follow the data.
+    """
+
+    shorthands: ClassVar[Shorthands] = {"fp8": {}, "fp8_e5m2": {"format": "e5m2"}}
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    granularity: Literal["tensor", "head", "token"] = "tensor"
+    scaling: Literal["checkpoint", "static", "unit", "dynamic"] = "checkpoint"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_scaling(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        is_token = fields.get("granularity") == "token"
+        return {"scaling": "dynamic", **fields} if is_token else fields
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.granularity == "token") != (self.scaling == "dynamic"):
+            got = f"got {self.granularity!r} and {self.scaling!r}"
+            raise ConfigError(f"granularity 'token' and scaling 'dynamic' go together, {got}")
+        return self
+
+
+class LinearSettings(_Settings):
+    """Linear layers with e4m3 weights and, unless `activation` is None, e4m3 activations.
+
+    scaling is that of the activations: "static" scales are the recipe's, one for each layer, and
+    need activation "tensor". Weights are quantized once, by their own amax.
+    """
+
+    weight: Literal["channel", "tensor", "block 128x128"] = "channel"
+    activation: Annotated[
+        Literal["token", "tensor", "block 1x128"] | None, BeforeValidator(_none)
+    ] = "token"
+    scaling: Literal["dynamic", "static"] = "dynamic"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scaling == "static" and self.activation != "tensor":
+            raise ConfigError(
+                f"scaling 'static' needs activation 'tensor', got {self.activation!r}; "
+                "set activation='tensor' or scaling='dynamic'"
+            )
+        return self
+
+
+Attention = Annotated[AttentionSettings | None, PlainValidator(AttentionSettings.read)]
+KvCache = Annotated[KvCacheSettings | None, PlainValidator(KvCacheSettings.read)]
+Linear = Annotated[LinearSettings | None, PlainValidator(LinearSettings.read)]
+Patterns = Annotated[tuple[str, ...], PlainValidator(_read_patterns)]
+Tiles = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Quantized = AttentionSettings | KvCacheSettings | LinearSettings
+
+
+class ComponentRecipe(_Settings):
+    """What is quantized in one component of a pipeline, and which of its layers are not."""
+
+    shorthands: ClassVar[Shorthands] = {}
+    vision_attention: Attention = None
+    attention: Attention = None
+    kv_cache: KvCache = None
+    linear: Linear = None
+    skip_layers: Patterns = ()
+    ignored_layers: Patterns = ()
+
+    def quantized(self) -> dict[str, Quantized]:
+        """The settings of everything that is quantized, by field."""
+        return {name: value for name, value in self if isinstance(value, Quantized)}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is quantized: the baseline."""
+        return not self.quantized()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether something takes its scales from the recipe."""
+        return any(settings.scaling == "static" for settings in self.quantized().values())
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> Self:
+        fields = self.quantized().keys()
+        if self.skip_layers and not fields & {"vision_attention", "attention", "kv_cache"}:
+            raise ConfigError("skip_layers needs quantized attention or kv_cache, got neither")
+        if self.ignored_layers and not fields & {"linear", "text_encoder"}:
+            raise ConfigError("ignored_layers needs quantized linear layers, got none; set linear")
+        return self
+
+
+class Recipe(ComponentRecipe):
+    """What is quantized and how; the defaults quantize nothing.
+
+    vision_attention: attention of vision encoders. attention: that of diffusion transformers and
+    other encoders. kv_cache: a language model's cache and the attention over it. linear: linear
+    layers. text_encoder: linear layers of a pipeline's text encoders. Each is None, "fp8" (kv_cache
+    also "fp8_e5m2") or its settings.
+    skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
+    components: what holds for single components in place of all the fields above; None is nothing.
+    promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
+    scales: the path of a scale file or {layer: {"q": …, "k": …, "v": …}}, for scaling "static".
+    margin: what calibration multiplies scales by before it saves them.
+    """
+
+    text_encoder: Linear = None
+    components: Annotated[
+        Mapping[str, Annotated[ComponentRecipe | None, PlainValidator(ComponentRecipe.read)]],
+        AfterValidator(MappingProxyType),
+    ] = Field(default_factory=lambda: MappingProxyType({}))
+    promote_every: Annotated[Tiles | None, BeforeValidator(_none)] = 1
+    scales: Annotated[str | InlineScales | None, PlainValidator(_read_scales)] = None
+    margin: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 1.5
+
+    def __init__(self, /, **fields: Any) -> None:
+        super().__init__(**fields)  # type checkers would derive one that refuses "fp8"
+
+    def quantized(self) -> dict[str, Quantized]:
+        """The settings of everything that is quantized, by field or component.field."""
+        components = {
+            f"{name}.{field}": settings
+            for name, component in self.components.items()
+            for field, settings in (component.quantized() if component else {}).items()
+        }
+        return {**super().quantized(), **components}
+
+    @model_validator(mode="after")
+    def _check_scales(self) -> Self:
+        if self.is_static and self.scales is None:
+            raise ConfigError("scaling 'static' needs scales, got none; set scales")
+        if self.scales is not None and not self.is_static:
+            raise ConfigError("scales are given, but nothing has scaling 'static'; set it")
+        return self
+
+    def for_component(self, name: str, *, is_text_encoder: bool = False) -> "Recipe":
+        """What this recipe says about one component, as a recipe without components."""
+        own = {field: getattr(self, field) for field in ComponentRecipe.model_fields}
+        if name in self.components:
+            own = dict(self.components[name] or ())
+        elif is_text_encoder:
+            own = {"linear": self.text_encoder, "ignored_layers": self.ignored_layers}
+        if own.get("linear") is None:
+            own["ignored_layers"] = ()
+        scales = self.scales if ComponentRecipe(**own).is_static else None
+        return Recipe(**own, promote_every=self.promote_every, scales=scales, margin=self.margin)
+
+    def replace(self, **changes: Any) -> "Recipe":
+        """This recipe with other values in the named fields."""
+        return Recipe(**{**dict(self), **changes})
+
+    def describe(self) -> str:
+        """One line for each thing that is quantized, in the recipe's own words."""
+        lines = [f"{field}: {settings}" for field, settings in self.quantized().items()]
+        for prefix, part in [("", self), *((f"{n}.", c) for n, c in self.components.items())]:
+            for field in ("skip_layers", "ignored_layers"):
+                if patterns := getattr(part, field, ()):
+                    lines.append(f"{prefix}{field}: {', '.join(patterns)}")
+        if lines and self.promote_every != 1:
+            lines.append(f"promote_every: {self.promote_every}")
+        if self.scales is not None:
+            is_path = isinstance(self.scales, str)
+            lines.append(f"scales: {self.scales if is_path else f'of {len(self.scales)} layers'}")
+        return "\n".join(lines) or "nothing is quantized"
+
+    __str__ = describe
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recipe":
+        """The recipe that a JSON object describes."""
+        return cls._decode(text, "JSON", partial(json.loads, object_pairs_hook=_unique_keys))
+
+    @classmethod
+    def from_toml(cls, text: str) -> "Recipe":
+        """The recipe that a TOML document describes."""
+        return cls._decode(text, "TOML", tomllib.loads)
+
+    @classmethod
+    def _decode(cls, text: str, language: str, decode: Callable[[str], object]) -> "Recipe":
+        try:
+            document = decode(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"expected a recipe in {language}: {str(error)[:200]}") from None
+        if not isinstance(document, dict):
+            raise ConfigError(f"expected a recipe as an object, got {_brief(document)}")
+        return cls(**document)
+
+    def to_json(self) -> str:
+        """This recipe as a JSON object, which `from_json` reads."""
+        return json.dumps(_plain(self), indent=2) + "\n"
+
+    def to_toml(self) -> str:
+        """This recipe as a TOML document, which `from_toml` reads."""
+        return tomli_w.dumps(_plain(self))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Recipe":
+        """The recipe in a .json or .toml file."""
+        is_toml = _is_toml(path)
+        try:
+            text = Path(path).read_text("utf-8")
+            return cls.from_toml(text) if is_toml else cls.from_json(text)
+        except (OSError, ValueError) as error:  # a ConfigError is a ValueError
+            raise ConfigError(f"{path}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this recipe to a .json or .toml file, atomically."""
+        text = self.to_toml() if _is_toml(path) else self.to_json()
+        write_atomically(path, text.encode())
+
+    # Mapping proxies cannot be hashed, copied or pickled; the text form can.
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def __deepcopy__(self, memo: object = None) -> "Recipe":
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], "Recipe"], tuple[str]]:
+        return Recipe.from_json, (self.to_json(),)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in the types that JSON and TOML share."""
+    match value:
+        case None:
+            return "none"
+        case _Settings():
+            return {name: _plain(field) for name, field in value.written_fields()}
+        case Mapping():
+            return {key: _plain(value[key]) for key in sorted(value)}
+        case tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    document: dict[str, object] = {}
+    for key, value in pairs:
+        if key in document:
+            raise ValueError(f"the key {_brief(key)} appears twice")
+        document[key] = value
+    return document
+
+
+def _is_toml(path: str | os.PathLike[str]) -> bool:
+    suffix = Path(path).suffix
+    if suffix not in (".json", ".toml"):
+        raise ConfigError(f"expected a file name that ends in .json or .toml, got {path}")
+    return suffix == ".toml"

@@ -1,0 +1,69 @@
+"""What every test gets: fixed seeds, NaN in fresh memory, a clean environment, the gpu marker."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.deterministic
+
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine may have only torch and pytest
+    settings = None
+
+SEED = 0
+
+# cuBLAS asks for a fixed workspace when torch is deterministic; it is read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+if settings is not None:
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+    settings.register_profile("slow", deadline=None, derandomize=True, max_examples=1000)
+    settings.load_profile("ci")  # another one: pytest --hypothesis-profile=slow
+
+
+def pytest_configure(config):
+    # Warnings are errors here, and torch warns about operations that are not deterministic;
+    # determinism is not what we ask for, only the filled memory that comes with it.
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
+
+
+def pytest_ignore_collect(collection_path, config):
+    # A GPU machine has torch but not every package that the other tests import.
+    only_gpu = config.getoption("markexpr") == "gpu" and collection_path.suffix == ".py"
+    return True if only_gpu and "mark.gpu" not in collection_path.read_text() else None
+
+
+def pytest_collection_modifyitems(items):
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu and not torch.cuda.is_available():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Every test starts from the same random state."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_empty():
+    """torch.empty and its relatives hold NaN (integers: their maximum): a forgotten write shows."""
+    before = torch.get_deterministic_debug_mode()
+    # use_deterministic_algorithms would import inductor (2.6 s) and change its settings too.
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.set_deterministic_debug_mode(before)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """No OCTAVO_* variable of the caller reaches a test."""
+    for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
+        monkeypatch.delenv(name)

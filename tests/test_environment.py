@@ -1,0 +1,69 @@
+"""octavo.env: the registry, its accessors, and docs/environment.md in agreement."""
+
+import re
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from octavo import env
+
+DOCS = Path(__file__).parents[1] / "docs" / "environment.md"
+
+
+def documented(text: str) -> list[tuple[str, str, str]]:
+    """The (name, default, meaning) rows of the table in `text`."""
+    return re.findall(r"^\| `(OCTAVO_\w+)` \| `(.*?)` \| (.*) \|$", text, flags=re.MULTILINE)
+
+
+def test_docs_and_registry_agree():
+    registry = [(v.name, v.default, v.meaning) for v in env.VARIABLES]
+    assert documented(DOCS.read_text()) == registry
+
+
+def test_every_name_has_the_prefix_and_appears_once():
+    names = [variable.name for variable in env.VARIABLES]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith(env.PREFIX) for name in names)
+
+
+def test_every_variable_of_the_module_is_registered():
+    variables = [value for value in vars(env).values() if isinstance(value, env.EnvVar)]
+    assert sorted(v.name for v in variables) == sorted(v.name for v in env.VARIABLES)
+
+
+def test_a_variable_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        env.DEBUG.default = "1"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, False),
+        ("", False),
+        ("0", False),
+        ("False", False),
+        (" no ", False),
+        ("OFF", False),
+        ("1", True),
+        ("true", True),
+        ("yes", True),
+        ("anything", True),
+    ],
+)
+def test_is_debug(monkeypatch, value, expected):
+    if value is not None:
+        monkeypatch.setenv("OCTAVO_DEBUG", value)
+    assert env.is_debug() is expected
+
+
+def test_unknown_variables_are_reported_in_order(monkeypatch):
+    assert env.unknown_variables() == ()
+    for name in ("OCTAVO_ZEBRA", "OCTAVO_DEBUG", "OCTAVO_CAHCE_DIR", "NOT_OCTAVO_DEBUG"):
+        monkeypatch.setenv(name, "1")
+    assert env.unknown_variables() == ("OCTAVO_CAHCE_DIR", "OCTAVO_ZEBRA")
+
+
+def test_unknown_variables_of_a_given_mapping():
+    assert env.unknown_variables({"OCTAVO_X": "", "PATH": ""}) == ("OCTAVO_X",)

@@ -1,0 +1,132 @@
+"""Importing octavo in a fresh process: no GPU, no optional package, torch only when needed."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = ["triton", "transformers", "diffusers", "vllm", "fastapi", "uvicorn", "plotly", "jinja2"]
+OPTIONAL += ["typer", "rich", "gguf", "datasets", "PIL"]
+WITHOUT_TORCH = [
+    "octavo",
+    "octavo.env",
+    "octavo.errors",
+    "octavo.version",
+    "octavo.atomic",
+    "octavo.recipe",
+    "octavo.patterns",
+    "octavo.calibration.scale_file",
+    "octavo.measure.records",
+    "octavo.measure.store",
+    "octavo.measure.report.tables",
+    "octavo.measure.report.plots",
+    "octavo.measure.report.html",
+]
+MAX_IMPORT_S = 1.5
+
+BLOCK = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+NO_CUDA = """
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the GPU was touched")
+
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device",
+             "get_device_capability", "get_device_properties", "get_device_name", "synchronize"):
+    assert hasattr(torch.cuda, name), name
+    setattr(torch.cuda, name, refuse)
+"""
+
+ALL_PUBLIC_NAMES = """
+import octavo
+for name in octavo.__all__:
+    getattr(octavo, name)
+"""
+
+GPU_IS_REFUSED = """
+try:
+    torch.zeros(1, device="cuda")
+except AssertionError as error:
+    assert "the GPU was touched" in str(error)
+else:
+    raise AssertionError("nothing would have noticed a touch of the GPU")
+"""
+
+REFERENCE_CALL = """
+from octavo.numerics.quantize import quantize
+x = torch.linspace(-1, 1, 64).view(4, 16)
+assert (quantize(x).dequantize() - x).abs().max() < 0.05
+"""
+
+
+def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120
+    )
+
+
+def blocking(packages: list[str], code: str) -> str:
+    return f"BLOCKED = {set(packages)!r}\n{BLOCK}\n{code}"
+
+
+def import_seconds(report: str, package: str) -> float:
+    """The time that -X importtime gives to a package and all it imported; 0 if it was not."""
+    found = re.search(rf"\|\s*(\d+) \|\s*{package}$", report, flags=re.MULTILINE)
+    return int(found[1]) / 1e6 if found else 0.0
+
+
+def test_public_names_and_a_reference_call_need_no_gpu_and_no_optional_package():
+    done = python(blocking(OPTIONAL, NO_CUDA + ALL_PUBLIC_NAMES + REFERENCE_CALL + GPU_IS_REFUSED))
+    assert done.returncode == 0, done.stderr
+
+
+def test_some_modules_need_no_torch():
+    code = "\n".join(f"import {module}" for module in WITHOUT_TORCH)
+    done = python(blocking(["torch", *OPTIONAL], code))
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_quick_and_loads_no_optional_package():
+    code = f"import sys, octavo; print({set(OPTIONAL)!r} & set(sys.modules) or 'none')"
+    done = python(code, "-X", "importtime")
+    assert done.stdout == "none\n"
+    seconds = import_seconds(done.stderr, "octavo") - import_seconds(done.stderr, "torch")
+    assert 0 < seconds < MAX_IMPORT_S
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import triton", "triton is blocked"),
+        ("import transformers.models", "transformers is blocked"),
+        ("def f():\n    from plotly.offline import get_plotlyjs\nf()", "plotly is blocked"),
+    ],
+    ids=["triton", "submodule", "in a function"],
+)
+def test_planted_failure_fails(code, message):
+    done = python(blocking(OPTIONAL, code))
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_import_seconds_reads_the_report():
+    report = (
+        "import time: self [us] | cumulative | imported package\n"
+        "import time:      1000 |      20000 |   torch._C\n"
+        "import time:       500 |    1500000 | torch\n"
+        "import time:       500 |    1700000 | octavo\n"
+    )
+    assert import_seconds(report, "octavo") == 1.7
+    assert import_seconds(report, "torch") == 1.5
+    assert import_seconds(report, "triton") == 0.0
