@@ -52,7 +52,7 @@ test-gpu:  ## every test that needs a GPU; PY=python3 uses another interpreter t
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider
 
 bench: $(READY)  ## measure what this machine can measure
-	$(BIN)/octavo bench
+	$(BIN)/octavo bench kernels
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage dist

@@ -43,6 +43,12 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
+        "bench",
+        "octavo.cli.bench:app",
+        "How fast each op runs here, checked against float64 first.",
+        example="octavo bench kernels",
+    ),
+    Command(
         "demo",
         "octavo.cli.demo:demo",
         "The whole story on this machine, CPU included; ends in an HTML report.",

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -11,12 +12,19 @@ from octavo.cli.console import out
 if TYPE_CHECKING:
     from octavo.measure.report.tables import Table
 
+_LONG = 30  # cells beyond this many characters may be folded
+_WIDE = 160  # columns of a file or a pipe, which have no edge to fold at
+
 
 def print_table(table: "Table") -> None:
     """Print a table: numbers to the right, text to the left, long text folded."""
     shown = RichTable(title=table.caption, title_justify="left", box=box.SIMPLE)
-    for head, is_numeric in zip(table.header, table.numeric, strict=True):
-        shown.add_column(head, justify="right" if is_numeric else "left", overflow="fold")
-    for row in table.texts():
+    texts = table.texts()
+    for index, head in enumerate(table.header):
+        longest = max((len(row[index]) for row in texts), default=0)
+        justify = "right" if table.numeric[index] else "left"
+        shown.add_column(head, justify=justify, overflow="fold", no_wrap=longest <= _LONG)  # type: ignore[arg-type]
+    for row in texts:
         shown.add_row(*map(Text, row))
-    out.print(shown)
+    console = out if out.is_terminal else Console(file=out.file, width=_WIDE)
+    console.print(shown)

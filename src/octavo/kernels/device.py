@@ -17,6 +17,11 @@ class Device:
     memory_bytes: int = 0
 
     @property
+    def torch_device(self) -> torch.device:
+        """The device as torch names it; for a GPU, the current one."""
+        return torch.device(self.type)
+
+    @property
     def gpu(self) -> str | None:
         """The GPU's name, as records carry it."""
         return self.name if self.type == "cuda" else None
