@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.reference.softmax import EXACT, OnlineSoftmax, Rounding
@@ -72,8 +73,9 @@ def varlen_attention(
     out = torch.zeros(q.shape, dtype=compute, device=q.device)
     lse = torch.zeros(q.shape[:-1], dtype=compute, device=q.device)
     scales = scales or QkvScales.ones(q.device)
-    sequences = zip(_slices(packing.cu_seqlens_q), _slices(packing.cu_seqlens_k), strict=True)
-    for queries, keys in sequences:
+    of_queries = sequence_slices("cu_seqlens_q", packing.cu_seqlens_q, len(q))
+    of_keys = sequence_slices("cu_seqlens_k", packing.cu_seqlens_k, len(k))
+    for queries, keys in zip(of_queries, of_keys, strict=True):
         out[queries], lse[queries] = attend_sequence(
             q[queries],
             k[keys],
@@ -228,6 +230,9 @@ def _of_tokens(scale: Tensor, tokens: int | slice, x: Tensor) -> Tensor:
     return scale[tokens] if scale.dim() == x.dim() - 1 else scale
 
 
-def _slices(cu_seqlens: Tensor) -> list[slice]:
+def sequence_slices(name: str, cu_seqlens: Tensor, num_tokens: int) -> list[slice]:
+    """Where each sequence lies; tokens after the last one are padding."""
     ends = cu_seqlens.tolist()
+    if ends != sorted(ends) or ends[0] != 0 or ends[-1] > num_tokens:
+        raise ConfigError(f"expected {name} to rise from 0 to at most {num_tokens}, got {ends}")
     return [slice(start, stop) for start, stop in pairwise(ends)]

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from octavo.cache.view import PagedView
+from octavo.errors import ConfigError
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import format_of, is_fp8
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized, quantize
-from octavo.reference.attention import attend_sequence
+from octavo.reference.attention import attend_sequence, sequence_slices
 from octavo.reference.softmax import EXACT, Rounding
 
 
@@ -39,7 +40,12 @@ def append_kv(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> Non
 
 def gather_kv(view: PagedView, sequence: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(k, v, k_scale, v_scale) of one sequence: [length, num_kv_heads, head_dim] and its scales."""
-    length = int(view.lengths[sequence])
+    length, room = int(view.lengths[sequence]), view.max_pages * view.page_size
+    if not 0 <= length <= room:
+        raise ConfigError(
+            f"expected at most {room} tokens in the {view.max_pages} pages of sequence {sequence}, "
+            f"got a length of {length}"
+        )
     num_pages = -(-length // view.page_size)
     pages = view.page_table[sequence, :num_pages].long()
 
@@ -76,9 +82,7 @@ def paged_attention(
     out = torch.zeros(q.shape, dtype=compute, device=q.device)
     lse = torch.zeros(q.shape[:-1], dtype=compute, device=q.device)
     q_scale = q.new_ones((), dtype=torch.float32) if q_scale is None else q_scale
-    ends = cu_seqlens_q.tolist()
-    for sequence in range(view.num_sequences):
-        queries = slice(ends[sequence], ends[sequence + 1])
+    for sequence, queries in enumerate(sequence_slices("cu_seqlens_q", cu_seqlens_q, len(q))):
         k, v, k_scale, v_scale = gather_kv(view, sequence)
         out[queries], lse[queries] = attend_sequence(
             q[queries],

@@ -1,0 +1,343 @@
+"""Scale files: the static scales of attention layers as JSON, in a form that vLLM reads too.
+
+    {
+      "octavo": {"format_version": 1, "model": "Qwen/Qwen3-VL-8B-Instruct", "margin": 1.5},
+      "layers": {
+        "visual.blocks.0.attn.attn": {"q": 0.021, "k": 0.034, "v": 0.012},
+        "visual.blocks.1.attn.attn": {"q": 0.025, "k": 0.03, "v": 0.01, "q_heads": [0.025, 0.019]}
+      }
+    }
+
+vLLM's loader takes "layers" where there is one, and of each layer q, k and v; it looks at nothing
+else. So the header stands beside "layers", and scales per head stand beside q, k and v, which then
+are the largest of them: the scales that serve all heads. Reading also accepts layers without
+"layers" around them, and q_scale, k_scale and v_scale for q, k and v. Whatever it does not
+understand it refuses, where vLLM's loader passes over it.
+"""
+
+import difflib
+import json
+import math
+import os
+import re
+import reprlib
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+from octavo.atomic import write_atomically
+from octavo.errors import CheckpointError, ConfigError
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
+MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
+MAX_TEXT_LENGTH = 1000
+MIN_SCALE, MAX_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the normal float32 numbers
+
+Scale = float | tuple[float, ...]
+
+_KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
+_ALL_KEYS = frozenset(key for keys in _KEYS for key in keys)
+_NUM_NAMES_SHOWN = 20
+_NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """The scales of one attention layer's Q, K and V: one number, or one for each head."""
+
+    q: Scale
+    k: Scale
+    v: Scale
+
+    def __post_init__(self) -> None:
+        for key in ("q", "k", "v"):
+            object.__setattr__(self, key, _checked_scale(key, getattr(self, key)))
+        if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
+            raise ConfigError(
+                f"expected as many heads in k as in v, got {len(self.k)} and {len(self.v)}"
+            )
+
+    def per_tensor(self) -> "LayerScales":
+        """The scales that serve all heads: the largest of each."""
+        return LayerScales(_largest(self.q), _largest(self.k), _largest(self.v))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleHeader:
+    """Where scales come from; what is not known is None. date is in ISO 8601."""
+
+    model: str | None = None
+    data: str | None = None
+    date: str | None = None
+    observer: str | None = None
+    passes: int | None = None
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("model", "data", "date", "observer"):
+            if (text := getattr(self, key)) is not None:
+                _check_text(key, text)
+        if self.passes is not None:
+            _checked_count("passes", self.passes)
+        if self.margin is not None:
+            object.__setattr__(self, "margin", _checked_number("margin", self.margin))
+        try:
+            datetime.fromisoformat(self.date or "2000-01-01")
+        except ValueError:
+            raise ConfigError(
+                f"expected a date such as 2026-08-22T10:00:00, got {_brief(self.date)}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class ScaleSet:
+    """The static scales of a model's attention layers, by layer name, and where they come from."""
+
+    layers: Mapping[str, LayerScales]
+    header: ScaleHeader = ScaleHeader()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("expected the scales of at least one layer, got none")
+        for name in self.layers:
+            _check_text("the name of a layer", name)
+        ordered = {name: self.layers[name] for name in sorted(self.layers, key=_by_number)}
+        object.__setattr__(self, "layers", MappingProxyType(ordered))
+
+    def layer(self, name: str) -> LayerScales:
+        """The scales of one layer; CheckpointError if there are none."""
+        self.require([name])
+        return self.layers[name]
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless there are scales for every one of these layers."""
+        missing = [name for name in names if name not in self.layers]
+        if missing:
+            raise CheckpointError(
+                f"expected scales for {_list_names(missing)}, got none; "
+                f"the {len(self.layers)} layers with scales are "
+                f"{_list_names(self._closest_first(missing[0]))}"
+            )
+
+    def _closest_first(self, name: str) -> list[str]:
+        candidates = list(islice(self.layers, _NUM_SUGGESTION_CANDIDATES))
+        close = difflib.get_close_matches(name[:200], candidates, n=3)
+        return [*close, *(other for other in self.layers if other not in close)]
+
+    @classmethod
+    def from_dict(cls, document: object) -> "ScaleSet":
+        """The scales in the decoded JSON of a scale file; CheckpointError if it is none."""
+        try:
+            if not isinstance(document, Mapping):
+                raise ConfigError(f"expected an object of layers, got {_brief(document)}")
+            header = _read_header(document["octavo"]) if "octavo" in document else ScaleHeader()
+            layers = {key: value for key, value in document.items() if key != "octavo"}
+            if "layers" in layers:
+                unknown = [key for key in layers if key != "layers"]
+                if unknown:
+                    raise ConfigError(f"expected nothing beside layers, got {_list_names(unknown)}")
+                layers = layers["layers"]
+                if not isinstance(layers, Mapping):
+                    raise ConfigError(f"expected layers to be an object, got {_brief(layers)}")
+            return cls({name: _read_layer(name, layers[name]) for name in layers}, header)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a scale file, which `from_dict` reads."""
+        known = {key: value for key, value in asdict(self.header).items() if value is not None}
+        return {
+            "octavo": {"format_version": FORMAT_VERSION, **known},
+            "layers": {name: _layer_entry(scales) for name, scales in self.layers.items()},
+        }
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, LayerScales], ScaleHeader]]:
+        return ScaleSet, (dict(self.layers), self.header)  # a mapping proxy cannot be pickled
+
+
+def load_scales(path: str | os.PathLike[str]) -> ScaleSet:
+    """The scales in a file; CheckpointError, in bounded time and memory, if it is no scale file."""
+    try:
+        content = _read_content(path)
+        document = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
+        return ScaleSet.from_dict(document)
+    except CheckpointError as error:
+        problem = str(error)
+    except (ValueError, RecursionError) as error:
+        problem = f"expected JSON in UTF-8: {error}"
+    raise CheckpointError(f"{_brief(os.fspath(path))}: {problem}")
+
+
+def save_scales(path: str | os.PathLike[str], scale_set: ScaleSet) -> None:
+    """Write a scale file, one line for each layer; a crash leaves the old file or the new one."""
+    document = scale_set.to_dict()
+    layers = ",\n".join(
+        f"    {_to_json(name)}: {_to_json(entry)}" for name, entry in document["layers"].items()
+    )
+    header = _to_json(document["octavo"])
+    text = f'{{\n  "octavo": {header},\n  "layers": {{\n{layers}\n  }}\n}}\n'
+    content = text.encode()
+    _check_size(len(content), content.count(b","))
+    write_atomically(path, content)
+
+
+def _read_content(path: str | os.PathLike[str]) -> bytes:
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):  # reading a pipe or a device may never end
+            raise CheckpointError("expected a scale file, got something that is no file")
+        _check_size(info.st_size)
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"expected a scale file: {reason}") from None
+    _check_size(len(content), content.count(b","))
+    return content
+
+
+def _check_size(num_bytes: int, num_commas: int = 0) -> None:
+    if num_bytes > MAX_FILE_BYTES:
+        raise CheckpointError(f"expected at most {MAX_FILE_BYTES} bytes, got {num_bytes}")
+    if num_commas >= MAX_FILE_VALUES:
+        raise CheckpointError(f"expected at most {MAX_FILE_VALUES} values, got {num_commas + 1}")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"{_brief(key)} appears twice")
+            seen.add(key)
+    return document
+
+
+def _read_header(entry: object) -> ScaleHeader:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"expected octavo to be the header, an object, got {_brief(entry)}")
+    version = _checked_count("format_version", entry.get("format_version"))
+    if version > FORMAT_VERSION:
+        raise ConfigError(
+            f"expected format_version {FORMAT_VERSION}, got {_brief(version)}; upgrade octavo"
+        )
+    values = {key: value for key, value in entry.items() if key != "format_version"}
+    known = [field.name for field in fields(ScaleHeader)]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"expected only {', '.join(known)} in the header, got {_list_names(unknown)}"
+        )
+    return ScaleHeader(**values)
+
+
+def _read_layer(name: object, entry: object) -> LayerScales:
+    try:
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"expected an object with q, k and v, got {_brief(entry)}")
+        if not entry.keys() <= _ALL_KEYS:
+            unknown = [key for key in entry if key not in _ALL_KEYS]
+            raise ConfigError(
+                f"expected only {', '.join(sorted(_ALL_KEYS))}, got {_list_names(unknown)}"
+            )
+        return LayerScales(*[_read_scale(entry, *keys) for keys in _KEYS])
+    except ConfigError as error:
+        raise ConfigError(f"layer {_brief(name)}: {error}") from None
+
+
+def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:
+    if (key in entry) == (alias in entry):
+        got = "both" if key in entry else f"only {_list_names(list(entry)) or 'nothing'}"
+        raise ConfigError(f"expected {key} or {alias}, got {got}")
+    scale = entry[key] if key in entry else entry[alias]
+    if isinstance(scale, list | tuple):
+        raise ConfigError(f"expected {key} to be one number, got a list; move it to {heads_key}")
+    if heads_key not in entry:
+        return scale  # type: ignore[no-any-return]  # LayerScales checks it
+    heads = _checked_scale(heads_key, entry[heads_key])
+    if not isinstance(heads, tuple):
+        raise ConfigError(f"expected {heads_key} to be a list, got {heads}")
+    # Not equal to the bit: another program may have rounded the file's numbers.
+    if not math.isclose(_checked_number(key, scale), max(heads), rel_tol=1e-6):
+        raise ConfigError(f"expected {key} to be the largest of {heads_key}, got {scale}")
+    return heads
+
+
+def _layer_entry(scales: LayerScales) -> dict[str, float | list[float]]:
+    by_key = {"q": scales.q, "k": scales.k, "v": scales.v}
+    entry: dict[str, float | list[float]] = {key: _largest(by_key[key]) for key in by_key}
+    for key, scale in by_key.items():
+        if isinstance(scale, tuple):
+            entry[f"{key}_heads"] = list(scale)
+    return entry
+
+
+def _checked_scale(key: str, value: object) -> Scale:
+    if type(value) is float and MIN_SCALE <= value <= MAX_SCALE:
+        return value  # nearly always; files have up to 100,000 layers
+    if not isinstance(value, list | tuple):
+        return _checked_number(key, value)
+    if not value:
+        raise ConfigError(f"expected a scale for each head in {key}, got none")
+    return tuple(_checked_number(key, number) for number in value)
+
+
+def _checked_number(key: str, value: object) -> float:
+    is_bool = isinstance(value, bool)
+    if isinstance(value, int | float) and not is_bool and MIN_SCALE <= value <= MAX_SCALE:
+        return float(value)
+    raise ConfigError(f"expected {key} to be a positive finite float32, got {_brief(value)}")
+
+
+def _checked_count(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"expected {key} to be a whole number from 1 on, got {_brief(value)}")
+    return value
+
+
+def _check_text(key: str, text: object) -> None:
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT_LENGTH:
+        raise ConfigError(
+            f"expected {key} to be a text of 1 to {MAX_TEXT_LENGTH} characters, got {_brief(text)}"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"expected {key} to be Unicode, got a lone surrogate in {_brief(text)}"
+        ) from None
+
+
+def _largest(scale: Scale) -> float:
+    return max(scale) if isinstance(scale, tuple) else scale
+
+
+def _by_number(name: str) -> tuple[str, str]:
+    """A sort key that puts blocks.2 before blocks.10."""
+    return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
+
+
+def _list_names(names: list[str]) -> str:
+    shown = ", ".join(_brief(name) for name in names[:_NUM_NAMES_SHOWN])
+    num_more = len(names) - _NUM_NAMES_SHOWN
+    return f"{shown} and {num_more} more" if num_more > 0 else shown
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _brief(value: object) -> str:
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an int of more than 4300 digits
+        return "a huge number"

