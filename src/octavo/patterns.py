@@ -17,12 +17,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from octavo.brief import brief, list_names
 from octavo.errors import ConfigError
 
 MAX_PATTERN_LENGTH = 1000
 SLIDING_WINDOW = "sliding_window"
 
-_NUM_NAMES_SHOWN = 20
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 
 
@@ -50,7 +50,7 @@ def match_layers(patterns: Iterable[str], layers: Iterable[Layer]) -> list[Layer
     Raises ConfigError if a pattern is malformed or matches nothing.
     """
     if isinstance(patterns, str):
-        raise ConfigError(f"expected a list of patterns, got the string {_shorten(patterns)!r}")
+        raise ConfigError(f"expected a list of patterns, got the string {brief(patterns)}")
     layers = list(layers)
     matched: set[int] = set()
     for text in patterns:
@@ -86,7 +86,7 @@ def _regex_pattern(text: str) -> Pattern:
         regex = re.compile(text.removeprefix("re:"))
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"expected a regular expression after re:, got {_shorten(text)!r}: {error}"
+            f"expected a regular expression after re:, got {brief(text)}: {error}"
         ) from None
     if not regex.pattern:
         raise ConfigError("expected a regular expression after re:, got nothing")
@@ -101,7 +101,7 @@ def _index_pattern(text: str) -> Pattern:
     first, dash, last = text.partition("-")
     if not first or (dash and not last) or int(last or first) < int(first):
         raise ConfigError(
-            f"expected a layer index such as 7 or a range such as 0-3, got {_shorten(text)!r}"
+            f"expected a layer index such as 7 or a range such as 0-3, got {brief(text)}"
         )
     low, high = int(first), int(last or first)
 
@@ -131,7 +131,7 @@ def _component_pattern(text: str) -> Pattern:
 def _component_runs(layers: Sequence[Layer], length: int) -> list[str]:
     runs: dict[str, None] = {}
     for layer in layers:
-        components = _shorten(layer.name).split(".")
+        components = layer.name[:200].split(".")
         for start in range(len(components) - length + 1):
             runs[".".join(components[start : start + length])] = None
         if len(runs) >= _NUM_SUGGESTION_CANDIDATES:
@@ -151,17 +151,11 @@ def _sliding_window_hint(layers: Sequence[Layer]) -> str:
 
 
 def _no_match(pattern: Pattern, layers: Sequence[Layer]) -> str:
-    wanted = f"pattern {_shorten(pattern.text)!r}"
+    wanted = f"pattern {brief(pattern.text)}"
     if not layers:
         return f"{wanted} matches nothing: there are no layers"
-    names = ", ".join(_shorten(layer.name) for layer in layers[:_NUM_NAMES_SHOWN])
-    num_more = len(layers) - _NUM_NAMES_SHOWN
-    more = f" and {num_more} more" if num_more > 0 else ""
+    names = list_names([layer.name for layer in layers])
     return (
         f"{wanted} matches none of the {len(layers)} layers; {pattern.hint(layers)} "
-        f"(the layers are {names}{more})"
+        f"(the layers are {names})"
     )
-
-
-def _shorten(text: str, length: int = 100) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

@@ -8,7 +8,6 @@ layers, one-level accumulation, a component to leave alone) a file says "none": 
 import difflib
 import json
 import os
-import reprlib
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -30,14 +29,12 @@ from pydantic import (
 )
 
 from octavo.atomic import write_atomically
+from octavo.brief import brief, unique_keys
 from octavo.errors import ConfigError
 from octavo.patterns import parse_pattern
 
 InlineScales = Mapping[str, Mapping[str, float | tuple[float, ...]]]
 Shorthands = Mapping[str, Mapping[str, str]]
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 100
 
 
 class _Settings(BaseModel):
@@ -66,7 +63,7 @@ class _Settings(BaseModel):
             return cls(**value)
         words = ", ".join(["None", *map(repr, cls.shorthands)])
         keys = ", ".join(cls.model_fields)
-        raise ConfigError(f"expected {words} or settings ({keys}), got {_brief(value)}")
+        raise ConfigError(f"expected {words} or settings ({keys}), got {brief(value)}")
 
     def written_fields(self) -> Iterator[tuple[str, Any]]:
         """The fields that a file or a repr shows: all but those that are empty by default."""
@@ -96,14 +93,7 @@ def _problem(line: Mapping[str, Any], model: type[BaseModel]) -> str:
             return f"{where}: {problem}" if where else str(problem)
         case _:
             expected = line["msg"].replace("Input should be", "expected")
-            return f"{where}: {expected}, got {_brief(line['input'])}"
-
-
-def _brief(value: object) -> str:
-    try:
-        return _REPR.repr(value)
-    except ValueError:  # an int of more than 4300 digits
-        return "a huge number"
+            return f"{where}: {expected}, got {brief(line['input'])}"
 
 
 def _none(value: object) -> object:
@@ -112,7 +102,7 @@ def _none(value: object) -> object:
 
 def _read_patterns(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"expected a list of patterns, got {_brief(value)}")
+        raise ConfigError(f"expected a list of patterns, got {brief(value)}")
     return tuple(parse_pattern(text).text for text in value)
 
 
@@ -123,7 +113,7 @@ def _read_scales(value: object) -> str | InlineScales | None:
         return path
     if isinstance(value, Mapping) and value:
         return MappingProxyType({str(layer): _read_layer(layer, value[layer]) for layer in value})
-    raise ConfigError(f"expected a path or {{layer: {{'q': 0.1, …}}}}, got {_brief(value)}")
+    raise ConfigError(f"expected a path or {{layer: {{'q': 0.1, …}}}}, got {brief(value)}")
 
 
 def _read_layer(layer: object, entry: object) -> Mapping[str, float | tuple[float, ...]]:
@@ -133,7 +123,7 @@ def _read_layer(layer: object, entry: object) -> Mapping[str, float | tuple[floa
         numbers = value if isinstance(value, list | tuple) else (value,)
         if not all(type(n) in (int, float) and 0 < n <= sys.float_info.max for n in numbers):
             expected = "expected positive finite scales such as {'q': 0.1}"
-            raise ConfigError(f"layer {_brief(layer)}: {expected}, got {_brief(entry)}")
+            raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(entry)}")
         scales[str(key)] = tuple(map(float, numbers)) if numbers is value else float(numbers[0])
     return MappingProxyType(scales)
 
@@ -317,7 +307,7 @@ class Recipe(ComponentRecipe):
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
         """The recipe that a JSON object describes."""
-        return cls._decode(text, "JSON", partial(json.loads, object_pairs_hook=_unique_keys))
+        return cls._decode(text, "JSON", partial(json.loads, object_pairs_hook=unique_keys))
 
     @classmethod
     def from_toml(cls, text: str) -> "Recipe":
@@ -331,7 +321,7 @@ class Recipe(ComponentRecipe):
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"expected a recipe in {language}: {str(error)[:200]}") from None
         if not isinstance(document, dict):
-            raise ConfigError(f"expected a recipe as an object, got {_brief(document)}")
+            raise ConfigError(f"expected a recipe as an object, got {brief(document)}")
         return cls(**document)
 
     def to_json(self) -> str:
@@ -381,15 +371,6 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case _:
             return value
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    document: dict[str, object] = {}
-    for key, value in pairs:
-        if key in document:
-            raise ValueError(f"the key {_brief(key)} appears twice")
-        document[key] = value
-    return document
 
 
 def _is_toml(path: str | os.PathLike[str]) -> bool:

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -30,6 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from octavo.atomic import write_atomically
+from octavo.brief import brief, list_names, unique_keys
 from octavo.errors import CheckpointError, ConfigError
 
 FORMAT_VERSION = 1
@@ -42,11 +42,7 @@ Scale = float | tuple[float, ...]
 
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys)
-_NUM_NAMES_SHOWN = 20
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,7 @@ class ScaleHeader:
             datetime.fromisoformat(self.date or "2000-01-01")
         except ValueError:
             raise ConfigError(
-                f"expected a date such as 2026-08-22T10:00:00, got {_brief(self.date)}"
+                f"expected a date such as 2026-08-22T10:00:00, got {brief(self.date)}"
             ) from None
 
 
@@ -122,9 +118,9 @@ class ScaleSet:
         missing = [name for name in names if name not in self.layers]
         if missing:
             raise CheckpointError(
-                f"expected scales for {_list_names(missing)}, got none; "
+                f"expected scales for {list_names(missing)}, got none; "
                 f"the {len(self.layers)} layers with scales are "
-                f"{_list_names(self._closest_first(missing[0]))}"
+                f"{list_names(self._closest_first(missing[0]))}"
             )
 
     def _closest_first(self, name: str) -> list[str]:
@@ -137,16 +133,16 @@ class ScaleSet:
         """The scales in the decoded JSON of a scale file; CheckpointError if it is none."""
         try:
             if not isinstance(document, Mapping):
-                raise ConfigError(f"expected an object of layers, got {_brief(document)}")
+                raise ConfigError(f"expected an object of layers, got {brief(document)}")
             header = _read_header(document["octavo"]) if "octavo" in document else ScaleHeader()
             layers = {key: value for key, value in document.items() if key != "octavo"}
             if "layers" in layers:
                 unknown = [key for key in layers if key != "layers"]
                 if unknown:
-                    raise ConfigError(f"expected nothing beside layers, got {_list_names(unknown)}")
+                    raise ConfigError(f"expected nothing beside layers, got {list_names(unknown)}")
                 layers = layers["layers"]
                 if not isinstance(layers, Mapping):
-                    raise ConfigError(f"expected layers to be an object, got {_brief(layers)}")
+                    raise ConfigError(f"expected layers to be an object, got {brief(layers)}")
             return cls({name: _read_layer(name, layers[name]) for name in layers}, header)
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
@@ -167,13 +163,13 @@ def load_scales(path: str | os.PathLike[str]) -> ScaleSet:
     """The scales in a file; CheckpointError, in bounded time and memory, if it is no scale file."""
     try:
         content = _read_content(path)
-        document = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
+        document = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
         return ScaleSet.from_dict(document)
     except CheckpointError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"expected JSON in UTF-8: {error}"
-    raise CheckpointError(f"{_brief(os.fspath(path))}: {problem}")
+    raise CheckpointError(f"{brief(os.fspath(path))}: {problem}")
 
 
 def save_scales(path: str | os.PathLike[str], scale_set: ScaleSet) -> None:
@@ -211,31 +207,20 @@ def _check_size(num_bytes: int, num_commas: int = 0) -> None:
         raise CheckpointError(f"expected at most {MAX_FILE_VALUES} values, got {num_commas + 1}")
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"{_brief(key)} appears twice")
-            seen.add(key)
-    return document
-
-
 def _read_header(entry: object) -> ScaleHeader:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"expected octavo to be the header, an object, got {_brief(entry)}")
+        raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
     version = _checked_count("format_version", entry.get("format_version"))
     if version > FORMAT_VERSION:
         raise ConfigError(
-            f"expected format_version {FORMAT_VERSION}, got {_brief(version)}; upgrade octavo"
+            f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
         )
     values = {key: value for key, value in entry.items() if key != "format_version"}
     known = [field.name for field in fields(ScaleHeader)]
     unknown = [key for key in values if key not in known]
     if unknown:
         raise ConfigError(
-            f"expected only {', '.join(known)} in the header, got {_list_names(unknown)}"
+            f"expected only {', '.join(known)} in the header, got {list_names(unknown)}"
         )
     return ScaleHeader(**values)
 
@@ -243,20 +228,20 @@ def _read_header(entry: object) -> ScaleHeader:
 def _read_layer(name: object, entry: object) -> LayerScales:
     try:
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"expected an object with q, k and v, got {_brief(entry)}")
+            raise ConfigError(f"expected an object with q, k and v, got {brief(entry)}")
         if not entry.keys() <= _ALL_KEYS:
             unknown = [key for key in entry if key not in _ALL_KEYS]
             raise ConfigError(
-                f"expected only {', '.join(sorted(_ALL_KEYS))}, got {_list_names(unknown)}"
+                f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
             )
         return LayerScales(*[_read_scale(entry, *keys) for keys in _KEYS])
     except ConfigError as error:
-        raise ConfigError(f"layer {_brief(name)}: {error}") from None
+        raise ConfigError(f"layer {brief(name)}: {error}") from None
 
 
 def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:
     if (key in entry) == (alias in entry):
-        got = "both" if key in entry else f"only {_list_names(list(entry)) or 'nothing'}"
+        got = "both" if key in entry else f"only {list_names(list(entry)) or 'nothing'}"
         raise ConfigError(f"expected {key} or {alias}, got {got}")
     scale = entry[key] if key in entry else entry[alias]
     if isinstance(scale, list | tuple):
@@ -295,25 +280,25 @@ def _checked_number(key: str, value: object) -> float:
     is_bool = isinstance(value, bool)
     if isinstance(value, int | float) and not is_bool and MIN_SCALE <= value <= MAX_SCALE:
         return float(value)
-    raise ConfigError(f"expected {key} to be a positive finite float32, got {_brief(value)}")
+    raise ConfigError(f"expected {key} to be a positive finite float32, got {brief(value)}")
 
 
 def _checked_count(key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"expected {key} to be a whole number from 1 on, got {_brief(value)}")
+        raise ConfigError(f"expected {key} to be a whole number from 1 on, got {brief(value)}")
     return value
 
 
 def _check_text(key: str, text: object) -> None:
     if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT_LENGTH:
         raise ConfigError(
-            f"expected {key} to be a text of 1 to {MAX_TEXT_LENGTH} characters, got {_brief(text)}"
+            f"expected {key} to be a text of 1 to {MAX_TEXT_LENGTH} characters, got {brief(text)}"
         )
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"expected {key} to be Unicode, got a lone surrogate in {_brief(text)}"
+            f"expected {key} to be Unicode, got a lone surrogate in {brief(text)}"
         ) from None
 
 
@@ -326,18 +311,5 @@ def _by_number(name: str) -> tuple[str, str]:
     return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
 
 
-def _list_names(names: list[str]) -> str:
-    shown = ", ".join(_brief(name) for name in names[:_NUM_NAMES_SHOWN])
-    num_more = len(names) - _NUM_NAMES_SHOWN
-    return f"{shown} and {num_more} more" if num_more > 0 else shown
-
-
 def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _brief(value: object) -> str:
-    try:
-        return _REPR.repr(value)
-    except ValueError:  # an int of more than 4300 digits
-        return "a huge number"

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from octavo.brief import unique_keys
 from octavo.errors import CheckpointError, ConfigError
 from octavo.version import __version__
 
@@ -261,18 +262,11 @@ def _from_json_number(name: str, value: object) -> float:
 
 def _parse_object(text: str | bytes) -> dict[str, Any]:
     try:
-        row = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        row = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a line of JSON: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"expected a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        raise ValueError("a key appears twice")
     return row
 
 
