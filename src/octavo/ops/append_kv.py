@@ -22,6 +22,10 @@ def append_kv(
     come twice. Static scales are the view's own; scales per token and head are computed here and
     written beside the page.
     """
+    if slots.dtype != torch.int64 or slots.dim() != 1:
+        raise ConfigError(
+            f"expected int64 slots [num_tokens], got {slots.dtype} {list(slots.shape)}"
+        )
     expected = (len(slots), view.num_kv_heads, view.head_dim)
     for name, x in (("key", key), ("value", value)):
         check_float(name, x)
@@ -30,10 +34,6 @@ def append_kv(
                 f"expected {name} of shape {list(expected)} [tokens, num_kv_heads, head_dim], got "
                 f"{list(x.shape)}"
             )
-    if slots.dtype != torch.int64 or slots.dim() != 1:
-        raise ConfigError(
-            f"expected int64 slots [num_tokens], got {slots.dtype} {list(slots.shape)}"
-        )
     check_one_device(pages=view.key_pages, key=key, value=value, slots=slots)
     torch.ops.octavo.append_kv(
         view.key_pages,

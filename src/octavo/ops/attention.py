@@ -87,7 +87,7 @@ def attention(
     check_one_device(q=q, k=k, v=v, sinks=sinks, key_mask=key_mask)
     _check_dtypes(q, k, v, scales)
     if packing is not None:
-        check_packing(packing)
+        check_packing(packing, q)
     if key_mask is not None:
         _check_key_mask(key_mask, k, is_packed=packing is not None)
     scales = scales or QkvScales.ones(q.device)

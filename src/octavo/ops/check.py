@@ -7,6 +7,7 @@ from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
 from octavo.numerics.attention import Packing
 from octavo.numerics.formats import is_fp8
+from octavo.numerics.granularity import Granularity, PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,9 +75,22 @@ def check_scales(
         check_one_device(**{name: x, f"the scale of {name}": scale})
 
 
+def check_scale(name: str, scale: Tensor, granularity: Granularity, shape: tuple[int, ...]) -> None:
+    """Raise unless `scale` is float32 and what a tensor `name` of this shape needs."""
+    expected = granularity.scale_shape(shape)
+    if scale.dtype != torch.float32 or tuple(scale.shape) != expected:
+        raise ConfigError(
+            f"granularity {granularity} of {name} {list(shape)} needs a float32 scale of shape "
+            f"{list(expected)}, got {scale.dtype} {list(scale.shape)}"
+        )
+
+
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
     """Raise unless sinks has one logit for each query head."""
-    if sinks is not None and tuple(sinks.shape) != (num_heads,):
+    if sinks is None:
+        return
+    check_float("sinks", sinks)
+    if tuple(sinks.shape) != (num_heads,):
         raise ConfigError(f"expected sinks of shape [{num_heads}], got {list(sinks.shape)}")
 
 
@@ -89,13 +103,14 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
         )
 
 
-def check_packing(packing: Packing) -> None:
-    """Raise unless queries and keys are packed as the same number of sequences."""
+def check_packing(packing: Packing, q: Tensor) -> None:
+    """Raise unless queries and keys are packed as the same number of sequences, on q's device."""
     check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q)
     check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k)
     num_q, num_k = len(packing.cu_seqlens_q), len(packing.cu_seqlens_k)
     if num_q != num_k:
         raise ConfigError(f"expected cu_seqlens_q and _k of one length, got {num_q} and {num_k}")
+    check_one_device(q=q, cu_seqlens_q=packing.cu_seqlens_q, cu_seqlens_k=packing.cu_seqlens_k)
 
 
 def check_query_over_pages(q: Tensor, view: PagedView, q_scale: Tensor | None) -> None:
@@ -110,6 +125,7 @@ def check_query_over_pages(q: Tensor, view: PagedView, q_scale: Tensor | None) -
         return
     if q_scale is None:
         raise ConfigError(f"q is {q.dtype}: pass the q_scale it was quantized with")
+    check_scale("q", q_scale, PerHead() if q_scale.dim() else PerTensor(), tuple(q.shape))
     if not view.is_fp8:
         raise ConfigError(f"expected FP8 pages for FP8 queries, got pages in {view.dtype}")
 

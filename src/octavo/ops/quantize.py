@@ -10,7 +10,7 @@ from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerTensor, parse_granularity
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.scales import check_margin
-from octavo.ops.check import check_float, check_one_device
+from octavo.ops.check import check_float, check_one_device, check_scale
 from octavo.ops.register import define
 from octavo.ops.select import Request, find_run, register_reference
 
@@ -40,12 +40,7 @@ def quantize(
         return Quantized(data, scale, granularity)
     if margin != 1.0 or power_of_two:
         raise ConfigError("margin and power_of_two shape dynamic scales: leave them or scale out")
-    expected = granularity.scale_shape(tuple(x.shape))
-    if scale.dtype != torch.float32 or tuple(scale.shape) != expected:
-        raise ConfigError(
-            f"granularity {granularity} of a tensor {list(x.shape)} needs a float32 scale of "
-            f"shape {list(expected)}, got {scale.dtype} {list(scale.shape)}"
-        )
+    check_scale("x", scale, granularity, tuple(x.shape))
     check_one_device(x=x, scale=scale)
     data = torch.ops.octavo.quantize_static(x, scale, text, name, impl)
     return Quantized(data, scale, granularity)
@@ -73,7 +68,7 @@ def _dynamic(
         margin=margin,
         power_of_two=power_of_two,
     )
-    return result.data, result.scale
+    return result.data.contiguous(), result.scale
 
 
 def _dynamic_fake(
@@ -94,7 +89,7 @@ def _static(x: Tensor, scale: Tensor, granularity: str, fmt: str, impl: str | No
         margin=1.0,
         power_of_two=False,
     )
-    return result.data
+    return result.data.contiguous()
 
 
 def _static_fake(x: Tensor, scale: Tensor, granularity: str, fmt: str, impl: str | None) -> Tensor:

@@ -40,6 +40,8 @@ def quantize_qkv(
         check_float(name, x)
         if x.dim() < 3:
             raise ConfigError(f"expected {name} [..., heads, head_dim], got {list(x.shape)}")
+    if k.shape != v.shape:
+        raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
     check_heads(q.shape[-2], k.shape[-2])
     check_one_device(q=q, k=k, v=v)
     if scales is not None:
@@ -99,7 +101,7 @@ def _static(
     result: QuantizedQkv = run(
         q, k, v, format_named(fmt), scales=QkvScales(q_scale, k_scale, v_scale)
     )
-    return result.q, result.k, result.v
+    return result.q.contiguous(), result.k.contiguous(), result.v.contiguous()
 
 
 def _static_fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Three:
@@ -130,7 +132,8 @@ def _dynamic(
         rings=rings or None,
         granularity=parse_granularity(granularity),
     )
-    return result.q, result.k, result.v, result.scales.q, result.scales.k, result.scales.v
+    data = (x.contiguous() for x in (result.q, result.k, result.v))
+    return *data, result.scales.q, result.scales.k, result.scales.v
 
 
 def _dynamic_fake(

@@ -15,9 +15,11 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     """Define octavo::<schema>; `fake` makes empty results of the right shapes for tracing."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
-    if "!" not in schema:
+    if "!" in schema:  # torch.library has no gradients for operators that write to their inputs
+        _LIBRARY.impl(name, _without_gradient(name), "Autograd")
+    else:
         torch.library.register_autograd(f"octavo::{name}", _no_gradient(name), lib=_LIBRARY)
 
 
@@ -25,6 +27,16 @@ def empty_result(q: Tensor, out_dtype: torch.dtype, return_lse: bool) -> tuple[T
     """Empty (out, lse) of an attention call: lse has no elements unless it was asked for."""
     lse_shape = q.shape[:-1] if return_lse else torch.Size([0])
     return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as it is outside torch.autocast: an op's arguments say in what dtype it computes."""
+
+    def call(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return run(*args)
+
+    return call
 
 
 def _no_gradient(name: str) -> Callable[..., NoReturn]:
@@ -35,3 +47,17 @@ def _no_gradient(name: str) -> Callable[..., NoReturn]:
         )
 
     return backward
+
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    """Runs the operator below autograd; its results raise when a gradient reaches them."""
+
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return getattr(torch.ops.octavo, name)(*args)
+
+        backward = staticmethod(_no_gradient(name))
+
+    return NoGradient.apply

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
+from octavo.numerics.formats import is_fp8
 from octavo.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken, parse_granularity
 from octavo.numerics.quantize import Quantized
-from octavo.ops.check import FLOAT_DTYPES, check_float, check_one_device
+from octavo.ops.check import FLOAT_DTYPES, check_float, check_one_device, check_scale
 from octavo.ops.register import define
 from octavo.ops.select import Request, find_run, register_reference
 from octavo.reference.gemm import scaled_mm as reference
@@ -36,6 +37,9 @@ def scaled_mm(
         )
     if isinstance(a, Tensor):
         check_float("a", a)
+    else:
+        _check_quantized("a", a)
+    _check_quantized("b", b)
     _check_granularities(a, b)
     if bias is not None:
         check_float("bias", bias)
@@ -59,6 +63,12 @@ def scaled_mm(
         impl,
     )
     return result
+
+
+def _check_quantized(name: str, x: Quantized) -> None:
+    if not is_fp8(x.data.dtype):
+        raise ConfigError(f"expected {name}'s data in FP8, got {x.data.dtype}")
+    check_scale(name, x.scale, x.granularity, tuple(x.data.shape))
 
 
 def _check_granularities(a: Quantized | Tensor, b: Quantized) -> None:

@@ -107,7 +107,8 @@ def unregister_impl(op: str, name: str) -> None:
 def select(request: Request, impl: str | None = None) -> Selection:
     """The implementation that serves `request`: the one named, or the first without objection."""
     if impl is not None:
-        if objection := _named(request.op, impl).objection(request):
+        objection = _named(request.op, impl).objection(request)
+        if objection is not None:
             raise UnsupportedError(f"{request.op} with impl={impl!r} cannot run: {objection}")
         return Selection(impl, "asked for by name")
     objections: dict[str, str] = {}

@@ -1,0 +1,305 @@
+"""The operators as torch.library sees them: schemas, fake results, gradients, meta tensors."""
+
+import copy
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from octavo import ops
+from octavo.errors import UnsupportedError
+from octavo.numerics.amax import AmaxHistory
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import PerBlock, PerHead, PerTensor, PerToken
+from octavo.numerics.qkv import QkvScales
+from octavo.numerics.quantize import Quantized
+from octavo.testing.asserts import assert_same_bits
+from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
+from octavo.testing.inputs import (
+    Draw,
+    make_attention_inputs,
+    make_decode_inputs,
+    make_matmul_inputs,
+    make_packed_inputs,
+    make_paged_view,
+    make_prefill_inputs,
+)
+
+OPERATORS = {
+    "append_kv",
+    "attention",
+    "decode_attention",
+    "prefill_attention",
+    "quantize_dynamic",
+    "quantize_static",
+    "quantize_qkv_dynamic",
+    "quantize_qkv_static",
+    "scaled_mm",
+}
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the operators of octavo that a call uses, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "octavo":
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def draw_qkv():
+    draw = Draw(0)
+    return {
+        name: draw.normal(1, 5, heads, 40, dtype=torch.bfloat16)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+
+
+def strided_qkv():
+    return dict(zip("qkv", Draw(0).normal(1, 5, 8, 40).split([4, 2, 2], dim=2), strict=True))
+
+
+def history(shapes=((), (), ())):
+    return tuple(AmaxHistory(shape) for shape in shapes)
+
+
+def append_inputs(**options):
+    key, value = Draw(0).normal(2, 3, 2, 64, dtype=torch.bfloat16)
+    slots = torch.tensor([3, -1, 70])
+    return {
+        "view": make_paged_view(PagedCase(**options)),
+        "key": key,
+        "value": value,
+        "slots": slots,
+    }
+
+
+SMALL = AttentionCase(batch=1, q_len=5, head_dim=32)
+SPEC = AttentionSpec(causal=True, window=3)
+
+# name -> the call; every operator in several kinds
+CALLS = {
+    "attention": lambda: ops.attention(**make_attention_inputs(SMALL)),
+    "attention-fp8": lambda: ops.attention(
+        **make_attention_inputs(SMALL, dtype=E4M3.dtype, granularity=PerToken()), return_lse=True
+    ),
+    "attention-everything": lambda: ops.attention(
+        **make_attention_inputs(
+            AttentionCase(q_len=5, spec=SPEC, has_sinks=True, has_key_mask=True),
+            dtype=torch.float32,
+        ),
+        out_dtype=torch.float16,
+    ),
+    "attention-strided": lambda: ops.attention(**strided_qkv()),
+    "attention-packed": lambda: ops.attention(**make_packed_inputs(PackedCase(q_lens=(3, 0, 5)))),
+    "attention-empty": lambda: ops.attention(**make_attention_inputs(AttentionCase(batch=0))),
+    "prefill": lambda: ops.prefill_attention(**make_prefill_inputs(PagedCase()), return_lse=True),
+    "prefill-fp8": lambda: ops.prefill_attention(
+        **make_prefill_inputs(PagedCase(granularity=PerHead()), dtype=E4M3.dtype)
+    ),
+    "decode": lambda: ops.decode_attention(**make_decode_inputs(PagedCase(has_sinks=True))),
+    "decode-strided": lambda: ops.decode_attention(
+        Draw(0).normal(5, 4, 2, 64, dtype=torch.bfloat16).transpose(1, 2),
+        make_paged_view(PagedCase()),
+        out_dtype=torch.float32,
+    ),
+    "append": lambda: ops.append_kv(**append_inputs()),
+    "append-token": lambda: ops.append_kv(**append_inputs(granularity=PerToken())),
+    "append-bf16": lambda: ops.append_kv(**append_inputs(dtype=torch.bfloat16)),
+    "quantize": lambda: ops.quantize(Draw(0).normal(3, 40)),
+    "quantize-strided": lambda: ops.quantize(Draw(0).normal(3, 40).t(), PerToken()),
+    "quantize-block": lambda: ops.quantize(Draw(0).normal(3, 40), PerBlock(2, 16), margin=1.5),
+    "quantize-static": lambda: ops.quantize(Draw(0).normal(3, 40).t(), scale=torch.ones(())),
+    "qkv": lambda: ops.quantize_qkv(**draw_qkv()),
+    "qkv-head": lambda: ops.quantize_qkv(**strided_qkv(), granularity=PerHead()),
+    "qkv-history": lambda: ops.quantize_qkv(**draw_qkv(), history=history()),
+    "qkv-static": lambda: ops.quantize_qkv(**strided_qkv(), scales=QkvScales.ones()),
+    "matmul": lambda: ops.scaled_mm(**make_matmul_inputs(MatmulCase(has_bias=True))),
+    "matmul-plain": lambda: ops.scaled_mm(**make_matmul_inputs(MatmulCase(a=None))),
+    "matmul-block": lambda: ops.scaled_mm(
+        **make_matmul_inputs(MatmulCase(a=PerBlock(1, 64), b=PerBlock(64, 64)))
+    ),
+}
+
+
+def record(name: str):
+    with Calls() as calls:
+        CALLS[name]()
+    assert len(calls.found) == 1
+    return calls.found[0]
+
+
+def test_every_operator_is_checked_here():
+    found = {record(name)[0]._schema.name.removeprefix("octavo::") for name in CALLS}
+    assert found == OPERATORS
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_schema_fake_and_dispatch(name):
+    """torch's own checks: what is mutated, what shapes and strides come back, what AOT makes."""
+    operator, args = record(name)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if any(isinstance(x, torch.Tensor) and x.dtype.itemsize == 1 for x in args):
+        checks.remove("test_schema")  # compares its copies by multiplying, which FP8 has not
+    torch.library.opcheck(operator, args, test_utils=[*checks, "test_aot_dispatch_dynamic"])
+
+
+def test_what_is_written_to_is_declared():
+    writes = {
+        name: [
+            argument.name
+            for argument in getattr(torch.ops.octavo, name).default._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for name in OPERATORS
+    }
+    assert {name: names for name, names in writes.items() if names} == {
+        "append_kv": ["key_pages", "value_pages", "key_scale", "value_scale"],
+        "quantize_qkv_dynamic": ["history"],
+    }
+
+
+def require_grad(inputs: dict, *names: str) -> dict:
+    return inputs | {name: inputs[name].float().requires_grad_() for name in names}
+
+
+def result_tensors(result) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple):
+        return list(result)
+    if isinstance(result, Quantized):
+        return [result.data, result.scale]
+    return [result.q, result.k, result.v, result.scales.q, result.scales.k, result.scales.v]
+
+
+# name -> (a function of inputs, inputs some of which require a gradient)
+WITH_GRADIENTS = {
+    "attention": (ops.attention, require_grad(make_attention_inputs(SMALL), "q", "k", "v")),
+    "attention of q": (
+        ops.attention,
+        require_grad(make_attention_inputs(SMALL, dtype=torch.float32), "q"),
+    ),
+    "attention of sinks": (
+        ops.attention,
+        require_grad(make_attention_inputs(AttentionCase(has_sinks=True)), "sinks"),
+    ),
+    "prefill_attention": (
+        ops.prefill_attention,
+        require_grad(make_prefill_inputs(PagedCase()), "q"),
+    ),
+    "decode_attention": (ops.decode_attention, require_grad(make_decode_inputs(PagedCase()), "q")),
+    "scaled_mm": (
+        ops.scaled_mm,
+        require_grad(make_matmul_inputs(MatmulCase(a=None, has_bias=True)), "a", "bias"),
+    ),
+    "quantize": (ops.quantize, {"x": torch.ones(3, 4, requires_grad=True)}),
+    "quantize_static": (
+        ops.quantize,
+        {"x": torch.ones(3, 4, requires_grad=True), "scale": torch.ones(())},
+    ),
+    "quantize_qkv": (ops.quantize_qkv, require_grad(draw_qkv(), "q", "k", "v")),
+    "quantize_qkv of a history": (
+        ops.quantize_qkv,
+        require_grad(draw_qkv(), "k") | {"history": history()},
+    ),
+    "quantize_qkv_static": (
+        ops.quantize_qkv,
+        require_grad(draw_qkv(), "v") | {"scales": QkvScales.ones()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_a_gradient_is_refused_and_not_lost(name):
+    """Forward works with parameters that train; backward says that there is none."""
+    op, inputs = WITH_GRADIENTS[name]
+    results = result_tensors(op(**inputs))
+    if "static" in name:  # its scales are the caller's own
+        results = [x for x in results if x.dtype == E4M3.dtype and x.requires_grad]
+    assert results
+    assert all(x.requires_grad for x in results)
+    for x in results:
+        with pytest.raises(UnsupportedError, match="has no gradient: expected inference"):
+            x.float().sum().backward()
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_no_grad_leaves_no_graph(name):
+    op, inputs = WITH_GRADIENTS[name]
+    with torch.no_grad():
+        results = result_tensors(op(**inputs))
+    assert not any(x.requires_grad for x in results)
+    with torch.inference_mode():
+        op(**inputs)
+
+
+def test_appending_what_requires_a_gradient():
+    """Pages and scales stay out of the graph."""
+    inputs = append_inputs(granularity=PerToken())
+    inputs |= {name: inputs[name].float().requires_grad_() for name in ("key", "value")}
+    ops.append_kv(**inputs)
+    view = inputs["view"]
+    for x in (view.key_pages, view.value_pages, view.key_scale, view.value_scale):
+        assert not x.requires_grad
+
+
+def test_histories_stay_out_of_the_graph():
+    inputs = require_grad(draw_qkv(), "q", "k", "v")
+    one = history()
+    ops.quantize_qkv(**inputs, history=one)
+    assert not any(buffer.requires_grad for each in one for buffer in each.ring)
+    assert int(one[0].num_passes) == 1
+
+
+def test_meta_tensors_give_shapes_without_data():
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    q, k = torch.empty(2, 5, 4, 64, **meta), torch.empty(2, 7, 2, 64, **meta)
+    out, lse = ops.attention(q, k, k, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 5, 4), torch.float32)
+    quantized = ops.quantize(torch.empty(6, 300, **meta), PerBlock(1, 128))
+    assert (quantized.scale.shape, quantized.data.dtype) == ((6, 3), E4M3.dtype)
+    three = ops.quantize_qkv(q, k, k, granularity=PerHead())
+    assert (three.k.shape, three.scales.q.shape) == (k.shape, (4,))
+    weight = ops.quantize(torch.empty(9, 300, **meta), PerTensor())
+    assert ops.scaled_mm(torch.empty(3, 300, **meta), weight).shape == (3, 9)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: default_dtype(torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+    ],
+    ids=["autocast", "default-bfloat16", "default-float64"],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_callers_context_changes_nothing(name, context):
+    """A model is loaded under another default dtype and run under autocast."""
+    operator, args = record(name)
+    results = []
+    for around in (nullcontext, context):
+        mine = copy.deepcopy(args)
+        with around():
+            result = operator(*mine)
+        written = [x for x in tree_leaves(mine) if isinstance(x, torch.Tensor)]
+        results.append([x for x in tree_leaves(result) if x is not None] + written)
+    for expected, found in zip(*results, strict=True):
+        assert_same_bits(found, expected)
