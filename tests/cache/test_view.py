@@ -154,7 +154,7 @@ def test_joint_pages_alias_the_same_memory() -> None:
 @pytest.mark.parametrize(
     ("function", "shape"),
     [(token_major_pages, (5, 16, 8)), (joint_pages, (3, 16, 16)), (joint_pages, (5, 3, 16, 15))],
-    ids=str,
+    ids=["token-major, no heads", "joint, no heads", "joint, odd width"],
 )
 def test_foreign_pages_of_another_shape_are_refused(function, shape) -> None:
     with pytest.raises(ConfigError, match=r"expected pages \[page, .*got shape \[\d+, "):

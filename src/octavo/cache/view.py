@@ -92,6 +92,11 @@ class PagedView:
                 return PerHead()
         return PerToken()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors in the order of the fields: how a view travels through torch.library."""
+        return [getattr(self, field.name) for field in fields(self)]
+
     def slots(self, sequence_ids: Tensor, positions: Tensor) -> Tensor:
         """Where tokens lie: page * page_size + offset, int64 [num_tokens].
 

@@ -36,12 +36,8 @@ def append_kv(
             )
     check_one_device(pages=view.key_pages, key=key, value=value, slots=slots)
     torch.ops.octavo.append_kv(
-        view.key_pages,
-        view.value_pages,
-        view.key_scale,
-        view.value_scale,
-        view.page_table,
-        view.lengths,
+        view.tensors[:4],
+        view.tensors[4:],
         key,
         value,
         slots,
@@ -50,18 +46,14 @@ def append_kv(
 
 
 def _run(
-    key_pages: Tensor,
-    value_pages: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
+    pages_and_scales: list[Tensor],
+    tables: list[Tensor],
     key: Tensor,
     value: Tensor,
     slots: Tensor,
     impl: str | None,
 ) -> None:
-    view = PagedView(key_pages, value_pages, key_scale, value_scale, page_table, lengths)
+    view = PagedView(*pages_and_scales, *tables)
     request = Request(
         op="append_kv",
         device=describe(key.device),
@@ -78,8 +70,7 @@ def _fake(*args: object) -> None:
 
 
 define(
-    "append_kv(Tensor(a!) key_pages, Tensor(b!) value_pages, Tensor(c!) key_scale, "
-    "Tensor(d!) value_scale, Tensor page_table, Tensor lengths, Tensor key, Tensor value, "
+    "append_kv(Tensor(a!)[] pages_and_scales, Tensor[] tables, Tensor key, Tensor value, "
     "Tensor slots, str? impl) -> ()",
     _run,
     _fake,

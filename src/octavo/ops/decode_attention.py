@@ -54,12 +54,7 @@ def decode_attention(
         q,
         str(spec),
         check_out_dtype(out_dtype, q),
-        view.key_pages,
-        view.value_pages,
-        view.key_scale,
-        view.value_scale,
-        view.page_table,
-        view.lengths,
+        view.tensors,
         sinks,
         impl,
     )
@@ -70,17 +65,12 @@ def _run(
     q: Tensor,
     spec_text: str,
     out_dtype: torch.dtype,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
+    tensors: list[Tensor],
     sinks: Tensor | None,
     impl: str | None,
 ) -> Tensor:
     spec = parse_spec(spec_text)
-    view = PagedView(key_pages, value_pages, key_scale, value_scale, page_table, lengths)
+    view = PagedView(*tensors)
     request = Request(
         op="decode_attention",
         device=describe(q.device),
@@ -115,9 +105,8 @@ def _reference(
 
 
 define(
-    "decode_attention(Tensor q, str spec, ScalarType out_dtype, Tensor key_pages, "
-    "Tensor value_pages, Tensor key_scale, Tensor value_scale, Tensor page_table, "
-    "Tensor lengths, Tensor? sinks, str? impl) -> Tensor",
+    "decode_attention(Tensor q, str spec, ScalarType out_dtype, Tensor[] view, Tensor? sinks, "
+    "str? impl) -> Tensor",
     _run,
     _fake,
 )

@@ -93,12 +93,7 @@ def prefill_attention(
         str(spec),
         check_out_dtype(out_dtype, q),
         return_lse,
-        view.key_pages,
-        view.value_pages,
-        view.key_scale,
-        view.value_scale,
-        view.page_table,
-        view.lengths,
+        view.tensors,
         cu_seqlens_q,
         max_seqlen_q,
         q_scale,
@@ -113,12 +108,7 @@ def _run(
     spec_text: str,
     out_dtype: torch.dtype,
     return_lse: bool,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
+    tensors: list[Tensor],
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
     q_scale: Tensor | None,
@@ -126,7 +116,7 @@ def _run(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     spec = parse_spec(spec_text)
-    view = PagedView(key_pages, value_pages, key_scale, value_scale, page_table, lengths)
+    view = PagedView(*tensors)
     request = Request(
         op="prefill_attention",
         device=describe(q.device),
@@ -166,10 +156,9 @@ def _reference(
 
 
 define(
-    "prefill_attention(Tensor q, str spec, ScalarType out_dtype, bool return_lse, "
-    "Tensor key_pages, Tensor value_pages, Tensor key_scale, Tensor value_scale, "
-    "Tensor page_table, Tensor lengths, Tensor cu_seqlens_q, SymInt max_seqlen_q, "
-    "Tensor? q_scale, Tensor? sinks, str? impl) -> (Tensor, Tensor)",
+    "prefill_attention(Tensor q, str spec, ScalarType out_dtype, bool return_lse, Tensor[] view, "
+    "Tensor cu_seqlens_q, SymInt max_seqlen_q, Tensor? q_scale, Tensor? sinks, str? impl) "
+    "-> (Tensor, Tensor)",
     _run,
     _fake,
 )
