@@ -28,9 +28,8 @@ def pytest_configure(config):
     # Warnings are errors here, and torch warns about operations that are not deterministic;
     # determinism is not what we ask for, only the filled memory that comes with it.
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # Workers that each take all cores wait for one another most of the time.
-        torch.set_num_threads(1)
+    # Workers that each take all cores wait for one another most of the time.
+    torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -269,3 +269,9 @@ def test_what_a_request_over_pages_says(registry):
     prefill = request_of("prefill_attention", ops.prefill_attention, **make_prefill_inputs(case))
     assert (prefill.head_dim, prefill.granularity) == (32, "tensor")
     assert prefill.features == {"causal", "sinks"}
+
+
+def test_the_reference_cannot_be_taken_away():
+    with pytest.raises(ConfigError, match="is its specification"):
+        ops.unregister_impl("attention", "reference")
+    assert impl_names("attention") == ["reference"]

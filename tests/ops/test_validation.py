@@ -464,6 +464,16 @@ BAD = [
     ),
     (
         qkv,
+        {"scales": scales(), "granularity": PerHead()},
+        "static scales say their own granularity: leave granularity out",
+    ),
+    (
+        qkv,
+        {"history": (AmaxHistory(), AmaxHistory())},
+        "a history of q, of k and of v, got 2 of them",
+    ),
+    (
+        qkv,
         {"history": tuple(AmaxHistory((4,)) for _ in "qkv")},
         "history of q for amax values of shape [], got one for [4]",
     ),

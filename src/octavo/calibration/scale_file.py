@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
 MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
 MAX_TEXT_LENGTH = 1000
-MIN_SCALE, MAX_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the normal float32 numbers
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # normal float32 numbers, and so are their reciprocals
 
 Scale = float | tuple[float, ...]
 
@@ -280,7 +280,7 @@ def _checked_number(key: str, value: object) -> float:
     is_bool = isinstance(value, bool)
     if isinstance(value, int | float) and not is_bool and MIN_SCALE <= value <= MAX_SCALE:
         return float(value)
-    raise ConfigError(f"expected {key} to be a positive finite float32, got {brief(value)}")
+    raise ConfigError(f"expected {key} to be positive, 2^-126 to 2^126, got {brief(value)}")
 
 
 def _checked_count(key: str, value: object) -> int:

@@ -175,7 +175,7 @@ def parse_granularity(text: str) -> Granularity:
     """The granularity whose str() is `text`, such as "tensor", "head" or "block 128x128"."""
     if text in _PLAIN:
         return _PLAIN[text]
-    if block := re.fullmatch(r"block (\d{1,6})x(\d{1,6})", text):
+    if block := re.fullmatch(r"block (\d{1,9})x(\d{1,9})", text):
         return PerBlock(int(block[1]), int(block[2]))
     expected = ", ".join([*_PLAIN, "block ROWSxCOLUMNS"])
     raise ConfigError(f"expected a granularity, one of {expected}; got {text!r}")

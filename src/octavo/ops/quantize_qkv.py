@@ -25,7 +25,7 @@ def quantize_qkv(
     scales: QkvScales | None = None,
     *,
     history: History | None = None,
-    granularity: Granularity = PerTensor(),
+    granularity: Granularity | None = None,
     fmt: Fp8Format = E4M3,
     impl: str | None = None,
 ) -> QuantizedQkv:
@@ -34,7 +34,7 @@ def quantize_qkv(
     q: [..., num_heads, head_dim]; k, v: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32.
     scales: static, per tensor or per head; left out, they are dynamic: from the largest amax in the
     `history` of q, k and v, into which this call is pushed first, or without a history from this
-    call alone. granularity: tensor or head, for dynamic scales.
+    call alone. granularity: tensor (the default) or head, for dynamic scales.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)
@@ -47,11 +47,14 @@ def quantize_qkv(
     if scales is not None:
         if history is not None:
             raise ConfigError("expected static scales or a history for dynamic ones, got both")
+        if granularity is not None:
+            raise ConfigError("static scales say their own granularity: leave granularity out")
         check_scales(scales, q, k, v, per_token=False)
         q8, k8, v8 = torch.ops.octavo.quantize_qkv_static(
             q, k, v, scales.q, scales.k, scales.v, fmt.name, impl
         )
         return QuantizedQkv(q8, k8, v8, scales)
+    granularity = granularity or PerTensor()
     if not isinstance(granularity, PerTensor | PerHead):
         raise ConfigError(f"expected granularity tensor or head for q, k and v, got {granularity}")
     rings = [] if history is None else _rings(history, granularity, (q, k, v))
@@ -63,6 +66,8 @@ def quantize_qkv(
 
 def _rings(history: History, granularity: Granularity, tensors: Three) -> list[Tensor]:
     """The three tensors of each of the three rings, one after the other."""
+    if len(history) != 3:
+        raise ConfigError(f"expected a history of q, of k and of v, got {len(history)} of them")
     for name, one, x in zip("qkv", history, tensors, strict=True):
         expected = granularity.scale_shape(tuple(x.shape))
         if tuple(one.values.shape[1:]) != expected:

@@ -99,7 +99,9 @@ def register_reference(op: str, run: Callable[..., Any]) -> None:
 
 
 def unregister_impl(op: str, name: str) -> None:
-    """Take an implementation away again."""
+    """Take an implementation away again; the reference stays."""
+    if name == "reference":
+        raise ConfigError(f"the reference of {op} is its specification and cannot be taken away")
     impls = _impls_of(op)
     impls.remove(_named(op, name))
 
