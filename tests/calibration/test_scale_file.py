@@ -156,7 +156,7 @@ def test_refused_values(key, text, said, path):
     entry = ", ".join(f'"{k}": {text if k == key else 1.5}' for k in "qkv")
     message = load_error(path, f'{{"good": {json.dumps(ENTRY)}, "blocks.7": {{{entry}}}}}')
     assert "layer 'blocks.7'" in message
-    assert f"expected {key} to be positive, 2^-126 to 2^126" in message
+    assert f"expected {key} to be a positive finite number, 2^-126 to 2^126" in message
     assert said in message
 
 

@@ -280,7 +280,9 @@ def _checked_number(key: str, value: object) -> float:
     is_bool = isinstance(value, bool)
     if isinstance(value, int | float) and not is_bool and MIN_SCALE <= value <= MAX_SCALE:
         return float(value)
-    raise ConfigError(f"expected {key} to be positive, 2^-126 to 2^126, got {brief(value)}")
+    raise ConfigError(
+        f"expected {key} to be a positive finite number, 2^-126 to 2^126, got {brief(value)}"
+    )
 
 
 def _checked_count(key: str, value: object) -> int:
