@@ -40,4 +40,4 @@ def kernels(
     print_table(from_records(records, caption="Median and 20/80 % quantiles", columns=names))
     if output is not None:
         store.append(output, records)
-        out.print(f"Records: {output}")
+        out.print(f"Records: {output}", soft_wrap=True)

@@ -56,4 +56,4 @@ def demo(
         machines=[records[0].machine],
         commands=["octavo demo"],
     )
-    out.print(f"\nReport: {output / 'report.html'}")
+    out.print(f"\nReport: {output / 'report.html'}", soft_wrap=True)
