@@ -428,7 +428,7 @@ BAD = [
     ),
     (quantize_op, {"margin": 0.0}, "margin must be a positive finite number, got 0.0"),
     (quantize_op, {"margin": math.nan}, "margin must be a positive finite number, got nan"),
-    (quantize_op, {"impl": "cuda"}, "impl for quantize, one of reference; got 'cuda'"),
+    (quantize_op, {"impl": "cuda"}, "impl for quantize, one of triton, reference; got 'cuda'"),
     # quantize_qkv
     (qkv, {"q": zeros(4, 64)}, "q [..., heads, head_dim], got [4, 64]"),
     (

@@ -1,10 +1,13 @@
 """quantize: a tensor to FP8, with one scale for each group of values."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
+from octavo.kernels.quantize.config import objection
 from octavo.numerics import quantize as numerics
 from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerTensor, parse_granularity
@@ -12,7 +15,7 @@ from octavo.numerics.quantize import Quantized
 from octavo.numerics.scales import check_margin
 from octavo.ops.check import check_float, check_one_device, check_scale
 from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_reference
+from octavo.ops.select import Request, find_run, register_impl, register_reference
 
 
 def quantize(
@@ -107,4 +110,24 @@ define(
     _static,
     _static_fake,
 )
+
+
+def _triton(x: Tensor, *args: Any, **options: Any) -> Quantized:
+    from octavo.kernels.quantize.triton import quantize as run
+
+    return run(x, *args, **options)
+
+
+def _triton_objection(request: Request) -> str | None:
+    return objection(request.device, parse_granularity(request.granularity))
+
+
 register_reference("quantize", numerics.quantize)
+register_impl(
+    "quantize",
+    "triton",
+    _triton,
+    objection=_triton_objection,
+    reason="one pass at memory speed",
+    is_automatic=True,
+)

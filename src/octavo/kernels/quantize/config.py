@@ -1,0 +1,80 @@
+"""What the quantize kernels can do, and how they are launched; no Triton here, and no GPU."""
+
+from dataclasses import dataclass
+
+from octavo.kernels.device import Device
+from octavo.numerics.granularity import Granularity, PerBlock, PerChannel, PerToken, Shape
+
+# A block of this many values still fits into the registers of one program of 16 warps.
+MAX_BLOCK = 32768
+# On sm_89 Triton 3.6 casts float32 to FP8 by way of float16, cut off: rounded twice.
+MIN_CAPABILITY = (9, 0)
+# Programs of the amax pass: every program of the cast reads that many values again.
+MAX_PARTIALS = 1024
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """One program's tile of the tensor seen as [rows, columns], and its warps."""
+
+    block_rows: int
+    block_columns: int
+    num_warps: int
+
+
+def objection(device: Device, granularity: Granularity) -> str | None:
+    """Why the kernels cannot quantize with this granularity on this device; None if they can."""
+    if device.capability is None:
+        return f"Triton needs a CUDA GPU, got {device.name}"
+    if device.capability < MIN_CAPABILITY:
+        major, minor = device.capability
+        return f"casts rounded once need compute capability 9.0 or newer, got {major}.{minor}"
+    if isinstance(granularity, PerBlock):
+        block = _power_of_two(granularity.rows) * _power_of_two(granularity.columns)
+        if block > MAX_BLOCK:
+            return f"a block must fit {MAX_BLOCK} values, got {granularity}"
+    return None
+
+
+def default(shape: Shape, granularity: Granularity) -> QuantizeConfig:
+    """The launch settings for a tensor [rows, columns]: whole groups where a group is one tile."""
+    num_rows, num_columns = shape
+    match granularity:
+        case PerBlock(rows=1, columns=width):
+            columns = _power_of_two(width)
+            rows = max(1, min(_power_of_two(num_rows), 4096 // columns))
+        case PerBlock(rows=height, columns=width):
+            rows, columns = _power_of_two(height), _power_of_two(width)
+        case PerToken() | PerChannel():
+            return _default_rows(num_columns)
+        case _:
+            columns = min(_power_of_two(num_columns), 1024)
+            rows = max(1, 4096 // columns)
+    num_warps = max(1, min(16, rows * columns // 1024))
+    return QuantizeConfig(rows, columns, num_warps)
+
+
+def is_valid(config: QuantizeConfig, granularity: Granularity) -> bool:
+    """Whether a launch with these settings computes the right scales."""
+    tile = config.block_rows * config.block_columns
+    is_power = tile & (tile - 1) == 0 and config.num_warps & (config.num_warps - 1) == 0
+    if isinstance(granularity, PerBlock):
+        covers = config.block_columns >= granularity.columns
+        is_one_row = granularity.rows == 1
+        return is_power and covers and (is_one_row or config.block_rows >= granularity.rows)
+    return is_power
+
+
+def _default_rows(num_columns: int) -> QuantizeConfig:
+    """A ladder, widest first, measured on an H200 at rows of 1152 to 12288 bf16 values."""
+    if num_columns > 8192:
+        return QuantizeConfig(1, 4096, 8)
+    if num_columns > 4096:
+        return QuantizeConfig(1, 2048, 4)
+    if num_columns > 1536:
+        return QuantizeConfig(1, 1024, 4)
+    return QuantizeConfig(4, 128, 2)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

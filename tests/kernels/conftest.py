@@ -1,0 +1,50 @@
+"""Triton kernels run in its interpreter where there is no GPU, with FP8 casts put right."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.numerics.formats import format_of, is_fp8
+from octavo.numerics.quantize import saturating_cast
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+DTYPES = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+}
+convert_float = interpreter._convert_float
+
+
+def convert(data, source, target, rounding_mode):
+    """A float cast as GPUs do it: Triton 3.6's loses carries, saturation and NaN of FP8."""
+    if source not in DTYPES or target not in DTYPES:
+        return convert_float(data, source, target, rounding_mode)
+    bits = np.ascontiguousarray(data).view(f"uint{source.primitive_bitwidth}")
+    x = torch.from_numpy(bits).view(DTYPES[source]).float()
+    dtype = DTYPES[target]
+    y = saturating_cast(x, format_of(dtype)) if is_fp8(dtype) else x.to(dtype)
+    return y.view(getattr(torch, f"uint{target.primitive_bitwidth}")).numpy().reshape(data.shape)
+
+
+@pytest.fixture(autouse=True)
+def right_casts(monkeypatch):
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    # The interpreter makes loop bounds of arrays with one element.
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+
+
+@pytest.fixture
+def device():
+    """Where kernels run: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

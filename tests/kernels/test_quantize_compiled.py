@@ -1,0 +1,80 @@
+"""The quantize kernels compiled for GPUs that are not here: instructions, registers, no spills."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from compiling import compile_for  # noqa: E402
+
+MODULE = "octavo.kernels.quantize.triton"
+POINTERS = {"x_ptr": "*bf16", "data_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+SIZES = {"num_rows": "i32", "num_columns": "i32", "row_stride": "i64"}
+BLOCK = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 128}
+CAPABILITIES = [90, 100]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_rows(capability):
+    compiled = compile_for(
+        capability,
+        f"{MODULE}:_quantize_rows_kernel",
+        {**POINTERS, **SIZES, "margin_over_max": "fp32"},
+        {
+            "IS_STATIC": False,
+            "POWER_OF_TWO": False,
+            "BLOCK_ROWS": 1,
+            "BLOCK_COLUMNS": 4096,
+        },
+        num_warps=8,
+    )
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert compiled.stack_bytes == 0
+    assert compiled.num_registers <= 64  # room for 32 warps on an SM
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_blocks(capability):
+    compiled = compile_for(
+        capability,
+        f"{MODULE}:_quantize_blocks_kernel",
+        {
+            **POINTERS,
+            **SIZES,
+            "matrix_stride": "i64",
+            "group_columns": "i32",
+            "margin_over_max": "fp32",
+        },
+        {"IS_STATIC": False, "POWER_OF_TWO": False, "GROUP_ROWS": 1, **BLOCK},
+        num_warps=4,
+    )
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert compiled.stack_bytes == 0
+    assert compiled.num_registers <= 128
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_heads(capability):
+    compiled = compile_for(
+        capability,
+        f"{MODULE}:_cast_heads_kernel",
+        {**POINTERS, **SIZES, "partial_ptr": "*fp32", "margin_over_max": "fp32"},
+        {"NUM_PARTIALS": 1024, "POWER_OF_TWO": False, **BLOCK},
+        num_warps=4,
+    )
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_amax(capability):
+    compiled = compile_for(
+        capability,
+        f"{MODULE}:_amax_kernel",
+        {"x_ptr": "*bf16", "partial_ptr": "*fp32", **SIZES},
+        BLOCK,
+        num_warps=4,
+    )
+    assert compiled.stack_bytes == 0
