@@ -23,7 +23,7 @@ GRANULARITIES = [
     PerBlock(128, 128),
     PerBlock(20, 48),
 ]
-SMALL = [(1, 1), (33, 72), (5, 4, 72), (21, 200), (2, 3, 65)]
+SMALL = [(1, 1), (33, 72), (5, 4, 72), (21, 200), (2, 3, 65), (3, 512)]
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
 
 
@@ -123,7 +123,9 @@ def test_no_objection_on_an_h200(granularity):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("shape", [(4608, 3072), (24480, 1152), (3 * 8160, 16, 72)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4608, 3072), (24480, 1152), (3 * 8160, 16, 72), (5000, 2048)], ids=str
+)
 def test_real_sizes_on_a_gpu(shape, granularity):
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     actual = ops.quantize(x, granularity, impl="triton")

@@ -16,8 +16,9 @@ BLOCK = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 128}
 CAPABILITIES = [90, 100]
 
 
+@pytest.mark.parametrize("is_one_tile", [False, True])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_rows(capability):
+def test_rows(capability, is_one_tile):
     compiled = compile_for(
         capability,
         f"{MODULE}:_quantize_rows_kernel",
@@ -25,6 +26,7 @@ def test_rows(capability):
         {
             "IS_STATIC": False,
             "POWER_OF_TWO": False,
+            "IS_ONE_TILE": is_one_tile,
             "BLOCK_ROWS": 1,
             "BLOCK_COLUMNS": 4096,
         },

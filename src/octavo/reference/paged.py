@@ -28,12 +28,13 @@ def append_kv(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> Non
         (key[used], view.key_pages, view.key_scale),
         (value[used], view.value_pages, view.value_scale),
     ):
-        data = x.to(pages.dtype)
         if is_fp8(pages.dtype):
             quantized = _quantize_like(x, pages, scale)
             data = quantized.data
             if scale.dim() == 3:
                 scale[page, :, offset] = quantized.scale
+        else:
+            data = x.to(pages.dtype)
         # torch has no indexed writes for FP8 on every device; the bytes are the same.
         _as_bytes(pages)[page, :, offset] = _as_bytes(data)
 

@@ -25,10 +25,14 @@ def _quantize_rows_kernel(
     margin_over_max,
     IS_STATIC: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    IS_ONE_TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Some rows with one scale each. The second pass over them finds them in the cache."""
+    """Some rows with one scale each.
+
+    Rows that are one tile wide stay in registers; others are read twice, from the cache at last.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offset = tl.arange(0, BLOCK_COLUMNS)
     row_mask = row < num_rows
@@ -36,6 +40,14 @@ def _quantize_rows_kernel(
     data_rows = data_ptr + row[:, None] * num_columns
     if IS_STATIC:
         scale = tl.load(scale_ptr + row, mask=row_mask, other=1.0)
+    elif IS_ONE_TILE:
+        x = tl.load(x_rows + offset[None, :], mask=row_mask[:, None], other=0.0)
+        amax = tl.max(finite_magnitude(x), axis=1)
+        scale = amax_to_scale(amax, margin_over_max, POWER_OF_TWO)
+        tl.store(scale_ptr + row, scale, mask=row_mask)
+        data = to_fp8(x, scale[:, None], data_ptr.dtype.element_ty)
+        tl.store(data_rows + offset[None, :], data, mask=row_mask[:, None])
+        return
     else:
         amax = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, num_columns, BLOCK_COLUMNS):
@@ -226,6 +238,7 @@ def _run_rows(
         factor,
         IS_STATIC=is_static,
         POWER_OF_TWO=power_of_two,
+        IS_ONE_TILE=num_columns == config.block_columns,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         num_warps=config.num_warps,
