@@ -7,7 +7,7 @@ from dataclasses import replace
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import bars, lines
-from octavo.measure.report.tables import pivot
+from octavo.measure.report.tables import Table, pivot
 
 
 def demo_sections(records: Sequence[Measurement]) -> list[Section]:
@@ -86,15 +86,7 @@ def _attention(records: Sequence[Measurement]) -> Section:
                 series="recipe",
             ),
         ),
-        tables=(
-            pivot(
-                rows,
-                caption="Relative RMS error by layer",
-                row="recipe",
-                column="layer",
-                value="relative_rms",
-            ),
-        ),
+        tables=(_errors_by_layer(rows),),
     )
 
 
@@ -107,15 +99,17 @@ def _decoding(records: Sequence[Measurement]) -> Section:
         title="Decoding over an FP8 KV cache",
         text="The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the "
         f"error is the storage's. Bytes per token and layer: {bytes_text}.",
-        tables=(
-            pivot(
-                rows,
-                caption="Relative RMS error by layer",
-                row="recipe",
-                column="layer",
-                value="relative_rms",
-            ),
-        ),
+        tables=(_errors_by_layer(rows),),
+    )
+
+
+def _errors_by_layer(rows: Sequence[Measurement]) -> Table:
+    return pivot(
+        rows,
+        caption="Relative RMS error by layer",
+        row="recipe",
+        column="layer",
+        value="relative_rms",
     )
 
 
