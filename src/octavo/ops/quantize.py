@@ -128,6 +128,6 @@ register_impl(
     "triton",
     _triton,
     objection=_triton_objection,
-    reason="one pass at memory speed",
+    reason="FP8 casts on the GPU in one or two launches",
     is_automatic=True,
 )
