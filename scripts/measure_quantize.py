@@ -7,7 +7,6 @@ are replayed in a CUDA graph, so that launching is not counted. Appends one reco
 """
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from octavo import ops
 from octavo.kernels.device import default_device
 from octavo.measure import store
+from octavo.measure.bench.timing import sample_graph_ms
 from octavo.measure.records import Machine, Measurement, timing
 from octavo.numerics.granularity import PerToken
 from octavo.numerics.quantize import quantize
@@ -30,27 +30,6 @@ SHAPES = (
     (24480, 1152),
 )
 ROTATED_BYTES = 400e6
-
-
-def sample_graph_ms(calls: list[Callable[[], object]]) -> list[float]:
-    """Milliseconds of one call, from replays of a graph that holds all of them."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # so that no result takes another's memory
-    for _ in range(40):
-        graph.replay()
-    samples = []
-    for _ in range(15):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        samples.append(start.elapsed_time(stop) / len(kept))
-    return samples
 
 
 def measure(shape: tuple[int, int], machine: Machine, command: str) -> Measurement:

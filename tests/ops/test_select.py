@@ -203,7 +203,7 @@ def test_requests_are_values():
         (AttentionSpec(causal=True), {"sinks": True, "lse": False}, "causal sinks"),
         (AttentionSpec(window=3, softcap=1.0), {}, "window softcap"),
         (AttentionSpec(promote_every=None), {"packed": True}, "one-level packed"),
-        (AttentionSpec(promote_every=4, softmax_scale=0.1), {}, ""),
+        (AttentionSpec(promote_every=4, softmax_scale=0.1), {}, "promote-later"),
     ],
     ids=str,
 )
@@ -250,6 +250,7 @@ def test_what_a_request_for_attention_says(registry):
         dtype=torch.float8_e4m3fn,
         other_dtype=torch.float8_e4m3fn,
         head_dim=72,
+        group=2,
         features=frozenset({"causal", "window", "sinks", "key_mask", "lse"}),
     )
 

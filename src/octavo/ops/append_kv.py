@@ -60,6 +60,7 @@ def _run(
         dtype=key.dtype,
         other_dtype=view.dtype,
         head_dim=view.head_dim,
+        page_size=view.page_size,
         granularity=str(view.scale_granularity),
     )
     find_run(request, impl)(view, key, value, slots)

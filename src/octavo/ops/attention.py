@@ -167,6 +167,7 @@ def _run(
         dtype=q.dtype,
         other_dtype=k.dtype,
         head_dim=q.shape[-1],
+        group=q.shape[-2] // k.shape[-2],
         granularity=scale_granularity(k_scale, k),
         features=features_of(
             spec,

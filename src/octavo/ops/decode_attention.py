@@ -77,6 +77,8 @@ def _run(
         dtype=q.dtype,
         other_dtype=view.dtype,
         head_dim=view.head_dim,
+        group=q.shape[-2] // view.num_kv_heads,
+        page_size=view.page_size,
         granularity=str(view.scale_granularity),
         features=features_of(spec, sinks=sinks is not None),
     )

@@ -32,7 +32,8 @@ class Request:
     """All that decides whether an implementation can serve a call; no tensors.
 
     dtype: of the main operand (q, x or a); other_dtype: of what it meets (keys and values, weights,
-    pages). features: what the call uses beyond the plain case, such as "causal" or "sinks".
+    pages). group: query heads for each KV head. features: what the call uses beyond the plain case,
+    such as "causal" or "sinks".
     """
 
     op: str
@@ -40,6 +41,8 @@ class Request:
     dtype: torch.dtype
     other_dtype: torch.dtype | None = None
     head_dim: int | None = None
+    group: int = 1
+    page_size: int | None = None
     granularity: str = "tensor"
     features: frozenset[str] = frozenset()
 
@@ -142,6 +145,7 @@ def features_of(spec: AttentionSpec, **used: bool) -> frozenset[str]:
         "window": spec.window is not None,
         "softcap": spec.softcap is not None,
         "one-level": spec.promote_every is None,
+        "promote-later": (spec.promote_every or 1) > 1,
     }
     return frozenset(name for name, is_used in used.items() if is_used)
 
