@@ -22,6 +22,16 @@ class Device:
         return torch.device(self.type)
 
     @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one program may have; of a CPU's interpreter, as on Hopper."""
+        match self.capability:
+            case (8, 0) | (8, 7):
+                return 163 * 1024
+            case (8 | 12, _):
+                return 99 * 1024
+        return 227 * 1024
+
+    @property
     def gpu(self) -> str | None:
         """The GPU's name, as records carry it."""
         return self.name if self.type == "cuda" else None

@@ -1,15 +1,17 @@
 """attention: dense or packed, in FP8 or in the model's own dtype."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.kernels.attention.config import objection
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, Packing, parse_spec
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.qkv import QkvScales
+from octavo.numerics.value_layout import ValueLayout
 from octavo.ops.check import (
     check_float,
     check_one_device,
@@ -20,9 +22,17 @@ from octavo.ops.check import (
     check_sinks,
 )
 from octavo.ops.register import define, empty_result
-from octavo.ops.select import Request, features_of, find_run, register_reference, scale_granularity
+from octavo.ops.select import (
+    Request,
+    features_of,
+    find_run,
+    register_impl,
+    register_reference,
+    scale_granularity,
+)
 from octavo.reference import attention as reference
 from octavo.reference.softmax import kernel_rounding
+from octavo.reference.value_layout import restore_values
 
 
 @overload
@@ -38,6 +48,7 @@ def attention(
     key_mask: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
+    value_layout: ValueLayout = ...,
     impl: str | None = ...,
 ) -> Tensor: ...
 
@@ -55,6 +66,7 @@ def attention(
     key_mask: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
+    value_layout: ValueLayout = ...,
     impl: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -71,6 +83,7 @@ def attention(
     key_mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    value_layout: ValueLayout = "rows",
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q·kᵀ · scale)·v as `spec` says, for one batch.
@@ -81,8 +94,11 @@ def attention(
     sinks: [num_heads], one more logit in each denominator. key_mask: [batch, kv_len] bool, True
     where a key may be seen; dense only. out_dtype: q's own, or bf16 for FP8, unless given.
     return_lse: also the log of the softmax denominator, float32, q's shape without head_dim.
+    value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
+    `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
-    check_qkv(q, k, v, dims=4 if packing is None else 3)
+    num_sequences = None if packing is None else len(packing.cu_seqlens_k) - 1
+    check_qkv(q, k, v, 4 if packing is None else 3, value_layout, num_sequences)
     check_sinks(sinks, q.shape[-2])
     check_one_device(q=q, k=k, v=v, sinks=sinks, key_mask=key_mask)
     _check_dtypes(q, k, v, scales)
@@ -91,7 +107,7 @@ def attention(
     if key_mask is not None:
         _check_key_mask(key_mask, k, is_packed=packing is not None)
     scales = scales or QkvScales.ones(q.device)
-    check_scales(scales, q, k, v)
+    check_scales(scales, q, k, k)  # values have as many tokens and heads as keys
     out, lse = torch.ops.octavo.attention(
         q,
         k,
@@ -103,6 +119,7 @@ def attention(
         *_pack(packing),
         sinks,
         key_mask,
+        value_layout,
         impl,
     )
     return (out, lse) if return_lse else out
@@ -155,6 +172,7 @@ def _run(
     max_seqlen_k: int,
     sinks: Tensor | None,
     key_mask: Tensor | None,
+    value_layout: ValueLayout,
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     spec = parse_spec(spec_text)
@@ -175,6 +193,7 @@ def _run(
             sinks=sinks is not None,
             key_mask=key_mask is not None,
             lse=return_lse,
+            transposed=value_layout == "transposed",
         ),
     )
     out, lse = find_run(request, impl)(
@@ -187,6 +206,7 @@ def _run(
         sinks=sinks,
         key_mask=key_mask,
         out_dtype=out_dtype,
+        value_layout=value_layout,
     )
     return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
 
@@ -214,9 +234,12 @@ def _reference(
     sinks: Tensor | None,
     key_mask: Tensor | None,
     out_dtype: torch.dtype,
+    value_layout: ValueLayout,
 ) -> tuple[Tensor, Tensor]:
     """What every implementation of `attention` takes and returns: (out, lse)."""
     rounding = kernel_rounding(q.dtype, spec)
+    if value_layout == "transposed":
+        v = restore_values(v, k.shape[-3], None if packing is None else packing.cu_seqlens_k)
     if packing is None:
         out, lse = reference.attention(
             q, k, v, spec, scales, sinks=sinks, key_mask=key_mask, rounding=rounding
@@ -231,9 +254,29 @@ def _reference(
 define(
     "attention(Tensor q, Tensor k, Tensor v, str spec, ScalarType out_dtype, bool return_lse, "
     "Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks, Tensor? key_mask, str? impl) "
-    "-> (Tensor, Tensor)",
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks, Tensor? key_mask, "
+    "str value_layout, str? impl) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
+
+
+def _triton(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    from octavo.kernels.attention.triton import attention as run
+
+    return run(*args, **options)
+
+
+def _triton_objection(request: Request) -> str | None:
+    return objection(request.device, request.dtype, request.head_dim)
+
+
 register_reference("attention", _reference)
+register_impl(
+    "attention",
+    "triton",
+    _triton,
+    objection=_triton_objection,
+    reason="tiles on tensor cores, softmax on the way",
+    is_automatic=True,
+)

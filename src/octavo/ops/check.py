@@ -9,6 +9,7 @@ from octavo.numerics.attention import Packing
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
+from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_columns
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,14 +39,33 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, dims: int) -> None:
-    """Raise unless q, k and v fit together as `dims`-dimensional attention inputs."""
+def check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dims: int,
+    value_layout: ValueLayout = "rows",
+    num_sequences: int | None = None,
+) -> None:
+    """Raise unless q, k and v fit together as `dims`-dimensional attention inputs.
+
+    num_sequences: of packed ones.
+    """
+    check_value_layout(value_layout)
     shape = "[batch, length, heads, head_dim]" if dims == 4 else "[tokens, heads, head_dim]"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
             raise ConfigError(f"expected {name} of shape {shape}, got {list(x.shape)}")
-    if k.shape != v.shape:
+    if value_layout == "rows" and k.shape != v.shape:
         raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
+    if value_layout == "transposed":
+        columns = num_columns(k.shape[-3], num_sequences)
+        expected = (*k.shape[:-3], *k.shape[-2:], columns)
+        if v.shape != expected:
+            raise ConfigError(
+                f"expected transposed values {list(expected)} for keys {list(k.shape)}, got "
+                f"{list(v.shape)}: quantize_qkv makes them"
+            )
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         raise ConfigError(
             f"expected q and k of one head_dim above 0, got {q.shape[-1]} and {k.shape[-1]}"

@@ -1,6 +1,6 @@
 """prefill_attention: the newest tokens of each sequence over its pages."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
+from octavo.kernels.prefill.config import objection
 from octavo.numerics.attention import AttentionSpec, parse_spec
 from octavo.ops.check import (
     check_cu_seqlens,
@@ -17,7 +18,7 @@ from octavo.ops.check import (
     check_sinks,
 )
 from octavo.ops.register import define, empty_result
-from octavo.ops.select import Request, features_of, find_run, register_reference
+from octavo.ops.select import Request, features_of, find_run, register_impl, register_reference
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
 
@@ -32,6 +33,7 @@ def prefill_attention(
     q_scale: Tensor | None = ...,
     *,
     sinks: Tensor | None = ...,
+    num_cached_tokens: int | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
     impl: str | None = ...,
@@ -48,6 +50,7 @@ def prefill_attention(
     q_scale: Tensor | None = ...,
     *,
     sinks: Tensor | None = ...,
+    num_cached_tokens: int | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
     impl: str | None = ...,
@@ -63,6 +66,7 @@ def prefill_attention(
     q_scale: Tensor | None = None,
     *,
     sinks: Tensor | None = None,
+    num_cached_tokens: int | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     impl: str | None = None,
@@ -73,6 +77,8 @@ def prefill_attention(
     and its last query is the last of its view.lengths[i] tokens. FP8 queries need the q_scale they
     were quantized with, [] or [num_heads], and make the whole attention FP8; with bf16, fp16 or
     fp32 queries FP8 pages are dequantized. max_seqlen_q: an upper bound of the query lengths.
+    num_cached_tokens: an upper bound of the sum of view.lengths, for which kernels make room
+    without asking the device; left out, all that the page table has room for.
     return_lse: also the log of the softmax denominator, float32 [num_tokens, num_heads].
     """
     if q.dim() != 3:
@@ -84,6 +90,8 @@ def prefill_attention(
             f"expected cu_seqlens_q of length {view.num_sequences + 1} for "
             f"{view.num_sequences} sequences, got {len(cu_seqlens_q)}"
         )
+    if num_cached_tokens is not None and num_cached_tokens < 0:
+        raise ConfigError(f"num_cached_tokens must not be negative, got {num_cached_tokens}")
     check_sinks(sinks, q.shape[1])
     check_one_device(
         q=q, pages=view.key_pages, cu_seqlens_q=cu_seqlens_q, q_scale=q_scale, sinks=sinks
@@ -96,11 +104,16 @@ def prefill_attention(
         view.tensors,
         cu_seqlens_q,
         max_seqlen_q,
+        _room(view) if num_cached_tokens is None else num_cached_tokens,
         q_scale,
         sinks,
         impl,
     )
     return (out, lse) if return_lse else out
+
+
+def _room(view: PagedView) -> int:
+    return view.num_sequences * view.max_pages * view.page_size
 
 
 def _run(
@@ -111,6 +124,7 @@ def _run(
     tensors: list[Tensor],
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
+    num_cached_tokens: int,
     q_scale: Tensor | None,
     sinks: Tensor | None,
     impl: str | None,
@@ -129,7 +143,15 @@ def _run(
         features=features_of(spec, sinks=sinks is not None, lse=return_lse),
     )
     out, lse = find_run(request, impl)(
-        q, view, cu_seqlens_q, max_seqlen_q, spec, q_scale, sinks=sinks, out_dtype=out_dtype
+        q,
+        view,
+        cu_seqlens_q,
+        max_seqlen_q,
+        spec,
+        q_scale,
+        sinks=sinks,
+        out_dtype=out_dtype,
+        num_cached_tokens=num_cached_tokens,
     )
     return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
 
@@ -150,6 +172,7 @@ def _reference(
     *,
     sinks: Tensor | None,
     out_dtype: torch.dtype,
+    num_cached_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """What every implementation of `prefill_attention` takes and returns: (out, lse)."""
     rounding = kernel_rounding(q.dtype, spec)
@@ -159,9 +182,29 @@ def _reference(
 
 define(
     "prefill_attention(Tensor q, str spec, ScalarType out_dtype, bool return_lse, Tensor[] view, "
-    "Tensor cu_seqlens_q, SymInt max_seqlen_q, Tensor? q_scale, Tensor? sinks, str? impl) "
-    "-> (Tensor, Tensor)",
+    "Tensor cu_seqlens_q, SymInt max_seqlen_q, SymInt num_cached_tokens, Tensor? q_scale, "
+    "Tensor? sinks, str? impl) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
+
+
+def _triton(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    from octavo.kernels.prefill.triton import prefill as run
+
+    return run(*args, **options)
+
+
+def _triton_objection(request: Request) -> str | None:
+    return objection(request.device, request.dtype, request.other_dtype, request.head_dim)
+
+
 register_reference("prefill_attention", _reference)
+register_impl(
+    "prefill_attention",
+    "triton",
+    _triton,
+    objection=_triton_objection,
+    reason="pages gathered once, then tiles on tensor cores",
+    is_automatic=True,
+)
