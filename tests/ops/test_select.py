@@ -275,4 +275,4 @@ def test_what_a_request_over_pages_says(registry):
 def test_the_reference_cannot_be_taken_away():
     with pytest.raises(ConfigError, match="is its specification"):
         ops.unregister_impl("attention", "reference")
-    assert impl_names("attention") == ["reference"]
+    assert impl_names("attention")[-1] == "reference"

@@ -231,7 +231,17 @@ BAD = [
         {"key_mask": zeros(2, 7, dtype=torch.bool, device="meta")},
         "key_mask on cpu like q",
     ),
-    (attention, {"impl": "gluon"}, "impl for attention, one of reference; got 'gluon'"),
+    (
+        attention,
+        {"value_layout": "columns"},
+        "expected value_layout rows or transposed, got 'columns'",
+    ),
+    (
+        attention,
+        {"value_layout": "transposed"},
+        "quantize_qkv makes them",
+    ),
+    (attention, {"impl": "fa4"}, "impl for attention, one of triton, reference; got 'fa4'"),
     # packed attention
     (packed, {"q": zeros(1, 5, 4, 64)}, "q of shape [tokens, heads, head_dim], got [1, 5, 4, 64]"),
     (packed, {"key_mask": zeros(2, 7, dtype=torch.bool)}, "key_mask is for dense batches"),
@@ -305,7 +315,7 @@ BAD = [
         {"slots": ints(1, 2, 3, dtype=torch.int64).to("meta")},
         "slots on cpu like pages, got it on meta",
     ),
-    (append, {"impl": "triton"}, "impl for append_kv, one of reference; got 'triton'"),
+    (append, {"impl": "cuda"}, "impl for append_kv, one of triton, reference; got 'cuda'"),
     # prefill_attention
     (prefill, {"q": zeros(2, 2, 4, 64)}, "q [num_tokens, num_heads, head_dim], got [2, 2, 4, 64]"),
     (prefill, {"q": zeros(4, 4, 72)}, "q of the cache's head_dim 64, got 72"),
@@ -339,7 +349,8 @@ BAD = [
         "cu_seqlens_q on cpu like q, got it on meta",
     ),
     (prefill, {"q": zeros(4, 4, 64, device="meta")}, "pages on meta like q, got it on cpu"),
-    (prefill, {"impl": "fa3"}, "impl for prefill_attention, one of reference; got 'fa3'"),
+    (prefill, {"num_cached_tokens": -1}, "num_cached_tokens must not be negative, got -1"),
+    (prefill, {"impl": "fa3"}, "impl for prefill_attention, one of triton, reference; got 'fa3'"),
     (fp8_prefill, {"q_scale": None}, "q is torch.float8_e4m3fn: pass the q_scale"),
     (fp8_prefill, {"view": view(BF16)}, "FP8 pages for FP8 queries, got pages in torch.bfloat16"),
     (fp8_prefill, {"q_scale": torch.ones(2)}, "float32 scale of shape [4], got torch.float32 [2]"),
@@ -378,7 +389,7 @@ BAD = [
     (decode, {"sinks": zeros(5)}, "sinks of shape [4], got [5]"),
     (decode, {"sinks": zeros(4, device="meta")}, "sinks on cpu like q, got it on meta"),
     (decode, {"out_dtype": F64}, "out_dtype bfloat16, float16 or float32, got torch.float64"),
-    (decode, {"impl": ""}, "impl for decode_attention, one of reference; got ''"),
+    (decode, {"impl": ""}, "impl for decode_attention, one of gluon, triton, reference; got ''"),
     # quantize
     (
         quantize_op,
@@ -487,7 +498,7 @@ BAD = [
         {"history": tuple(AmaxHistory().to("meta") for _ in "qkv")},
         "q's history on cpu like q, got it on meta",
     ),
-    (qkv, {"impl": "triton"}, "impl for quantize_qkv, one of reference; got 'triton'"),
+    (qkv, {"impl": "cuda"}, "impl for quantize_qkv, one of triton, reference; got 'cuda'"),
     # scaled_mm
     (matmul, {"a": zeros(4, 31)}, "a [rows, K] and b [columns, K], got [4, 31] and [6, 32]"),
     (matmul, {"a": zeros(2, 4, 32)}, "a [rows, K] and b [columns, K], got [2, 4, 32] and [6, 32]"),
@@ -544,7 +555,7 @@ BAD = [
     ),
     (matmul, {"bias": zeros(6, device="meta")}, "bias on cpu like a, got it on meta"),
     (matmul, {"out_dtype": FP8}, "out_dtype bfloat16, float16 or float32, got torch.float8_e4m3fn"),
-    (matmul, {"impl": "torch"}, "impl for scaled_mm, one of reference; got 'torch'"),
+    (matmul, {"impl": "fast"}, "impl for scaled_mm, one of torch, triton, reference; got 'fast'"),
 ]
 
 
@@ -562,7 +573,7 @@ def test_a_refused_call_changes_nothing():
     """Histories and pages are written only after every check."""
     history = tuple(AmaxHistory() for _ in "qkv")
     with pytest.raises(ConfigError):
-        qkv(history=history, impl="triton")
+        qkv(history=history, impl="nobody")
     assert [int(one.num_passes) for one in history] == [0, 0, 0]
     cache = view()
     before = cache.key_pages.clone()

@@ -97,13 +97,14 @@ def attention(
     value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
     `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
-    num_sequences = None if packing is None else len(packing.cu_seqlens_k) - 1
+    num_sequences = None
+    if packing is not None:
+        check_packing(packing, q)
+        num_sequences = len(packing.cu_seqlens_k) - 1
     check_qkv(q, k, v, 4 if packing is None else 3, value_layout, num_sequences)
     check_sinks(sinks, q.shape[-2])
     check_one_device(q=q, k=k, v=v, sinks=sinks, key_mask=key_mask)
     _check_dtypes(q, k, v, scales)
-    if packing is not None:
-        check_packing(packing, q)
     if key_mask is not None:
         _check_key_mask(key_mask, k, is_packed=packing is not None)
     scales = scales or QkvScales.ones(q.device)
