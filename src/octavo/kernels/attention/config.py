@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.kernels import tuning
 from octavo.kernels.device import Device
 from octavo.numerics.formats import is_fp8
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
+# Queries of one program's tile: calls with fewer have one tile for each head.
+SHORT = 64
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,27 @@ def split_head_dim(head_dim: int, is_fp8_operand: bool) -> tuple[tuple[int, int]
     return (main, max(aligned, 32 if is_fp8_operand else 16)), (main, max(aligned, 16))
 
 
+def problem(shape: AttentionShape) -> str:
+    """What launch settings are tuned for."""
+    match shape.promote_every:
+        case 1:
+            levels = "two levels"
+        case None:
+            levels = "one level"
+        case _:
+            levels = "late promotion"
+    length = "short" if shape.max_q_len <= SHORT else "long"
+    return f"{str(shape.dtype).removeprefix('torch.')} head_dim {shape.head_dim} {levels} {length}"
+
+
+def choose(shape: AttentionShape, device: Device) -> AttentionConfig:
+    """The launch settings: tuned ones, or those by rule."""
+    tuned = tuning.find("attention", problem(shape), device, AttentionConfig)
+    return tuned if tuned is not None else default(shape, device)
+
+
 def default(shape: AttentionShape, device: Device) -> AttentionConfig:
-    """The launch settings, by rule: the first of a ladder that fits the device.
+    """The launch settings by rule: the first of a ladder that fits the device.
 
     FP8 takes 64 queries a program, so that two share an SM and one's exponentials run beside the
     other's products (H200, S=8192, 16 heads, head_dim 128: 821 TFLOP/s against 676 with 128).
@@ -76,7 +98,7 @@ def default(shape: AttentionShape, device: Device) -> AttentionConfig:
         ladder = [AttentionConfig(32, 32, 4, 1)]
     else:
         ladder = [AttentionConfig(64, 64, 4, 3)]
-        if shape.head_dim > 64 and shape.max_q_len > 64:
+        if shape.head_dim > 64 and shape.max_q_len > SHORT:
             ladder = [AttentionConfig(128, 128, 8, 3), AttentionConfig(128, 64, 8, 3), *ladder]
     ladder += [AttentionConfig(64, 64, 4, 2), AttentionConfig(64, 32, 4, 2)]
     return next(config for config in ladder if is_valid(config, shape, device))

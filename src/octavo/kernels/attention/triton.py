@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.attention.config import AttentionConfig, AttentionShape, default, split_head_dim
+from octavo.kernels.attention.config import AttentionConfig, AttentionShape, choose, split_head_dim
 from octavo.kernels.attention.primitives import LN_2, LOG2_E, attend, load_rows
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, Packing
@@ -301,7 +301,7 @@ def attention(
     q_len, num_heads, head_dim = q.shape[-3:]
     max_q_len = q_len if packing is None else max(1, packing.max_seqlen_q)
     shape = AttentionShape(q.dtype, head_dim, max_q_len, spec.promote_every)
-    config = config or default(shape, describe(q.device))
+    config = config or choose(shape, describe(q.device))
     num_sequences = q.shape[0]
     grid = (triton.cdiv(max_q_len, config.block_m), num_sequences * num_heads)
     if packing is not None:

@@ -1,0 +1,82 @@
+"""Which code a GPU test saw: a record of it carries the hash of the kernel's code.
+
+A kernel that changed after its last record has not been tested where it runs. Comments and blank
+lines do not count.
+"""
+
+import hashlib
+import io
+import tokenize
+from pathlib import Path
+
+from octavo.errors import ConfigError
+from octavo.measure.records import Machine, Measurement
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+def kernel_names() -> list[str]:
+    """The ops that have kernels of their own, as folders of octavo.kernels."""
+    return sorted(path.parent.name for path in KERNELS.glob("*/config.py"))
+
+
+def tests_of(kernel: str, folder: Path) -> list[Path]:
+    """The test files in `folder` that run a kernel: test_<kernel>.py and test_<kernel>_*.py.
+
+    A file belongs to the longest name that fits: test_quantize_qkv.py is not quantize's. Files that
+    only compile are not among them.
+    """
+
+    def owner(path: Path) -> str:
+        topic = path.stem.removeprefix("test_") + "_"
+        return max((name for name in kernel_names() if topic.startswith(name + "_")), default="")
+
+    files = [path for path in folder.glob("test_*.py") if owner(path) == kernel]
+    return sorted(path for path in files if not path.stem.endswith("_compiled"))
+
+
+def code_hash(kernel: str) -> str:
+    """The hash of a kernel's folder and of the device code that all kernels share."""
+    files = sorted((KERNELS / kernel).glob("*.py"))
+    if not files:
+        expected = ", ".join(kernel_names())
+        raise ConfigError(f"expected a kernel, one of {expected}; got {kernel!r}")
+    digest = hashlib.sha256()
+    for path in [KERNELS / "primitives.py", *files]:
+        digest.update(f"{path.name}\n".encode())
+        digest.update(without_comments(path.read_text()).encode())
+    return digest.hexdigest()[:16]
+
+
+def without_comments(source: str) -> str:
+    """Python source with its comments and blank lines taken out."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def passed_record(kernel: str, num_passed: int, machine: Machine, command: str) -> Measurement:
+    """The record of GPU tests that all passed."""
+    return Measurement(
+        op="gpu_tests",
+        impl="all",
+        case={"kernel": kernel, "code": code_hash(kernel)},
+        values={"num_passed": num_passed},
+        machine=machine,
+        command=command,
+    )
+
+
+def untested(records: list[Measurement]) -> dict[str, str]:
+    """Kernels without a record of their present code, and why."""
+    tested = {(record.case["kernel"], record.case["code"]) for record in records}
+    known = {kernel for kernel, _ in tested}
+    missing = {}
+    for kernel in kernel_names():
+        if (kernel, code_hash(kernel)) not in tested:
+            changed = "changed after its last GPU test" if kernel in known else "never tested"
+            missing[kernel] = f"{changed}: run scripts/test_on_gpu.py"
+    return missing
