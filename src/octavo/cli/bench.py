@@ -10,6 +10,11 @@ from octavo.cli.tables import print_table
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 
+COLUMNS = (
+    *("op", "shape", "operands", "impl", "median_ms", "p20_ms", "p80_ms"),
+    *("tflops", "gb_per_s", "speedup", "relative_rms"),
+)
+
 
 @app.callback()
 def bench() -> None:
@@ -18,26 +23,62 @@ def bench() -> None:
 
 @app.command()
 def kernels(
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="Only this op; may be given more than once."),
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers",
+            help="Folder with other libraries' kernels (FlashAttention-3's *.abi3.so); those that "
+            "are installed are found without it.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
+    ] = False,
 ) -> None:
-    """Time each op with each of its implementations, after comparing it with float64."""
+    """Time each op with each implementation and each peer that is installed.
+
+    Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
+    replayed in CUDA graphs over inputs that rotate through more than the L2 cache. The speed-up is
+    that over the fastest BF16 contender of the same run. Who could not take part is listed, with
+    the reason.
+    """
     from rich.progress import track
 
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.kernels import benchmarks, run_benchmarks
+    from octavo.measure.bench.benchmark import Objection, run_benchmark
+    from octavo.measure.bench.kernels import benchmarks
     from octavo.measure.records import Measurement
-    from octavo.measure.report.tables import from_records
+    from octavo.measure.report.tables import Table, from_records
 
     device = default_device().torch_device
+    command = " ".join(["octavo bench kernels", *(f"--op {name}" for name in op or [])])
     records: list[Measurement] = []
-    for benchmark in track(benchmarks(device), description="measuring", console=err):
-        records += run_benchmarks([benchmark], device, "octavo bench kernels")
-    names = ("op", "operands", "shape", "impl", "median_ms", "p20_ms", "p80_ms", "relative_rms")
-    print_table(from_records(records, caption="Median and 20/80 % quantiles", columns=names))
+    objections: list[Objection] = []
+    for benchmark in track(benchmarks(device, op, peers), description="measuring", console=err):
+        found, objected = run_benchmark(benchmark, device, command)
+        records += found
+        objections += objected
+        if output is not None:
+            store.append(output, found)
+    if as_json:
+        for record in records:
+            typer.echo(record.to_json())
+        return
+    print_table(from_records(records, caption="Median and 20/80 % quantiles", columns=COLUMNS))
+    rows = dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in objections)
+    if rows:
+        header = ("op", "impl", "operands", "why not")
+        print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
     if output is not None:
-        store.append(output, records)
         out.print(f"Records: {output}", soft_wrap=True)

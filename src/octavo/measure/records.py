@@ -107,7 +107,7 @@ class Measurement:
         """The field, case or value called `name`; None if this row has none."""
         if name == "machine":
             return str(self.machine)
-        if name in ("op", "impl", "baseline", "command", "date"):
+        if name in ("op", "impl", "baseline", "command", "date", "tflops", "gb_per_s"):
             found: Scalar | None = getattr(self, name)
             return found
         return self.case.get(name, self.values.get(name))
@@ -124,7 +124,7 @@ class Measurement:
 
     def _per_second(self, name: str, unit: float) -> float | None:
         amount, median_ms = self.values.get(name), self.values.get("median_ms")
-        return amount / (median_ms / 1e3) / unit if amount is not None and median_ms else None
+        return amount / (median_ms / 1e3) / unit if amount and median_ms else None
 
     def to_json(self) -> str:
         """The row as one line of ASCII JSON, `schema` first."""

@@ -24,6 +24,8 @@ _ACRONYMS = {"cpu", "fp8", "gpu", "itl", "kv", "rms", "sqnr", "ttft"}
 
 def label(name: str) -> str:
     """A field's name in words, with the unit that its ending says."""
+    if f"_{name}" in _UNITS:
+        return _UNITS[f"_{name}"]
     unit = next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
     words = name.removesuffix(unit).split("_")
     text = " ".join(word.upper() if word in _ACRONYMS else word for word in words if word)

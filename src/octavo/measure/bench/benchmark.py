@@ -1,0 +1,136 @@
+"""A benchmark: one op at one size, who takes part, and what a right result is.
+
+Whoever takes part is checked before it is timed. On a GPU calls are replayed in a CUDA graph over
+several sets of inputs, so that neither launching nor the L2 cache counts.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedError
+from octavo.kernels.device import describe
+from octavo.measure.bench.timing import sample_graph_ms, sample_ms
+from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.numerics.error import relative_rms
+
+# Bytes that the sets of inputs have together: several times an L2 cache.
+ROTATED_BYTES = 250e6
+MAX_SETS = 64
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Someone who can do the op: one of its implementations, or a peer.
+
+    prepare: takes a set of inputs, does all that the clock must not see, and returns the call;
+    raises UnsupportedError if it cannot do this. max_error: the relative RMS error against the
+    truth above which a time does not count. bytes: what one call must read and write.
+    """
+
+    name: str
+    operands: str
+    prepare: Callable[[Any], Callable[[], Any]]
+    max_error: float
+    bytes: float
+    notes: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One op at one size.
+
+    make_inputs: takes a seed. truth: what a call should give, of the part of a result that
+    `checked` returns.
+    """
+
+    op: str
+    case: Mapping[str, Scalar]
+    make_inputs: Callable[[int], Any]
+    truth: Callable[[Any], Tensor]
+    contenders: tuple[Contender, ...]
+    flops: float = 0.0
+    checked: Callable[[Any], Tensor] = lambda result: result
+
+
+@dataclass(frozen=True)
+class Objection:
+    """Who could not take part, and why."""
+
+    op: str
+    name: str
+    operands: str
+    reason: str
+
+
+def run_benchmark(
+    benchmark: Benchmark, device: torch.device, command: str
+) -> tuple[list[Measurement], list[Objection]]:
+    """The records of all who took part, and who could not.
+
+    Each record has the speed-up over the fastest BF16 contender of the same run, and names it.
+    """
+    inputs = benchmark.make_inputs(0)
+    truth = benchmark.truth(inputs)
+    results: list[tuple[Contender, dict[str, float]]] = []
+    objections: list[Objection] = []
+    for contender in benchmark.contenders:
+        try:
+            call = contender.prepare(inputs)
+            error = relative_rms(benchmark.checked(call()), truth)
+        except UnsupportedError as reason:
+            objections.append(
+                Objection(benchmark.op, contender.name, contender.operands, str(reason))
+            )
+            continue
+        if not error <= contender.max_error:
+            raise UnsupportedError(
+                f"{benchmark.op} by {contender.name} is wrong: expected a relative error of at "
+                f"most {contender.max_error}, got {error:.3g} for {dict(benchmark.case)}"
+            )
+        samples = _sample(benchmark, contender, call, device)
+        values = timing(samples, flops=benchmark.flops, bytes=contender.bytes)
+        results.append((contender, values | {"relative_rms": error}))
+    return list(_records(benchmark, results, device, command)), objections
+
+
+def _sample(
+    benchmark: Benchmark, contender: Contender, call: Callable[[], Any], device: torch.device
+) -> list[float]:
+    if device.type != "cuda":
+        return sample_ms(call, device)
+    num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / contender.bytes)))
+    more = (contender.prepare(benchmark.make_inputs(seed)) for seed in range(1, num_sets))
+    return sample_graph_ms([call, *more])
+
+
+def _records(
+    benchmark: Benchmark,
+    results: list[tuple[Contender, dict[str, float]]],
+    device: torch.device,
+    command: str,
+) -> Iterator[Measurement]:
+    described = describe(device)
+    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    in_bf16 = [
+        (values["median_ms"], contender.name)
+        for contender, values in results
+        if contender.operands == "BF16"
+    ]
+    baseline_ms, baseline = min(in_bf16, default=(math.nan, None))
+    for contender, values in results:
+        if baseline is not None:
+            values = values | {"speedup": baseline_ms / values["median_ms"]}
+        yield Measurement(
+            op=benchmark.op,
+            impl=contender.name,
+            case={**benchmark.case, "operands": contender.operands, **contender.notes},
+            values=values,
+            machine=machine,
+            command=command,
+            baseline=None if baseline is None else f"{baseline} BF16",
+        )

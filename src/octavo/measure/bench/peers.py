@@ -1,0 +1,174 @@
+"""Other libraries' kernels, called as ours are: to be measured beside, never to run a model.
+
+A peer is found where it is installed, or in a folder that holds its library (`*.abi3.so`, or the
+same compressed as .xz). Each one takes q, k, v [batch, length, heads, head_dim] in BF16, prepares
+them as it wants them, and returns a call that gives the result in that layout.
+"""
+
+import importlib.util
+import lzma
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from octavo.errors import UnsupportedError
+from octavo.numerics.granularity import PerTensor
+from octavo.numerics.quantize import quantize
+
+Call = Callable[[], Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
+Scales = Three | tuple[None, None, None]
+# Namespace in torch.ops -> (package that ships it, end of the library's file name).
+LIBRARIES = {
+    "_vllm_fa3_C": ("vllm", "vllm_fa3_C.abi3.so"),
+    "fa3_fwd": ("fa3_fwd", "fa3_fwd_C.abi3.so"),
+}
+
+
+@cache
+def load(namespace: str, folder: Path | None) -> Any:
+    """torch.ops.<namespace>, from `folder` or the installed package."""
+    package, ending = LIBRARIES[namespace]
+    roots = [folder] if folder is not None else []
+    spec = importlib.util.find_spec(package)
+    if spec is not None:
+        roots += map(Path, spec.submodule_search_locations or [])
+    for root in roots:
+        for path in sorted(root.rglob(f"*{ending}")) or _unpacked(root, ending):
+            torch.ops.load_library(str(path))
+            return getattr(torch.ops, namespace)
+    raise UnsupportedError(f"{package} is not installed")
+
+
+def _unpacked(root: Path, ending: str) -> list[Path]:
+    found = []
+    for packed in sorted(root.rglob(f"*{ending}.xz")):
+        path = packed.with_suffix("")
+        with lzma.open(packed) as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target)
+        found.append(path)
+    return found
+
+
+def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Call:
+    """torch's scaled_dot_product_attention with one of its backends."""
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=is_causal, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+    try:
+        call()
+    except RuntimeError as error:
+        raise UnsupportedError(str(error).splitlines()[0]) from error
+    return call
+
+
+def fa3_fwd(
+    folder: Path | None, fp8: bool, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> Call:
+    """FlashAttention-3 of the fa3-fwd package: FP8 with one level."""
+    library, head_dim = load("fa3_fwd", folder), q.shape[-1]
+    (q, k, v), (q_scale, k_scale, v_scale) = _operands(q, k, v, fp8)
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+
+    def call() -> Tensor:
+        library.fwd(
+            *(q, k, v),
+            out=out,
+            q_descale=q_scale,
+            k_descale=k_scale,
+            v_descale=v_scale,
+            softmax_scale=head_dim**-0.5,
+            is_causal=is_causal,
+            num_splits=1,
+        )
+        return out[..., :head_dim]
+
+    return call
+
+
+def vllm_fa3(
+    folder: Path | None, fp8: bool, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> Call:
+    """vLLM's FlashAttention-3 over packed sequences: FP8 with two levels."""
+    library, head_dim = load("_vllm_fa3_C", folder), q.shape[-1]
+    (q, k, v), scales = _operands(q, k, v, fp8)
+    batch, length = q.shape[:2]
+    if k.shape[1] != length:
+        raise UnsupportedError("called with as many queries as keys only")
+    ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+
+    def call() -> Tensor:
+        vllm_fwd(
+            library,
+            *packed,
+            out=out.flatten(0, 1),
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen=(length, length),
+            scales=scales,
+            softmax_scale=head_dim**-0.5,
+            is_causal=is_causal,
+        )
+        return out[..., :head_dim]
+
+    return call
+
+
+def vllm_fwd(
+    library: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen: tuple[int, int],
+    softmax_scale: float,
+    is_causal: bool,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    scales: Scales = (None, None, None),
+    schedule: Tensor | None = None,
+    num_splits: int = 1,
+) -> None:
+    """The one entry of vLLM's library, with names for what octavo uses of its 37 arguments."""
+    none = None
+    library.fwd(
+        *(q, k, v, none, none, none, out),
+        *(cu_seqlens_q, cu_seqlens_k, none, none, lengths),
+        *(*max_seqlen, page_table),
+        *(none, none, none, none, none),
+        *(*scales, softmax_scale, is_causal, -1, -1, 0.0, True, schedule, num_splits, none, 0),
+        *(none, 1, 0, none),
+    )
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, fp8: bool) -> tuple[Three, Scales]:
+    """The tensors as FlashAttention takes them, and one scale for each batch and KV head.
+
+    In FP8 its head_dim is a multiple of 16: others are padded with zeros.
+    """
+    if not fp8:
+        return (q, k, v), (None, None, None)
+    padding = (0, -q.shape[-1] % 16)
+    parts = [quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v)]
+    data, scales = [x.data for x in parts], [x.scale for x in parts]
+    shape = (q.shape[0], k.shape[2])
+    expanded = [scale.expand(shape).contiguous() for scale in scales]
+    return (data[0], data[1], data[2]), (expanded[0], expanded[1], expanded[2])
