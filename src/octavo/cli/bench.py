@@ -12,7 +12,7 @@ app = typer.Typer(add_completion=False, help="Measure speed; every result is che
 
 COLUMNS = (
     *("op", "shape", "operands", "impl", "median_ms", "p20_ms", "p80_ms"),
-    *("tflops", "gb_per_s", "speedup", "relative_rms"),
+    *("tflops", "gb_per_s", "of_ceiling_percent", "speedup", "relative_rms"),
 )
 
 
@@ -49,24 +49,27 @@ def kernels(
 
     Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
     replayed in CUDA graphs over inputs that rotate through more than the L2 cache. The speed-up is
-    that over the fastest BF16 contender of the same run. Who could not take part is listed, with
-    the reason.
+    that over the fastest BF16 contender of the same run; the ceiling is the larger share of this
+    machine's own memory bandwidth or matrix products, measured at the start. Who could not take
+    part is listed, with the reason.
     """
     from rich.progress import track
 
     from octavo.kernels.device import default_device
     from octavo.measure import store
     from octavo.measure.bench.benchmark import Objection, run_benchmark
+    from octavo.measure.bench.ceilings import measure_ceilings
     from octavo.measure.bench.kernels import benchmarks
     from octavo.measure.records import Measurement
     from octavo.measure.report.tables import Table, from_records
 
     device = default_device().torch_device
     command = " ".join(["octavo bench kernels", *(f"--op {name}" for name in op or [])])
+    ceilings = measure_ceilings(device)
     records: list[Measurement] = []
     objections: list[Objection] = []
     for benchmark in track(benchmarks(device, op, peers), description="measuring", console=err):
-        found, objected = run_benchmark(benchmark, device, command)
+        found, objected = run_benchmark(benchmark, device, command, ceilings)
         records += found
         objections += objected
         if output is not None:

@@ -9,6 +9,7 @@ import torch
 from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.bench.benchmark import run_benchmark
+from octavo.measure.bench.ceilings import Ceilings, measure_ceilings
 from octavo.measure.bench.kernels import SUITES, benchmarks
 from octavo.numerics.quantize import quantize as run
 
@@ -67,6 +68,22 @@ def test_every_registered_implementation_is_measured():
     finally:
         ops.unregister_impl("quantize", "other")
     assert {"other", "reference", "copy"} == {record.impl for record in records}
+
+
+def test_how_much_of_the_ceiling():
+    ceilings = Ceilings(gb_per_s=4000, bf16_tflops=800, fp8_tflops=1300)
+    assert ceilings.percent("FP8", 650, 400) == 50
+    assert ceilings.percent("BF16", 600, 400) == 75
+    assert ceilings.percent("BF16 to FP8", None, 3000) == 75
+    assert ceilings.percent("FP8", 10, 3600) == 90
+    assert Ceilings(4000, 800).percent("FP8", 400, None) == 50
+
+
+def test_the_ceilings_of_this_machine(quantize):
+    ceilings = measure_ceilings(CPU)
+    assert ceilings.gb_per_s > 0.1 and ceilings.bf16_tflops > 0 and ceilings.fp8_tflops is None
+    records, _ = run_benchmark(quantize, CPU, "pytest", ceilings)
+    assert all(record.values["of_ceiling_percent"] > 0 for record in records)
 
 
 def test_an_op_without_benchmarks():

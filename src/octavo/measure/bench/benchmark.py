@@ -6,7 +6,7 @@ several sets of inputs, so that neither launching nor the L2 cache counts.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.device import describe
+from octavo.measure.bench.ceilings import Ceilings
 from octavo.measure.bench.timing import sample_graph_ms, sample_ms
 from octavo.measure.records import Machine, Measurement, Scalar, timing
 from octavo.numerics.error import relative_rms
@@ -68,11 +69,12 @@ class Objection:
 
 
 def run_benchmark(
-    benchmark: Benchmark, device: torch.device, command: str
+    benchmark: Benchmark, device: torch.device, command: str, ceilings: Ceilings | None = None
 ) -> tuple[list[Measurement], list[Objection]]:
     """The records of all who took part, and who could not.
 
-    Each record has the speed-up over the fastest BF16 contender of the same run, and names it.
+    Each record has the speed-up over the fastest BF16 contender of the same run, and names it; and,
+    if the ceilings are known, how much of the nearer one it reached.
     """
     inputs = benchmark.make_inputs(0)
     truth = benchmark.truth(inputs)
@@ -95,7 +97,10 @@ def run_benchmark(
         samples = _sample(benchmark, contender, call, device)
         values = timing(samples, flops=benchmark.flops, bytes=contender.bytes)
         results.append((contender, values | {"relative_rms": error}))
-    return list(_records(benchmark, results, device, command)), objections
+    records = list(_records(benchmark, results, device, command))
+    if ceilings is not None:
+        records = [_with_ceiling(record, ceilings) for record in records]
+    return records, objections
 
 
 def _sample(
@@ -134,3 +139,9 @@ def _records(
             command=command,
             baseline=None if baseline is None else f"{baseline} BF16",
         )
+
+
+def _with_ceiling(record: Measurement, ceilings: Ceilings) -> Measurement:
+    operands = str(record.case["operands"])
+    percent = ceilings.percent(operands, record.tflops, record.gb_per_s)
+    return replace(record, values={**record.values, "of_ceiling_percent": percent})
