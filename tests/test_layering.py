@@ -72,6 +72,7 @@ PACKAGES: dict[str, set[str]] = {
 # File -> packages that its row does not have.
 FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets", "PIL"},
+    "measure/bench/peers.py": {"cudnn"},
     "integrations/transformers/*": {"transformers"},
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},
     "integrations/diffusers/*": {"diffusers"},

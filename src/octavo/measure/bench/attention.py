@@ -13,6 +13,7 @@ from octavo.kernels.attention.config import work
 from octavo.measure.bench import peers
 from octavo.measure.bench.benchmark import Benchmark, Contender
 from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.quantize import Quantized
 from octavo.ops.select import impl_names
 from octavo.reference import attention as reference
 
@@ -27,7 +28,7 @@ LARGE = (
 )
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-Prepare = Callable[[Inputs], Callable[[], Tensor]]
+Prepare = Callable[[Inputs], Callable[[], Tensor | Quantized]]
 
 
 def benchmarks(device: torch.device, folder: Path | None) -> list[Benchmark]:
@@ -83,6 +84,7 @@ def _benchmark(
         others += [
             contender("fa3-fwd", "FP8", _peer(peers.fa3_fwd, folder, True, is_causal), levels=1),
             contender("fa3-fwd", "BF16", _peer(peers.fa3_fwd, folder, False, is_causal)),
+            contender("cudnn", "FP8", _peer(peers.cudnn_fp8, is_causal), output="FP8"),
             contender(
                 "torch-cudnn", "BF16", _peer(peers.sdpa, SDPBackend.CUDNN_ATTENTION, is_causal)
             ),
@@ -101,8 +103,13 @@ def _benchmark(
         truth=truth,
         contenders=(*ours, *others),
         flops=work(batch, length, length, num_heads, head_dim, is_causal),
-        checked=lambda result: result[:, -CHECKED:],
+        checked=_checked,
     )
+
+
+def _checked(result: Tensor | Quantized) -> Tensor:
+    value = result if isinstance(result, Tensor) else result.dequantize()
+    return value[:, -CHECKED:]
 
 
 def _ours(impl: str, operands: str, spec: AttentionSpec, inputs: Inputs) -> Callable[[], Tensor]:
@@ -117,6 +124,6 @@ def _ours(impl: str, operands: str, spec: AttentionSpec, inputs: Inputs) -> Call
     )
 
 
-def _peer(function: Callable[..., Callable[[], Tensor]], *settings: object) -> Prepare:
+def _peer(function: Callable[..., Callable[[], Tensor | Quantized]], *settings: object) -> Prepare:
     *first, is_causal = settings
     return lambda inputs: function(*first, *inputs, is_causal)
