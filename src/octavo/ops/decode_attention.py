@@ -5,8 +5,10 @@ from torch import Tensor
 
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
+from octavo.kernels.decode.config import default, default_gluon, objection, objection_to_gluon
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, parse_spec
+from octavo.numerics.decode_plan import DecodePlan, PlanSettings
 from octavo.ops.check import (
     check_float,
     check_one_device,
@@ -14,12 +16,18 @@ from octavo.ops.check import (
     check_query_over_pages,
     check_sinks,
 )
+from octavo.ops.plan_decode import (
+    MAX_QUERY_TOKENS,
+    PLANNED,
+    decode_request,
+    plan_decode,
+    settings_for,
+    shape_of,
+)
 from octavo.ops.register import define
-from octavo.ops.select import Request, features_of, find_run, register_reference
+from octavo.ops.select import Request, find_run, register_impl, register_reference, select
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
-
-MAX_QUERY_TOKENS = 4
 
 
 def decode_attention(
@@ -29,6 +37,7 @@ def decode_attention(
     *,
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    plan: DecodePlan | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Attention of the newest 1 … 4 tokens of each sequence over all of its pages.
@@ -36,6 +45,7 @@ def decode_attention(
     q: [num_sequences, q_len, num_heads, head_dim] in bf16, fp16 or fp32: decoding reads FP8 pages
     but quantizes neither q nor P, since it is bound by memory. Query j of sequence i is token
     view.lengths[i] − q_len + j. A sequence of length 0 gives zeros (or what its sink leaves).
+    plan: of this step, by `plan_decode`; without one, each call makes its own.
     """
     if q.dim() != 4 or q.shape[0] != view.num_sequences:
         raise ConfigError(
@@ -50,15 +60,39 @@ def decode_attention(
     check_query_over_pages(q, view, None)
     check_sinks(sinks, q.shape[2])
     check_one_device(q=q, pages=view.key_pages, sinks=sinks)
+    if plan is not None:
+        impl = _check_plan(plan, q, view, spec, impl)
     result: Tensor = torch.ops.octavo.decode_attention(
         q,
         str(spec),
         check_out_dtype(out_dtype, q),
         view.tensors,
         sinks,
+        [] if plan is None else [plan.items, plan.counters],
+        [] if plan is None else plan.settings.numbers,
         impl,
     )
     return result
+
+
+def _check_plan(
+    plan: DecodePlan, q: Tensor, view: PagedView, spec: AttentionSpec, impl: str | None
+) -> str:
+    """The implementation the plan was made for; raise unless it was made for such a call."""
+    if impl is not None and impl != plan.impl:
+        raise ConfigError(f"expected a plan made for impl={impl!r}, got one for {plan.impl!r}")
+    check_one_device(q=q, plan=plan.items)
+    if plan.impl in PLANNED:
+        _, q_len, num_heads, _ = q.shape
+        expected = settings_for(
+            plan.impl, view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype
+        )
+        if plan.settings != expected:
+            raise ConfigError(
+                f"expected a plan made for {expected}, got one for {plan.settings}: make it by "
+                "plan_decode with the same view, spec and queries"
+            )
+    return plan.impl
 
 
 def _run(
@@ -67,22 +101,23 @@ def _run(
     out_dtype: torch.dtype,
     tensors: list[Tensor],
     sinks: Tensor | None,
+    plan_tensors: list[Tensor],
+    plan_numbers: list[int],
     impl: str | None,
 ) -> Tensor:
     spec = parse_spec(spec_text)
     view = PagedView(*tensors)
-    request = Request(
-        op="decode_attention",
-        device=describe(q.device),
-        dtype=q.dtype,
-        other_dtype=view.dtype,
-        head_dim=view.head_dim,
-        group=q.shape[-2] // view.num_kv_heads,
-        page_size=view.page_size,
-        granularity=str(view.scale_granularity),
-        features=features_of(spec, sinks=sinks is not None),
+    request = decode_request(
+        view, spec, num_heads=q.shape[2], dtype=q.dtype, has_sinks=sinks is not None
     )
-    result: Tensor = find_run(request, impl)(q, view, spec, sinks=sinks, out_dtype=out_dtype)
+    run = find_run(request, impl)
+    plan = None
+    if plan_tensors:
+        items, counters = plan_tensors
+        settings = PlanSettings.of_numbers(plan_numbers)
+        plan = DecodePlan(items, counters, settings, select(request, impl).impl)
+    options = {} if plan is None else {"plan": plan}
+    result: Tensor = run(q, view, spec, sinks=sinks, out_dtype=out_dtype, **options)
     return result
 
 
@@ -97,8 +132,12 @@ def _reference(
     *,
     sinks: Tensor | None,
     out_dtype: torch.dtype,
+    plan: DecodePlan | None = None,
 ) -> Tensor:
-    """What every implementation of `decode_attention` takes and returns: out like q."""
+    """What every implementation of `decode_attention` takes and returns: out like q.
+
+    plan: given only where the caller made one for this implementation.
+    """
     num_sequences, q_len = q.shape[:2]
     ends = torch.arange(0, (num_sequences + 1) * q_len, q_len, dtype=torch.int32)
     rounding = kernel_rounding(q.dtype, spec)
@@ -106,10 +145,84 @@ def _reference(
     return out.view(q.shape).to(out_dtype)
 
 
+def _triton(
+    q: Tensor,
+    view: PagedView,
+    spec: AttentionSpec,
+    *,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+    plan: DecodePlan | None = None,
+) -> Tensor:
+    from octavo.kernels.decode.triton import decode
+
+    _, q_len, num_heads, _ = q.shape
+    if plan is None:
+        plan = plan_decode(
+            view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl="triton"
+        )
+    shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype)
+    config = default(shape, describe(q.device))
+    result: Tensor = decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
+    return result
+
+
+def _gluon(
+    q: Tensor,
+    view: PagedView,
+    spec: AttentionSpec,
+    *,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype,
+    plan: DecodePlan | None = None,
+) -> Tensor:
+    from octavo.kernels.decode.gluon_sm89 import decode
+
+    _, q_len, num_heads, _ = q.shape
+    if plan is None:
+        plan = plan_decode(
+            view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl="gluon"
+        )
+    shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype)
+    config = default_gluon(shape, describe(q.device))
+    result: Tensor = decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
+    return result
+
+
+def _triton_objection(request: Request) -> str | None:
+    return objection(request.device, head_dim=request.head_dim)
+
+
+def _gluon_objection(request: Request) -> str | None:
+    return objection_to_gluon(
+        request.device,
+        q_dtype=request.dtype,
+        page_dtype=request.other_dtype,
+        head_dim=request.head_dim,
+        page_size=request.page_size,
+    )
+
+
 define(
     "decode_attention(Tensor q, str spec, ScalarType out_dtype, Tensor[] view, Tensor? sinks, "
-    "str? impl) -> Tensor",
+    "Tensor[] plan, int[] plan_settings, str? impl) -> Tensor",
     _run,
     _fake,
 )
 register_reference("decode_attention", _reference)
+register_impl(
+    "decode_attention",
+    "triton",
+    _triton,
+    objection=_triton_objection,
+    reason="split over pages on any CUDA GPU",
+    is_automatic=True,
+)
+register_impl(
+    "decode_attention",
+    "gluon",
+    _gluon,
+    objection=_gluon_objection,
+    reason="pages straight to registers, at memory speed",
+    is_automatic=True,
+)

@@ -1,0 +1,136 @@
+"""plan_decode: the work list of one decode step, made once and shared by its layers."""
+
+import torch
+from torch import Tensor
+
+from octavo.cache.view import PagedView
+from octavo.errors import ConfigError
+from octavo.kernels.decode.config import (
+    DecodeShape,
+    default,
+    default_gluon,
+    plan_settings,
+)
+from octavo.kernels.device import describe
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.decode_plan import DecodePlan, PlanSettings, make_items
+from octavo.ops.check import check_heads
+from octavo.ops.register import define
+from octavo.ops.select import Request, features_of, select
+
+MAX_QUERY_TOKENS = 4
+# Implementations that read a plan; others may take one, and need not look at it.
+PLANNED = ("gluon", "triton")
+
+
+def plan_decode(
+    view: PagedView,
+    spec: AttentionSpec = AttentionSpec(causal=True),
+    *,
+    num_heads: int,
+    q_len: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> DecodePlan:
+    """Share a batch's tokens among the programs of `decode_attention`, so that they end together.
+
+    The plan serves every layer with this view's lengths and shapes, this window and queries
+    [num_sequences, q_len, num_heads, head_dim] of this dtype. It is made on the view's device
+    without waiting for it: in a CUDA graph it follows the lengths of each replay.
+    """
+    check_heads(num_heads, view.num_kv_heads)
+    if not 1 <= q_len <= MAX_QUERY_TOKENS:
+        raise ConfigError(f"expected 1 to {MAX_QUERY_TOKENS} query tokens, got {q_len}")
+    request = decode_request(view, spec, num_heads=num_heads, dtype=dtype)
+    selected = select(request, impl).impl
+    settings = settings_for(selected, view, spec, num_heads=num_heads, q_len=q_len, dtype=dtype)
+    items, counters = torch.ops.octavo.plan_decode(
+        view.lengths, settings.numbers, view.max_pages * view.page_size, selected in PLANNED
+    )
+    return DecodePlan(items, counters, settings, selected)
+
+
+def decode_request(
+    view: PagedView,
+    spec: AttentionSpec,
+    *,
+    num_heads: int,
+    dtype: torch.dtype,
+    has_sinks: bool = False,
+) -> Request:
+    """What selects the implementation of a decode step."""
+    return Request(
+        op="decode_attention",
+        device=describe(view.device),
+        dtype=dtype,
+        other_dtype=view.dtype,
+        head_dim=view.head_dim,
+        group=num_heads // view.num_kv_heads,
+        page_size=view.page_size,
+        granularity=str(view.scale_granularity),
+        features=features_of(spec, sinks=has_sinks),
+    )
+
+
+def shape_of(
+    view: PagedView, spec: AttentionSpec, *, num_heads: int, q_len: int, dtype: torch.dtype
+) -> DecodeShape:
+    """The sizes of a decode step over this view."""
+    return DecodeShape(
+        num_sequences=view.num_sequences,
+        q_len=q_len,
+        num_heads=num_heads,
+        num_kv_heads=view.num_kv_heads,
+        head_dim=view.head_dim,
+        page_size=view.page_size,
+        max_pages=view.max_pages,
+        q_dtype=dtype,
+        page_dtype=view.dtype,
+        has_token_scales=view.key_scale.dim() == 3,
+        window=spec.window,
+    )
+
+
+def settings_for(
+    impl: str,
+    view: PagedView,
+    spec: AttentionSpec,
+    *,
+    num_heads: int,
+    q_len: int,
+    dtype: torch.dtype,
+) -> PlanSettings:
+    """What this implementation's plan for a decode step is made for."""
+    shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=dtype)
+    device = describe(view.device)
+    config = (default_gluon if impl == "gluon" else default)(shape, device)
+    return plan_settings(shape, config, device)
+
+
+def _run(
+    lengths: Tensor, numbers: list[int], max_tokens: int, on_device: bool
+) -> tuple[Tensor, Tensor]:
+    settings = PlanSettings.of_numbers(numbers)
+    if on_device:
+        from octavo.kernels.decode.triton import make_plan
+
+        return make_plan(lengths, settings, -(-max_tokens // settings.block_tokens))
+    num_counters = len(lengths) * settings.programs_per_item
+    counters = torch.zeros(num_counters, dtype=torch.int32, device=lengths.device)
+    return make_items(lengths, settings).to(lengths.device), counters
+
+
+def _fake(
+    lengths: Tensor, numbers: list[int], max_tokens: int, on_device: bool
+) -> tuple[Tensor, Tensor]:
+    settings = PlanSettings.of_numbers(numbers)
+    items = lengths.new_empty((settings.capacity, 6))
+    return items, lengths.new_empty(lengths.shape[0] * settings.programs_per_item)
+
+
+define(
+    "plan_decode(Tensor lengths, int[] settings, int max_tokens, bool on_device) "
+    "-> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
