@@ -122,6 +122,23 @@ def test_no_objection_on_an_h200(granularity):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_quotients_are_rounded_once(fmt):
+    """At and around the midpoints of the format, for scales of every size."""
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    values = codes[codes.isfinite()].unique()
+    middles = torch.cat([values, (values[1:] + values[:-1]) / 2]).cuda()
+    scale = torch.exp2(torch.empty(20_000, device="cuda").uniform_(-100, 100))
+    x = (middles * scale[:, None]).clamp(-3e38, 3e38)
+    for step in range(-2, 3):
+        near = (x.view(torch.int32) + step).view(torch.float32)
+        assert_same(
+            run(near, PerToken(), fmt, scale=scale),
+            numerics.quantize(near, PerToken(), fmt, scale=scale),
+        )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(4608, 3072), (24480, 1152), (3 * 8160, 16, 72), (5000, 2048)], ids=str

@@ -24,9 +24,11 @@ def test_rows(capability, is_one_tile):
         f"{MODULE}:_quantize_rows_kernel",
         {**POINTERS, **SIZES, "margin_over_max": "fp32"},
         {
+            "MAX": 448.0,
             "IS_STATIC": False,
             "POWER_OF_TWO": False,
             "IS_ONE_TILE": is_one_tile,
+            "HAS_FMA": True,
             "BLOCK_ROWS": 1,
             "BLOCK_COLUMNS": 4096,
         },

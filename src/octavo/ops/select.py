@@ -33,7 +33,8 @@ class Request:
 
     dtype: of the main operand (q, x or a); other_dtype: of what it meets (keys and values, weights,
     pages). group: query heads for each KV head. features: what the call uses beyond the plain case,
-    such as "causal" or "sinks".
+    such as "causal" or "sinks". sizes: rows, columns and depth of a matrix product; bias_dtype and
+    out_dtype: of its bias and its result.
     """
 
     op: str
@@ -45,6 +46,9 @@ class Request:
     page_size: int | None = None
     granularity: str = "tensor"
     features: frozenset[str] = frozenset()
+    sizes: tuple[int, int, int] | None = None
+    bias_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Impl:
 
     run: takes what the op's file documents. objection: why it cannot serve a request, or None.
     reason: what to tell who asks why it was chosen. is_automatic: whether it is chosen unasked.
+    reluctance: why another should serve a request that this one can serve, or None.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Impl:
     objection: Callable[[Request], str | None]
     reason: str
     is_automatic: bool = True
+    reluctance: Callable[[Request], str | None] = lambda request: None
 
 
 _IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
@@ -82,17 +88,19 @@ def register_impl(
     objection: Callable[[Request], str | None] = lambda request: None,
     reason: str = "registered by a third party",
     is_automatic: bool = False,
+    reluctance: Callable[[Request], str | None] = lambda request: None,
 ) -> None:
     """Add an implementation of `op`, to be asked for as impl=`name`.
 
     run: takes and returns what the op's reference implementation does (see the op's file).
     objection: says why a request cannot be served, or returns None. is_automatic: it also runs
-    unasked, before all others, whenever it has no objection.
+    unasked, before all others, whenever it has no objection and no reluctance, which says why
+    another implementation should run unless this one is asked for.
     """
     impls = _impls_of(op)
     if any(impl.name == name for impl in impls):
         raise ConfigError(f"{op} already has an implementation {name!r}: choose another name")
-    impls.insert(0, Impl(name, run, objection, reason, is_automatic))
+    impls.insert(0, Impl(name, run, objection, reason, is_automatic, reluctance))
 
 
 def register_reference(op: str, run: Callable[..., Any]) -> None:
@@ -121,6 +129,8 @@ def select(request: Request, impl: str | None = None) -> Selection:
         if not candidate.is_automatic:
             continue
         objection = candidate.objection(request)
+        if objection is None:
+            objection = candidate.reluctance(request)
         if objection is None:
             return Selection(candidate.name, candidate.reason, objections)
         objections[candidate.name] = objection
