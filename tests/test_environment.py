@@ -1,5 +1,6 @@
 """octavo.env: the registry, its accessors, and docs/environment.md in agreement."""
 
+import os
 import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -67,3 +68,13 @@ def test_unknown_variables_are_reported_in_order(monkeypatch):
 
 def test_unknown_variables_of_a_given_mapping():
     assert env.unknown_variables({"OCTAVO_X": "", "PATH": ""}) == ("OCTAVO_X",)
+
+
+def test_compiled_kernels_go_where_they_are_told(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    env.use_cache_dir()
+    assert "TRITON_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")  # so that it is restored afterwards
+    env.use_cache_dir()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")

@@ -27,12 +27,25 @@ DEBUG = EnvVar(
     "Empty, `0`, `false`, `no` and `off` mean no, anything else means yes.",
 )
 
-VARIABLES = (DEBUG,)
+CACHE_DIR = EnvVar(
+    "OCTAVO_CACHE_DIR",
+    "",
+    "Folder for compiled kernels, which `octavo warmup` fills and an image can carry. "
+    "Empty means Triton's own (`TRITON_CACHE_DIR`, or `~/.triton/cache`).",
+)
+
+VARIABLES = (DEBUG, CACHE_DIR)
 
 
 def is_debug() -> bool:
     """Whether OCTAVO_DEBUG asks for tracebacks."""
     return DEBUG.read().strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def use_cache_dir() -> None:
+    """Make OCTAVO_CACHE_DIR, if set, the folder in which Triton keeps what it compiles."""
+    if folder := CACHE_DIR.read():
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

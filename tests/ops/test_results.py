@@ -274,7 +274,7 @@ def test_quantize_qkv_takes_strided_tensors():
     result = ops.quantize_qkv(q, k, v)
     expected = ops.quantize_qkv(q.contiguous(), k.contiguous(), v.contiguous())
     for name in "qkv":
-        assert getattr(result, name).is_contiguous()
+        assert getattr(result, name).stride()[-2:] == (48, 1)  # heads of 40 start aligned
         assert_same_bits(getattr(result, name), getattr(expected, name))
 
 

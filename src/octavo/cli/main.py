@@ -60,6 +60,11 @@ COMMANDS: tuple[Command, ...] = (
         "GPU, versions, and which implementation each op would use and why.",
         example="octavo doctor",
     ),
+    Command(
+        "warmup",
+        "octavo.cli.warmup:warmup",
+        "Compile every kernel that a model will need, into a folder that an image can carry.",
+    ),
 )
 
 HELP = "FP8 attention, KV cache and linear layers for PyTorch models: measured, calibrated, served."

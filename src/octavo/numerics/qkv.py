@@ -1,9 +1,15 @@
 """The scales of queries, keys and values, and the three tensors quantized with them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from octavo.numerics.value_layout import ValueLayout
+
+# Heads of quantized tensors start at multiples of this many values: loads of 16 bytes.
+HEAD_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,33 @@ class QkvScales:
 
 @dataclass(frozen=True)
 class QuantizedQkv:
-    """q, k and v in FP8 with the scales that give them their size."""
+    """q, k and v in FP8 with the scales that give them their size.
+
+    v lies as value_layout says. Heads lie `padded_head_dim` apart, except in transposed values.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scales: QkvScales
+    value_layout: ValueLayout = "rows"
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """head_dim rounded up to where the next head starts."""
+    return -(-head_dim // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+
+
+def empty_aligned(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """An empty tensor [..., heads, head_dim] on the device of `like`, its heads aligned.
+
+    Where head_dim is no multiple of HEAD_ALIGNMENT, values that mean nothing lie between the heads.
+    """
+    *outer, head_dim = shape
+    return like.new_empty((*outer, padded_head_dim(head_dim)), dtype=dtype)[..., :head_dim]
+
+
+def align(x: Tensor) -> Tensor:
+    """x with its heads aligned: itself, or a copy."""
+    aligned = empty_aligned(x.shape, x.dtype, x)
+    return x if x.stride() == aligned.stride() else aligned.copy_(x)

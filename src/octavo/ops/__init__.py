@@ -4,11 +4,13 @@ from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
 from octavo.ops.decode_attention import decode_attention
 from octavo.ops.explain import Explanation, explain
+from octavo.ops.plan_decode import plan_decode
 from octavo.ops.prefill_attention import prefill_attention
 from octavo.ops.quantize import quantize
 from octavo.ops.quantize_qkv import quantize_qkv
 from octavo.ops.scaled_mm import scaled_mm
 from octavo.ops.select import Request, Selection, register_impl, select, unregister_impl
+from octavo.ops.warm_up import warm_up
 
 __all__ = [
     "Explanation",
@@ -18,6 +20,7 @@ __all__ = [
     "attention",
     "decode_attention",
     "explain",
+    "plan_decode",
     "prefill_attention",
     "quantize",
     "quantize_qkv",
@@ -25,4 +28,5 @@ __all__ = [
     "scaled_mm",
     "select",
     "unregister_impl",
+    "warm_up",
 ]

@@ -1,17 +1,29 @@
 """quantize_qkv: queries, keys and values of one attention call to FP8."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
+from octavo.kernels.quantize_qkv.config import objection
 from octavo.numerics.amax import AmaxHistory, AmaxRing
 from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, parse_granularity
-from octavo.numerics.qkv import QkvScales, QuantizedQkv
-from octavo.ops.check import check_float, check_heads, check_one_device, check_scales
+from octavo.numerics.qkv import QkvScales, QuantizedQkv, align, empty_aligned
+from octavo.numerics.rotary import Rotary
+from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_columns
+from octavo.ops.check import (
+    check_cu_seqlens,
+    check_float,
+    check_heads,
+    check_one_device,
+    check_scales,
+)
 from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_reference
+from octavo.ops.select import Request, find_run, register_impl, register_reference
 from octavo.reference.qkv import quantize_qkv as reference
 
 History = tuple[AmaxHistory, AmaxHistory, AmaxHistory]
@@ -27,47 +39,95 @@ def quantize_qkv(
     history: History | None = None,
     granularity: Granularity | None = None,
     fmt: Fp8Format = E4M3,
+    rotary: Rotary | None = None,
+    value_layout: ValueLayout = "rows",
+    cu_seqlens: Tensor | None = None,
     impl: str | None = None,
 ) -> QuantizedQkv:
     """q, k and v in FP8.
 
-    q: [..., num_heads, head_dim]; k, v: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32.
+    q: [..., num_heads, head_dim]; k, v: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32, views of
+    a joint projection as well.
     scales: static, per tensor or per head; left out, they are dynamic: from the largest amax in the
     `history` of q, k and v, into which this call is pushed first, or without a history from this
     call alone. granularity: tensor (the default) or head, for dynamic scales.
+    rotary: q and k are turned first, in float32; the amax is then that of the turned values.
+    value_layout: "transposed" gives vᵀ as FP8 tensor cores want it (`numerics.value_layout`), of a
+    dense batch [batch, kv_len, …], or packed [tokens, …] with the cu_seqlens of the keys, int32.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_float(name, x)
-        if x.dim() < 3:
-            raise ConfigError(f"expected {name} [..., heads, head_dim], got {list(x.shape)}")
-    if k.shape != v.shape:
-        raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
-    check_heads(q.shape[-2], k.shape[-2])
-    check_one_device(q=q, k=k, v=v)
+    _check(q, k, v)
+    layout = _check_layout(k, value_layout, cu_seqlens)
+    check_one_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    if rotary is not None:
+        check_float("cos and sin", rotary.cos)
+        check_one_device(q=q, cos=rotary.cos, sin=rotary.sin)
+        for x in (q, k):
+            rotary.check(math.prod(x.shape[:-2]), x.shape[-1])
+    cos, sin, is_interleaved = _unpack(rotary)
     if scales is not None:
         if history is not None:
             raise ConfigError("expected static scales or a history for dynamic ones, got both")
         if granularity is not None:
             raise ConfigError("static scales say their own granularity: leave granularity out")
         check_scales(scales, q, k, v, per_token=False)
+        given = [scales.q, scales.k, scales.v]
         q8, k8, v8 = torch.ops.octavo.quantize_qkv_static(
-            q, k, v, scales.q, scales.k, scales.v, fmt.name, impl
+            q, k, v, given, cos, sin, is_interleaved, layout, cu_seqlens, fmt.name, impl
         )
-        return QuantizedQkv(q8, k8, v8, scales)
+        return QuantizedQkv(q8, k8, v8, scales, value_layout)
     granularity = granularity or PerTensor()
     if not isinstance(granularity, PerTensor | PerHead):
         raise ConfigError(f"expected granularity tensor or head for q, k and v, got {granularity}")
     rings = [] if history is None else _rings(history, granularity, (q, k, v))
+    name = str(granularity)
     q8, k8, v8, q_scale, k_scale, v_scale = torch.ops.octavo.quantize_qkv_dynamic(
-        q, k, v, rings, str(granularity), fmt.name, impl
+        q, k, v, rings, cos, sin, is_interleaved, layout, cu_seqlens, name, fmt.name, impl
     )
-    return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale))
+    return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_float(name, x)
+        if x.dim() < 3:
+            raise ConfigError(f"expected {name} [..., heads, head_dim], got {list(x.shape)}")
+    if k.shape != v.shape:
+        raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ConfigError(f"expected q and k of one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    check_heads(q.shape[-2], k.shape[-2])
+
+
+def _check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> str:
+    check_value_layout(layout)
+    if layout == "rows":
+        if cu_seqlens is not None:
+            raise ConfigError("cu_seqlens place transposed values: leave them out for rows")
+        return layout
+    expected = 4 if cu_seqlens is None else 3
+    if k.dim() != expected:
+        raise ConfigError(
+            "expected values to transpose as [batch, kv_len, heads, head_dim], or packed [tokens, "
+            f"heads, head_dim] with cu_seqlens; got {list(k.shape)} "
+            f"{'without' if cu_seqlens is None else 'with'} cu_seqlens"
+        )
+    if cu_seqlens is not None:
+        check_cu_seqlens("cu_seqlens", cu_seqlens)
+    return layout
+
+
+def _unpack(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None, bool]:
+    return (
+        (None, None, False) if rotary is None else (rotary.cos, rotary.sin, rotary.is_interleaved)
+    )
 
 
 def _rings(history: History, granularity: Granularity, tensors: Three) -> list[Tensor]:
     """The three tensors of each of the three rings, one after the other."""
     if len(history) != 3:
         raise ConfigError(f"expected a history of q, of k and of v, got {len(history)} of them")
+    if history[0] is history[1] or history[1] is history[2] or history[0] is history[2]:
+        raise ConfigError("expected a history of each of q, k and v, got one of them twice")
     for name, one, x in zip("qkv", history, tensors, strict=True):
         expected = granularity.scale_shape(tuple(x.shape))
         if tuple(one.values.shape[1:]) != expected:
@@ -75,11 +135,35 @@ def _rings(history: History, granularity: Granularity, tensors: Three) -> list[T
                 f"expected a history of {name} for amax values of shape {list(expected)}, got one "
                 f"for {list(one.values.shape[1:])}"
             )
+        if not one.values.is_contiguous():
+            raise ConfigError(
+                f"expected contiguous values in the history of {name}, got strides "
+                f"{one.values.stride()}"
+            )
         check_one_device(**{name: x, f"{name}'s history": one.values})
     return [buffer for one in history for buffer in one.ring]
 
 
-def _request(q: Tensor, granularity: str, fmt: str, scaling: str) -> Request:
+def _options(
+    cos: Tensor | None,
+    sin: Tensor | None,
+    is_interleaved: bool,
+    layout: str,
+    cu_seqlens: Tensor | None,
+) -> tuple[dict[str, Any], set[str]]:
+    """The arguments of an implementation beside tensors and scales, and the features they need."""
+    rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
+    options = {"rotary": rotary, "value_layout": layout, "cu_seqlens": cu_seqlens}
+    used = {
+        "rotary": rotary is not None,
+        "interleaved": is_interleaved,
+        "transposed": layout == "transposed",
+        "packed": cu_seqlens is not None,
+    }
+    return options, {name for name, is_used in used.items() if is_used}
+
+
+def _request(q: Tensor, granularity: str, fmt: str, features: set[str]) -> Request:
     return Request(
         op="quantize_qkv",
         device=describe(q.device),
@@ -87,35 +171,61 @@ def _request(q: Tensor, granularity: str, fmt: str, scaling: str) -> Request:
         other_dtype=format_named(fmt).dtype,
         head_dim=q.shape[-1],
         granularity=granularity,
-        features=frozenset({scaling}),
+        features=frozenset(features),
     )
+
+
+def _finish(result: QuantizedQkv) -> Three:
+    """q, k and v with the strides that are promised, whoever made them."""
+    is_rows = result.value_layout == "rows"
+    return align(result.q), align(result.k), align(result.v) if is_rows else result.v.contiguous()
+
+
+def _fake_data(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, cu_seqlens: Tensor | None, fmt: str
+) -> Three:
+    dtype = format_named(fmt).dtype
+    q8, k8 = (empty_aligned(x.shape, dtype, x) for x in (q, k))
+    if layout == "rows":
+        return q8, k8, empty_aligned(v.shape, dtype, v)
+    *outer, num_keys, num_heads, head_dim = v.shape
+    columns = num_columns(num_keys, None if cu_seqlens is None else len(cu_seqlens) - 1)
+    return q8, k8, v.new_empty((*outer, num_heads, head_dim, columns), dtype=dtype)
 
 
 def _static(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    scales: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    is_interleaved: bool,
+    layout: str,
+    cu_seqlens: Tensor | None,
     fmt: str,
     impl: str | None,
 ) -> Three:
-    granularity = "head" if q_scale.dim() else "tensor"
-    run = find_run(_request(q, granularity, fmt, "static"), impl)
-    result: QuantizedQkv = run(
-        q, k, v, format_named(fmt), scales=QkvScales(q_scale, k_scale, v_scale)
-    )
-    return result.q.contiguous(), result.k.contiguous(), result.v.contiguous()
+    granularity = "head" if any(scale.dim() for scale in scales) else "tensor"
+    options, features = _options(cos, sin, is_interleaved, layout, cu_seqlens)
+    run = find_run(_request(q, granularity, fmt, features | {"static"}), impl)
+    return _finish(run(q, k, v, format_named(fmt), scales=QkvScales(*scales), **options))
 
 
-def _static_fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Three:
-    dtype = format_named(str(rest[3])).dtype
-    return (
-        q.new_empty(q.shape, dtype=dtype),
-        k.new_empty(k.shape, dtype=dtype),
-        v.new_empty(v.shape, dtype=dtype),
-    )
+def _static_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    is_interleaved: bool,
+    layout: str,
+    cu_seqlens: Tensor | None,
+    fmt: str,
+    impl: str | None,
+) -> Three:
+    return _fake_data(q, k, v, layout, cu_seqlens, fmt)
 
 
 def _dynamic(
@@ -123,11 +233,17 @@ def _dynamic(
     k: Tensor,
     v: Tensor,
     buffers: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    is_interleaved: bool,
+    layout: str,
+    cu_seqlens: Tensor | None,
     granularity: str,
     fmt: str,
     impl: str | None,
 ) -> tuple[Tensor, ...]:
-    run = find_run(_request(q, granularity, fmt, "dynamic"), impl)
+    options, features = _options(cos, sin, is_interleaved, layout, cu_seqlens)
+    run = find_run(_request(q, granularity, fmt, features | {"dynamic"}), impl)
     rings = tuple(AmaxRing(*buffers[i : i + 3]) for i in range(0, len(buffers), 3))
     result: QuantizedQkv = run(
         q,
@@ -136,9 +252,9 @@ def _dynamic(
         format_named(fmt),
         rings=rings or None,
         granularity=parse_granularity(granularity),
+        **options,
     )
-    data = (x.contiguous() for x in (result.q, result.k, result.v))
-    return *data, result.scales.q, result.scales.k, result.scales.v
+    return *_finish(result), result.scales.q, result.scales.k, result.scales.v
 
 
 def _dynamic_fake(
@@ -146,28 +262,53 @@ def _dynamic_fake(
     k: Tensor,
     v: Tensor,
     buffers: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    is_interleaved: bool,
+    layout: str,
+    cu_seqlens: Tensor | None,
     granularity: str,
     fmt: str,
     impl: str | None,
 ) -> tuple[Tensor, ...]:
-    choice, dtype = parse_granularity(granularity), format_named(fmt).dtype
-    data = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    choice = parse_granularity(granularity)
     scales = [
         x.new_empty(choice.scale_shape(tuple(x.shape)), dtype=torch.float32) for x in (q, k, v)
     ]
-    return (*data, *scales)
+    return (*_fake_data(q, k, v, layout, cu_seqlens, fmt), *scales)
 
 
+_OPTIONS = "Tensor? cos, Tensor? sin, bool is_interleaved, str value_layout, Tensor? cu_seqlens"
 define(
-    "quantize_qkv_static(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, "
-    "Tensor v_scale, str format, str? impl) -> (Tensor, Tensor, Tensor)",
+    f"quantize_qkv_static(Tensor q, Tensor k, Tensor v, Tensor[] scales, {_OPTIONS}, "
+    "str format, str? impl) -> (Tensor, Tensor, Tensor)",
     _static,
     _static_fake,
 )
 define(
-    "quantize_qkv_dynamic(Tensor q, Tensor k, Tensor v, Tensor(a!)[] history, str granularity, "
-    "str format, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"quantize_qkv_dynamic(Tensor q, Tensor k, Tensor v, Tensor(a!)[] history, {_OPTIONS}, "
+    "str granularity, str format, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dynamic,
     _dynamic_fake,
 )
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, fmt: Fp8Format, **options: Any) -> QuantizedQkv:
+    from octavo.kernels.quantize_qkv.triton import quantize_qkv as run
+
+    return run(q, k, v, fmt, **options)
+
+
+def _triton_objection(request: Request) -> str | None:
+    return objection(request.device, request.head_dim, request.features)
+
+
 register_reference("quantize_qkv", reference)
+register_impl(
+    "quantize_qkv",
+    "triton",
+    _triton,
+    objection=_triton_objection,
+    reason="one launch with static scales, two with dynamic ones",
+    is_automatic=True,
+)

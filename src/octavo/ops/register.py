@@ -6,8 +6,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from octavo.env import use_cache_dir
 from octavo.errors import UnsupportedError
 
+use_cache_dir()  # before any op imports its kernels
 _LIBRARY = torch.library.Library("octavo", "DEF")
 
 

@@ -10,17 +10,31 @@ from octavo.numerics.formats import format_of, is_fp8
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized, quantize
+from octavo.numerics.rotary import Rotary
 from octavo.reference.attention import attend_sequence, sequence_slices
+from octavo.reference.rotary import rotate
 from octavo.reference.softmax import EXACT, Rounding
 
 
-def append_kv(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def append_kv(
+    view: PagedView,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    *,
+    query: Tensor | None = None,
+    rotary: Rotary | None = None,
+    q_scale: Tensor | None = None,
+) -> Tensor | None:
     """Write new keys and values into their slots, quantized as the cache is.
 
     key, value: [num_tokens, num_kv_heads, head_dim]; slots: [num_tokens], page · page_size +
     offset, and negative for tokens that are not written. Scales per token and head are computed
-    here and stored beside the page; others are the cache's own.
+    here and stored beside the page; others are the cache's own. rotary turns keys, and the `query`
+    of every token, which is returned: in its own dtype, or with a q_scale in e4m3.
     """
+    if rotary is not None:
+        key = rotate(key, rotary)
     used = slots >= 0
     page = (slots[used] // view.page_size).long()
     offset = (slots[used] % view.page_size).long()
@@ -37,6 +51,7 @@ def append_kv(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> Non
             data = x.to(pages.dtype)
         # torch has no indexed writes for FP8 on every device; the bytes are the same.
         _as_bytes(pages)[page, :, offset] = _as_bytes(data)
+    return None if query is None else _turn_query(query, rotary, q_scale)
 
 
 def gather_kv(view: PagedView, sequence: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,6 +111,13 @@ def paged_attention(
             compute=compute,
         )
     return out, lse
+
+
+def _turn_query(query: Tensor, rotary: Rotary | None, q_scale: Tensor | None) -> Tensor:
+    turned = query if rotary is None else rotate(query, rotary)
+    if q_scale is None:
+        return turned.to(query.dtype)
+    return quantize(turned, PerHead() if q_scale.dim() else PerTensor(), scale=q_scale).data
 
 
 def _quantize_like(x: Tensor, pages: Tensor, scale: Tensor) -> Quantized:

@@ -5,9 +5,13 @@ from torch import Tensor
 from octavo.numerics.amax import AmaxRing
 from octavo.numerics.formats import Fp8Format
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
-from octavo.numerics.qkv import QkvScales, QuantizedQkv
+from octavo.numerics.qkv import QkvScales, QuantizedQkv, align
 from octavo.numerics.quantize import quantize
+from octavo.numerics.rotary import Rotary
 from octavo.numerics.scales import amax_to_scale, finite_amax
+from octavo.numerics.value_layout import ValueLayout
+from octavo.reference.rotary import rotate
+from octavo.reference.value_layout import transpose_values
 
 Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
 
@@ -21,12 +25,18 @@ def quantize_qkv(
     scales: QkvScales | None = None,
     rings: Rings | None = None,
     granularity: Granularity = PerTensor(),
+    rotary: Rotary | None = None,
+    value_layout: ValueLayout = "rows",
+    cu_seqlens: Tensor | None = None,
 ) -> QuantizedQkv:
     """q, k and v [..., heads, head_dim] in FP8 with static scales or dynamic ones.
 
     rings: the amax histories of q, k and v; this call is pushed into them, then their maximum gives
-    the scales. Without rings the scales are those of this call alone.
+    the scales. Without rings the scales are those of this call alone. rotary: q and k are turned
+    first, in float32, and quantized from there. value_layout, cu_seqlens: where each value goes.
     """
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
     if scales is None:
         scales = QkvScales(
             *(
@@ -38,7 +48,11 @@ def quantize_qkv(
     def cast(x: Tensor, scale: Tensor) -> Tensor:
         return quantize(x, PerHead() if scale.dim() else PerTensor(), fmt, scale=scale).data
 
-    return QuantizedQkv(cast(q, scales.q), cast(k, scales.k), cast(v, scales.v), scales)
+    v8 = cast(v, scales.v)
+    v8 = align(v8) if value_layout == "rows" else transpose_values(v8, cu_seqlens)
+    return QuantizedQkv(
+        align(cast(q, scales.q)), align(cast(k, scales.k)), v8, scales, value_layout
+    )
 
 
 def _dynamic_scale(

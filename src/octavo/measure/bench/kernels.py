@@ -6,13 +6,23 @@ from pathlib import Path
 import torch
 
 from octavo.errors import ConfigError
-from octavo.measure.bench import attention, quantize, scaled_mm
+from octavo.measure.bench import (
+    append_kv,
+    attention,
+    decode,
+    quantize,
+    quantize_qkv,
+    scaled_mm,
+)
 from octavo.measure.bench.benchmark import Benchmark
 
 Suite = Callable[[torch.device, Path | None], list[Benchmark]]
 SUITES: dict[str, Suite] = {
+    "append_kv": append_kv.benchmarks,
     "attention": attention.benchmarks,
+    "decode_attention": decode.benchmarks,
     "quantize": quantize.benchmarks,
+    "quantize_qkv": quantize_qkv.benchmarks,
     "scaled_mm": scaled_mm.benchmarks,
 }
 

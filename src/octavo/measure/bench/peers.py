@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from octavo.cache.view import PagedView
 from octavo.errors import UnsupportedError
 from octavo.numerics.granularity import PerTensor
 from octavo.numerics.quantize import Quantized, quantize
@@ -207,6 +208,50 @@ class _CudnnGraph:
         self.cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
         self.graph.execute(self.pack, self.workspace, handle=self.handle)
         return self.out
+
+
+def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
+    """vLLM's FlashAttention-3 over pages, scheduled beforehand; with FP8 pages q is FP8 as well."""
+    library = load("_vllm_fa3_C", folder)
+    num_sequences, _, num_heads, head_dim = q.shape
+    heads, longest = view.num_kv_heads, view.max_pages * view.page_size
+    ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device)
+    none = None
+    schedule = library.get_scheduler_metadata(
+        *(num_sequences, 1, longest, num_heads, heads, head_dim, head_dim, view.dtype),
+        *(view.lengths, ends, none, none, none, none, view.page_size, 0, True, -1, -1),
+        *(False, 0, none, 0),
+    )
+    query = q.squeeze(1)
+    scales: Scales = (None, None, None)
+    if view.is_fp8:
+        part, shape = quantize(query, PerTensor()), (num_sequences, heads)
+        query = part.data
+        scales = (
+            part.scale.expand(shape).contiguous(),
+            view.key_scale.expand(shape).contiguous(),
+            view.value_scale.expand(shape).contiguous(),
+        )
+    out = torch.empty(query.shape, dtype=torch.bfloat16, device=q.device)
+    key, value = view.as_token_major()
+
+    def call() -> Tensor:
+        vllm_fwd(
+            *(library, query, key, value),
+            out=out,
+            cu_seqlens_q=ends,
+            lengths=view.lengths,
+            page_table=view.page_table,
+            max_seqlen=(1, longest),
+            scales=scales,
+            softmax_scale=head_dim**-0.5,
+            is_causal=True,
+            schedule=schedule,
+            num_splits=0,
+        )
+        return out.unsqueeze(1)
+
+    return call
 
 
 def vllm_fwd(

@@ -1,0 +1,97 @@
+"""Which shapes a model's layers have, from its config.json alone."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.numerics.attention import AttentionSpec
+from octavo.ops.warm_up import AttentionLayers, Layers, LinearLayers
+
+KV_CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+}
+
+
+def read_layers(path: Path, kv_cache_dtype: str = "fp8") -> list[Layers]:
+    """The layers of a model folder, or of its config.json: decoder, vision encoder and linears."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        expected = ", ".join(KV_CACHE_DTYPES)
+        raise ConfigError(f"expected a KV cache dtype, one of {expected}; got {kv_cache_dtype!r}")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"expected a model's config.json at {path}, got: {error}") from error
+    return layers_of(config, KV_CACHE_DTYPES[kv_cache_dtype])
+
+
+def layers_of(config: Mapping[str, Any], page_dtype: torch.dtype) -> list[Layers]:
+    """The layers that a transformers config describes."""
+    text = config.get("text_config", config)
+    if "num_attention_heads" not in text:
+        raise CheckpointError(
+            "expected num_attention_heads in the config or its text_config, got "
+            f"{', '.join(sorted(text)) or 'nothing'}"
+        )
+    layers: list[Layers] = list(_decoder(text, page_dtype))
+    layers += _linears(text)
+    if vision := config.get("vision_config"):
+        layers.append(_encoder(vision))
+    return layers
+
+
+def _decoder(text: Mapping[str, Any], page_dtype: torch.dtype) -> list[AttentionLayers]:
+    """Full attention, and with a window where the model has such layers."""
+    num_heads = text["num_attention_heads"]
+    softcap = text.get("attn_logit_softcapping")
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    kinds = set(text.get("layer_types") or (["full_attention"] if not window else []))
+    windows = {None} if not window else {window}
+    if "full_attention" in kinds:
+        windows.add(None)
+    return [
+        AttentionLayers(
+            num_heads=num_heads,
+            num_kv_heads=text.get("num_key_value_heads") or num_heads,
+            head_dim=_head_dim(text, num_heads),
+            page_dtype=page_dtype,
+            spec=AttentionSpec(causal=True, window=one, softcap=softcap),
+            has_sinks=text.get("model_type") == "gpt_oss",
+        )
+        for one in sorted(windows, key=lambda size: size or 0)
+    ]
+
+
+def _encoder(vision: Mapping[str, Any]) -> AttentionLayers:
+    num_heads = vision.get("num_heads") or vision.get("num_attention_heads")
+    if num_heads is None:
+        raise CheckpointError("expected num_heads or num_attention_heads in the vision_config")
+    return AttentionLayers(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=_head_dim(vision, num_heads),
+        is_decoder=False,
+    )
+
+
+def _linears(text: Mapping[str, Any]) -> list[LinearLayers]:
+    """Projections of attention and of a gated MLP, each shape once."""
+    hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
+    head_dim = _head_dim(text, num_heads)
+    num_kv_heads = text.get("num_key_value_heads") or num_heads
+    shapes = [(num_heads * head_dim, hidden), (num_kv_heads * head_dim, hidden)]
+    shapes.append((hidden, num_heads * head_dim))
+    if inner := text.get("intermediate_size"):
+        shapes += [(inner, hidden), (hidden, inner)]
+    return [LinearLayers(*shape) for shape in dict.fromkeys(shapes)]
+
+
+def _head_dim(part: Mapping[str, Any], num_heads: int) -> int:
+    head_dim: int = part.get("head_dim") or part["hidden_size"] // num_heads
+    return head_dim

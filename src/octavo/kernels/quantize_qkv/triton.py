@@ -1,0 +1,382 @@
+"""quantize_qkv kernels: one cast of q, k and v with static scales; amax, then the cast, otherwise.
+
+A tile has some tokens and a range of the values of all heads, side by side, so that heads of 72
+values waste no lanes; with scales per head it stays within one head.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.quantize_qkv.config import QuantizeQkvConfig, default
+from octavo.kernels.quantize_qkv.launch import as_dense, by_part, num_programs, operands
+from octavo.kernels.quantize_qkv.primitives import (
+    amax_rows,
+    cast_rows,
+    cast_transposed,
+    count_pass,
+)
+from octavo.numerics.amax import AmaxRing
+from octavo.numerics.formats import Fp8Format
+from octavo.numerics.granularity import Granularity, PerHead, PerTensor
+from octavo.numerics.qkv import QkvScales, QuantizedQkv, empty_aligned
+from octavo.numerics.rotary import Rotary
+from octavo.numerics.value_layout import ValueLayout, num_columns
+
+Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
+
+
+@triton.jit
+def _amax_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    partial_ptr,
+    count_ptr,
+    slot_ptr,
+    q_passes_ptr,
+    k_passes_ptr,
+    v_passes_ptr,
+    q_ring_length,
+    k_ring_length,
+    v_ring_length,
+    num_q_tokens,
+    num_k_tokens,
+    q_length,
+    k_length,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    num_rows,
+    cos_row,
+    cos_column,
+    sin_row,
+    sin_column,
+    HAS_RINGS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TABLE_ALIGN: tl.constexpr,
+    HAS_BATCH: tl.constexpr,
+    HAS_REPEATS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Partial amax values of every scale: program (chunk, scale of q, then of k, then of v)."""
+    SHAPE: tl.constexpr = (
+        HEAD_DIM,
+        PADDED,
+        ALIGN,
+        HAS_BATCH,
+        PER_HEAD,
+        BLOCK_TOKENS,
+        BLOCK_WIDTH,
+    )
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
+    NO_TURN: tl.constexpr = (0, 0, 1, False)
+    chunk, scale = tl.program_id(0), tl.program_id(1)
+    q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
+    k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
+    v = (v_ptr, num_k_tokens, NUM_KV_HEADS, k_length, v_batch_stride, v_token_stride, v_head_stride)
+    tables = (cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column)
+    q_scales = NUM_HEADS if PER_HEAD else 1
+    k_scales = NUM_KV_HEADS if PER_HEAD else 1
+    k_place, v_place = q_scales * NUM_PARTIALS, (q_scales + k_scales) * NUM_PARTIALS
+    if scale < q_scales:
+        amax_rows(
+            chunk, scale, q, tables, partial_ptr, count_ptr, HAS_RINGS, NUM_PARTIALS, SHAPE, TURN
+        )
+    elif scale < q_scales + k_scales:
+        amax_rows(
+            chunk,
+            scale - q_scales,
+            k,
+            tables,
+            partial_ptr + k_place,
+            count_ptr + k_place,
+            HAS_RINGS,
+            NUM_PARTIALS,
+            SHAPE,
+            TURN,
+        )
+    else:
+        amax_rows(
+            chunk,
+            scale - q_scales - k_scales,
+            v,
+            tables,
+            partial_ptr + v_place,
+            count_ptr + v_place,
+            HAS_RINGS,
+            NUM_PARTIALS,
+            SHAPE,
+            NO_TURN,
+        )
+    # The cast needs the slot of this pass; here no program but this one touches the counters.
+    if HAS_RINGS and chunk == 0 and scale == 0:
+        count_pass(q_passes_ptr, slot_ptr, q_ring_length)
+        count_pass(k_passes_ptr, slot_ptr + 1, k_ring_length)
+        count_pass(v_passes_ptr, slot_ptr + 2, v_ring_length)
+
+
+@triton.jit
+def _cast_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_data_ptr,
+    k_data_ptr,
+    v_data_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    cu_seqlens_ptr,
+    partial_ptr,
+    count_ptr,
+    slot_ptr,
+    q_ring_ptr,
+    k_ring_ptr,
+    v_ring_ptr,
+    q_nonfinite_ptr,
+    k_nonfinite_ptr,
+    v_nonfinite_ptr,
+    factor,
+    num_q_programs,
+    num_k_programs,
+    num_sequences,
+    num_groups,
+    q_scale_stride,
+    k_scale_stride,
+    v_scale_stride,
+    q_ring_length,
+    k_ring_length,
+    v_ring_length,
+    num_q_tokens,
+    num_k_tokens,
+    q_length,
+    k_length,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    num_rows,
+    cos_row,
+    cos_column,
+    sin_row,
+    sin_column,
+    IS_TRANSPOSED: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    IS_DYNAMIC: tl.constexpr,
+    HAS_RINGS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    RING_BLOCK: tl.constexpr,
+    HAS_FMA: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TABLE_ALIGN: tl.constexpr,
+    HAS_BATCH: tl.constexpr,
+    HAS_REPEATS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Tiles of q, then of k, then of v, each with its scale."""
+    SHAPE: tl.constexpr = (
+        HEAD_DIM,
+        PADDED,
+        ALIGN,
+        HAS_BATCH,
+        PER_HEAD,
+        BLOCK_TOKENS,
+        BLOCK_WIDTH,
+    )
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
+    SCALING: tl.constexpr = (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, HAS_FMA)
+    NO_TURN: tl.constexpr = (0, 0, 1, False)
+    q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
+    k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
+    v = (v_ptr, num_k_tokens, NUM_KV_HEADS, k_length, v_batch_stride, v_token_stride, v_head_stride)
+    tables = (cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column)
+    k_place = (NUM_HEADS if PER_HEAD else 1) * NUM_PARTIALS
+    v_place = k_place + (NUM_KV_HEADS if PER_HEAD else 1) * NUM_PARTIALS
+    index = tl.program_id(0)
+    if index < num_q_programs:
+        given = (q_scale_ptr, q_scale_stride, partial_ptr, count_ptr, factor)
+        ring = (q_ring_ptr, q_nonfinite_ptr, slot_ptr, q_ring_length)
+        cast_rows(index, q, tables, q_data_ptr, given, ring, SCALING, SHAPE, TURN)
+    elif index < num_q_programs + num_k_programs:
+        given = (k_scale_ptr, k_scale_stride, partial_ptr + k_place, count_ptr + k_place, factor)
+        ring = (k_ring_ptr, k_nonfinite_ptr, slot_ptr + 1, k_ring_length)
+        index -= num_q_programs
+        cast_rows(index, k, tables, k_data_ptr, given, ring, SCALING, SHAPE, TURN)
+    else:
+        given = (v_scale_ptr, v_scale_stride, partial_ptr + v_place, count_ptr + v_place, factor)
+        ring = (v_ring_ptr, v_nonfinite_ptr, slot_ptr + 2, v_ring_length)
+        index -= num_q_programs + num_k_programs
+        if IS_TRANSPOSED:
+            cast_transposed(
+                index,
+                v,
+                v_data_ptr,
+                q_data_ptr.dtype.element_ty,
+                (cu_seqlens_ptr, num_sequences, num_groups),
+                given,
+                ring,
+                IS_PACKED,
+                BLOCK_KEYS,
+                BLOCK_VALUES,
+                SCALING,
+                SHAPE,
+            )
+        else:
+            cast_rows(index, v, tables, v_data_ptr, given, ring, SCALING, SHAPE, NO_TURN)
+
+
+def quantize_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fmt: Fp8Format,
+    *,
+    scales: QkvScales | None = None,
+    rings: Rings | None = None,
+    granularity: Granularity = PerTensor(),
+    rotary: Rotary | None = None,
+    value_layout: ValueLayout = "rows",
+    cu_seqlens: Tensor | None = None,
+    config: QuantizeQkvConfig | None = None,
+) -> QuantizedQkv:
+    """q, k and v in FP8, as `octavo.ops.quantize_qkv` promises: one launch, or two if dynamic."""
+    if scales is None:
+        per_head = isinstance(granularity, PerHead)
+    else:
+        per_head = any(scale.dim() for scale in (scales.q, scales.k, scales.v))
+    config = config or default(math.prod(q.shape[:-2]), q.shape[-2] if per_head else 1)
+    parts = [as_dense(x) for x in (q, k, v)]
+    given = operands(parts, rotary, per_head, config)
+    if scales is None:
+        shapes = (granularity.scale_shape(tuple(x.shape)) for x in (q, k, v))
+        scales = QkvScales(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
+        given |= _run_amax(given, parts, rings, per_head, config)
+    q8, k8 = (empty_aligned(x.shape, fmt.dtype, x) for x in (q, k))
+    if value_layout == "rows":
+        v8 = empty_aligned(v.shape, fmt.dtype, v)
+    else:
+        columns = num_columns(v.shape[-3], None if cu_seqlens is None else len(cu_seqlens) - 1)
+        v8 = v.new_empty((*v.shape[:-3], *v.shape[-2:], columns), dtype=fmt.dtype)
+    result = QuantizedQkv(q8, k8, v8, scales, value_layout)
+    _run_cast(given, parts, result, rings, 1 / fmt.max, per_head, cu_seqlens, config)
+    return result
+
+
+def _run_amax(
+    given: dict[str, Any],
+    parts: list[Tensor],
+    rings: Rings | None,
+    per_head: bool,
+    config: QuantizeQkvConfig,
+) -> dict[str, Tensor]:
+    """Partial amax values, counts of NaN and Inf, and the slots of this pass in the rings."""
+    num_scales = sum(max(1, x.shape[2]) if per_head else 1 for x in parts)
+    size = num_scales * config.num_partials
+    scratch = {
+        "partial_ptr": parts[0].new_empty(size, dtype=torch.float32),
+        "count_ptr": parts[0].new_empty(size if rings else 1, dtype=torch.int32),
+        "slot_ptr": parts[0].new_empty(3, dtype=torch.int32),
+    }
+    passes = [ring.num_passes for ring in rings] if rings else [scratch["slot_ptr"]] * 3
+    _amax_kernel[(config.num_partials, num_scales)](
+        **given,
+        **scratch,
+        **by_part("passes_ptr", passes),
+        **by_part("ring_length", _ring_lengths(rings)),
+        HAS_RINGS=rings is not None,
+        NUM_PARTIALS=config.num_partials,
+    )
+    return scratch
+
+
+def _run_cast(
+    given: dict[str, Any],
+    parts: list[Tensor],
+    result: QuantizedQkv,
+    rings: Rings | None,
+    factor: float,
+    per_head: bool,
+    cu_seqlens: Tensor | None,
+    config: QuantizeQkvConfig,
+) -> None:
+    is_dynamic, is_packed = "partial_ptr" in given, cu_seqlens is not None
+    is_transposed = result.value_layout == "transposed"
+    words = result.v.flatten().view(torch.int32) if is_transposed else result.v
+    scales = (result.scales.q, result.scales.k, result.scales.v)
+    unused = scales[0]
+    scratch = {name: unused for name in ("partial_ptr", "count_ptr", "slot_ptr")}
+    values = [ring.values for ring in rings] if rings else [unused] * 3
+    counters = [ring.num_nonfinite for ring in rings] if rings else [unused] * 3
+    lengths = _ring_lengths(rings)
+    programs = num_programs(parts, result, per_head, config)
+    has_groups = is_transposed and len(parts[2]) > 0
+    _cast_kernel[(sum(programs),)](
+        **(scratch | given),
+        **by_part("data_ptr", [result.q, result.k, words]),
+        **by_part("scale_ptr", scales),
+        **by_part("scale_stride", [scale.stride(0) if scale.dim() else 0 for scale in scales]),
+        **by_part("ring_ptr", values),
+        **by_part("nonfinite_ptr", counters),
+        **by_part("ring_length", lengths),
+        factor=factor,
+        cu_seqlens_ptr=cu_seqlens.contiguous() if is_packed else unused,
+        num_sequences=len(cu_seqlens) - 1 if is_packed else 0,
+        num_groups=result.v.shape[-1] // 16 if has_groups else 0,
+        num_q_programs=programs[0],
+        num_k_programs=programs[1],
+        IS_TRANSPOSED=is_transposed,
+        IS_PACKED=is_packed,
+        BLOCK_KEYS=config.block_keys,
+        BLOCK_VALUES=config.block_values,
+        IS_DYNAMIC=is_dynamic,
+        HAS_RINGS=rings is not None,
+        NUM_PARTIALS=config.num_partials if is_dynamic else 1,
+        RING_BLOCK=triton.next_power_of_2(max(lengths)),
+        HAS_FMA=result.q.is_cuda,
+        maxnreg=config.max_registers,
+    )
+
+
+def _ring_lengths(rings: Rings | None) -> list[int]:
+    lengths = [len(ring.values) for ring in rings] if rings else [1, 1, 1]
+    assert max(lengths) < 2**16  # which `count_pass` counts on
+    return lengths

@@ -1,0 +1,202 @@
+"""warm_up: run every op that a model will need once, so that its kernels are compiled.
+
+Kernels are compiled for dtypes, head_dim, numbers of heads and features, not for lengths or batch
+sizes: small inputs are enough.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from octavo.cache.spec import CacheSpec
+from octavo.cache.storage import PagedStorage
+from octavo.cache.view import PagedView
+from octavo.errors import ConfigError
+from octavo.numerics.amax import AmaxHistory
+from octavo.numerics.attention import AttentionSpec, Packing
+from octavo.numerics.formats import is_fp8
+from octavo.numerics.granularity import PerChannel, PerToken
+from octavo.numerics.qkv import QuantizedQkv
+from octavo.numerics.rotary import Rotary
+from octavo.ops.append_kv import append_kv
+from octavo.ops.attention import attention
+from octavo.ops.check import check_heads
+from octavo.ops.decode_attention import decode_attention
+from octavo.ops.prefill_attention import prefill_attention
+from octavo.ops.quantize import quantize
+from octavo.ops.quantize_qkv import quantize_qkv
+from octavo.ops.scaled_mm import scaled_mm
+
+# Tokens of a warm-up call: more than one tile of every kernel.
+NUM_TOKENS = 256
+Call = tuple[str, Callable[[], object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayers:
+    """Attention layers that share their shapes: of an encoder, or of a decoder with a KV cache.
+
+    page_dtype: of the cache's pages. spec: of a decoder; an encoder sees all of its tokens.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_decoder: bool = True
+    page_dtype: torch.dtype = torch.float8_e4m3fn
+    page_size: int = 64
+    spec: AttentionSpec = AttentionSpec(causal=True)
+    has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    """Linear layers that share their shape: a weight of [columns, depth]."""
+
+    columns: int
+    depth: int
+
+
+Layers = AttentionLayers | LinearLayers
+
+
+def warm_up(layers: list[Layers], device: torch.device | str = "cuda") -> Iterator[str]:
+    """Compile what these layers need; yields the name of each op before it runs."""
+    for name, call in warm_up_calls(layers, torch.device(device)):
+        yield name
+        call()
+
+
+def warm_up_calls(layers: list[Layers], device: torch.device) -> list[Call]:
+    """The calls behind `warm_up`, each with a name."""
+    if not layers:
+        raise ConfigError("expected layers to compile kernels for, got none")
+    calls: list[Call] = []
+    for one in layers:
+        if isinstance(one, LinearLayers):
+            calls += _linear(one, device)
+        else:
+            calls += _decoder(one, device) if one.is_decoder else _encoder(one, device)
+    return calls
+
+
+def _encoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
+    """Packed images: scales from a history or from a file, with and without rotary embedding."""
+    q, k, v = _qkv(layers, device)
+    ends = torch.tensor([0, 100, NUM_TOKENS], dtype=torch.int32, device=device)
+    packing = Packing.same(ends, NUM_TOKENS)
+    history = tuple(AmaxHistory().to(device) for _ in range(3))
+    rotary = _rotary(layers, device)
+    dynamic = quantize_qkv(q, k, v, value_layout="transposed", cu_seqlens=ends)
+
+    def run(qkv: QuantizedQkv) -> Tensor:
+        return attention(
+            *(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales),
+            packing=packing,
+            value_layout=qkv.value_layout,
+        )
+
+    quantized = partial(quantize_qkv, q, k, v, value_layout="transposed", cu_seqlens=ends)
+    name = f"encoder, head_dim {layers.head_dim}"
+    return [
+        (f"{name}: quantize_qkv, dynamic", partial(quantized, history=history)),
+        (f"{name}: quantize_qkv, static", partial(quantized, dynamic.scales)),
+        (
+            f"{name}: quantize_qkv, dynamic, rotary",
+            partial(quantized, history=history, rotary=rotary),
+        ),
+        (
+            f"{name}: quantize_qkv, static, rotary",
+            partial(quantized, dynamic.scales, rotary=rotary),
+        ),
+        (f"{name}: attention, FP8", partial(run, dynamic)),
+        (
+            f"{name}: attention, BF16",
+            partial(attention, q, k, v, AttentionSpec(), packing=packing),
+        ),
+    ]
+
+
+def _decoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
+    """New tokens into pages, then prefill and decode over them."""
+    q, k, v = _qkv(layers, device)
+    view, slots = _cache(layers, device)
+    rotary = _rotary(layers, device)
+    sinks = torch.zeros(layers.num_heads, device=device) if layers.has_sinks else None
+    one = torch.ones((), device=device)
+    ends = torch.tensor([0, NUM_TOKENS], dtype=torch.int32, device=device)
+    append = partial(append_kv, view, k, v, slots, query=q, rotary=rotary)
+    prefill = partial(
+        prefill_attention, view=view, cu_seqlens_q=ends, max_seqlen_q=NUM_TOKENS, spec=layers.spec
+    )
+    decode = partial(decode_attention, q[None, :1], view, layers.spec, sinks=sinks)
+    name = f"decoder, head_dim {layers.head_dim}, {str(layers.page_dtype).removeprefix('torch.')}"
+    calls: list[Call] = [
+        (f"{name}: append_kv", append),
+        (f"{name}: prefill_attention, BF16", partial(prefill, q, sinks=sinks)),
+        (f"{name}: decode_attention", decode),
+    ]
+    if is_fp8(layers.page_dtype):
+        q8 = q.to(torch.float8_e4m3fn)
+        calls += [
+            (f"{name}: append_kv, FP8 queries", partial(append, q_scale=one)),
+            (
+                f"{name}: prefill_attention, FP8",
+                partial(prefill, q8, q_scale=one, sinks=sinks),
+            ),
+        ]
+    return calls
+
+
+def _linear(layers: LinearLayers, device: torch.device) -> list[Call]:
+    """Few tokens and many: they have kernels of their own."""
+    weight = quantize(_bf16(device, layers.columns, layers.depth), PerChannel())
+    bias = _bf16(device, layers.columns)
+    calls: list[Call] = []
+    for rows in (1, NUM_TOKENS):
+        x = _bf16(device, rows, layers.depth)
+        name = f"linear, {layers.depth} to {layers.columns}, {rows} tokens"
+        quantized = quantize(x, PerToken())
+        calls += [
+            (f"{name}: quantize", partial(quantize, x, PerToken())),
+            (f"{name}: scaled_mm", partial(scaled_mm, quantized, weight)),
+            (f"{name}: scaled_mm, bias", partial(scaled_mm, quantized, weight, bias)),
+        ]
+    return calls
+
+
+def _cache(layers: AttentionLayers, device: torch.device) -> tuple[PagedView, Tensor]:
+    """One sequence of NUM_TOKENS tokens, and their slots."""
+    num_pages = -(-NUM_TOKENS // layers.page_size)
+    spec = CacheSpec(
+        num_layers=1,
+        num_kv_heads=layers.num_kv_heads,
+        head_dim=layers.head_dim,
+        page_size=layers.page_size,
+        dtype=layers.page_dtype,
+    )
+    storage = PagedStorage(spec, num_pages, device)
+    table = torch.arange(num_pages, dtype=torch.int32, device=device).unsqueeze(0)
+    lengths = torch.full((1,), NUM_TOKENS, dtype=torch.int32, device=device)
+    return storage.view(0, table, lengths), torch.arange(NUM_TOKENS, device=device)
+
+
+def _rotary(layers: AttentionLayers, device: torch.device) -> Rotary:
+    table = _bf16(device, NUM_TOKENS, layers.head_dim // 2)
+    return Rotary(table, table)
+
+
+def _qkv(layers: AttentionLayers, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    heads = (layers.num_heads, layers.num_kv_heads, layers.num_kv_heads)
+    q, k, v = (_bf16(device, NUM_TOKENS, n, layers.head_dim) for n in heads)
+    return q, k, v
+
+
+def _bf16(device: torch.device, *shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16, device=device)

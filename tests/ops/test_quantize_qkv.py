@@ -1,0 +1,201 @@
+"""quantize_qkv with rotary embedding and transposed values: results, strides, tracing, errors."""
+
+import copy
+
+import pytest
+import torch
+
+from octavo import ops
+from octavo.errors import ConfigError
+from octavo.numerics.amax import AmaxHistory
+from octavo.numerics.formats import E4M3, E5M2
+from octavo.numerics.granularity import PerHead, PerTensor
+from octavo.numerics.qkv import QkvScales
+from octavo.numerics.quantize import quantize
+from octavo.numerics.rotary import Rotary
+from octavo.reference.rotary import rotate
+from octavo.reference.value_layout import restore_values, transpose_values
+from octavo.testing.asserts import assert_same_bits
+from octavo.testing.inputs import Draw, cumulative
+
+# The compiler's own imports use what torch has deprecated; which ones depends on the version.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def draw(*outer, heads=(4, 2, 2), head_dim=72, dtype=torch.bfloat16):
+    """q, k and v as views of one projection."""
+    joint = Draw(0).normal(*outer, sum(heads), head_dim, dtype=dtype)
+    return joint.split(list(heads), dim=-2)
+
+
+def tables(rows, half=36, **options):
+    angle = torch.rand(rows, half) * 6
+    return Rotary(angle.cos(), angle.sin(), **options)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerHead()], ids=str)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_queries_and_keys_are_turned_first(is_interleaved, granularity):
+    q, k, v = draw(2, 5)
+    rotary = tables(5, 20, is_interleaved=is_interleaved)
+    result = ops.quantize_qkv(q, k, v, rotary=rotary, granularity=granularity)
+    for name, x in (("q", rotate(q, rotary)), ("k", rotate(k, rotary)), ("v", v)):
+        expected = quantize(x, granularity)
+        assert_same_bits(getattr(result, name), expected.data)
+        assert_same_bits(getattr(result.scales, name), expected.scale)
+
+
+def test_turned_values_go_into_the_history():
+    q, k, v = draw(2, 5, dtype=torch.float32)
+    q[0, 0, 0, 0] = torch.inf
+    rotary = tables(10)
+    history = tuple(AmaxHistory() for _ in "qkv")
+    ops.quantize_qkv(q, k, v, rotary=rotary, history=history)
+    expected = rotate(k, rotary).abs().amax()
+    assert_same_bits(history[1].amax(), expected)
+    assert int(history[0].num_nonfinite) == 2  # both values of the pair
+    assert_same_bits(history[2].amax(), v.abs().amax())
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_transposed_values(fmt):
+    q, k, v = draw(2, 19)
+    rows = ops.quantize_qkv(q, k, v, fmt=fmt)
+    result = ops.quantize_qkv(q, k, v, fmt=fmt, value_layout="transposed")
+    assert (rows.value_layout, result.value_layout) == ("rows", "transposed")
+    assert_same_bits(result.v, transpose_values(rows.v))
+    assert_same_bits(restore_values(result.v, 19), rows.v)
+    assert result.v.shape == (2, 2, 72, 32)
+    assert result.v.is_contiguous()
+    for name in "qk":
+        assert_same_bits(getattr(result, name), getattr(rows, name))
+
+
+def test_packed_transposed_values():
+    q, k, v = draw(21)
+    ends = cumulative((5, 0, 14))
+    scales = QkvScales(*(torch.full((heads,), 0.02) for heads in (4, 2, 2)))
+    rows = ops.quantize_qkv(q, k, v, scales)
+    result = ops.quantize_qkv(q, k, v, scales, value_layout="transposed", cu_seqlens=ends)
+    assert_same_bits(result.v, transpose_values(rows.v, ends))
+    assert result.v.shape == (2, 72, 32 + 3 * 16)
+    assert_same_bits(restore_values(result.v, 21, ends)[:19], rows.v[:19])
+
+
+@pytest.mark.parametrize(("head_dim", "stride"), [(72, 80), (64, 64), (128, 128), (33, 48)])
+def test_heads_are_aligned(head_dim, stride):
+    q, k, v = draw(2, 3, head_dim=head_dim)
+    for result in (
+        ops.quantize_qkv(q, k, v),
+        ops.quantize_qkv(q, k, v, QkvScales.ones()),
+    ):
+        assert result.q.stride() == (3 * 4 * stride, 4 * stride, stride, 1)
+        for x in (result.k, result.v):
+            assert x.stride() == (3 * 2 * stride, 2 * stride, stride, 1)
+
+
+def call(**changes):
+    q, k, v = draw(6)
+    return ops.quantize_qkv(**({"q": q, "k": k, "v": v} | changes))
+
+
+FOUR = dict(zip("qkv", draw(2, 3), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value_layout": "columns"}, "value_layout rows or transposed, got 'columns'"),
+        ({"value_layout": "transposed"}, r"got \[6, 2, 72\] without cu_seqlens"),
+        (
+            FOUR | {"value_layout": "transposed", "cu_seqlens": cumulative((3,))},
+            r"got \[2, 3, 2, 72\] with cu_seqlens",
+        ),
+        ({"cu_seqlens": cumulative((6,))}, "leave them out for rows"),
+        (
+            {"value_layout": "transposed", "cu_seqlens": torch.tensor([0, 6])},
+            "cu_seqlens as int32 .*got torch.int64",
+        ),
+        (
+            {"value_layout": "transposed", "cu_seqlens": cumulative((6,)).to("meta")},
+            "cu_seqlens on cpu like q, got it on meta",
+        ),
+        ({"rotary": tables(4)}, "rows divide the 6 tokens, got 4 rows"),
+        ({"rotary": tables(6, 40)}, "at most head_dim / 2 = 36 columns, got 40"),
+        (
+            {"rotary": tables(3), "k": draw(4)[1], "v": draw(4)[2]},
+            "rows divide the 4 tokens, got 3 rows",
+        ),
+        ({"rotary": Rotary(*(torch.ones(6, 4).to("meta"),) * 2)}, "cos on cpu like q"),
+        ({"rotary": Rotary(*(torch.ones(6, 4).double(),) * 2)}, "cos and sin in bfloat16"),
+        ({"history": (AmaxHistory(),) * 3}, "got one of them twice"),
+        ({"k": draw(6, head_dim=64)[1], "v": draw(6, head_dim=64)[2]}, "one head_dim, got 72 and"),
+    ],
+)
+def test_wrong_calls_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        call(**changes)
+
+
+def test_a_history_whose_values_are_strided_is_refused():
+    history = tuple(AmaxHistory((heads,)) for heads in (4, 2, 2))
+    history[1].values = torch.zeros(2, 16).t()
+    with pytest.raises(ConfigError, match="contiguous values in the history of k"):
+        call(history=history, granularity=PerHead())
+
+
+OPTIONS = {
+    "rotary": {"rotary": tables(6)},
+    "interleaved": {"rotary": tables(6, 10, is_interleaved=True)},
+    "packed": {"value_layout": "transposed", "cu_seqlens": cumulative((2, 3))},
+    "static": {"scales": QkvScales.ones(), "rotary": tables(6)},
+    "dense": FOUR | {"value_layout": "transposed", "granularity": PerHead()},
+}
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the operators of octavo that a call uses, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "octavo":
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fake_results_have_the_same_strides(name):
+    with Calls() as calls:
+        call(**OPTIONS[name])
+    ((operator, args),) = calls.found
+    torch.library.opcheck(operator, args)
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    history = tuple(AmaxHistory() for _ in "qkv")
+
+    def function(q, k, v, cos, sin, ends, history):
+        result = ops.quantize_qkv(
+            q,
+            k,
+            v,
+            rotary=Rotary(cos, sin),
+            history=history,
+            value_layout="transposed",
+            cu_seqlens=ends,
+        )
+        return result.q.float() + 1, result.v.float(), result.scales.k
+
+    q, k, v = draw(6)
+    rotary, ends = tables(6), cumulative((2, 3))
+    args = (q, k, v, rotary.cos, rotary.sin, ends)
+    ours, theirs = copy.deepcopy(history), history
+    run = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for x, expected in zip(run(*args, ours), function(*args, theirs), strict=True):
+            assert_same_bits(x, expected)
+    assert int(ours[0].num_passes) == 2
