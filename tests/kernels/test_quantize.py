@@ -65,6 +65,14 @@ def test_unusual_values(granularity, device):
     assert_same(run(x, granularity), numerics.quantize(x, granularity))
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("columns", [48, 1024])
+def test_inf_beside_ordinary_values(columns, granularity, device):
+    x = torch.randn(6, 2, columns, device=device)
+    x[2, 1, 5:8] = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)
+    assert_same(run(x, granularity), numerics.quantize(x, granularity))
+
+
 @pytest.mark.parametrize("granularity", [PerTensor(), PerHead(), PerToken()], ids=str)
 def test_saturation_with_a_static_scale(granularity, device):
     x = torch.randn(4, 3, 40, device=device) * 1000

@@ -30,9 +30,11 @@ def cast_rows(x, scale, dtype: tl.constexpr, MAX: tl.constexpr, HAS_FMA: tl.cons
     is_fast = (tl.min(scale, axis=0) >= MIN_FAST_SCALE) & (tl.max(scale, axis=0) <= MAX_FAST_SCALE)
     if HAS_FMA and is_fast:
         inverse = -tl.div_rn(1.0, scale)[:, None]
-        quotient = tl.clamp(numerator * -inverse, -2 * MAX, 2 * MAX)
+        product = numerator * -inverse
+        quotient = tl.fma(tl.fma(product, scale[:, None], -numerator), inverse, product)
         quotient = tl.fma(tl.fma(quotient, scale[:, None], -numerator), inverse, quotient)
-        quotient = tl.fma(tl.fma(quotient, scale[:, None], -numerator), inverse, quotient)
+        # Inf has no remainder: it saturates as the product, like everything beyond the format.
+        quotient = tl.where(tl.abs(product) < 2 * MAX, quotient, product)
     else:
         quotient = tl.div_rn(numerator, scale[:, None])
     return quotient.to(dtype)
