@@ -5,20 +5,11 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.measure import store
 from octavo.measure.bench import gate
 from octavo.measure.records import Machine
 
-RESULTS = Path(__file__).parents[3] / "results"
 TESTS = Path(__file__).parents[2] / "kernels"
 MACHINE = Machine.current(gpu="GPU", capability=(9, 0))
-
-
-def test_every_kernel_was_tested_on_a_gpu_as_it_is():
-    records = [
-        record for path in sorted(RESULTS.glob("gpu_tests_*.jsonl")) for record in store.read(path)
-    ]
-    assert gate.untested(records) == {}
 
 
 def test_every_kernel_has_tests():

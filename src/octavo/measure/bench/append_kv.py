@@ -56,6 +56,7 @@ def _benchmark(device: torch.device, num_tokens: int) -> Benchmark:
             for name in impl_names("append_kv")
         ),
         checked=_value,
+        is_cached=True,
     )
 
 
