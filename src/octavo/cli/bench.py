@@ -10,9 +10,9 @@ from octavo.cli.tables import print_table
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 
-COLUMNS = (
-    *("op", "shape", "operands", "impl", "median_ms", "p20_ms", "p80_ms"),
-    *("tflops", "gb_per_s", "of_ceiling_percent", "speedup", "relative_rms"),
+VALUES = (
+    *("median_ms", "p20_ms", "p80_ms", "tflops", "gb_per_s", "of_ceiling_percent"),
+    *("speedup", "relative_rms"),
 )
 
 
@@ -78,7 +78,10 @@ def kernels(
         for record in records:
             typer.echo(record.to_json())
         return
-    print_table(from_records(records, caption="Median and 20/80 % quantiles", columns=COLUMNS))
+    for name in dict.fromkeys(record.op for record in records):
+        of_op = [record for record in records if record.op == name]
+        cases = dict.fromkeys(case for record in of_op for case in record.case)
+        print_table(from_records(of_op, caption=name, columns=("impl", *cases, *VALUES)))
     rows = dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in objections)
     if rows:
         header = ("op", "impl", "operands", "why not")

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.errors import UnsupportedError
 from octavo.kernels.device import describe
 from octavo.measure.bench.ceilings import Ceilings
-from octavo.measure.bench.timing import sample_graph_ms, sample_ms
+from octavo.measure.bench.timing import capture, sample_in_turn_ms, sample_ms
 from octavo.measure.records import Machine, Measurement, Scalar, timing
 from octavo.numerics.error import relative_rms
 
@@ -84,7 +84,7 @@ def run_benchmark(
     """
     inputs = benchmark.make_inputs(0)
     truth = benchmark.truth(inputs)
-    results: list[tuple[Contender, dict[str, float]]] = []
+    entered: list[tuple[Contender, Callable[[], Any], float]] = []
     objections: list[Objection] = []
     for contender in benchmark.contenders:
         try:
@@ -100,20 +100,39 @@ def run_benchmark(
                 f"{benchmark.op} by {contender.name} is wrong: expected a relative error of at "
                 f"most {contender.max_error}, got {error:.3g} for {dict(benchmark.case)}"
             )
-        samples = _sample(benchmark, contender, call, device)
-        values = timing(samples, flops=benchmark.flops, bytes=contender.bytes)
-        results.append((contender, values | {"relative_rms": error}))
+        entered.append((contender, call, error))
+    results = [
+        (
+            contender,
+            timing(samples, flops=benchmark.flops, bytes=contender.bytes) | {"relative_rms": error},
+        )
+        for (contender, _, error), samples in zip(
+            entered, _sample_all(benchmark, entered, device), strict=True
+        )
+    ]
     records = list(_records(benchmark, results, device, command))
     if ceilings is not None:
         records = [_with_ceiling(record, ceilings) for record in records]
     return records, objections
 
 
-def _sample(
-    benchmark: Benchmark, contender: Contender, call: Callable[[], Any], device: torch.device
-) -> list[float]:
+def _sample_all(
+    benchmark: Benchmark,
+    entered: list[tuple[Contender, Callable[[], Any], float]],
+    device: torch.device,
+) -> list[list[float]]:
+    """Milliseconds of every contender's calls, taken in turn."""
     if device.type != "cuda":
-        return sample_ms(call, device)
+        return [sample_ms(call, device) for _, call, _ in entered]
+    sets = [_calls(benchmark, contender, call) for contender, call, _ in entered]
+    samples = sample_in_turn_ms([capture(calls) for calls in sets], device)
+    return [[ms / len(calls) for ms in of_one] for calls, of_one in zip(sets, samples, strict=True)]
+
+
+def _calls(
+    benchmark: Benchmark, contender: Contender, call: Callable[[], Any]
+) -> list[Callable[[], Any]]:
+    """One call for each set of inputs, and enough of them for a graph."""
     num_sets = CACHED_SETS
     if not benchmark.is_cached:
         num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / contender.bytes)))
@@ -121,7 +140,7 @@ def _sample(
     calls = [call, *more]
     if benchmark.is_cached:
         calls = [partial(_dropped, one) for one in calls]
-    return sample_graph_ms(calls * max(1, MIN_CALLS // len(calls)))
+    return calls * max(1, MIN_CALLS // len(calls))
 
 
 def _dropped(call: Callable[[], Any]) -> None:

@@ -32,14 +32,10 @@ def sample_ms(
     )
 
 
-def sample_graph_ms(
-    calls: list[Callable[[], object]], *, warmup_ms: float = 60.0, num_samples: int = 15
-) -> list[float]:
-    """Milliseconds of one call on a GPU, from replays of a CUDA graph that holds all `calls`.
+def capture(calls: list[Callable[[], object]]) -> Callable[[], None]:
+    """All `calls` as one CUDA graph to be replayed, for kernels shorter than their launch.
 
-    For kernels shorter than their launch. Calls with inputs of their own, more than the L2 cache
-    holds together, find nothing in it. The warm-up brings the clocks up: on an H200 a decode of
-    130 µs takes up to 17 µs longer without it.
+    Calls with inputs of their own, more than the L2 cache holds together, find nothing in it.
     """
     for call in calls:
         call()
@@ -47,16 +43,37 @@ def sample_graph_ms(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]  # so that no result takes another's memory
-    device = torch.device("cuda")
-    samples = sample_ms(
-        graph.replay,
-        device,
-        warmup_ms=warmup_ms,
-        budget_ms=0.0,
-        min_samples=num_samples,
-        max_samples=max(num_samples, 10_000),
-    )
-    return [sample / len(kept) for sample in samples]
+
+    def replay(graph: torch.cuda.CUDAGraph = graph, kept: object = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+def sample_graph_ms(calls: list[Callable[[], object]]) -> list[float]:
+    """Milliseconds of one call on a GPU, from replays of a CUDA graph that holds all `calls`."""
+    (samples,) = sample_in_turn_ms([capture(calls)], torch.device("cuda"))
+    return [sample / len(calls) for sample in samples]
+
+
+def sample_in_turn_ms(
+    calls: list[Callable[[], object]],
+    device: torch.device,
+    *,
+    warmup_ms: float = 60.0,
+    num_samples: int = 15,
+) -> list[list[float]]:
+    """Milliseconds of single calls, each in turn, so that what drifts does so for all of them.
+
+    The warm-up brings the clocks up: on an H200 a decode of 130 µs takes up to 17 µs longer
+    without it.
+    """
+    once = _once_cuda if device.type == "cuda" else _once_cpu
+    spent = 0.0
+    while spent < warmup_ms:
+        spent += sum(once(call) for call in calls)
+    rounds = [[once(call) for call in calls] for _ in range(num_samples)]
+    return [list(samples) for samples in zip(*rounds, strict=True)]
 
 
 def _repeat(
