@@ -94,6 +94,24 @@ def test_nothing_to_quantize(shape, granularity, device):
     assert_same(run(x, granularity), numerics.quantize(x, granularity))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        QuantizeConfig(1, 64, 1, num_chunks=3),
+        QuantizeConfig(2, 128, 1, num_chunks=2),
+        QuantizeConfig(4, 64, 1, num_chunks=2),  # too few for a row: read twice
+        QuantizeConfig(4, 64, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("columns", [192, 150])
+def test_rows_in_several_tiles(columns, config, device):
+    x = torch.randn(7, columns, device=device).bfloat16()
+    options = {"scale": None, "margin": 1.0, "power_of_two": False}
+    actual = quantize(x, PerToken(), E4M3, **options, config=config)
+    assert_same(actual, numerics.quantize(x, PerToken()))
+
+
 def test_a_single_number(device):
     x = torch.tensor(3.0, device=device)
     assert_same(run(x, PerTensor()), numerics.quantize(x))

@@ -21,11 +21,16 @@ MAX_PARTIALS = 1024
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """One program's tile of the tensor seen as [rows, columns], and its warps."""
+    """One program's tile of the tensor seen as [rows, columns], and its warps.
+
+    num_chunks: of scales per token, the tiles in which a program keeps its rows in registers; with
+    0 it reads them twice.
+    """
 
     block_rows: int
     block_columns: int
     num_warps: int
+    num_chunks: int = 0
 
 
 def objection(device: Device, granularity: Granularity) -> str | None:
@@ -78,8 +83,8 @@ def _default_rows(num_rows: int, num_columns: int) -> QuantizeConfig:
     if width > MAX_ROW or is_chunked:
         return QuantizeConfig(1, 4096, 8) if num_columns > 8192 else QuantizeConfig(1, 2048, 4)
     if width >= 1024:
-        return QuantizeConfig(1, width, WARPS_OF_ROW[width])
-    return QuantizeConfig(max(1, 2048 // width), width, 2)
+        return QuantizeConfig(1, width, WARPS_OF_ROW[width], num_chunks=1)
+    return QuantizeConfig(max(1, 2048 // width), width, 2, num_chunks=1)
 
 
 def _power_of_two(n: int) -> int:

@@ -52,14 +52,16 @@ def _quantize_rows_kernel(
     MAX: tl.constexpr,
     IS_STATIC: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    IS_ONE_TILE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
     HAS_FMA: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Some rows with one scale each.
 
-    Rows that fit into one tile stay in registers; others are read twice, from the cache at last.
+    Rows of NUM_CHUNKS tiles stay in registers; with 0 they are read twice, from the cache at last.
+    HAS_TAIL: the last tile is not full.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offset = tl.arange(0, BLOCK_COLUMNS)
@@ -69,14 +71,26 @@ def _quantize_rows_kernel(
     dtype: tl.constexpr = data_ptr.dtype.element_ty
     if IS_STATIC:
         scale = tl.load(scale_ptr + row, mask=row_mask, other=1.0)
-    elif IS_ONE_TILE:
-        mask = row_mask[:, None] & (offset < num_columns)[None, :]
-        x = tl.load(x_rows + offset[None, :], mask=mask, other=0.0)
-        amax = tl.max(finite_magnitude(x), axis=1)
-        scale = amax_to_scale(amax, margin_over_max, POWER_OF_TWO)
+    elif NUM_CHUNKS > 0:
+        chunks = ()
+        amax = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for index in tl.static_range(NUM_CHUNKS):
+            at = index * BLOCK_COLUMNS + offset
+            is_value = row_mask[:, None]
+            if HAS_TAIL:
+                is_value = is_value & (at < num_columns)[None, :]
+            x = tl.load(x_rows + at[None, :], mask=is_value, other=0.0)
+            amax = tl.maximum(amax, finite_magnitude(x))
+            chunks = chunks + (x,)
+        scale = amax_to_scale(tl.max(amax, axis=1), margin_over_max, POWER_OF_TWO)
         tl.store(scale_ptr + row, scale, mask=row_mask)
-        data = cast_rows(x, scale, dtype, MAX, HAS_FMA)
-        tl.store(data_rows + offset[None, :], data, mask=mask)
+        for index in tl.static_range(NUM_CHUNKS):
+            at = index * BLOCK_COLUMNS + offset
+            is_value = row_mask[:, None]
+            if HAS_TAIL:
+                is_value = is_value & (at < num_columns)[None, :]
+            data = cast_rows(chunks[index], scale, dtype, MAX, HAS_FMA)
+            tl.store(data_rows + at[None, :], data, mask=is_value)
         return
     else:
         amax = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
@@ -269,12 +283,19 @@ def _run_rows(
         MAX=format_of(data.dtype).max,
         IS_STATIC=is_static,
         POWER_OF_TWO=power_of_two,
-        IS_ONE_TILE=num_columns <= config.block_columns,
+        NUM_CHUNKS=_num_chunks(num_columns, config),
+        HAS_TAIL=num_columns % config.block_columns != 0,
         HAS_FMA=x.is_cuda,  # the interpreter rounds twice
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         num_warps=config.num_warps,
     )
+
+
+def _num_chunks(num_columns: int, config: QuantizeConfig) -> int:
+    """Tiles kept in registers: those of the settings, if they hold a whole row."""
+    is_whole = num_columns <= config.num_chunks * config.block_columns
+    return config.num_chunks if is_whole else 0
 
 
 def _run_blocks(
