@@ -43,7 +43,14 @@ def compile_tiles(capability, *, a="fp8e4nv", num_warps=4, num_stages=3, **chang
 
 
 def compile_stream(capability, a, b, **changes):
-    constants = {"DECODE": "", "NUM_SPLITS": 4, "IS_DEPENDENT": False, "IS_TMA": False, **SCALES}
+    constants = {
+        "DECODE": "",
+        "NUM_SPLITS": 4,
+        "IS_DEPENDENT": False,
+        "IS_TMA": False,
+        "PREFETCH": 1024,
+        **SCALES,
+    }
     constants |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128} | changes
     signature = {"a_ref": f"*{a}", "b_ref": f"*{b}", **RESULTS, **PARTIALS, **SIZES}
     if constants["A_SCALE"] == "none":

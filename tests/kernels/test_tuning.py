@@ -7,11 +7,19 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.kernels import tuning
+from octavo.kernels.append_kv.config import AppendConfig
 from octavo.kernels.attention.config import AttentionConfig
 from octavo.kernels.device import CPU, Device
+from octavo.kernels.quantize.config import QuantizeConfig
+from octavo.kernels.scaled_mm.config import StreamConfig
 
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
-KINDS = {"attention": AttentionConfig}
+KINDS = {
+    "append_kv": AppendConfig,
+    "attention": AttentionConfig,
+    "quantize": QuantizeConfig,
+    "scaled_mm": StreamConfig,
+}
 
 
 @dataclass(frozen=True)

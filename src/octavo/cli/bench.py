@@ -44,6 +44,14 @@ def kernels(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search for launch settings first, and keep the winners for this GPU. Compiles "
+            "every candidate: allow minutes.",
+        ),
+    ] = False,
 ) -> None:
     """Time each op with each implementation and each peer that is installed.
 
@@ -63,6 +71,8 @@ def kernels(
     from octavo.measure.records import Measurement
     from octavo.measure.report.tables import Table, from_records
 
+    if tune:
+        _tune(op, output)
     device = default_device().torch_device
     command = " ".join(["octavo bench kernels", *(f"--op {name}" for name in op or [])])
     ceilings = measure_ceilings(device)
@@ -88,3 +98,26 @@ def kernels(
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
     if output is not None:
         out.print(f"Records: {output}", soft_wrap=True)
+
+
+def _tune(op: list[str] | None, output: Path | None) -> None:
+    """Search for the settings of some ops, or of all that have any."""
+    from rich.progress import track
+
+    from octavo.kernels import tuning
+    from octavo.kernels.device import default_device
+    from octavo.measure import store
+    from octavo.measure.bench.tune import SEARCHES, searches, tune
+    from octavo.measure.report.tables import from_records
+
+    device = default_device()
+    chosen = [search for name in op or SEARCHES for search in searches(name, device)]
+    for search in track(chosen, description="tuning", console=err):
+        records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")
+        records.sort(key=lambda record: record.values["median_ms"])
+        if output is not None:
+            store.append(output, records)
+        columns = ("impl", "is_winner", "median_ms", "p20_ms", "p80_ms")
+        caption = f"{search.op}: {search.problem}"
+        print_table(from_records(records[:5], caption=caption, columns=columns))
+    out.print(f"Winners: {tuning.FOLDER / tuning.file_name(device)}", soft_wrap=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.kernels import tuning
 from octavo.kernels.device import Device
 from octavo.numerics.formats import is_fp8
 
@@ -64,6 +65,21 @@ def query_values(group: int, head_dim: int) -> int:
     return _power_of_two(group) * _power_of_two(head_dim)
 
 
+def problem(num_tokens: int, num_kv_heads: int, group: int, head_dim: int) -> str:
+    """What launch settings are tuned for."""
+    tokens = "many" if num_tokens > 64 else "few"
+    return f"{tokens} tokens KV heads {num_kv_heads} group {group} head_dim {head_dim}"
+
+
+def choose(
+    device: Device, num_tokens: int, num_kv_heads: int, group: int, head_dim: int
+) -> AppendConfig:
+    """The launch settings: tuned ones, or those by rule."""
+    name = problem(num_tokens, num_kv_heads, group, head_dim)
+    tuned = tuning.find("append_kv", name, device, AppendConfig)
+    return tuned if tuned is not None else default(device, num_kv_heads, group, head_dim)
+
+
 def default(device: Device, num_kv_heads: int, group: int, head_dim: int) -> AppendConfig:
     """A warp for each KV head: a token waits for memory and for its launch, not for arithmetic."""
     block_heads = min(MAX_BLOCK_HEADS, _power_of_two(num_kv_heads))
@@ -86,7 +102,8 @@ def candidates(device: Device) -> list[AppendConfig]:
     """Launch settings worth timing."""
     found = [
         AppendConfig(block_heads, num_warps, is_dependent)
-        for block_heads, num_warps in ((1, 1), (2, 2), (4, 4), (8, 8))
+        for block_heads in (1, 2, 4, 8)
+        for num_warps in (1, 2, 4, 8)
         for is_dependent in (False, True)
     ]
     return [config for config in found if is_valid(config, device)]

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.cache.view import PagedView
-from octavo.kernels.append_kv.config import AppendConfig, default
+from octavo.kernels.append_kv.config import AppendConfig, choose
 from octavo.kernels.device import describe
 from octavo.kernels.primitives import (
     amax_to_scale,
@@ -192,7 +192,7 @@ def append_kv(
         out = torch.empty(query.shape, dtype=dtype, device=query.device)
     if num_tokens == 0:
         return out
-    config = config or default(describe(key.device), num_kv_heads, group, head_dim)
+    config = config or choose(describe(key.device), num_tokens, num_kv_heads, group, head_dim)
     if key.dtype != value.dtype:  # the kernel reads both by one pointer
         key, value = key.float(), value.float()
     key, value = _rows(key), _rows(value)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from octavo.kernels import tuning
 from octavo.kernels.device import Device
 from octavo.numerics.granularity import Granularity, PerBlock, PerChannel, PerToken, Shape
 
@@ -17,6 +18,10 @@ MAX_ROW = 16384
 MIN_CHUNKED = 48_000_000
 # Programs of the amax pass: every program of the cast reads that many values again.
 MAX_PARTIALS = 1024
+# Values of a tensor that the start and the end of a launch no longer weigh on.
+LARGE = 20_000_000
+# Rows in registers: so many tiles, and so many values of a thread.
+MAX_CHUNKS, MAX_PER_THREAD = 12, 64
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,26 @@ def objection(device: Device, granularity: Granularity) -> str | None:
     return None
 
 
+def problem(shape: Shape, granularity: Granularity) -> str | None:
+    """What launch settings are tuned for: rows of tokens, by width and by how much there is."""
+    if not isinstance(granularity, PerToken):
+        return None
+    num_rows, num_columns = shape
+    size = "large" if num_rows * num_columns >= LARGE else "small"
+    return f"token columns {num_columns} {size}"
+
+
+def choose(shape: Shape, granularity: Granularity, device: Device) -> QuantizeConfig:
+    """The launch settings: tuned ones, or those by rule."""
+    name = problem(shape, granularity)
+    tuned = None
+    if name is not None:
+        tuned = tuning.find("quantize", name, device, QuantizeConfig)
+    return tuned if tuned is not None else default(shape, granularity)
+
+
 def default(shape: Shape, granularity: Granularity) -> QuantizeConfig:
-    """The launch settings for a tensor [rows, columns]: whole groups where a group is one tile."""
+    """The launch settings by rule, for a tensor [rows, columns]; a group is one tile if it can."""
     num_rows, num_columns = shape
     match granularity:
         case PerBlock(rows=1, columns=width):
@@ -63,6 +86,28 @@ def default(shape: Shape, granularity: Granularity) -> QuantizeConfig:
             rows = max(1, 4096 // columns)
     num_warps = max(1, min(16, rows * columns // 1024))
     return QuantizeConfig(rows, columns, num_warps)
+
+
+def candidates(shape: Shape, granularity: Granularity) -> list[QuantizeConfig]:
+    """What a tuner may try for scales per token, the default first."""
+    _, num_columns = shape
+    width = _power_of_two(num_columns)
+    exact = num_columns & -num_columns  # the widest tile without a tail
+    found = [default(shape, granularity)]
+    found += [QuantizeConfig(1, width, warps, num_chunks=1) for warps in (1, 2, 4, 8)]
+    for block in {max(128, exact), max(128, exact // 2), 512, 1024, 2048}:
+        chunks = -(-num_columns // block)
+        for warps in (1, 2, 4, 8):
+            found.append(QuantizeConfig(1, block, warps))
+            if chunks <= MAX_CHUNKS:
+                found.append(QuantizeConfig(1, block, warps, num_chunks=chunks))
+
+    def fits(config: QuantizeConfig) -> bool:
+        values = config.block_columns * max(1, config.num_chunks)
+        return 4 <= values // (32 * config.num_warps) <= MAX_PER_THREAD
+
+    unique = list(dict.fromkeys(found))
+    return [one for one in unique if is_valid(one, granularity) and (one == found[0] or fits(one))]
 
 
 def is_valid(config: QuantizeConfig, granularity: Granularity) -> bool:

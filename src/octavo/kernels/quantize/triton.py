@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.device import describe
 from octavo.kernels.primitives import amax_to_scale, finite_magnitude, to_fp8
-from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, default
+from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, choose, default
 from octavo.numerics.formats import Fp8Format, format_of
 from octavo.numerics.granularity import Granularity, PerBlock, PerHead, PerTensor
 from octavo.numerics.quantize import Quantized
@@ -270,7 +271,7 @@ def _run_rows(
     config: QuantizeConfig | None,
 ) -> None:
     rows = x.reshape(-1, x.shape[-1])
-    config = config or default(tuple(rows.shape), granularity)
+    config = config or choose(tuple(rows.shape), granularity, describe(x.device))
     num_rows, num_columns = rows.shape
     _quantize_rows_kernel[(triton.cdiv(num_rows, config.block_rows),)](
         rows,

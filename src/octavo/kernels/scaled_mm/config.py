@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from octavo.kernels import tuning
 from octavo.kernels.device import Device
 from octavo.kernels.quantize.config import objection as quantize_objection
 from octavo.numerics.formats import E5M2, is_fp8
@@ -56,7 +57,8 @@ class StreamConfig:
 
     is_dependent: starts while the activations are still being quantized. is_decoded_by_bits: for
     GPUs without the FP8 type. is_tma: as for TileConfig; here it is no faster (1 × 6144 × 4096 on
-    an H200: 11.3 µs, without 10.7 µs).
+    an H200: 11.3 µs, without 10.7 µs). prefetch: so many values of each of the weight's rows are on
+    their way to the L2 cache before the activations are waited for.
     """
 
     block_m: int = 16
@@ -69,6 +71,7 @@ class StreamConfig:
     is_dependent: bool = False
     is_decoded_by_bits: bool = False
     is_tma: bool = False
+    prefetch: int = 0
 
 
 def objection(device: Device, *, is_fp8: bool, activation: Granularity | None) -> str | None:
@@ -89,10 +92,27 @@ def objection(device: Device, *, is_fp8: bool, activation: Granularity | None) -
     return None if activation is None else quantize_objection(device, activation)
 
 
+def problem(shape: MatmulShape, width: int, *, is_fp8: bool) -> str | None:
+    """What launch settings are tuned for: weights streamed past few rows."""
+    if shape.rows > MAX_STREAM_ROWS or width or not is_fp8:
+        return None
+    rows = max(16, _power_of_two(shape.rows))
+    return f"fp8 rows {rows} columns {shape.columns} depth {shape.depth}"
+
+
+def choose(
+    shape: MatmulShape, device: Device, width: int, *, is_fp8: bool
+) -> TileConfig | StreamConfig:
+    """The launch settings: tuned ones, or those by rule."""
+    name = problem(shape, width, is_fp8=is_fp8)
+    tuned = None if name is None else tuning.find("scaled_mm", name, device, StreamConfig)
+    return tuned if tuned is not None else default(shape, device, width, is_fp8=is_fp8)
+
+
 def default(
     shape: MatmulShape, device: Device, width: int, *, is_fp8: bool
 ) -> TileConfig | StreamConfig:
-    """The launch settings: a ladder without search, from figures of an H200.
+    """The launch settings by rule: a ladder without search, from figures of an H200.
 
     width: how many columns share a scale, 0 for all. is_fp8: both operands are FP8.
     """
@@ -149,6 +169,7 @@ def candidates(
     else:
         others = [replace(first, num_splits=splits) for splits in (1, 2, 4, 8)]
         others += [replace(first, num_stages=stages) for stages in (3, 4, 6, 8)]
+        others += [replace(first, prefetch=prefetch) for prefetch in (512, 1024, 2048, 4096)]
         others += [replace(first, is_tma=_has_tma(device) and is_fp8)]
     unique = list(dict.fromkeys([first, *others]))
     return [config for config in unique if is_valid(config, width, is_fp8=is_fp8)]

@@ -15,7 +15,7 @@ from octavo.kernels.scaled_mm.config import (
     MatmulShape,
     StreamConfig,
     TileConfig,
-    default,
+    choose,
 )
 from octavo.kernels.scaled_mm.primitives import (
     columns_of,
@@ -23,6 +23,7 @@ from octavo.kernels.scaled_mm.primitives import (
     load_scale,
     load_tile,
     num_chunks_of,
+    prefetch_rows,
     scaled,
     tile_of,
 )
@@ -147,6 +148,7 @@ def _stream_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
     IS_TMA: tl.constexpr,
 ):
@@ -161,6 +163,11 @@ def _stream_kernel(
     num_chunks = num_chunks_of(depth, WIDTH, BLOCK_K)
     begin = split * num_chunks // NUM_SPLITS
     end_chunk = (split + 1) * num_chunks // NUM_SPLITS
+    if PREFETCH > 0:
+        first, _ = columns_of(begin, depth, WIDTH, BLOCK_K)
+        _, last = columns_of(end_chunk - 1, depth, WIDTH, BLOCK_K)
+        last = tl.minimum(last, first + PREFETCH)
+        prefetch_rows(b_ref, n, first, last, num_columns, b_stride, BLOCK_N)
     if IS_DEPENDENT:
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -281,7 +288,7 @@ def scaled_mm(
     if config is None:
         shape = MatmulShape(len(x), len(b.data), x.shape[1])
         width = _width(granularity, b.granularity)
-        config = default(shape, describe(x.device), width, is_fp8=granularity is not None)
+        config = choose(shape, describe(x.device), width, is_fp8=granularity is not None)
     counters = None
     is_dependent = False
     if isinstance(config, StreamConfig) and config.num_splits > 1:
@@ -407,6 +414,7 @@ def _run_stream(
         weight.stride(0),
         DECODE=decode,
         NUM_SPLITS=config.num_splits,
+        PREFETCH=config.prefetch if weight.is_cuda and not is_tma else 0,
         IS_DEPENDENT=is_dependent,
         IS_TMA=is_tma,
         **options,

@@ -1,0 +1,85 @@
+"""A search keeps the fastest settings, after every candidate gave the right result."""
+
+import json
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels import tuning
+from octavo.kernels.device import CPU, Device
+from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.tune import SEARCHES, Search, name_of, searches, tune
+
+HERE = Device(type="cpu", name="NVIDIA H200", capability=(9, 0))
+
+
+@dataclass(frozen=True)
+class Wait:
+    ms: float
+    is_wrong: bool = False
+
+
+def search(*configs):
+    def prepare(config, inputs):
+        def call():
+            time.sleep(config.ms / 1e3)
+            return inputs * (3 if config.is_wrong else 2)
+
+        return call
+
+    like = Contender("any", "FP8", lambda inputs: lambda: inputs, 0.01, 8)
+    benchmark = Benchmark(
+        op="wait",
+        case={"shape": "1"},
+        make_inputs=lambda seed: torch.ones(2),
+        truth=lambda inputs: inputs * 2,
+        contenders=(like,),
+    )
+    return Search("wait", "short", benchmark, list(configs), prepare)
+
+
+@pytest.mark.parametrize(
+    ("configs", "winner"),
+    [
+        ((Wait(8), Wait(1), Wait(4)), 1),
+        ((Wait(2), Wait(6)), 2),  # the default stays if nothing beats it
+    ],
+)
+def test_the_fastest_is_kept(configs, winner, tmp_path):
+    records = tune(search(*configs), HERE, tmp_path, "pytest")
+    assert json.loads((tmp_path / "h200.json").read_text()) == {
+        "wait": {"short": {"ms": winner, "is_wrong": False}}
+    }
+    won = [record for record in records if record.case["is_winner"]]
+    assert [record.impl for record in won] == [name_of(Wait(winner))]
+    assert {record.case["problem"] for record in records} == {"short"}
+
+
+def test_wrong_settings_end_the_search(tmp_path):
+    with pytest.raises(UnsupportedError, match="is wrong"):
+        tune(search(Wait(2), Wait(1, is_wrong=True)), HERE, tmp_path, "pytest")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("op", SEARCHES)
+def test_settings_are_tuned_on_a_gpu(op):
+    with pytest.raises(UnsupportedError, match="on the GPU they are for, got CPU"):
+        searches(op, CPU)
+
+
+def test_an_op_without_settings():
+    with pytest.raises(ConfigError, match="with settings to tune, one of .*; got 'wait'"):
+        searches("wait", HERE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", SEARCHES)
+def test_what_is_tuned_on_a_gpu(op):
+    from octavo.kernels.device import default_device
+
+    for one in searches(op, default_device()):
+        assert len(one.configs) == len({name_of(config) for config in one.configs}) > 1
+        assert one.op == op and tuning.file_name(default_device()).endswith(".json")
