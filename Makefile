@@ -48,8 +48,9 @@ test: check  ## lint, types and tests with coverage
 test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
 	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow
 
-test-gpu:  ## every test that needs a GPU; PY=python3 uses another interpreter than the one in .venv
-	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider
+test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another interpreter than .venv's
+	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels
+	PYTHONPATH=src $(or $(PY),$(BIN)/python) scripts/test_on_gpu.py
 
 bench: $(READY)  ## measure what this machine can measure
 	$(BIN)/octavo bench kernels

@@ -4,7 +4,10 @@ One record for each kernel whose tests all passed; exit code 1 if any failed. Th
 many processes as there are cores, up to 14, if pytest-xdist is there: most of the time goes into
 compiling.
 
-    python scripts/test_on_gpu.py results/gpu_tests_h200.jsonl [KERNEL ...]
+    python scripts/test_on_gpu.py [KERNEL ...]
+
+Records go to results/gpu_tests_<gpu>.jsonl. `make test-gpu` runs this and all other tests that need
+a GPU.
 """
 
 import importlib.util
@@ -15,11 +18,14 @@ import sys
 from pathlib import Path
 
 from octavo.kernels.device import default_device
+from octavo.kernels.tuning import file_name
 from octavo.measure import store
 from octavo.measure.bench.gate import kernel_names, passed_record, tests_of
 from octavo.measure.records import Machine
 
-TESTS = Path("tests") / "kernels"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+TESTS = ROOT / "tests" / "kernels"
 
 
 def run_tests(kernel: str) -> tuple[bool, int]:
@@ -41,12 +47,12 @@ def run_tests(kernel: str) -> tuple[bool, int]:
 
 def main() -> None:
     """Test the kernels named on the command line, or all of them."""
-    path, chosen = Path(sys.argv[1]), sys.argv[2:] or kernel_names()
-    device = default_device()
+    chosen, device = sys.argv[1:] or kernel_names(), default_device()
     if device.capability is None:
         sys.exit(f"expected a CUDA GPU, got {device.name}")
+    path = RESULTS / f"gpu_tests_{Path(file_name(device)).stem}.jsonl"
     machine = Machine.current(gpu=device.name, capability=device.capability)
-    command = f"python scripts/test_on_gpu.py results/{path.name}"
+    command = "python scripts/test_on_gpu.py"
     failed = []
     for kernel in chosen:
         is_passed, num_passed = run_tests(kernel)

@@ -78,5 +78,5 @@ def untested(records: list[Measurement]) -> dict[str, str]:
     for kernel in kernel_names():
         if (kernel, code_hash(kernel)) not in tested:
             changed = "changed after its last GPU test" if kernel in known else "never tested"
-            missing[kernel] = f"{changed}: run scripts/test_on_gpu.py"
+            missing[kernel] = f"{changed}: run `make test-gpu` on a GPU"
     return missing
