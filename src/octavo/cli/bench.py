@@ -1,12 +1,15 @@
 """octavo bench: how fast the ops run on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from octavo.measure.bench.precompile import Task
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 
@@ -44,6 +47,12 @@ def kernels(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs", "-j", min=1, help="Processes that compile kernels before they are timed."
+        ),
+    ] = 1,
     tune: Annotated[
         bool,
         typer.Option(
@@ -72,7 +81,12 @@ def kernels(
     from octavo.measure.report.tables import Table, from_records
 
     if tune:
-        _tune(op, output)
+        _tune(op, output, jobs)
+    if jobs > 1:
+        from octavo.measure.bench.kernels import SUITES
+        from octavo.measure.bench.precompile import tasks_of_benchmarks
+
+        _precompile([t for name in op or SUITES for t in tasks_of_benchmarks(name, peers)], jobs)
     device = default_device().torch_device
     command = " ".join(["octavo bench kernels", *(f"--op {name}" for name in op or [])])
     ceilings = measure_ceilings(device)
@@ -100,7 +114,17 @@ def kernels(
         out.print(f"Records: {output}", soft_wrap=True)
 
 
-def _tune(op: list[str] | None, output: Path | None) -> None:
+def _precompile(tasks: "list[Task]", jobs: int) -> None:
+    from rich.progress import track
+
+    from octavo.measure.bench.precompile import precompile
+
+    done = precompile(tasks, jobs)
+    for _ in track(done, total=len(tasks), description="compiling", console=err):
+        pass
+
+
+def _tune(op: list[str] | None, output: Path | None, jobs: int) -> None:
     """Search for the settings of some ops, or of all that have any."""
     from rich.progress import track
 
@@ -111,7 +135,12 @@ def _tune(op: list[str] | None, output: Path | None) -> None:
     from octavo.measure.report.tables import from_records
 
     device = default_device()
-    chosen = [search for name in op or SEARCHES for search in searches(name, device)]
+    names = list(op or SEARCHES)
+    if jobs > 1:
+        from octavo.measure.bench.precompile import tasks_of_searches
+
+        _precompile([task for name in names for task in tasks_of_searches(name)], jobs)
+    chosen = [search for name in names for search in searches(name, device)]
     for search in track(chosen, description="tuning", console=err):
         records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")
         records.sort(key=lambda record: record.values["median_ms"])

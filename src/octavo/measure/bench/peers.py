@@ -7,6 +7,7 @@ them as it wants them, and returns a call that gives the result in that layout.
 
 import importlib.util
 import lzma
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -52,8 +53,11 @@ def _unpacked(root: Path, ending: str) -> list[Path]:
     found = []
     for packed in sorted(root.rglob(f"*{ending}.xz")):
         path = packed.with_suffix("")
-        with lzma.open(packed) as source, open(path, "wb") as target:
+        # Renamed when whole: other processes may be looking for it.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with lzma.open(packed) as source, open(temporary, "wb") as target:
             shutil.copyfileobj(source, target)
+        os.replace(temporary, path)
         found.append(path)
     return found
 
