@@ -1,20 +1,21 @@
 """Compile a Triton kernel for a GPU that is not there, and read what the compiler made of it.
 
-Run as a program, since the interpreter of the other tests replaces the compiler of a process:
-
-    python compiling.py MODULE KERNEL CAPABILITY SIGNATURE CONSTANTS ALIGNED OPTIONS
-
-where the last four are JSON.
+Done by another process, since the interpreter of the other tests replaces the compiler of this one.
+It is started once and reads one request in JSON from each line: importing takes as long as
+compiling.
 """
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -35,28 +36,45 @@ def compile_for(capability, kernel, signature, constants, *, aligned=(), **optio
     aligned: arguments that are multiples of 16, as strides are at run time; with any of them, the
     pointers are as well.
     """
-    module, name = kernel.split(":")
-    arguments = map(json.dumps, (signature, constants, list(aligned), options))
-    command = [sys.executable, __file__, module, name, str(capability), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=_environment())
-    assert result.returncode == 0, result.stderr
-    return Compiled(**json.loads(result.stdout.splitlines()[-1]))
+    request = {
+        "capability": capability,
+        "kernel": kernel,
+        "signature": signature,
+        "constants": constants,
+        "aligned": list(aligned),
+        "options": options,
+    }
+    compiler = _start()
+    print(json.dumps(request), file=compiler.stdin, flush=True)
+    reply = json.loads(compiler.stdout.readline())
+    assert "error" not in reply, reply["error"]
+    return Compiled(**reply)
 
 
-def _environment():
-    import os
+@cache
+def _start():
+    """The process that compiles; it ends with this one, when its input does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, __file__], text=True, env=environment, **pipes)
 
-    return {**os.environ, "TRITON_INTERPRET": "0"}
+
+def _serve():
+    for line in sys.stdin:
+        try:
+            reply = _compile(**json.loads(line))
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), flush=True)
 
 
-def _main(module, name, capability, signature, constants, aligned, options):
+def _compile(capability, kernel, signature, constants, aligned, options):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    module, name = kernel.split(":")
     function = getattr(importlib.import_module(module), name)
-    signature, constants = json.loads(signature), json.loads(constants)
-    aligned = json.loads(aligned)
     signature = {arg: signature.get(arg, "constexpr") for arg in function.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
@@ -64,20 +82,19 @@ def _main(module, name, capability, signature, constants, aligned, options):
         if arg in aligned or (aligned and kind.startswith("*"))
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    target = GPUTarget("cuda", int(capability), 32)
-    compiled = triton.compile(source, target=target, options=json.loads(options))
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=options)
     usage = _cuobjdump("--dump-resource-usage", compiled.asm["cubin"])
     instructions = _cuobjdump("-sass", compiled.asm["cubin"])
     opcode = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)"
     found = {key: int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
-    result = {
+    return {
         "ptx": compiled.asm["ptx"],
         "opcodes": Counter(re.findall(opcode, instructions, re.MULTILINE)),
         "num_registers": found["REG"],
         "stack_bytes": found["STACK"],
         "shared_bytes": compiled.metadata.shared,
     }
-    print(json.dumps(result))
 
 
 def _cuobjdump(option, cubin):
@@ -92,4 +109,4 @@ def _cuobjdump(option, cubin):
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()
