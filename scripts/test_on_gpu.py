@@ -42,7 +42,8 @@ def run_tests(kernel: str) -> tuple[bool, int]:
     if result.returncode:
         print("\n".join(line[:300] for line in tail if line.startswith(("FAILED", "E "))))
     passed = re.search(r"(\d+) passed", result.stdout)
-    return result.returncode == 0, int(passed[1]) if passed else 0
+    num_passed = int(passed[1]) if passed else 0
+    return result.returncode == 0 and num_passed > 0, num_passed
 
 
 def main() -> None:

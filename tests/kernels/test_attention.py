@@ -1,5 +1,6 @@
 """The attention kernel against the reference: on a GPU, or small in the interpreter."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -201,6 +202,28 @@ def test_strided_operands(device):
     check(inputs)
 
 
+def test_transposed_values_further_apart_than_32_bits_count(device):
+    """Only the last keys are seen; what is before them takes no memory until it is touched."""
+    num_keys, head_dim = 2**31 // 64 + 16, 72
+    # Not torch.zeros, which writes all of it.
+    zeros = (np.zeros(num_keys * head_dim, np.uint8) for _ in range(2))
+    k, v = (torch.from_numpy(x).to(device).view(E4M3) for x in zeros)
+    k, v = k.view(1, num_keys, 1, head_dim), v.view(1, 1, head_dim, num_keys)
+    inputs = make_attention_inputs(
+        AttentionCase(batch=1, q_len=16, num_heads=1, num_kv_heads=1, head_dim=head_dim),
+        dtype=E4M3,
+        device=device,
+    )
+    spec = AttentionSpec(window=16, causal=True)
+    v[..., -16:] = transpose_values(inputs["v"])
+    q, scales = inputs["q"][:, -1:], inputs["scales"]
+    options = {"packing": None, "sinks": None, "key_mask": None, "out_dtype": torch.float32}
+    out, _ = attention(q, k, v, spec, scales, value_layout="transposed", **options)
+    keys = torch.zeros_like(inputs["k"])
+    truth, _ = reference.attention(q, keys, inputs["v"], spec, scales)
+    torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("device_", [H200, A100, L4], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 40, 100))
@@ -341,6 +364,27 @@ def test_more_elements_than_32_bits_count():
     truth, _ = reference.attention(*last, spec, scales, compute=torch.float64)
     model, _ = reference.attention(*last, spec, scales, rounding=kernel_rounding(E4M3, spec))
     assert_within_budget(out[:, :, -1:], truth=truth, model=model)
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_second_axis_of_programs_counts():
+    case = PackedCase(q_lens=(3,) * 5000, num_heads=16, num_kv_heads=16, head_dim=64)
+    inputs = make_packed_inputs(case, dtype=E4M3, device="cuda")
+    out = ops.attention(**inputs, out_dtype=torch.float32, impl="triton")
+    dense = {name: inputs[name].view(5000, 3, 16, 64) for name in "qkv"}
+    expected = ops.attention(
+        **dense,
+        spec=inputs["spec"],
+        scales=inputs["scales"],
+        out_dtype=torch.float32,
+        impl="triton",
+    )
+    assert_same_bits(out, expected.view(out.shape))
+    some = slice(-32, None)
+    truth, _ = reference.attention(
+        *(x[some] for x in dense.values()), inputs["spec"], inputs["scales"]
+    )
+    assert relative_rms(expected[some], truth) < 0.05
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from compiling import compile_for  # noqa: E402
 NAMES = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 STRIDES = [f"{x}_{of}_stride" for x in "qk" for of in ("batch", "token", "head")]
 STRIDES += [f"v_{of}_stride" for of in ("batch", "inner", "head")]
-SIZES = ["num_sequences", "num_heads", "group", "q_len", "kv_len", "window"]
+SIZES = ["num_tiles", "num_sequences", "num_heads", "group", "q_len", "kv_len", "window"]
 
 
 def compiled(capability, dtype, head_dim, *, promote_every=1):
@@ -47,6 +47,7 @@ def compiled(capability, dtype, head_dim, *, promote_every=1):
             "HAS_SINKS": False,
             "HAS_KEY_MASK": False,
             "IS_TRANSPOSED": is_fp8,
+            "IS_WIDE": False,
             "Q_PER_HEAD": False,
             "K_GRANULARITY": "tensor",
             "V_GRANULARITY": "tensor",

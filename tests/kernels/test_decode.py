@@ -242,6 +242,27 @@ def test_objections():
         assert message in objection_to_gluon(device, **(plain | changes))
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, E4M3), (BF16, torch.float32), (FP16, BF16)])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_tiles_of_float32_fit_the_smallest_shared_memory(head_dim, dtypes):
+    q_dtype, page_dtype = dtypes
+    shape = DecodeShape(
+        num_sequences=8,
+        q_len=4,
+        num_heads=128,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        page_size=64,
+        max_pages=512,
+        q_dtype=q_dtype,
+        page_dtype=page_dtype,
+    )
+    config = default(shape, L4)
+    assert is_valid(config, shape)
+    # Queries, keys and values as the products take them.
+    assert 4 * head_dim * (config.columns + 2 * config.block_tokens) <= L4.shared_bytes
+
+
 @pytest.mark.parametrize("page_dtype", [E4M3, BF16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rows", [1, 7, 16, 64])

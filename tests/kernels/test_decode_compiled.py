@@ -152,7 +152,6 @@ def test_plan():
     constants = {
         "HAS_WINDOW": True,
         "BLOCK_TOKENS": 256,
-        "BISECTIONS": 12,
         "MODES": 4,
         "SEQUENCES": 64,
         "OTHERS": 32,

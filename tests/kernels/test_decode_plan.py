@@ -8,7 +8,8 @@ from octavo.errors import ConfigError
 from octavo.kernels.decode.config import DecodeShape, default, default_gluon, plan_settings
 from octavo.kernels.device import Device
 from octavo.numerics.attention import AttentionSpec
-from octavo.numerics.decode_plan import ITEM_BLOCKS, PlanSettings, make_items
+from octavo.numerics.decode_plan import ITEM_BLOCKS, DecodePlan, PlanSettings, make_items
+from octavo.ops.plan_decode import settings_for
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import make_paged_view
@@ -190,6 +191,20 @@ def test_a_plan_for_something_else_is_refused():
         ops.plan_decode(view, num_heads=4, q_len=5)
     with pytest.raises(ConfigError, match="a multiple of the KV heads, got 5 and 2"):
         ops.plan_decode(view, num_heads=5)
+
+
+@pytest.mark.parametrize("impl", ["gluon", "triton"])
+def test_a_plan_for_another_batch_is_refused(impl):
+    """Its settings may be the same: on an H200 those of 10 … 66 sequences of 32k tokens are."""
+    view = make_paged_view(PagedCase(head_dim=128))
+    options = {"num_heads": 4, "q_len": 1, "dtype": torch.bfloat16}
+    settings = settings_for(impl, view, AttentionSpec(causal=True), **options)
+    items, counters = make_plan(view.lengths, settings, max_blocks=4)
+    more = torch.cat((counters, counters[: settings.programs_per_item]))
+    plan = DecodePlan(items, more, settings, impl)
+    q = torch.randn(5, 1, 4, 128, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="made for 5 sequences, got one for 6"):
+        ops.decode_attention(q, view, plan=plan)
 
 
 @pytest.mark.gpu

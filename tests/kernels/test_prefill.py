@@ -79,6 +79,24 @@ def test_pages_that_are_not_fp8(page_dtype, device):
     check(case, page_dtype, device)
 
 
+@pytest.mark.parametrize("page_dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_queries_lose_nothing_of_other_pages(dtype, page_dtype, device):
+    case = PagedCase(lengths=(70,), q_lens=(9,), dtype=page_dtype, head_dim=32)
+    check(case, dtype, device)
+
+
+def test_no_sequences(device):
+    """The result is contiguous, as torch.compile is told, whatever the queries are."""
+    view = make_paged_view(PagedCase(lengths=(), q_lens=(), head_dim=32), device=device)
+    q = torch.ones(4, 6, 32, dtype=BF16, device=device).transpose(0, 1)
+    ends = torch.zeros(1, dtype=torch.int32, device=device)
+    options = {"sinks": None, "out_dtype": BF16, "num_cached_tokens": 0}
+    out, lse = prefill(q, view, ends, 0, AttentionSpec(), None, **options)
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert not out.any() and not lse.any()
+
+
 @pytest.mark.parametrize(
     "spec",
     [

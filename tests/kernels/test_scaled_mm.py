@@ -29,7 +29,7 @@ from octavo.testing.cases import MATMULS, MatmulCase
 from octavo.testing.inputs import Draw, make_matmul_inputs
 
 pytest.importorskip("triton")
-from octavo.kernels.scaled_mm.triton import scaled_mm  # noqa: E402
+from octavo.kernels.scaled_mm.triton import _fits_tma, scaled_mm  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Device("cuda", "NVIDIA H200", (9, 0), num_sms=132)
@@ -224,6 +224,14 @@ def test_defaults_and_candidates_are_valid(shape, device, width, is_fp8):
     assert found[0] == default(shape, device, width, is_fp8=is_fp8)
     assert len(set(found)) == len(found) > 1
     assert all(is_valid(config, width, is_fp8=is_fp8) for config in found)
+
+
+def test_rows_that_are_copied_in_bulk_lie_apart():
+    x, weight = torch.zeros(4, 32, dtype=E4M3.dtype), torch.zeros(8, 32, dtype=E4M3.dtype)
+    assert _fits_tma(x, weight, TileConfig())
+    assert not _fits_tma(x[:1].expand(4, 32), weight, TileConfig())
+    assert not _fits_tma(x.flatten().as_strided((4, 32), (16, 1)), weight, TileConfig())
+    assert not _fits_tma(x, weight[:, 1:], TileConfig())
 
 
 def test_settings_that_are_not_valid():

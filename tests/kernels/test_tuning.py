@@ -71,6 +71,12 @@ def test_a_broken_file_is_named(folder):
         tuning.find("op", "a", H200, Settings)
 
 
+def test_settings_of_another_version_are_named(folder):
+    (folder / "h200.json").write_text('{"op": {"a": {"block": 1, "stages": 2}}}')
+    with pytest.raises(ConfigError, match="expected block, num_warps for op 'a' .* tune again"):
+        tuning.find("op", "a", H200, Settings)
+
+
 def test_shipped_files_hold_settings_of_their_ops():
     for path in tuning.FOLDER.glob("*.json"):
         for op, rows in json.loads(path.read_text()).items():

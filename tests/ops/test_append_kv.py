@@ -136,7 +136,12 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "options",
-    [{"rotary": tables()}, {"q_scale": torch.ones(4)}, {"query": None, "rotary": tables()}],
+    [
+        {"rotary": tables()},
+        {"q_scale": torch.ones(4)},
+        {"q_scale": torch.ones(4), "query": torch.ones(4, 3, 64).transpose(0, 1)},
+        {"query": None, "rotary": tables()},
+    ],
     ids=lambda options: "-".join(options),
 )
 def test_fake_results_have_the_same_strides(options):

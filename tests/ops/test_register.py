@@ -15,6 +15,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerBlock, PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
+from octavo.ops.register import on_device_of
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
 from octavo.testing.inputs import (
@@ -303,3 +304,33 @@ def test_the_callers_context_changes_nothing(name, context):
         results.append([x for x in tree_leaves(result) if x is not None] + written)
     for expected, found in zip(*results, strict=True):
         assert_same_bits(found, expected)
+
+
+class OnOtherGpu(torch.Tensor):
+    """Says that it lies on GPU 1."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+def test_kernels_are_launched_on_the_device_of_the_operands(monkeypatch):
+    """A model may lie on several GPUs while the first one is current."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: f"on {device}")
+    there, here = torch.zeros(2).as_subclass(OnOtherGpu), torch.zeros(2)
+    assert on_device_of((there, here)) == "on cuda:1"
+    assert on_device_of(([there, here], None, "text")) == "on cuda:1"
+    assert on_device_of((None, [], there)) == "on cuda:1"
+    for args in ((here, there), (), (None, 3, [])):
+        assert isinstance(on_device_of(args), nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert isinstance(on_device_of((there,)), nullcontext)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one():
+    x = torch.randn(64, 256, device="cuda:1", dtype=torch.bfloat16)
+    result = ops.quantize(x, PerToken())
+    assert torch.cuda.current_device() == 0
+    assert_same_bits(result.data, ops.quantize(x.cpu(), PerToken()).data)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from octavo import ops
+from octavo.cache.view import PagedView
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.device import CPU, Device
-from octavo.numerics.attention import AttentionSpec
-from octavo.numerics.granularity import PerToken
+from octavo.numerics.attention import AttentionSpec, Packing
+from octavo.numerics.granularity import PerHead, PerToken
+from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
 from octavo.ops.select import (
     _IMPLS,
@@ -20,6 +22,7 @@ from octavo.ops.select import (
     scale_granularity,
     select,
 )
+from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import AttentionCase, PackedCase, PagedCase
 from octavo.testing.inputs import (
     make_attention_inputs,
@@ -276,3 +279,60 @@ def test_the_reference_cannot_be_taken_away():
     with pytest.raises(ConfigError, match="is its specification"):
         ops.unregister_impl("attention", "reference")
     assert impl_names("attention")[-1] == "reference"
+
+
+def probe(op, seen):
+    """An implementation like the reference that keeps what it was given."""
+    reference = _IMPLS[op][-1].run
+
+    def run(*args, **options):
+        seen.extend([*args, *options.values()])
+        return reference(*args, **options)
+
+    return run
+
+
+def strided(x):
+    """x with something between its elements."""
+    return torch.stack((x, torch.full_like(x, 7)), dim=-1)[..., 0]
+
+
+def test_implementations_get_small_operands_contiguous(registry):
+    """Kernels read scales, sinks and lengths by their number alone."""
+    packed = make_packed_inputs(PackedCase(has_sinks=True), dtype=torch.float8_e4m3fn)
+    packing = packed["packing"]
+    ends = Packing(strided(packing.cu_seqlens_q), strided(packing.cu_seqlens_k), 65, 65)
+    of_pages = PagedCase(has_sinks=True, granularity=PerToken())
+    prefill = make_prefill_inputs(of_pages, dtype=torch.float8_e4m3fn)
+    decode = make_decode_inputs(of_pages)
+    view = prefill["view"]
+    view = replace(view, key_scale=strided(view.key_scale), value_scale=strided(view.value_scale))
+    heads = QkvScales(strided(torch.ones(4)), torch.ones(1).expand(2), strided(torch.ones(2)))
+    calls = {
+        "attention": packed | {"packing": ends, "scales": heads},
+        "prefill_attention": prefill | {"view": view, "q_scale": strided(prefill["q_scale"])},
+        "decode_attention": decode,
+        "quantize": {
+            "x": torch.randn(3, 4, 16),
+            "granularity": PerHead(),
+            "scale": torch.ones(1).expand(4),
+        },
+    }
+    for op, inputs in calls.items():
+        if inputs.get("sinks") is not None:
+            inputs["sinks"] = strided(inputs["sinks"])
+        seen = []
+        ops.register_impl(op, "probe", probe(op, seen))
+        result = getattr(ops, op)(**inputs, impl="probe")
+        expected = getattr(ops, op)(**inputs, impl="reference")
+        tensors = [x for x in seen if isinstance(x, torch.Tensor)]
+        tensors += [
+            x for one in seen if isinstance(one, QkvScales | Packing) for x in vars(one).values()
+        ]
+        if op == "prefill_attention":
+            tensors += [x for one in seen if isinstance(one, PagedView) for x in one.tensors]
+        tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
+        assert len(tensors) > 1
+        assert all(x.is_contiguous() for x in tensors), op
+        result, expected = (x.data if op == "quantize" else x for x in (result, expected))
+        assert_same_bits(result, expected)

@@ -6,7 +6,7 @@ import torch
 from octavo import ops
 from octavo.errors import ConfigError
 from octavo.numerics.attention import AttentionSpec
-from octavo.ops.warm_up import AttentionLayers, LinearLayers, warm_up_calls
+from octavo.ops.warm_up import BATCHES, ROWS, AttentionLayers, LinearLayers, warm_up_calls
 
 DECODER = AttentionLayers(num_heads=4, num_kv_heads=2, head_dim=32)
 ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=False)
@@ -16,8 +16,8 @@ ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=F
     ("layers", "expected"),
     [
         (ENCODER, {"quantize_qkv": 4, "attention": 2}),
-        (DECODER, {"append_kv": 2, "prefill_attention": 2, "decode_attention": 1}),
-        (LinearLayers(64, 32), {"quantize": 2, "scaled_mm": 4}),
+        (DECODER, {"append_kv": 2, "prefill_attention": 2, "decode_attention": len(BATCHES)}),
+        (LinearLayers(64, 32), {"quantize": len(ROWS), "scaled_mm": 2 * len(ROWS)}),
     ],
 )
 def test_every_op_is_called(layers, expected):
@@ -29,7 +29,7 @@ def test_every_op_is_called(layers, expected):
 def test_a_cache_that_is_not_fp8_has_no_fp8_queries():
     layers = AttentionLayers(num_heads=4, num_kv_heads=2, head_dim=32, page_dtype=torch.bfloat16)
     names = list(ops.warm_up([layers], "cpu"))
-    assert not any("FP8" in name for name in names) and len(names) == 3
+    assert not any("FP8" in name for name in names) and len(names) == 2 + len(BATCHES)
 
 
 def test_a_window_sinks_and_softcap():

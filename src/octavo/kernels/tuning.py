@@ -7,7 +7,7 @@ a problem without a row, has the defaults. `octavo bench kernels --tune` writes 
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +30,17 @@ def find(op: str, problem: str, device: Device, kind: type[Config]) -> Config | 
     """The settings that won for this problem on this GPU, or None where nothing was tuned."""
     if device.capability is None:
         return None
-    row = _read(FOLDER / file_name(device)).get(op, {}).get(problem)
-    return None if row is None else kind(**row)
+    path = FOLDER / file_name(device)
+    row = _read(path).get(op, {}).get(problem)
+    if row is None:
+        return None
+    expected = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if set(row) != expected:
+        raise ConfigError(
+            f"expected {', '.join(sorted(expected))} for {op} {problem!r} in {path}, got "
+            f"{', '.join(sorted(row))}: tune again"
+        )
+    return kind(**row)
 
 
 def save(op: str, problem: str, device: Device, config: Any, folder: Path = FOLDER) -> Path:

@@ -131,8 +131,9 @@ def _run(
     )
     if turned is None:
         return key.new_empty(0)
-    # An operator's result must not be one of its arguments.
-    return torch.clone(turned, memory_format=torch.contiguous_format) if turned is query else turned
+    # An operator's result must not be one of its arguments, and has the strides that are promised.
+    is_new = turned is not query and turned.is_contiguous()
+    return turned if is_new else torch.clone(turned, memory_format=torch.contiguous_format)
 
 
 def _fake(

@@ -21,7 +21,7 @@ from octavo.ops.check import (
     check_scales,
     check_sinks,
 )
-from octavo.ops.register import define, empty_result
+from octavo.ops.register import as_contiguous, define, empty_result
 from octavo.ops.select import (
     Request,
     features_of,
@@ -179,7 +179,9 @@ def _run(
     spec = parse_spec(spec_text)
     packing = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        packing = Packing(
+            cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
+        )
     request = Request(
         op="attention",
         device=describe(q.device),
@@ -202,10 +204,10 @@ def _run(
         k,
         v,
         spec,
-        QkvScales(q_scale, k_scale, v_scale),
+        QkvScales(q_scale.contiguous(), k_scale.contiguous(), v_scale.contiguous()),
         packing=packing,
-        sinks=sinks,
-        key_mask=key_mask,
+        sinks=as_contiguous(sinks),
+        key_mask=as_contiguous(key_mask),
         out_dtype=out_dtype,
         value_layout=value_layout,
     )

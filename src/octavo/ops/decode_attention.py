@@ -24,7 +24,7 @@ from octavo.ops.plan_decode import (
     settings_for,
     shape_of,
 )
-from octavo.ops.register import define
+from octavo.ops.register import as_contiguous, define
 from octavo.ops.select import Request, find_run, register_impl, register_reference, select
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
@@ -92,6 +92,13 @@ def _check_plan(
                 f"expected a plan made for {expected}, got one for {plan.settings}: make it by "
                 "plan_decode with the same view, spec and queries"
             )
+        # Batches of many sizes have the same settings; the counters tell them apart.
+        programs = plan.settings.programs_per_item
+        if len(plan.counters) != view.num_sequences * programs:
+            raise ConfigError(
+                f"expected a plan made for {view.num_sequences} sequences, got one for "
+                f"{len(plan.counters) // programs}"
+            )
     return plan.impl
 
 
@@ -117,7 +124,7 @@ def _run(
         settings = PlanSettings.of_numbers(plan_numbers)
         plan = DecodePlan(items, counters, settings, select(request, impl).impl)
     options = {} if plan is None else {"plan": plan}
-    result: Tensor = run(q, view, spec, sinks=sinks, out_dtype=out_dtype, **options)
+    result: Tensor = run(q, view, spec, sinks=as_contiguous(sinks), out_dtype=out_dtype, **options)
     return result
 
 

@@ -1,5 +1,6 @@
 """prefill_attention: the newest tokens of each sequence over its pages."""
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -17,7 +18,7 @@ from octavo.ops.check import (
     check_query_over_pages,
     check_sinks,
 )
-from octavo.ops.register import define, empty_result
+from octavo.ops.register import as_contiguous, define, empty_result
 from octavo.ops.select import Request, features_of, find_run, register_impl, register_reference
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
@@ -130,7 +131,7 @@ def _run(
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     spec = parse_spec(spec_text)
-    view = PagedView(*tensors)
+    view = _with_contiguous_scales(PagedView(*tensors))
     request = Request(
         op="prefill_attention",
         device=describe(q.device),
@@ -145,15 +146,20 @@ def _run(
     out, lse = find_run(request, impl)(
         q,
         view,
-        cu_seqlens_q,
+        cu_seqlens_q.contiguous(),
         max_seqlen_q,
         spec,
-        q_scale,
-        sinks=sinks,
+        as_contiguous(q_scale),
+        sinks=as_contiguous(sinks),
         out_dtype=out_dtype,
         num_cached_tokens=num_cached_tokens,
     )
     return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
+
+
+def _with_contiguous_scales(view: PagedView) -> PagedView:
+    key_scale, value_scale = view.key_scale.contiguous(), view.value_scale.contiguous()
+    return replace(view, key_scale=key_scale, value_scale=value_scale)
 
 
 def _fake(

@@ -88,7 +88,7 @@ def _static(x: Tensor, scale: Tensor, granularity: str, fmt: str, impl: str | No
         x,
         parse_granularity(granularity),
         format_named(fmt),
-        scale=scale,
+        scale=scale.contiguous(),
         margin=1.0,
         power_of_two=False,
     )

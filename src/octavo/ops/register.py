@@ -1,6 +1,7 @@
 """octavo's operators in torch.library, so that torch.compile sees each as one node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     """Define octavo::<schema>; `fake` makes empty results of the right shapes for tracing."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _guarded(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
     if "!" in schema:  # torch.library has no gradients for operators that write to their inputs
         _LIBRARY.impl(name, _without_gradient(name), "Autograd")
@@ -31,14 +32,30 @@ def empty_result(q: Tensor, out_dtype: torch.dtype, return_lse: bool) -> tuple[T
     return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as it is outside torch.autocast: an op's arguments say in what dtype it computes."""
+def as_contiguous(x: Tensor | None) -> Tensor | None:
+    """A small operand as implementations get it: whatever its strides were, one after the other."""
+    return None if x is None else x.contiguous()
+
+
+def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` outside torch.autocast, on the GPU of its arguments, which say dtypes and place."""
 
     def call(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), on_device_of(args):
             return run(*args)
 
     return call
+
+
+def on_device_of(args: Sequence[object]) -> AbstractContextManager[object]:
+    """The GPU of the first tensor as the current one, on which Triton launches its kernels."""
+    for arg in args:
+        first = arg[0] if isinstance(arg, list) and arg else arg
+        if isinstance(first, Tensor):
+            if first.is_cuda and first.device.index != torch.cuda.current_device():
+                return torch.cuda.device(first.device)
+            break
+    return nullcontext()
 
 
 def _no_gradient(name: str) -> Callable[..., NoReturn]:

@@ -1,11 +1,11 @@
 """warm_up: run every op that a model will need once, so that its kernels are compiled.
 
-Kernels are compiled for dtypes, head_dim, numbers of heads and features, not for lengths or batch
-sizes: small inputs are enough.
+Kernels are compiled for dtypes, head_dim, numbers of heads and features, and for classes of sizes:
+a ladder of batches and of rows meets them. Lengths do not matter.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,6 +32,9 @@ from octavo.ops.scaled_mm import scaled_mm
 
 # Tokens of a warm-up call: more than one tile of every kernel.
 NUM_TOKENS = 256
+# Batches of a decode step, and rows of a linear layer.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS = (1, 16, 32, 64, NUM_TOKENS)
 Call = tuple[str, Callable[[], object]]
 
 
@@ -135,13 +138,18 @@ def _decoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
     prefill = partial(
         prefill_attention, view=view, cu_seqlens_q=ends, max_seqlen_q=NUM_TOKENS, spec=layers.spec
     )
-    decode = partial(decode_attention, q[None, :1], view, layers.spec, sinks=sinks)
     name = f"decoder, head_dim {layers.head_dim}, {str(layers.page_dtype).removeprefix('torch.')}"
     calls: list[Call] = [
         (f"{name}: append_kv", append),
         (f"{name}: prefill_attention, BF16", partial(prefill, q, sinks=sinks)),
-        (f"{name}: decode_attention", decode),
     ]
+    for batch in BATCHES:
+        rows = replace(
+            view, page_table=view.page_table.repeat(batch, 1), lengths=view.lengths.repeat(batch)
+        )
+        queries = q[:1].repeat(batch, 1, 1).unsqueeze(1)
+        decode = partial(decode_attention, queries, rows, layers.spec, sinks=sinks)
+        calls.append((f"{name}: decode_attention, {batch} sequences", decode))
     if is_fp8(layers.page_dtype):
         q8 = q.to(torch.float8_e4m3fn)
         calls += [
@@ -155,11 +163,11 @@ def _decoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
 
 
 def _linear(layers: LinearLayers, device: torch.device) -> list[Call]:
-    """Few tokens and many: they have kernels of their own."""
+    """Few rows and many: they have kernels of their own."""
     weight = quantize(_bf16(device, layers.columns, layers.depth), PerChannel())
     bias = _bf16(device, layers.columns)
     calls: list[Call] = []
-    for rows in (1, NUM_TOKENS):
+    for rows in ROWS:
         x = _bf16(device, rows, layers.depth)
         name = f"linear, {layers.depth} to {layers.columns}, {rows} tokens"
         quantized = quantize(x, PerToken())

@@ -24,7 +24,8 @@ def kernels(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     (folder / "add").mkdir(parents=True)
     (folder / "primitives.py").write_text("x = 1\n")
-    (folder / "add" / "config.py").write_text("a = 1\n")
+    (folder / "add" / "config.py").write_text("from octavo.kernels.primitives import x\n")
+    (folder / "tuned").mkdir()
     (folder / "add" / "triton.py").write_text(
         "b = 2  # why\n\n\ndef f():\n    return '# no comment'\n"
     )
@@ -38,8 +39,10 @@ def kernels(tmp_path, monkeypatch):
         ("add/triton.py", "# more\nb = 2\ndef f():\n    return '# no comment'\n", True),
         ("add/triton.py", "b = 2\ndef f():\n    return '# another'\n", False),
         ("add/triton.py", "b = 3\ndef f():\n    return '# no comment'\n", False),
-        ("add/config.py", "a = 2\n", False),
+        ("add/config.py", "x = 2\n", False),
         ("primitives.py", "x = 2\n", False),
+        ("device.py", "y = 1\n", True),  # which nothing here imports
+        ("tuned/gpu.json", "{}", False),
     ],
 )
 def test_only_code_counts(kernels, file, content, is_same):
@@ -51,6 +54,12 @@ def test_only_code_counts(kernels, file, content, is_same):
     assert missing == ({} if is_same else {"add": missing.get("add")})
     if not is_same:
         assert missing["add"].startswith("changed after its last GPU test")
+
+
+def test_a_kernel_changes_with_those_it_runs():
+    behind = {path.parent.name for path in gate._files_behind("prefill")}
+    assert {"prefill", "attention", "kernels"} <= behind
+    assert "quantize" in {path.parent.name for path in gate._files_behind("scaled_mm")}
 
 
 def test_a_kernel_without_any_record(kernels):

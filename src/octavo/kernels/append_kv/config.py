@@ -67,8 +67,8 @@ def query_values(group: int, head_dim: int) -> int:
 
 def problem(num_tokens: int, num_kv_heads: int, group: int, head_dim: int) -> str:
     """What launch settings are tuned for."""
-    tokens = "many" if num_tokens > 64 else "few"
-    return f"{tokens} tokens KV heads {num_kv_heads} group {group} head_dim {head_dim}"
+    tokens = f"tokens 2^{(num_tokens - 1).bit_length()}"
+    return f"{tokens} KV heads {num_kv_heads} group {group} head_dim {head_dim}"
 
 
 def choose(

@@ -22,12 +22,13 @@ def _zero_padding(
     num_tokens,
     head,
     num_heads,
+    num_tiles,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Zeros for the tokens after the last sequence, from `first` on in steps of the whole grid."""
+    """Zeros for the tokens after the last sequence, from `first` on in steps of all tiles."""
     dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
-    for start in range(first, num_tokens, tl.num_programs(0) * BLOCK):
+    for start in range(first, num_tokens, num_tiles * BLOCK):
         token = (start + tl.arange(0, BLOCK)).to(tl.int64)
         is_token = token < num_tokens
         row = token * num_heads + head
@@ -37,7 +38,7 @@ def _zero_padding(
         tl.store(lse_ptr + row, tl.zeros([BLOCK], tl.float32), mask=is_token)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "q_len", "kv_len", "window"])
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "q_len", "kv_len", "window"])
 def _attention_kernel(
     q_ptr,
     k_ptr,
@@ -60,6 +61,7 @@ def _attention_kernel(
     v_batch_stride,
     v_inner_stride,
     v_head_stride,
+    num_tiles,
     num_sequences,
     num_heads,
     group,
@@ -75,6 +77,7 @@ def _attention_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     Q_PER_HEAD: tl.constexpr,
     K_GRANULARITY: tl.constexpr,
     V_GRANULARITY: tl.constexpr,
@@ -93,13 +96,17 @@ def _attention_kernel(
 
     q_len and kv_len are those of a dense batch; of a packed call q_len is the number of tokens.
     Of a causal call the tiles with most keys come first, so that the last ones to run are short.
+    IS_WIDE: the rows of transposed values lie further apart than 32 bits count.
     K_GRANULARITY and V_GRANULARITY: "tensor", "head" or "token" (a scale per token and KV head).
     """
-    tile = tl.program_id(0)
+    # One axis: the others end at 65535, which heads of many short sequences exceed.
+    tile = tl.program_id(0) % num_tiles
     if IS_CAUSAL:
-        tile = tl.num_programs(0) - 1 - tile
-    sequence = tl.program_id(1) // num_heads
-    head = tl.program_id(1) % num_heads
+        tile = num_tiles - 1 - tile
+    sequence = tl.program_id(0) // num_tiles // num_heads
+    head = tl.program_id(0) // num_tiles % num_heads
+    if IS_WIDE:
+        v_inner_stride = tl.cast(v_inner_stride, tl.int64)
     kv_head = head // group
     num_kv_heads = num_heads // group
     # Where the sequence's queries and keys start, in tokens of the whole tensor.
@@ -107,7 +114,15 @@ def _attention_kernel(
         if sequence == num_sequences:
             first_padding = tl.load(cu_seqlens_q_ptr + num_sequences) + tile * BLOCK_M
             _zero_padding(
-                out_ptr, lse_ptr, first_padding, q_len, head, num_heads, HEAD_DIM, BLOCK_M
+                out_ptr,
+                lse_ptr,
+                first_padding,
+                q_len,
+                head,
+                num_heads,
+                num_tiles,
+                HEAD_DIM,
+                BLOCK_M,
             )
             return
         q_first = tl.load(cu_seqlens_q_ptr + sequence)
@@ -302,12 +317,12 @@ def attention(
     max_q_len = q_len if packing is None else max(1, packing.max_seqlen_q)
     shape = AttentionShape(q.dtype, head_dim, max_q_len, spec.promote_every)
     config = config or choose(shape, describe(q.device))
-    num_sequences = q.shape[0]
-    grid = (triton.cdiv(max_q_len, config.block_m), num_sequences * num_heads)
+    num_sequences = num_parts = q.shape[0]
+    num_tiles = triton.cdiv(max_q_len, config.block_m)
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         num_sequences = len(packing.cu_seqlens_q) - 1
-        grid = (grid[0], (num_sequences + 1) * num_heads)  # one more for what is padding
+        num_parts = num_sequences + 1  # one more for what is padding
     if out.numel() == 0:
         return out, lse
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -317,7 +332,7 @@ def attention(
     cu_seqlens_q, cu_seqlens_k = q, k  # not read
     if packing is not None:
         cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    _attention_kernel[grid](
+    _attention_kernel[(num_tiles * num_parts * num_heads,)](
         q,
         k,
         v,
@@ -339,6 +354,7 @@ def attention(
         v.stride(0),
         v.stride(2) if is_transposed else v.stride(1),
         v.stride(1) if is_transposed else v.stride(2),
+        num_tiles,
         num_sequences,
         num_heads,
         num_heads // k.shape[-2],
@@ -354,6 +370,7 @@ def attention(
         HAS_SINKS=sinks is not None,
         HAS_KEY_MASK=key_mask is not None,
         IS_TRANSPOSED=is_transposed,
+        IS_WIDE=is_transposed and head_dim * v.stride(2) >= 2**31,
         Q_PER_HEAD=scales.q.dim() == 1,
         K_GRANULARITY=_granularity(scales.k),
         V_GRANULARITY=_granularity(scales.v),

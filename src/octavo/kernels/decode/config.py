@@ -128,14 +128,19 @@ def objection_to_gluon(
 
 def default(shape: DecodeShape, device: Device) -> TritonConfig:
     """The launch settings of the Triton kernel."""
-    columns = min(64, max(16, _power_of_two(shape.rows)))
     width = _power_of_two(shape.head_dim)
+    # Tiles of float32 have neither the registers nor the shared memory for more.
+    is_float32 = torch.float32 in (shape.q_dtype, shape.page_dtype) or (
+        (shape.q_dtype, shape.page_dtype) == (torch.float16, torch.bfloat16)
+    )
+    columns = 16 if is_float32 else min(64, max(16, _power_of_two(shape.rows)))
     # FP8 tiles are twice as long for the same bytes; wide or many queries leave less room.
-    is_wide = width > 128 or columns > 16 or shape.q_dtype == torch.float32
+    is_wide = width > 128 or columns > 16 or is_float32
     is_short = shape.max_pages * shape.page_size <= 512
     is_long = is_fp8(shape.page_dtype) and not is_wide and not is_short
+    short = 32 if is_float32 and width > 128 else 64
     return TritonConfig(
-        block_tokens=128 if is_long else 64,
+        block_tokens=128 if is_long else short,
         columns=columns,
         num_warps=4,
         # Without stages: an FP8 tile copied to shared memory as it is comes back byte by byte, and

@@ -76,7 +76,13 @@ def _is_feasible(num_blocks, is_sequence, longest, deadline, mode, slot_units, c
     return has_room & is_combined & (units <= slot_units)
 
 
-@triton.jit
+# Sizes are not compiled in: every batch would have a kernel of its own.
+@triton.jit(
+    do_not_specialize=[
+        *("num_sequences", "num_counters", "q_len", "window", "num_slots", "slot_units"),
+        *("programs_per_item", "capacity", "num_bisections"),
+    ]
+)
 def _plan_kernel(
     length_ptr,
     item_ptr,
@@ -89,9 +95,9 @@ def _plan_kernel(
     slot_units,
     programs_per_item,
     capacity,
+    num_bisections,
     HAS_WINDOW: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    BISECTIONS: tl.constexpr,
     MODES: tl.constexpr,
     SEQUENCES: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -116,7 +122,7 @@ def _plan_kernel(
     high = high.to(tl.int32) + mode * 0
     is_possible = _is_feasible(num_blocks, is_sequence, longest, high, mode, slot_units, capacity)
     impossible = 2 * high
-    for _bisection in range(BISECTIONS):
+    for _bisection in range(num_bisections):
         middle = (low + high) // 2
         is_feasible = _is_feasible(
             num_blocks, is_sequence, longest, middle, mode, slot_units, capacity
@@ -454,9 +460,9 @@ def make_plan(lengths: Tensor, settings: PlanSettings, max_blocks: int) -> tuple
         settings.slot_units,
         settings.programs_per_item,
         settings.capacity,
+        max_deadline(num_sequences, max_blocks, settings).bit_length(),
         HAS_WINDOW=settings.window is not None,
         BLOCK_TOKENS=settings.block_tokens,
-        BISECTIONS=max_deadline(num_sequences, max_blocks, settings).bit_length(),
         MODES=NUM_MODES,
         SEQUENCES=sequences,
         OTHERS=min(32, sequences),

@@ -244,12 +244,16 @@ def prefill(
     """(out, lse) as `octavo.reference.paged` defines them.
 
     FP8 pages stay FP8 beside FP8 queries; beside others their values, which bf16 holds exactly,
-    take on the queries' dtype, and the scales act as in FP8.
+    take on the queries' dtype, and the scales act as in FP8. Queries and other pages of two dtypes
+    meet in float32.
     """
     if view.num_sequences == 0:
-        return torch.zeros_like(q, dtype=out_dtype), q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        out = q.new_zeros(q.shape, dtype=out_dtype)  # contiguous, whatever q is
+        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
     fp8 = is_fp8(q.dtype)
     value_layout: ValueLayout = "transposed" if fp8 else "rows"
+    if not view.is_fp8 and view.dtype != q.dtype:
+        q = q.float()  # neither dtype holds the other's values
     dtype = view.dtype if fp8 else q.dtype
     k, v, k_scale, v_scale, cu_seqlens_k = gather(view, dtype, value_layout, num_cached_tokens)
     q_scale = torch.ones((), device=q.device) if q_scale is None else q_scale

@@ -18,8 +18,6 @@ MAX_ROW = 16384
 MIN_CHUNKED = 48_000_000
 # Programs of the amax pass: every program of the cast reads that many values again.
 MAX_PARTIALS = 1024
-# Values of a tensor that the start and the end of a launch no longer weigh on.
-LARGE = 20_000_000
 # Rows in registers: so many tiles, and so many values of a thread.
 MAX_CHUNKS, MAX_PER_THREAD = 12, 64
 
@@ -57,8 +55,7 @@ def problem(shape: Shape, granularity: Granularity) -> str | None:
     if not isinstance(granularity, PerToken):
         return None
     num_rows, num_columns = shape
-    size = "large" if num_rows * num_columns >= LARGE else "small"
-    return f"token columns {num_columns} {size}"
+    return f"token columns {num_columns} values 2^{(num_rows * num_columns).bit_length()}"
 
 
 def choose(shape: Shape, granularity: Granularity, device: Device) -> QuantizeConfig:

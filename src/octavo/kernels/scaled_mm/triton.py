@@ -454,8 +454,11 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _fits_tma(x: Tensor, weight: Tensor, config: TileConfig | StreamConfig) -> bool:
-    """Whether tiles can be copied in bulk: rows that begin at multiples of 16 bytes."""
+    """Whether tiles can be copied in bulk: rows apart that begin at multiples of 16 bytes."""
     has_steps = all(
-        y.stride(0) * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0 for y in (x, weight)
+        y.stride(0) * y.element_size() % 16 == 0
+        and y.stride(0) >= y.shape[1]  # not one row for all, as expand() makes
+        and y.data_ptr() % 16 == 0
+        for y in (x, weight)
     )
     return config.is_tma and has_steps and x.shape[1] > 0

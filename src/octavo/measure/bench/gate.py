@@ -6,6 +6,7 @@ lines do not count.
 
 import hashlib
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -36,16 +37,33 @@ def tests_of(kernel: str, folder: Path) -> list[Path]:
 
 
 def code_hash(kernel: str) -> str:
-    """The hash of a kernel's folder and of the device code that all kernels share."""
-    files = sorted((KERNELS / kernel).glob("*.py"))
-    if not files:
+    """The hash of a kernel's folder, of the kernels it uses in turn, and of all tuned settings."""
+    if kernel not in kernel_names():
         expected = ", ".join(kernel_names())
         raise ConfigError(f"expected a kernel, one of {expected}; got {kernel!r}")
     digest = hashlib.sha256()
-    for path in [KERNELS / "primitives.py", *files]:
-        digest.update(f"{path.name}\n".encode())
+    for path in sorted(_files_behind(kernel)):
+        digest.update(f"{path.relative_to(KERNELS)}\n".encode())
         digest.update(without_comments(path.read_text()).encode())
+    for path in sorted(KERNELS.glob("tuned/*.json")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _files_behind(kernel: str) -> set[Path]:
+    """A kernel's own files, and those of octavo.kernels that they import, directly or not."""
+    waiting = list((KERNELS / kernel).glob("*.py"))
+    found: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for module in re.findall(
+            r"^\s*from octavo\.kernels\.([\w.]+) import", path.read_text(), re.M
+        ):
+            waiting.append(KERNELS / (module.replace(".", "/") + ".py"))
+    return found
 
 
 def without_comments(source: str) -> str:
