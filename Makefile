@@ -42,8 +42,10 @@ types: $(READY)  ## mypy, strict
 
 check: lint types  ## lint and types
 
+# Kernels run in an interpreter, which measuring coverage makes half as fast again.
 test: check  ## lint, types and tests with coverage
-	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' $(COVERED)
+	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/kernels $(COVERED)
+	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' tests/kernels
 
 test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
 	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow
