@@ -8,9 +8,7 @@ cache and implementation. FOLDER, if given, holds `vllm_fa3_C.abi3.so` (or the s
     python scripts/measure_decode.py results/decode_h200.jsonl [FOLDER]
 """
 
-import lzma
 import math
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.kernels.device import default_device
 from octavo.measure import store
+from octavo.measure.bench import peers
 from octavo.measure.bench.timing import sample_graph_ms
 from octavo.measure.records import Machine, Measurement, timing
 
@@ -30,7 +29,6 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TOUCHED_BYTES = 260e6
 MAX_ERROR = {"gluon": 5e-3, "triton": 5e-3, "fa3": 6e-2}
 UNEVEN = (131072, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
-LIBRARY = "vllm_fa3_C.abi3.so"
 
 
 @dataclass(frozen=True)
@@ -215,15 +213,6 @@ def measure(inputs: Inputs, impl: str, machine: Machine, command: str) -> Measur
     )
 
 
-def load_fa3(folder: Path) -> None:
-    """Make vLLM's operators known to torch; the library is unpacked beside its archive."""
-    library = folder / LIBRARY
-    if not library.exists():
-        with lzma.open(f"{library}.xz") as packed, library.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked)
-    torch.ops.load_library(str(library))
-
-
 def main() -> None:
     """Measure every step and append the records to the file named on the command line."""
     path, device = Path(sys.argv[1]), default_device()
@@ -231,7 +220,7 @@ def main() -> None:
         sys.exit(f"expected a CUDA GPU, got {device.name}")
     has_fa3 = len(sys.argv) > 2
     if has_fa3:
-        load_fa3(Path(sys.argv[2]))
+        peers.load("_vllm_fa3_C", Path(sys.argv[2]))
     machine = Machine.current(gpu=device.name, capability=device.capability)
     command = f"python scripts/measure_decode.py results/{path.name}" + " FOLDER" * has_fa3
     for step in STEPS:

@@ -61,6 +61,11 @@ def test_what_was_saved_is_found(folder):
     assert [path.name for path in folder.iterdir()] == ["h200.json"]
 
 
+def test_the_first_winner_makes_the_folder(folder):
+    path = tuning.save("op", "a", H200, Settings(64), folder / "new")
+    assert path == folder / "new" / "h200.json" and path.is_file()
+
+
 def test_a_cpu_has_nothing_tuned(folder):
     assert tuning.find("op", "a", CPU, Settings) is None
 

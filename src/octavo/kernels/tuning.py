@@ -49,6 +49,7 @@ def save(op: str, problem: str, device: Device, config: Any, folder: Path = FOLD
     table = {name: dict(rows) for name, rows in _read(path).items()}
     table.setdefault(op, {})[problem] = asdict(config)
     text = json.dumps(table, indent=2, sort_keys=True) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode())
     _read.cache_clear()
     return path

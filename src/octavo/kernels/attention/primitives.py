@@ -18,7 +18,7 @@ def _load_tile(
     HAS_OUTER_MASK: tl.constexpr,
     HAS_INNER_MASK: tl.constexpr,
 ):
-    """[outer, inner], with zeros where a mask says so; masks that are not needed cost a tenth."""
+    """[outer, inner], with zeros where a mask says so; a mask that is not needed is not made."""
     pointers = base + outer[:, None] * outer_stride + inner[None, :]
     if HAS_OUTER_MASK and HAS_INNER_MASK:
         return tl.load(pointers, mask=outer_mask[:, None] & inner_mask[None, :], other=0.0)

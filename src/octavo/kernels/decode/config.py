@@ -144,7 +144,7 @@ def default(shape: DecodeShape, device: Device) -> TritonConfig:
         columns=columns,
         num_warps=4,
         # Without stages: an FP8 tile copied to shared memory as it is comes back byte by byte, and
-        # more programs hide as much (H200, 8 × 32k, BF16: 286 µs, 329 with three stages).
+        # more programs hide as much.
         num_stages=1,
         programs_per_sm=2 if is_long else 4,
         combine_splits=_combine_splits(columns, width, 4),
@@ -155,7 +155,7 @@ def default_gluon(shape: DecodeShape, device: Device) -> GluonConfig:
     """The launch settings of the Gluon kernel: a ladder, by the sizes alone.
 
     Two warps leave more programs to balance and four fewer partial results to combine: four for
-    few sequences of FP8, if they are long (H200, 1 × 32k: 25.9 and 27.7 µs) or one block alone.
+    few sequences of FP8, if they are long or one block alone.
     """
     # Sixteen columns of 256 values would not fit the registers.
     columns = 8 if shape.rows <= 8 or shape.head_dim > 128 else 16

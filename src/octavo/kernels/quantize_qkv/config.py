@@ -7,8 +7,7 @@ from octavo.kernels.device import Device
 # On sm_89 Triton 3.6 casts float32 to FP8 by way of float16, cut off: rounded twice.
 MIN_CAPABILITY = (9, 0)
 MAX_HEAD_DIM = 256
-# Tokens and width of q and k, keys and values of transposed v, warps: the best of those tried on an
-# H200 (results/quantize_qkv_h200.jsonl).
+# Tokens and width of q and k, keys and values of transposed v, warps.
 TILE = (32, 128, 64, 64, 4)
 
 

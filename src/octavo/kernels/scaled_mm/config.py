@@ -56,9 +56,8 @@ class StreamConfig:
     """A tile of the weight's rows for each program, and a part of K if there are splits.
 
     is_dependent: starts while the activations are still being quantized. is_decoded_by_bits: for
-    GPUs without the FP8 type. is_tma: as for TileConfig; here it is no faster (1 × 6144 × 4096 on
-    an H200: 11.3 µs, without 10.7 µs). prefetch: so many values of each of the weight's rows are on
-    their way to the L2 cache before the activations are waited for.
+    GPUs without the FP8 type. is_tma: as for TileConfig. prefetch: so many values of each of the
+    weight's rows are on their way to the L2 cache before the activations are waited for.
     """
 
     block_m: int = 16
@@ -133,7 +132,7 @@ def default(
         )
     num_tiles = -(-shape.rows // 128) * -(-shape.columns // 128)
     if width or num_tiles < 3 * device.num_sms:
-        # 1024 × 6144 × 4096: 55 µs, with tiles of 128 × 128 63 µs. Scales of blocks take registers.
+        # Few tiles leave SMs idle, and scales of blocks take registers: smaller tiles.
         return TileConfig(
             block_m=64,
             block_k=block_k,
@@ -276,8 +275,7 @@ def torch_reluctance(
     """Why the Triton kernels should run a product that torch._scaled_mm can run; None if not.
 
     On an H200, 16 × 6144 × 4096 takes torch 18.3 µs per token by channel, the Triton kernel
-    10.2 µs; per tensor torch takes 10.0 µs (results/scaled_mm_h200.jsonl). With 128 rows it takes
-    14.5 µs and the kernel 17.2 µs.
+    10.2 µs; per tensor torch takes 10.0 µs (results/scaled_mm_h200.jsonl).
     """
     is_per_tensor = all(isinstance(one, PerTensor) for one in granularities)
     if shape is not None and shape.rows <= MAX_STREAM_ROWS and not is_per_tensor:

@@ -65,8 +65,7 @@ def sample_in_turn_ms(
 ) -> list[list[float]]:
     """Milliseconds of single calls, each in turn, so that what drifts does so for all of them.
 
-    The warm-up brings the clocks up: on an H200 a decode of 130 µs takes up to 17 µs longer
-    without it.
+    The warm-up brings the clocks up.
     """
     once = _once_cuda if device.type == "cuda" else _once_cpu
     spent = 0.0
