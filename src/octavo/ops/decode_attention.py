@@ -1,12 +1,21 @@
 """decode_attention: a few query tokens of each sequence over its pages."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
-from octavo.kernels.decode.config import default, default_gluon, objection, objection_to_gluon
-from octavo.kernels.device import describe
+from octavo.kernels.decode.config import (
+    DecodeShape,
+    default,
+    default_gluon,
+    objection,
+    objection_to_gluon,
+)
+from octavo.kernels.device import Device, describe
 from octavo.numerics.attention import AttentionSpec, parse_spec
 from octavo.numerics.decode_plan import DecodePlan, PlanSettings
 from octavo.ops.check import (
@@ -152,29 +161,22 @@ def _reference(
     return out.view(q.shape).to(out_dtype)
 
 
-def _triton(
-    q: Tensor,
-    view: PagedView,
-    spec: AttentionSpec,
-    *,
-    sinks: Tensor | None,
-    out_dtype: torch.dtype,
-    plan: DecodePlan | None = None,
-) -> Tensor:
+def _triton(q: Tensor, view: PagedView, spec: AttentionSpec, **options: Any) -> Tensor:
     from octavo.kernels.decode.triton import decode
 
-    _, q_len, num_heads, _ = q.shape
-    if plan is None:
-        plan = plan_decode(
-            view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl="triton"
-        )
-    shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype)
-    config = default(shape, describe(q.device))
-    result: Tensor = decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
-    return result
+    return _decode(decode, default, "triton", q, view, spec, **options)
 
 
-def _gluon(
+def _gluon(q: Tensor, view: PagedView, spec: AttentionSpec, **options: Any) -> Tensor:
+    from octavo.kernels.decode.gluon_sm89 import decode
+
+    return _decode(decode, default_gluon, "gluon", q, view, spec, **options)
+
+
+def _decode(
+    decode: Callable[..., Tensor],
+    choose: Callable[[DecodeShape, Device], object],
+    impl: str,
     q: Tensor,
     view: PagedView,
     spec: AttentionSpec,
@@ -183,17 +185,13 @@ def _gluon(
     out_dtype: torch.dtype,
     plan: DecodePlan | None = None,
 ) -> Tensor:
-    from octavo.kernels.decode.gluon_sm89 import decode
-
+    """A kernel with the settings that `choose` gives it, and with a plan of its own if need be."""
     _, q_len, num_heads, _ = q.shape
     if plan is None:
-        plan = plan_decode(
-            view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl="gluon"
-        )
+        plan = plan_decode(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl=impl)
     shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype)
-    config = default_gluon(shape, describe(q.device))
-    result: Tensor = decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
-    return result
+    config = choose(shape, describe(q.device))
+    return decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
 
 
 def _triton_objection(request: Request) -> str | None:
