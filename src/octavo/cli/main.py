@@ -64,6 +64,7 @@ COMMANDS: tuple[Command, ...] = (
         "warmup",
         "octavo.cli.warmup:warmup",
         "Compile every kernel that a model will need, into a folder that an image can carry.",
+        example="octavo warmup path/to/model",
     ),
 )
 
