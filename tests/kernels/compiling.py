@@ -72,16 +72,25 @@ def _compile(capability, kernel, signature, constants, aligned, options):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = kernel.split(":")
     function = getattr(importlib.import_module(module), name)
     signature = {arg: signature.get(arg, "constexpr") for arg in function.arg_names}
+    kind_of_source = ASTSource
+    if "gluon" in module:
+        kind_of_source = GluonASTSource
+        signature = {arg: _with_layout(kind) for arg, kind in signature.items()}
+    places = {arg: (i,) for i, arg in enumerate(function.arg_names)}
+    constants = {places[arg]: value for arg, value in constants.items()}
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, (arg, kind) in enumerate(signature.items())
         if arg in aligned or (aligned and kind.startswith("*"))
     }
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    source = kind_of_source(
+        fn=function, signature=signature, constexprs=constants, attrs=attributes
+    )
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options=options)
     usage = _cuobjdump("--dump-resource-usage", compiled.asm["cubin"])
@@ -95,6 +104,17 @@ def _compile(capability, kernel, signature, constants, aligned, options):
         "stack_bytes": found["STACK"],
         "shared_bytes": compiled.metadata.shared,
     }
+
+
+def _with_layout(kind):
+    """A kind of argument; a descriptor of FP8 tiles, "tensordesc<fp8e4nv[1, 64]>", with layout."""
+    from triton.experimental.gluon import language as gl
+
+    if not kind.startswith("tensordesc"):
+        return kind
+    block = json.loads(kind[kind.index("[") : -1])
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    return f"tensordesc<fp8e4nv{block},{layout!r}>"
 
 
 def _cuobjdump(option, cubin):

@@ -173,6 +173,32 @@ def test_bytes_are_decoded_exactly(dtype, device, monkeypatch):
     assert not torch.isfinite(out.flatten()[~finite]).any()
 
 
+@pytest.mark.parametrize("impl", ["triton", pytest.param("gluon", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase(lengths=(130, 40), q_lens=(2, 2), head_dim=64, granularity=PerHead()),
+        PagedCase(lengths=(130,), q_lens=(1,), head_dim=64, dtype=FP16),
+        PagedCase(
+            lengths=(130,),
+            q_lens=(1,),
+            head_dim=64,
+            granularity=PerToken(),
+            spec=AttentionSpec(causal=True, softcap=20.0),
+        ),
+    ],
+    ids=str,
+)
+def test_queries_beyond_float16(case, impl, device):
+    """Beside usual queries, which then see all keys alike, large ones of usual logits and huge."""
+    inputs = decode_inputs(case, device=device)
+    inputs["q"][:, :, 1] *= 2.0**20
+    inputs["q"][:, :, 2] *= 2.0**100
+    inputs["spec"] = replace(case.spec, softmax_scale=2.0**-23)
+    out = run_triton(inputs) if impl == "triton" else ops.decode_attention(**inputs, impl=impl)
+    assert_right(out, inputs)
+
+
 def test_no_sequences_and_strided_queries(device):
     case = PagedCase(lengths=(), q_lens=(), page_size=16)
     assert run_triton(decode_inputs(case, device=device)).shape == (0, 1, 4, 64)
@@ -386,6 +412,39 @@ def test_lengths_change_in_a_cuda_graph(impl):
         outs = step()
     for lengths in ([1, 2, 3], [3000, 0, 64], [65, 2999, 1500]):
         view.lengths.copy_(torch.tensor(lengths))
+        graph.replay()
+        for out in outs:
+            assert_right(out, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["gluon", "triton"])
+def test_append_plan_and_decode_in_a_cuda_graph(impl):
+    """Each kernel may start before the one in front has ended, and must wait for it."""
+    case = PagedCase(lengths=(230, 190, 140), q_lens=(1,) * 3, num_heads=8, head_dim=128)
+    inputs = make_decode_inputs(case, device="cuda")
+    q, view = inputs["q"], inputs["view"]
+    key, value = (torch.randn(3, 2, 128, dtype=q.dtype, device="cuda") for _ in range(2))
+    slots = torch.zeros(3, dtype=torch.int64, device="cuda")
+
+    def step():
+        ops.append_kv(view, key, value, slots)
+        plan = ops.plan_decode(view, num_heads=8, impl=impl)
+        return [ops.decode_attention(q, view, plan=plan) for _ in range(2)]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    view.lengths.copy_(torch.tensor([200, 127, 63]))
+    for _ in range(20):
+        position = view.lengths.long()
+        pages = view.page_table.gather(1, (position // 64)[:, None]).squeeze(1)
+        slots.copy_(pages * 64 + position % 64)
+        view.lengths.add_(1)
+        for x in (q, key, value):
+            x.copy_(torch.randn_like(x))
         graph.replay()
         for out in outs:
             assert_right(out, inputs)

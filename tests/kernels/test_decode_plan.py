@@ -1,11 +1,19 @@
 """Plans of decode steps: what `make_items` says, and items that cover each token once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from octavo import ops
 from octavo.errors import ConfigError
-from octavo.kernels.decode.config import DecodeShape, default, default_gluon, plan_settings
+from octavo.kernels.decode.config import (
+    MAX_SEQUENCES,
+    DecodeShape,
+    default,
+    default_gluon,
+    plan_settings,
+)
 from octavo.kernels.device import Device
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import ITEM_BLOCKS, DecodePlan, PlanSettings, make_items
@@ -114,6 +122,14 @@ def test_uneven_batches_take_no_longer_than_even_ones():
     assert times[1] <= 1.05 * times[0]
 
 
+def test_a_very_large_batch(device):
+    lengths = [(i * 7919) % 700 for i in range(5000)]
+    settings = settings_of(lengths)
+    items, counters = make_plan(int32(lengths, device), settings, max_blocks=3)
+    assert_same_bits(items.cpu(), make_items(int32(lengths), settings))
+    assert len(counters) == 8 * 5000 and not counters.any()
+
+
 def test_a_batch_without_sequences(device):
     settings = settings_of([], capacity=3)
     items, counters = make_plan(int32([], device), settings, max_blocks=4)
@@ -194,15 +210,29 @@ def test_a_plan_for_something_else_is_refused():
 
 
 @pytest.mark.parametrize("impl", ["gluon", "triton"])
-def test_a_plan_for_another_batch_is_refused(impl):
+def test_a_plan_for_too_many_sequences_is_refused(impl):
+    view = make_paged_view(PagedCase(lengths=(1,), head_dim=128))
+    many = replace(
+        view,
+        page_table=view.page_table.expand(MAX_SEQUENCES + 1, -1),
+        lengths=view.lengths.repeat(MAX_SEQUENCES + 1),
+    )
+    options = {"num_heads": 4, "q_len": 1, "dtype": torch.bfloat16}
+    with pytest.raises(ConfigError, match="at most 32768 sequences, got 32769"):
+        settings_for(impl, many, AttentionSpec(causal=True), **options)
+    settings_for("reference", many, AttentionSpec(causal=True), **options)
+
+
+@pytest.mark.parametrize("impl", ["gluon", "triton"])
+def test_a_plan_for_another_batch_is_refused(impl, device):
     """Its settings may be the same: on an H200 those of 10 … 66 sequences of 32k tokens are."""
-    view = make_paged_view(PagedCase(head_dim=128))
+    view = make_paged_view(PagedCase(head_dim=128), device=device)
     options = {"num_heads": 4, "q_len": 1, "dtype": torch.bfloat16}
     settings = settings_for(impl, view, AttentionSpec(causal=True), **options)
     items, counters = make_plan(view.lengths, settings, max_blocks=4)
     more = torch.cat((counters, counters[: settings.programs_per_item]))
     plan = DecodePlan(items, more, settings, impl)
-    q = torch.randn(5, 1, 4, 128, dtype=torch.bfloat16)
+    q = torch.randn(5, 1, 4, 128, dtype=torch.bfloat16, device=device)
     with pytest.raises(ConfigError, match="made for 5 sequences, got one for 6"):
         ops.decode_attention(q, view, plan=plan)
 

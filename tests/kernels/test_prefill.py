@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from octavo import ops
+from octavo.cache.view import PagedView
+from octavo.kernels.attention.config import default_gluon
 from octavo.kernels.device import CPU, Device
 from octavo.kernels.prefill.config import GatherConfig, objection
 from octavo.numerics.accumulator import HOPPER_FP8
@@ -170,6 +172,40 @@ def test_objections_of_other_devices():
     assert objection(Device("cuda", "H200", (9, 0)), E4M3, E4M3, 128) is None
 
 
+def many_sequences(device):
+    """70000 of two tokens, each with a page of its own."""
+    pages = torch.randint(0, 100, (2, 70_000, 1, 16, 16), dtype=torch.uint8, device=device)
+    pages = pages.view(E4M3)
+    table = torch.arange(70_000, dtype=torch.int32, device=device).flip(0).unsqueeze(1)
+    lengths = torch.full((70_000,), 2, dtype=torch.int32, device=device)
+    one = torch.ones((), device=device)
+    return PagedView(pages[0], pages[1], one, one, table, lengths)
+
+
+def test_sequences_are_on_the_axis_that_holds_them(monkeypatch):
+    """Axes 1 and 2 of a launch end at 65535."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr("octavo.kernels.prefill.triton._gather_kernel", Kernel())
+    gather(many_sequences("cpu"), E4M3, "rows", 140_000)
+    assert grids == [(70_000,)]
+
+
+@pytest.mark.gpu
+def test_more_sequences_than_other_axes_count():
+    view = many_sequences("cuda")
+    k, v, _, _, ends = gather(view, E4M3, "rows", 140_000)
+    for x, pages in ((k, view.key_pages), (v, view.value_pages)):
+        expected = pages.view(torch.uint8)[view.page_table[:, 0], 0, :2].flatten(0, 1)
+        assert_same_bits(x.view(torch.uint8)[:, 0], expected)
+    assert_same_bits(ends, torch.arange(0, 140_001, 2, dtype=torch.int32, device="cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 @pytest.mark.parametrize("granularity", [PerHead(), PerToken()], ids=str)
@@ -186,7 +222,32 @@ def test_chunked_prefill_on_a_gpu(granularity, dtype):
 
 
 @pytest.mark.gpu
-def test_prefill_on_a_gpu_is_triton():
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_hopper_on_a_gpu(head_dim):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    case = PagedCase(
+        lengths=(3000, 777, 64, 65, 0),
+        q_lens=(300, 777, 64, 1, 0),
+        num_heads=8,
+        head_dim=head_dim,
+        granularity=PerHead(),
+        has_sinks=True,
+    )
+    inputs = make_prefill_inputs(case, dtype=E4M3, device="cuda")
+    chosen, lse = ops.prefill_attention(**inputs, return_lse=True)
+    assert_same_bits(ops.prefill_attention(**inputs, impl="gluon"), chosen)
+    del inputs["max_seqlen_q"]
+    truth, truth_lse = paged_attention(**inputs, compute=torch.float64)
+    model, _ = paged_attention(**inputs, rounding=kernel_rounding(E4M3, case.spec))
+    rounding = Rounding(E4M3, HOPPER_FP8, default_gluon(head_dim).has_ones)
+    _, model_lse = paged_attention(**inputs, rounding=rounding)
+    assert_within_budget(chosen, truth=truth, model=model)
+    assert_within_budget(lse, truth=truth_lse, model=model_lse)
+
+
+@pytest.mark.gpu
+def test_small_head_dims_on_a_gpu_are_triton():
     inputs = make_prefill_inputs(SMALL, dtype=E4M3, device="cuda")
     chosen, named = ops.prefill_attention(**inputs), ops.prefill_attention(**inputs, impl="triton")
     assert_same_bits(chosen, named)

@@ -30,12 +30,14 @@ def test_rows(capability, is_one_tile):
             "NUM_CHUNKS": int(is_one_tile),
             "HAS_TAIL": False,
             "HAS_FMA": True,
+            "IS_DEPENDENT": True,
             "BLOCK_ROWS": 1,
             "BLOCK_COLUMNS": 4096,
         },
         num_warps=8,
     )
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert "griddepcontrol.wait" in compiled.ptx
     assert compiled.stack_bytes == 0
     assert compiled.num_registers <= 64  # room for 32 warps on an SM
 

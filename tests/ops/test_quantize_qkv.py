@@ -137,6 +137,13 @@ def test_wrong_calls_are_refused(changes, message):
         call(**changes)
 
 
+def test_a_history_that_is_too_long_is_refused():
+    history = tuple(AmaxHistory(length=length) for length in (16, 16, 2**16))
+    with pytest.raises(ConfigError, match="history of v of at most 65535 passes, got 65536"):
+        call(history=history)
+    call(history=tuple(AmaxHistory(length=2**16 - 1) for _ in "qkv"))
+
+
 def test_a_history_whose_values_are_strided_is_refused():
     history = tuple(AmaxHistory((heads,)) for heads in (4, 2, 2))
     history[1].values = torch.zeros(2, 16).t()

@@ -241,7 +241,7 @@ BAD = [
         {"value_layout": "transposed"},
         "quantize_qkv makes them",
     ),
-    (attention, {"impl": "fa4"}, "impl for attention, one of triton, reference; got 'fa4'"),
+    (attention, {"impl": "fa4"}, "impl for attention, one of gluon, triton, reference; got 'fa4'"),
     # packed attention
     (packed, {"q": zeros(1, 5, 4, 64)}, "q of shape [tokens, heads, head_dim], got [1, 5, 4, 64]"),
     (packed, {"key_mask": zeros(2, 7, dtype=torch.bool)}, "key_mask is for dense batches"),
@@ -350,7 +350,11 @@ BAD = [
     ),
     (prefill, {"q": zeros(4, 4, 64, device="meta")}, "pages on meta like q, got it on cpu"),
     (prefill, {"num_cached_tokens": -1}, "num_cached_tokens must not be negative, got -1"),
-    (prefill, {"impl": "fa3"}, "impl for prefill_attention, one of triton, reference; got 'fa3'"),
+    (
+        prefill,
+        {"impl": "fa3"},
+        "impl for prefill_attention, one of gluon, triton, reference; got 'fa3'",
+    ),
     (fp8_prefill, {"q_scale": None}, "q is torch.float8_e4m3fn: pass the q_scale"),
     (fp8_prefill, {"view": view(BF16)}, "FP8 pages for FP8 queries, got pages in torch.bfloat16"),
     (fp8_prefill, {"q_scale": torch.ones(2)}, "float32 scale of shape [4], got torch.float32 [2]"),

@@ -1,22 +1,44 @@
 """Warm-up runs every op that a model needs; on a CPU with the reference."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from octavo import ops
 from octavo.errors import ConfigError
+from octavo.kernels.decode.config import DecodeShape, default, default_gluon
+from octavo.kernels.device import Device
+from octavo.kernels.quantize_qkv.config import default as default_qkv
+from octavo.kernels.quantize_qkv.config import token_classes
 from octavo.numerics.attention import AttentionSpec
-from octavo.ops.warm_up import BATCHES, ROWS, AttentionLayers, LinearLayers, warm_up_calls
+from octavo.ops.quantize_qkv import quantize_qkv
+from octavo.ops.warm_up import (
+    BATCHES,
+    ROOMS,
+    ROWS,
+    AttentionLayers,
+    LinearLayers,
+    warm_up_calls,
+)
 
 DECODER = AttentionLayers(num_heads=4, num_kv_heads=2, head_dim=32)
+H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0), num_sms=132)
 ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=False)
 
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        (ENCODER, {"quantize_qkv": 4, "attention": 2}),
-        (DECODER, {"append_kv": 2, "prefill_attention": 2, "decode_attention": len(BATCHES)}),
+        (ENCODER, {"quantize_qkv": 2 + 2 * len(token_classes(1)), "attention": 4}),
+        (
+            DECODER,
+            {
+                "append_kv": 2,
+                "prefill_attention": 4,
+                "decode_attention": len(BATCHES) * len(ROOMS),
+            },
+        ),
         (LinearLayers(64, 32), {"quantize": len(ROWS), "scaled_mm": 2 * len(ROWS)}),
     ],
 )
@@ -29,7 +51,44 @@ def test_every_op_is_called(layers, expected):
 def test_a_cache_that_is_not_fp8_has_no_fp8_queries():
     layers = AttentionLayers(num_heads=4, num_kv_heads=2, head_dim=32, page_dtype=torch.bfloat16)
     names = list(ops.warm_up([layers], "cpu"))
-    assert not any("FP8" in name for name in names) and len(names) == 2 + len(BATCHES)
+    assert not any("FP8" in name for name in names)
+    assert len(names) == 3 + len(BATCHES) * len(ROOMS)
+
+
+def test_an_encoder_meets_every_class_of_tokens(monkeypatch):
+    """The kernels of quantize_qkv are compiled for a number of partial amax values."""
+    seen = set()
+
+    def record(q, k, v, scales=None, **options):
+        if scales is None:
+            seen.add(default_qkv(len(q), 1))
+        return quantize_qkv(q, k, v, scales, **options)
+
+    monkeypatch.setattr(import_module("octavo.ops.warm_up"), "quantize_qkv", record)
+    for _, call in warm_up_calls([ENCODER], torch.device("cpu")):
+        call()
+    assert seen == {default_qkv(num_tokens, 1) for num_tokens in range(1, 10_000)}
+
+
+@pytest.mark.parametrize("configure", [default, default_gluon])
+@pytest.mark.parametrize("page_dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_decoder_meets_every_class_of_room(batch, page_dtype, configure):
+    def config(max_tokens):
+        shape = DecodeShape(
+            num_sequences=batch,
+            q_len=1,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            page_size=16,
+            max_pages=max_tokens // 16,
+            q_dtype=torch.bfloat16,
+            page_dtype=page_dtype,
+        )
+        return configure(shape, H200)
+
+    assert {config(room) for room in ROOMS} == {config(room) for room in range(16, 20_000, 16)}
 
 
 def test_a_window_sinks_and_softcap():

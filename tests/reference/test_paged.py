@@ -130,6 +130,23 @@ def test_negative_slots_are_padding():
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("head_dim", [1, 3])
+@pytest.mark.parametrize(("dtype", "granularity"), CONTENTS, ids=str)
+def test_no_tokens(dtype, granularity, head_dim):
+    case = PagedCase(
+        lengths=(0, 2), num_kv_heads=2, head_dim=head_dim, dtype=dtype, granularity=granularity
+    )
+    view = make_paged_view(case)
+    before = snapshot(view)
+    for slots in (torch.arange(0), torch.full((3,), -1)):
+        key, value = draw_kv(case, len(slots))
+        append_kv(view, key, value, slots)
+    for x, y in zip(before, snapshot(view), strict=True):
+        assert_same_bits(x, y)
+    k, v, _, _ = gather_kv(view, 0)
+    assert k.shape == v.shape == (0, 2, head_dim) and k.dtype == v.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
 def test_foreign_pages_are_written_in_place(dtype):
     """vLLM's [page, token, head, dim], and keys and values in one page: no copies."""

@@ -32,6 +32,11 @@ class Device:
         return 227 * 1024
 
     @property
+    def has_dependents(self) -> bool:
+        """Whether a kernel can start while the one before it ends, and wait for its results."""
+        return self.capability is not None and self.capability >= (9, 0)
+
+    @property
     def gpu(self) -> str | None:
         """The GPU's name, as records carry it."""
         return self.name if self.type == "cuda" else None

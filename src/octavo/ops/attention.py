@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.attention.config import objection
+from octavo.kernels.attention.config import hopper_objection, hopper_reluctance, objection
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, Packing, parse_spec
 from octavo.numerics.formats import is_fp8
@@ -93,7 +93,8 @@ def attention(
     FP8 as well; bf16, fp16 and fp32 operands have none.
     sinks: [num_heads], one more logit in each denominator. key_mask: [batch, kv_len] bool, True
     where a key may be seen; dense only. out_dtype: q's own, or bf16 for FP8, unless given.
-    return_lse: also the log of the softmax denominator, float32, q's shape without head_dim.
+    return_lse: also the log of the softmax denominator, float32, q's shape without head_dim; the
+    gluon impl adds up P as it was rounded for head_dims below 128.
     value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
     `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
@@ -189,7 +190,7 @@ def _run(
         other_dtype=k.dtype,
         head_dim=q.shape[-1],
         group=q.shape[-2] // k.shape[-2],
-        granularity=scale_granularity(k_scale, k),
+        granularity=scale_granularity(max(k_scale, v_scale, key=Tensor.dim), k),
         features=features_of(
             spec,
             packed=packing is not None,
@@ -197,6 +198,7 @@ def _run(
             key_mask=key_mask is not None,
             lse=return_lse,
             transposed=value_layout == "transposed",
+            mixed=k.dtype != v.dtype,
         ),
     )
     out, lse = find_run(request, impl)(
@@ -274,6 +276,22 @@ def _triton_objection(request: Request) -> str | None:
     return objection(request.device, request.dtype, request.head_dim)
 
 
+def _gluon(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    from octavo.kernels.attention.gluon_sm90 import attention as run
+
+    return run(*args, **options)
+
+
+def _gluon_objection(request: Request) -> str | None:
+    return hopper_objection(
+        request.device,
+        (request.dtype, request.other_dtype),
+        request.head_dim,
+        request.granularity,
+        request.features,
+    )
+
+
 register_reference("attention", _reference)
 register_impl(
     "attention",
@@ -281,5 +299,14 @@ register_impl(
     _triton,
     objection=_triton_objection,
     reason="tiles on tensor cores, softmax on the way",
+    is_automatic=True,
+)
+register_impl(
+    "attention",
+    "gluon",
+    _gluon,
+    objection=_gluon_objection,
+    reluctance=lambda request: hopper_reluctance(request.head_dim),
+    reason="sm_90: copies, products and exponentials side by side",
     is_automatic=True,
 )

@@ -6,6 +6,7 @@ from torch import Tensor
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
 from octavo.kernels.decode.config import (
+    MAX_SEQUENCES,
     DecodeShape,
     default,
     default_gluon,
@@ -101,6 +102,11 @@ def settings_for(
     dtype: torch.dtype,
 ) -> PlanSettings:
     """What this implementation's plan for a decode step is made for."""
+    if impl in PLANNED and view.num_sequences > MAX_SEQUENCES:
+        raise ConfigError(
+            f"expected at most {MAX_SEQUENCES} sequences, got {view.num_sequences}: decode them in "
+            "several calls"
+        )
     shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=dtype)
     device = describe(view.device)
     config = (default_gluon if impl == "gluon" else default)(shape, device)

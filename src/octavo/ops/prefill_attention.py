@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
+from octavo.kernels.attention.config import hopper_objection, hopper_reluctance
 from octavo.kernels.device import describe
 from octavo.kernels.prefill.config import objection
 from octavo.numerics.attention import AttentionSpec, parse_spec
@@ -205,6 +206,22 @@ def _triton_objection(request: Request) -> str | None:
     return objection(request.device, request.dtype, request.other_dtype, request.head_dim)
 
 
+def _gluon(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    from octavo.kernels.prefill.gluon_sm90 import prefill as run
+
+    return run(*args, **options)
+
+
+def _gluon_objection(request: Request) -> str | None:
+    return hopper_objection(
+        request.device,
+        (request.dtype, request.other_dtype),
+        request.head_dim,
+        request.granularity,
+        request.features | {"transposed"},  # as values are gathered
+    )
+
+
 register_reference("prefill_attention", _reference)
 register_impl(
     "prefill_attention",
@@ -212,5 +229,14 @@ register_impl(
     _triton,
     objection=_triton_objection,
     reason="pages gathered once, then tiles on tensor cores",
+    is_automatic=True,
+)
+register_impl(
+    "prefill_attention",
+    "gluon",
+    _gluon,
+    objection=_gluon_objection,
+    reluctance=lambda request: hopper_reluctance(request.head_dim),
+    reason="pages gathered once, then Hopper's attention kernel",
     is_automatic=True,
 )

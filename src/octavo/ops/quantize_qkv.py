@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
-from octavo.kernels.quantize_qkv.config import objection
+from octavo.kernels.quantize_qkv.config import MAX_RING_LENGTH, objection
 from octavo.numerics.amax import AmaxHistory, AmaxRing
 from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, parse_granularity
@@ -134,6 +134,11 @@ def _rings(history: History, granularity: Granularity, tensors: Three) -> list[T
             raise ConfigError(
                 f"expected a history of {name} for amax values of shape {list(expected)}, got one "
                 f"for {list(one.values.shape[1:])}"
+            )
+        if len(one.values) > MAX_RING_LENGTH:
+            raise ConfigError(
+                f"expected a history of {name} of at most {MAX_RING_LENGTH} passes, got "
+                f"{len(one.values)}"
             )
         if not one.values.is_contiguous():
             raise ConfigError(

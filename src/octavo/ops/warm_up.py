@@ -1,7 +1,7 @@
 """warm_up: run every op that a model will need once, so that its kernels are compiled.
 
 Kernels are compiled for dtypes, head_dim, numbers of heads and features, and for classes of sizes:
-a ladder of batches and of rows meets them. Lengths do not matter.
+ladders of batches, rows, tokens and room for a sequence meet them. Lengths do not matter.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +15,13 @@ from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
+from octavo.kernels.attention.config import SHORT
+from octavo.kernels.quantize_qkv.config import token_classes
 from octavo.numerics.amax import AmaxHistory
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.granularity import PerChannel, PerToken
-from octavo.numerics.qkv import QuantizedQkv
+from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.rotary import Rotary
 from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
@@ -32,8 +34,12 @@ from octavo.ops.scaled_mm import scaled_mm
 
 # Tokens of a warm-up call: more than one tile of every kernel.
 NUM_TOKENS = 256
-# Batches of a decode step, and rows of a linear layer.
+# Queries of a sequence, few and many.
+QUERIES = (SHORT, NUM_TOKENS)
+# Batches of a decode step, tokens that the page table has room for in each sequence, and rows of a
+# linear layer.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROOMS = (NUM_TOKENS, 1024, 4096)
 ROWS = (1, 16, 32, 64, NUM_TOKENS)
 Call = tuple[str, Callable[[], object]]
 
@@ -91,73 +97,90 @@ def warm_up_calls(layers: list[Layers], device: torch.device) -> list[Call]:
 
 def _encoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
     """Packed images: scales from a history or from a file, with and without rotary embedding."""
-    q, k, v = _qkv(layers, device)
-    ends = torch.tensor([0, 100, NUM_TOKENS], dtype=torch.int32, device=device)
-    packing = Packing.same(ends, NUM_TOKENS)
-    history = tuple(AmaxHistory().to(device) for _ in range(3))
-    rotary = _rotary(layers, device)
-    dynamic = quantize_qkv(q, k, v, value_layout="transposed", cu_seqlens=ends)
+    history = (AmaxHistory().to(device), AmaxHistory().to(device), AmaxHistory().to(device))
+    name = f"encoder, head_dim {layers.head_dim}"
 
-    def run(qkv: QuantizedQkv) -> Tensor:
-        return attention(
-            *(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales),
-            packing=packing,
-            value_layout=qkv.value_layout,
+    def quantized(num_tokens: int, scales: QkvScales | None, has_rotary: bool) -> QuantizedQkv:
+        return quantize_qkv(
+            *_qkv(layers, device, num_tokens),
+            scales,
+            history=history if scales is None else None,
+            rotary=_rotary(layers, device, num_tokens) if has_rotary else None,
+            value_layout="transposed",
+            cu_seqlens=_ends(device, num_tokens // 3, num_tokens),
         )
 
-    quantized = partial(quantize_qkv, q, k, v, value_layout="transposed", cu_seqlens=ends)
-    name = f"encoder, head_dim {layers.head_dim}"
+    calls: list[Call] = []
+    for has_rotary in (False, True):
+        suffix = ", rotary" if has_rotary else ""
+        calls += [
+            (
+                f"{name}: quantize_qkv, dynamic, {num_tokens} tokens{suffix}",
+                partial(quantized, num_tokens, None, has_rotary),
+            )
+            for num_tokens in token_classes(num_scales=1)
+        ]
+        static = partial(quantized, NUM_TOKENS, QkvScales.ones(device), has_rotary)
+        calls.append((f"{name}: quantize_qkv, static{suffix}", static))
+    for num_queries in QUERIES:
+        calls += _encoder_attention(layers, device, num_queries, name)
+    return calls
+
+
+def _encoder_attention(
+    layers: AttentionLayers, device: torch.device, num_queries: int, name: str
+) -> list[Call]:
+    q, k, v = _qkv(layers, device, num_queries)
+    ends = _ends(device, num_queries // 3, num_queries)
+    packing = Packing.same(ends, num_queries)
+    qkv = quantize_qkv(q, k, v, QkvScales.ones(device), value_layout="transposed", cu_seqlens=ends)
+    fp8 = partial(
+        attention,
+        *(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales),
+        packing=packing,
+        value_layout=qkv.value_layout,
+    )
+    bf16 = partial(attention, q, k, v, AttentionSpec(), packing=packing)
     return [
-        (f"{name}: quantize_qkv, dynamic", partial(quantized, history=history)),
-        (f"{name}: quantize_qkv, static", partial(quantized, dynamic.scales)),
-        (
-            f"{name}: quantize_qkv, dynamic, rotary",
-            partial(quantized, history=history, rotary=rotary),
-        ),
-        (
-            f"{name}: quantize_qkv, static, rotary",
-            partial(quantized, dynamic.scales, rotary=rotary),
-        ),
-        (f"{name}: attention, FP8", partial(run, dynamic)),
-        (
-            f"{name}: attention, BF16",
-            partial(attention, q, k, v, AttentionSpec(), packing=packing),
-        ),
+        (f"{name}: attention, FP8, {num_queries} tokens", fp8),
+        (f"{name}: attention, BF16, {num_queries} tokens", bf16),
     ]
 
 
 def _decoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
     """New tokens into pages, then prefill and decode over them."""
-    q, k, v = _qkv(layers, device)
+    q, k, v = _qkv(layers, device, NUM_TOKENS)
     view, slots = _cache(layers, device)
-    rotary = _rotary(layers, device)
+    rotary = _rotary(layers, device, NUM_TOKENS)
     sinks = torch.zeros(layers.num_heads, device=device) if layers.has_sinks else None
     one = torch.ones((), device=device)
-    ends = torch.tensor([0, NUM_TOKENS], dtype=torch.int32, device=device)
     append = partial(append_kv, view, k, v, slots, query=q, rotary=rotary)
-    prefill = partial(
-        prefill_attention, view=view, cu_seqlens_q=ends, max_seqlen_q=NUM_TOKENS, spec=layers.spec
-    )
+
+    def prefill(q: Tensor, num_queries: int, q_scale: Tensor | None) -> Tensor:
+        ends = _ends(device, num_queries)
+        return prefill_attention(
+            q[:num_queries], view, ends, num_queries, layers.spec, q_scale, sinks=sinks
+        )
+
     name = f"decoder, head_dim {layers.head_dim}, {str(layers.page_dtype).removeprefix('torch.')}"
-    calls: list[Call] = [
-        (f"{name}: append_kv", append),
-        (f"{name}: prefill_attention, BF16", partial(prefill, q, sinks=sinks)),
+    calls: list[Call] = [(f"{name}: append_kv", append)]
+    calls += [
+        (f"{name}: prefill_attention, BF16, {n} tokens", partial(prefill, q, n, None))
+        for n in QUERIES
     ]
     for batch in BATCHES:
-        rows = replace(
-            view, page_table=view.page_table.repeat(batch, 1), lengths=view.lengths.repeat(batch)
-        )
         queries = q[:1].repeat(batch, 1, 1).unsqueeze(1)
-        decode = partial(decode_attention, queries, rows, layers.spec, sinks=sinks)
-        calls.append((f"{name}: decode_attention, {batch} sequences", decode))
+        for room in ROOMS:
+            table = view.page_table.repeat(batch, room // NUM_TOKENS)
+            rows = replace(view, page_table=table, lengths=view.lengths.repeat(batch))
+            decode = partial(decode_attention, queries, rows, layers.spec, sinks=sinks)
+            calls.append((f"{name}: decode_attention, {batch} sequences, room for {room}", decode))
     if is_fp8(layers.page_dtype):
         q8 = q.to(torch.float8_e4m3fn)
+        calls.append((f"{name}: append_kv, FP8 queries", partial(append, q_scale=one)))
         calls += [
-            (f"{name}: append_kv, FP8 queries", partial(append, q_scale=one)),
-            (
-                f"{name}: prefill_attention, FP8",
-                partial(prefill, q8, q_scale=one, sinks=sinks),
-            ),
+            (f"{name}: prefill_attention, FP8, {n} tokens", partial(prefill, q8, n, one))
+            for n in QUERIES
         ]
     return calls
 
@@ -195,15 +218,21 @@ def _cache(layers: AttentionLayers, device: torch.device) -> tuple[PagedView, Te
     return storage.view(0, table, lengths), torch.arange(NUM_TOKENS, device=device)
 
 
-def _rotary(layers: AttentionLayers, device: torch.device) -> Rotary:
-    table = _bf16(device, NUM_TOKENS, layers.head_dim // 2)
+def _rotary(layers: AttentionLayers, device: torch.device, num_tokens: int) -> Rotary:
+    table = _bf16(device, num_tokens, layers.head_dim // 2)
     return Rotary(table, table)
 
 
-def _qkv(layers: AttentionLayers, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _qkv(
+    layers: AttentionLayers, device: torch.device, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
     heads = (layers.num_heads, layers.num_kv_heads, layers.num_kv_heads)
-    q, k, v = (_bf16(device, NUM_TOKENS, n, layers.head_dim) for n in heads)
+    q, k, v = (_bf16(device, num_tokens, n, layers.head_dim) for n in heads)
     return q, k, v
+
+
+def _ends(device: torch.device, *ends: int) -> Tensor:
+    return torch.tensor([0, *ends], dtype=torch.int32, device=device)
 
 
 def _bf16(device: torch.device, *shape: int) -> Tensor:

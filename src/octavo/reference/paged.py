@@ -49,8 +49,7 @@ def append_kv(
                 scale[page, :, offset] = quantized.scale
         else:
             data = x.to(pages.dtype)
-        # torch has no indexed writes for FP8 on every device; the bytes are the same.
-        _as_bytes(pages)[page, :, offset] = _as_bytes(data)
+        _bits(pages)[page, :, offset] = _bits(data)
     return None if query is None else _turn_query(query, rotary, q_scale)
 
 
@@ -66,7 +65,7 @@ def gather_kv(view: PagedView, sequence: int) -> tuple[Tensor, Tensor, Tensor, T
     pages = view.page_table[sequence, :num_pages].long()
 
     def gather(x: Tensor) -> Tensor:
-        return _as_bytes(x)[pages].transpose(1, 2).flatten(0, 1)[:length].view(x.dtype)
+        return _bits(x)[pages].transpose(1, 2).flatten(0, 1)[:length].view(x.dtype)
 
     def gather_scale(scale: Tensor) -> Tensor:
         return gather(scale.unsqueeze(-1)).squeeze(-1) if scale.dim() == 3 else scale
@@ -127,5 +126,6 @@ def _quantize_like(x: Tensor, pages: Tensor, scale: Tensor) -> Quantized:
     return quantize(x, PerHead() if scale.dim() == 1 else PerTensor(), fmt, scale=scale)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as bytes: torch has no indexed writes for it on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -20,10 +20,13 @@ class Rounding:
 
     weights: the dtype of P as an operand of P·V; None leaves it in the compute dtype.
     accumulator: what adds up the FP8 products; None adds in the compute dtype.
+    has_rounded_sums: the denominator is the sum of P as it was rounded, where the tensor core adds
+    that up beside P·V.
     """
 
     weights: torch.dtype | None = None
     accumulator: Accumulator | None = None
+    has_rounded_sums: bool = False
 
 
 EXACT = Rounding()
@@ -76,7 +79,10 @@ class OnlineSoftmax:
         shrink = torch.exp(self.row_max - reference)
         p = torch.exp(logits - reference.unsqueeze(-1))
         self.row_max = row_max
-        self.row_sum = self.row_sum * shrink + p.sum(dim=-1)
+        added = p
+        if self.rounding.has_rounded_sums:
+            added = self._round(p).to(p.dtype) / self.weight_range
+        self.row_sum = self.row_sum * shrink + added.sum(dim=-1)
         self.total = self.total * shrink.unsqueeze(-1)
         self.partial = self.partial * shrink.unsqueeze(-1)
         self._add_values(p if v_weight is None else p * v_weight, v)

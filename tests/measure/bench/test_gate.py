@@ -19,6 +19,13 @@ def test_every_kernel_has_tests():
     assert "test_quantize_qkv.py" not in [path.name for path in gate.tests_of("quantize", TESTS)]
 
 
+def test_every_test_of_a_kernel_runs_on_a_gpu():
+    run = {path for kernel in gate.kernel_names() for path in gate.tests_of(kernel, TESTS)}
+    compiled = set(TESTS.glob("test_*_compiled.py"))
+    others = {TESTS / "test_device.py", TESTS / "test_tuning.py"}
+    assert run | compiled | others == set(TESTS.glob("test_*.py"))
+
+
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
@@ -42,7 +49,8 @@ def kernels(tmp_path, monkeypatch):
         ("add/config.py", "x = 2\n", False),
         ("primitives.py", "x = 2\n", False),
         ("device.py", "y = 1\n", True),  # which nothing here imports
-        ("tuned/gpu.json", "{}", False),
+        ("tuned/gpu.json", '{"add": {"long": {"num_warps": 2}}}', False),
+        ("tuned/gpu.json", '{"sub": {"long": {"num_warps": 2}}}', True),
     ],
 )
 def test_only_code_counts(kernels, file, content, is_same):

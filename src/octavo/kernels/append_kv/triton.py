@@ -31,7 +31,8 @@ def _turn(first, second, cos, sin, is_turned, IS_PARTIAL: tl.constexpr):
     return first_turned, second_turned
 
 
-@triton.jit
+# Rows of the tables are as many as tokens: compiled in, batches would have kernels of their own.
+@triton.jit(do_not_specialize=["num_rows"])
 def _append_kernel(
     key_ptr,
     value_ptr,

@@ -11,6 +11,8 @@ from octavo.numerics.formats import is_fp8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 # Queries of one program's tile: calls with fewer have one tile for each head.
 SHORT = 64
+# Bytes of shared memory beside the tiles; as compiled for sm_90, with room to spare.
+SHARED_EXTRA = 1024
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class AttentionShape:
     head_dim: int
     max_q_len: int
     promote_every: int | None = 1
+    has_token_scales: bool = False  # one for each key, read beside it
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,75 @@ class AttentionConfig:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class GluonConfig:
+    """Launch settings of the kernel for Hopper: 64 queries a consumer, block_n keys at a time.
+
+    has_ones: the tensor core adds up the rows of P, too. q_in_registers: queries are read from
+    shared memory once. in_turn: one part of the values after the other. pack_late: P is rounded
+    when the sums before it have arrived.
+    """
+
+    num_consumers: int = 2
+    block_n: int = 128
+    num_stages: int = 4
+    has_ones: bool = False
+    q_in_registers: bool = False
+    in_turn: bool = False
+    part: int = 128
+    pack_late: bool = False
+    consumer_registers: int = 240
+    max_registers: int = 168
+
+
+def default_gluon(head_dim: int) -> GluonConfig:
+    """The launch settings by rule: what each head_dim has registers for."""
+    if head_dim <= 80:
+        return GluonConfig(has_ones=True, q_in_registers=True)
+    if head_dim <= 128:
+        return GluonConfig(has_ones=head_dim < 128)
+    return GluonConfig(block_n=64, in_turn=True)
+
+
+def hopper_objection(
+    device: Device,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    head_dim: int | None,
+    granularity: str,
+    features: frozenset[str],
+) -> str | None:
+    """Why the kernel for Hopper cannot serve a request; None if it can."""
+    if device.capability is None:
+        return f"Gluon needs a CUDA GPU, got {device.name}"
+    if device.capability != (9, 0):
+        major, minor = device.capability
+        return f"it is made for compute capability 9.0, got {major}.{minor}"
+    if any(dtype != torch.float8_e4m3fn for dtype in dtypes):
+        return f"it takes e4m3, got {dtypes[0]} and {dtypes[1]}"
+    if head_dim is not None and not 64 <= head_dim <= 192:
+        return f"head_dim must lie in 64 … 192, got {head_dim}"
+    if granularity == "token":
+        return "scales per token and head are Triton's"
+    refused = {
+        "key_mask": "a key mask is Triton's",
+        "mixed": "keys and values must have one dtype",
+        "one-level": "it always accumulates in two levels",
+        "promote-later": "it promotes after every tile",
+    }
+    if found := sorted(features & refused.keys()):
+        return refused[found[0]]
+    if "transposed" not in features:
+        return "values must lie transposed: quantize_qkv(value_layout='transposed')"
+    return None
+
+
+def hopper_reluctance(head_dim: int | None) -> str | None:
+    """Why the Triton kernel should serve a request that Hopper's could; None if not."""
+    if head_dim is not None and head_dim <= 64:
+        return f"at head_dim {head_dim} the Triton kernel is faster"
+    return None
 
 
 def objection(device: Device, dtype: torch.dtype, head_dim: int | None) -> str | None:
@@ -80,7 +152,9 @@ def problem(shape: AttentionShape) -> str:
 def choose(shape: AttentionShape, device: Device) -> AttentionConfig:
     """The launch settings: tuned ones, or those by rule."""
     tuned = tuning.find("attention", problem(shape), device, AttentionConfig)
-    return tuned if tuned is not None else default(shape, device)
+    if tuned is not None and is_valid(tuned, shape, device):
+        return tuned
+    return default(shape, device)
 
 
 def default(shape: AttentionShape, device: Device) -> AttentionConfig:
@@ -127,11 +201,15 @@ def is_valid(config: AttentionConfig, shape: AttentionShape, device: Device) -> 
 
 
 def shared_bytes(config: AttentionConfig, shape: AttentionShape) -> int:
-    """Shared memory of a program: its queries, and num_stages tiles of keys and values."""
+    """Shared memory of a program: its queries, num_stages tiles of keys and values, and a little.
+
+    The little: where rows are summed up, and barriers.
+    """
     (main_qk, rest_qk), (main_pv, rest_pv) = split_head_dim(shape.head_dim, is_fp8(shape.dtype))
     query, key, value = main_qk + rest_qk, main_qk + rest_qk, main_pv + rest_pv
     tiles = config.num_stages * config.block_n * (key + value)
-    return shape.dtype.itemsize * (config.block_m * query + tiles)
+    scales = 2 * 4 * config.num_stages * config.block_n if shape.has_token_scales else 0
+    return shape.dtype.itemsize * (config.block_m * query + tiles) + scales + SHARED_EXTRA
 
 
 def work(

@@ -5,6 +5,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# The lowest float32: from a finite maximum, logits of −Inf are −Inf away and never NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -174,11 +176,8 @@ def attend(
             )
             s = tl.where(visible, s, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-        top = new_max
-        if IS_MASKED:
-            top = tl.where(new_max == -float("inf"), 0.0, new_max)
-        p = tl.exp2(s * factor - (top - WEIGHT_BITS)[:, None])
-        shrink = tl.exp2(row_max - top)
+        p = tl.exp2(s * factor - (new_max - WEIGHT_BITS)[:, None])
+        shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         row_max = new_max
         if V_PER_TOKEN:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.attention.config import AttentionConfig, AttentionShape, choose, split_head_dim
-from octavo.kernels.attention.primitives import LN_2, LOG2_E, attend, load_rows
+from octavo.kernels.attention.primitives import LN_2, LOG2_E, LOWEST, attend, load_rows
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
@@ -197,7 +197,7 @@ def _attention_kernel(
     full_last = tl.maximum(tl.maximum(full_last, 0) // BLOCK_N * BLOCK_N, full_first)
 
     state = (
-        tl.full([BLOCK_M], -float("inf"), tl.float32),
+        tl.full([BLOCK_M], LOWEST, tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         tl.cast(0.0, tl.float32),
         tl.zeros([BLOCK_M, MAIN_PV], tl.float32),
@@ -266,23 +266,23 @@ def _attention_kernel(
     if HAS_SINKS:
         sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
         top = tl.maximum(row_max, sink)
-    top = tl.where(top == -float("inf"), 0.0, top)
     shrink = tl.exp2(row_max - top)
     denominator = row_sum * shrink
     if HAS_SINKS:
         denominator += tl.exp2(sink - top + WEIGHT_BITS)
-    # A query that sees no key gives zeros.
-    share = tl.where(denominator == 0, 0.0, shrink / denominator) * v_scale
+    # A query that sees no key gives zeros, whatever the values are.
+    is_blind = (denominator == 0)[:, None]
+    share = shrink / denominator * v_scale
     out_row = (batch * q_len + q_token + row) * num_heads + head
     row_mask = (row < q_len)[:, None]
     dim = tl.arange(0, MAIN_PV)
-    out = acc * share[:, None]
+    out = tl.where(is_blind, 0.0, acc * share[:, None])
     place = out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :]
     mask = row_mask & (dim < HEAD_DIM)[None, :]
     tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
     if REST_PV > 0:
         dim = MAIN_PV + tl.arange(0, REST_PV)
-        out = acc_rest * share[:, None]
+        out = tl.where(is_blind, 0.0, acc_rest * share[:, None])
         place = out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :]
         mask = row_mask & (dim < HEAD_DIM)[None, :]
         tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -315,7 +315,8 @@ def attention(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     q_len, num_heads, head_dim = q.shape[-3:]
     max_q_len = q_len if packing is None else max(1, packing.max_seqlen_q)
-    shape = AttentionShape(q.dtype, head_dim, max_q_len, spec.promote_every)
+    has_token_scales = max(scales.k.dim(), scales.v.dim()) == 2
+    shape = AttentionShape(q.dtype, head_dim, max_q_len, spec.promote_every, has_token_scales)
     config = config or choose(shape, describe(q.device))
     num_sequences = num_parts = q.shape[0]
     num_tiles = triton.cdiv(max_q_len, config.block_m)

@@ -18,6 +18,9 @@ from octavo.numerics.formats import is_fp8
 MIN_CAPABILITY = (8, 0)
 GLUON_MIN_CAPABILITY = (8, 9)
 PDL_MIN_CAPABILITY = (9, 0)
+# One program makes the plan and has all sequences in its registers; the more there are, the longer
+# it takes to compile.
+MAX_SEQUENCES = 2**15
 # Tiles are powers of two, and a warp's registers hold one tile of keys and one of values.
 GLUON_HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = 256

@@ -18,7 +18,7 @@ from octavo.numerics.decode_plan import DecodePlan
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 # Finite, so that a row that sees nothing subtracts two equal numbers instead of two infinities.
-LOWEST = gl.constexpr(-1e30)
+LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 # Two FP8 values of an even and an odd token become the f16 pairs that an operand of V wants.
 PAIR_E4M3 = gl.constexpr("""
@@ -152,6 +152,19 @@ def _softcap(s, inv_cap, cap):
 
 
 @gluon.jit
+def _fit_float16(q):
+    """(q, its power): [warp, d, query] divided by the power of two that makes each query fit."""
+    q = q.to(gl.float32)
+    largest = gl.max(gl.abs(q), 1)
+    # A bf16 below 2^16 is a float16; NaN and Inf stay what they are.
+    excess = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - (127 + 15), 0)
+    inverse = ((127 - excess) << 23).to(gl.float32, bitcast=True)
+    power = ((127 + excess) << 23).to(gl.float32, bitcast=True)
+    return (q * inverse[:, None, :]).to(gl.float16), power
+
+
+# Room for a sequence is not compiled in: every size of page table would have its kernel.
+@gluon.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -247,11 +260,6 @@ def _decode_kernel(
     if GRANULARITY == "tensor" or GRANULARITY == "head":
         logit_scale *= gl.load(key_scale_ptr + kv_head * key_scale_head_stride)
         out_scale = gl.load(value_scale_ptr + kv_head * value_scale_head_stride)
-    cap = softcap * LOG2_E
-    # tanh(x) = 1 - 2 / (1 + exp2(2x · log2(e)))
-    inv_cap = 2.0 * logit_scale / softcap
-    if HAS_SOFTCAP:
-        logit_scale = 1.0
 
     # Which keys this program may read at all.
     oldest = 0
@@ -297,7 +305,19 @@ def _decode_kernel(
     q_offset = (q_row // GROUP) * q_token_stride + (kv_head * GROUP + q_row % GROUP) * q_head_stride
     q_ptr += sequence.to(gl.int64) * q_sequence_stride
     q_mask = (q_row < ROWS) & (q_warp >= 0)
-    q = gl.load(q_ptr + q_offset + q_dim + q_warp * 0, mask=q_mask, other=0.0).to(COMPUTE)
+    q = gl.load(q_ptr + q_offset + q_dim + q_warp * 0, mask=q_mask, other=0.0)
+    # Scales of logits: max_scale [warp, query] of maxima, s_scale of all of them.
+    max_scale = gl.full([W, COLUMNS], 1.0, gl.float32, gl.SliceLayout(1, mma)) * logit_scale
+    if q.dtype != COMPUTE:  # bf16 beside pages that are computed in float16
+        q, power = _fit_float16(q)
+        max_scale *= gl.convert_layout(power, gl.SliceLayout(1, mma))
+    q = q.to(COMPUTE)
+    s_scale = max_scale[:, None, :]
+    # tanh(x) = 1 - 2 / (1 + exp2(2x · log2(e)))
+    cap = softcap * LOG2_E
+    inv_cap = 2.0 * s_scale / softcap
+    if HAS_SOFTCAP:
+        max_scale, s_scale = 1.0, 1.0
 
     row_max = gl.full([W, COLUMNS], LOWEST, gl.float32, gl.SliceLayout(1, mma))
     row_sum = gl.full([W, COLUMNS], 0.0, gl.float32, gl.SliceLayout(1, mma))
@@ -362,10 +382,10 @@ def _decode_kernel(
             s = gl.where(is_seen, s, float("-inf"))
         if IS_PER_TOKEN:
             # The maximum of what P·V adds up, so that weights with their scale stay below 1.
-            new_max = gl.maximum(row_max, gl.max(s * logit_scale + gl.log2(v_scale), 1))
+            new_max = gl.maximum(row_max, gl.max(s * s_scale + gl.log2(v_scale), 1))
         else:
-            new_max = gl.maximum(row_max, gl.max(s, 1) * logit_scale)
-        p = gl.exp2(s * logit_scale - new_max[:, None, :])
+            new_max = gl.maximum(row_max, gl.max(s, 1) * max_scale)
+        p = gl.exp2(s * s_scale - new_max[:, None, :])
         shrink = gl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + gl.sum(p, 1)
         acc = acc * shrink[:, None, :]
@@ -396,7 +416,7 @@ def _decode_kernel(
     out = gl.convert_layout(_unpermute(acc, CHUNK), OUT_LAYOUT)
     total = gl.convert_layout(total, gl.SliceLayout(1, OUT_LAYOUT))
     top = gl.convert_layout(top, gl.SliceLayout(1, OUT_LAYOUT))
-    out = out * gl.where(total > 0.0, out_scale / total, 0.0)[:, None]
+    out = gl.where((total == 0.0)[:, None], 0.0, out * (out_scale / total)[:, None])
     lse = top + gl.log2(total)
     row = gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT_LAYOUT))
     dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT_LAYOUT))[None, :]

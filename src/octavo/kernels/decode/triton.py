@@ -23,7 +23,7 @@ from octavo.numerics.decode_plan import (
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite, so that a row that sees nothing subtracts two equal numbers instead of two infinities.
-LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 ITEM_COST = tl.constexpr(ITEM_BLOCKS)
 ITEM_SIZE = tl.constexpr(len(ITEM_FIELDS))
 UNITS = tl.constexpr(SLOT_UNITS)
@@ -184,6 +184,19 @@ def _widen(x, dtype: tl.constexpr, BYTES_OF: tl.constexpr):
 
 
 @triton.jit
+def _fit_float16(q):
+    """(q, its power): [query, d] divided by the power of two that makes each query fit."""
+    q = q.to(tl.float32)
+    largest = tl.max(tl.abs(q), axis=1)
+    # A bf16 below 2^16 is a float16; NaN and Inf stay what they are.
+    excess = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - (127 + 15), 0)
+    inverse = ((127 - excess) << 23).to(tl.float32, bitcast=True)
+    power = ((127 + excess) << 23).to(tl.float32, bitcast=True)
+    return (q * inverse[:, None]).to(tl.float16), power
+
+
+# Room for a sequence is not compiled in: every size of page table would have its kernel.
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -273,7 +286,11 @@ def _decode_kernel(
         q_ptr + sequence.to(tl.int64) * q_sequence_stride + q_offset[:, None] + dim[None, :],
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
-    ).to(COMPUTE)
+    )
+    if q.dtype.is_bf16() and COMPUTE.is_fp16():
+        q, power = _fit_float16(q)
+        logit_scale = logit_scale * power[:, None]
+    q = q.to(COMPUTE)
     table_ptr += sequence.to(tl.int64) * table_stride
     key_ptr += kv_head.to(tl.int64) * key_head_stride
     value_ptr += kv_head.to(tl.int64) * value_head_stride
@@ -329,7 +346,7 @@ def _decode_kernel(
         v = _widen(v, COMPUTE, BYTES_OF)
         acc = tl.dot(p.to(COMPUTE), v, acc * shrink[:, None], input_precision="ieee")
 
-    out = acc * tl.where(row_sum > 0.0, out_scale / row_sum, 0.0)[:, None]
+    out = tl.where((row_sum == 0.0)[:, None], 0.0, acc * (out_scale / row_sum)[:, None])
     lse = row_max + tl.log2(row_sum)
     out_ptr += sequence.to(tl.int64) * (Q_LEN * NUM_KV_HEADS * GROUP * HEAD_DIM)
     if num_splits == 1:
@@ -465,10 +482,11 @@ def make_plan(lengths: Tensor, settings: PlanSettings, max_blocks: int) -> tuple
         BLOCK_TOKENS=settings.block_tokens,
         MODES=NUM_MODES,
         SEQUENCES=sequences,
-        OTHERS=min(32, sequences),
+        # Beyond 4096 sequences: tiles no larger, and all the warps that a program can have.
+        OTHERS=min(32, sequences, max(1, 2**17 // sequences)),
         SPLITS=max(1, 64 // sequences),
         CHUNK=512,
-        num_warps=min(8, max(1, sequences // 32)),
+        num_warps=32 if sequences > 4096 else min(8, max(1, sequences // 32)),
     )
     return items, counters
 

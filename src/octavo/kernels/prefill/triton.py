@@ -4,6 +4,8 @@ Gathering costs time and memory that grow with the tokens, attention's time with
 only gathered values can lie transposed, as FP8 tensor cores want them.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,8 @@ from octavo.numerics.formats import is_fp8
 from octavo.numerics.granularity import PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout, num_columns
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 @triton.jit
@@ -59,7 +63,7 @@ def _gather_scale(scale_ptr, out_ptr, table_ptr, token, length, place, head, PAG
     tl.store(out_ptr + place * num_heads + head, scale, mask=is_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def _gather_kernel(
     key_pages_ptr,
     value_pages_ptr,
@@ -80,6 +84,8 @@ def _gather_kernel(
     value_head_stride,
     value_token_stride,
     row_stride,
+    num_blocks,
+    num_heads,
     num_tokens,
     num_columns,
     IS_TRANSPOSED: tl.constexpr,
@@ -93,15 +99,17 @@ def _gather_kernel(
 
     Tokens beyond the room that was made for them are dropped, never written past its end.
     """
-    head, num_heads = tl.program_id(1), tl.num_programs(1)
-    sequence = tl.program_id(2)
+    # One axis: the others end at 65535, which sequences may exceed.
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    sequence = tl.program_id(0) // num_blocks // num_heads
     first = tl.minimum(_first_token(lengths_ptr, sequence), num_tokens)
     length = tl.minimum(tl.load(lengths_ptr + sequence), num_tokens - first)
-    if tl.program_id(0) == 0 and head == 0:
+    if block == 0 and head == 0:
         tl.store(cu_seqlens_ptr + sequence + 1, first + length)
         if sequence == 0:
             tl.store(cu_seqlens_ptr, 0)
-    start = tl.program_id(0) * BLOCK
+    start = block * BLOCK
     if start >= length:
         return
     table_ptr += sequence.to(tl.int64) * table_stride
@@ -196,7 +204,7 @@ def gather(
         )
     cu_seqlens = torch.empty(view.num_sequences + 1, dtype=torch.int32, device=device)
     num_blocks = max(1, triton.cdiv(view.max_pages * view.page_size, config.block_tokens))
-    _gather_kernel[(num_blocks, heads, view.num_sequences)](
+    _gather_kernel[(num_blocks * heads * view.num_sequences,)](
         view.key_pages,
         view.value_pages,
         view.key_scale,
@@ -216,6 +224,8 @@ def gather(
         view.value_pages.stride(1),
         view.value_pages.stride(2),
         row,
+        num_blocks,
+        heads,
         num_tokens,
         columns,
         IS_TRANSPOSED=is_transposed,
@@ -240,8 +250,9 @@ def prefill(
     sinks: Tensor | None,
     out_dtype: torch.dtype,
     num_cached_tokens: int,
+    attend: Attend = attention,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as `octavo.reference.paged` defines them.
+    """(out, lse) as `octavo.reference.paged` defines them; attend: the attention kernel.
 
     FP8 pages stay FP8 beside FP8 queries; beside others their values, which bf16 holds exactly,
     take on the queries' dtype, and the scales act as in FP8. Queries and other pages of two dtypes
@@ -258,7 +269,7 @@ def prefill(
     k, v, k_scale, v_scale, cu_seqlens_k = gather(view, dtype, value_layout, num_cached_tokens)
     q_scale = torch.ones((), device=q.device) if q_scale is None else q_scale
     max_seqlen_k = view.max_pages * view.page_size
-    return attention(
+    return attend(
         q,
         k,
         v,

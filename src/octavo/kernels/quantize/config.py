@@ -91,7 +91,8 @@ def candidates(shape: Shape, granularity: Granularity) -> list[QuantizeConfig]:
     width = _power_of_two(num_columns)
     exact = num_columns & -num_columns  # the widest tile without a tail
     found = [default(shape, granularity)]
-    found += [QuantizeConfig(1, width, warps, num_chunks=1) for warps in (1, 2, 4, 8)]
+    for rows in (1, 2, 4):
+        found += [QuantizeConfig(rows, width, warps, num_chunks=1) for warps in (1, 2, 4, 8)]
     for block in {max(128, exact), max(128, exact // 2), 512, 1024, 2048}:
         chunks = -(-num_columns // block)
         for warps in (1, 2, 4, 8):
@@ -100,7 +101,7 @@ def candidates(shape: Shape, granularity: Granularity) -> list[QuantizeConfig]:
                 found.append(QuantizeConfig(1, block, warps, num_chunks=chunks))
 
     def fits(config: QuantizeConfig) -> bool:
-        values = config.block_columns * max(1, config.num_chunks)
+        values = config.block_rows * config.block_columns * max(1, config.num_chunks)
         return 4 <= values // (32 * config.num_warps) <= MAX_PER_THREAD
 
     unique = list(dict.fromkeys(found))

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.device import describe
 from octavo.kernels.primitives import amax_to_scale, finite_magnitude, to_fp8
@@ -56,6 +57,7 @@ def _quantize_rows_kernel(
     NUM_CHUNKS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_FMA: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -64,6 +66,9 @@ def _quantize_rows_kernel(
     Rows of NUM_CHUNKS tiles stay in registers; with 0 they are read twice, from the cache at last.
     HAS_TAIL: the last tile is not full.
     """
+    if IS_DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offset = tl.arange(0, BLOCK_COLUMNS)
     row_mask = row < num_rows
@@ -271,7 +276,8 @@ def _run_rows(
     config: QuantizeConfig | None,
 ) -> None:
     rows = x.reshape(-1, x.shape[-1])
-    config = config or choose(tuple(rows.shape), granularity, describe(x.device))
+    device = describe(x.device)
+    config = config or choose(tuple(rows.shape), granularity, device)
     num_rows, num_columns = rows.shape
     _quantize_rows_kernel[(triton.cdiv(num_rows, config.block_rows),)](
         rows,
@@ -287,9 +293,11 @@ def _run_rows(
         NUM_CHUNKS=_num_chunks(num_columns, config),
         HAS_TAIL=num_columns % config.block_columns != 0,
         HAS_FMA=x.is_cuda,  # the interpreter rounds twice
+        IS_DEPENDENT=device.has_dependents,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         num_warps=config.num_warps,
+        **({"launch_pdl": True} if device.has_dependents else {}),
     )
 
 

@@ -7,6 +7,8 @@ from octavo.kernels.device import Device
 # On sm_89 Triton 3.6 casts float32 to FP8 by way of float16, cut off: rounded twice.
 MIN_CAPABILITY = (9, 0)
 MAX_HEAD_DIM = 256
+# Passes of a history: the kernel finds the current one's slot in 32 bits.
+MAX_RING_LENGTH = 2**16 - 1
 # Tokens and width of q and k, keys and values of transposed v, warps.
 TILE = (32, 128, 64, 64, 4)
 
@@ -52,6 +54,14 @@ def default(num_tokens: int, num_scales: int) -> QuantizeQkvConfig:
     wanted = 256 if num_scales == 1 else max(8, 512 // num_scales)
     num_partials = min(_power_of_two(wanted), _power_of_two(4 * num_tiles))
     return QuantizeQkvConfig(tokens, width, keys, values, num_warps, num_partials)
+
+
+def token_classes(num_scales: int) -> list[int]:
+    """A number of tokens for each of the launch settings that `default` has."""
+    found = [TILE[0]]
+    while default(2 * found[-1], num_scales) != default(found[-1], num_scales):
+        found.append(2 * found[-1])
+    return found
 
 
 def is_valid(config: QuantizeQkvConfig) -> bool:

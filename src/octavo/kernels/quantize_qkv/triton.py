@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.quantize_qkv.config import QuantizeQkvConfig, default
+from octavo.kernels.quantize_qkv.config import MAX_RING_LENGTH, QuantizeQkvConfig, default
 from octavo.kernels.quantize_qkv.launch import as_dense, by_part, num_programs, operands
 from octavo.kernels.quantize_qkv.primitives import (
     amax_rows,
@@ -30,7 +30,14 @@ from octavo.numerics.value_layout import ValueLayout, num_columns
 Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
 
 
-@triton.jit
+# Sizes are not compiled in: whether 16 divides them would make kernels of their own.
+_SIZES = [
+    *("num_q_tokens", "num_k_tokens", "q_length", "k_length", "num_rows"),
+    *("num_q_programs", "num_k_programs", "num_sequences", "num_groups"),
+]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _amax_kernel(
     q_ptr,
     k_ptr,
@@ -137,7 +144,7 @@ def _amax_kernel(
         count_pass(v_passes_ptr, slot_ptr + 2, v_ring_length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _cast_kernel(
     q_ptr,
     k_ptr,
@@ -378,5 +385,5 @@ def _run_cast(
 
 def _ring_lengths(rings: Rings | None) -> list[int]:
     lengths = [len(ring.values) for ring in rings] if rings else [1, 1, 1]
-    assert max(lengths) < 2**16  # which `count_pass` counts on
+    assert max(lengths) <= MAX_RING_LENGTH  # which `count_pass` counts on
     return lengths

@@ -166,12 +166,23 @@ def candidates(
         others += [TileConfig(block_k=first.block_k, is_tma=first.is_tma)]
         others += [replace(first, programs_per_sm=0, is_flat=False)]
     else:
-        others = [replace(first, num_splits=splits) for splits in (1, 2, 4, 8)]
-        others += [replace(first, num_stages=stages) for stages in (3, 4, 6, 8)]
-        others += [replace(first, prefetch=prefetch) for prefetch in (512, 1024, 2048, 4096)]
-        others += [replace(first, is_tma=_has_tma(device) and is_fp8)]
+        others = [
+            replace(first, block_n=block_n, block_k=block_k, num_stages=stages, num_splits=splits)
+            for block_n in (64, 128)
+            for block_k in dict.fromkeys((first.block_k, 128, 256))
+            for stages in (3, 4, 6, 8)
+            for splits in dict.fromkeys((first.num_splits, 1, 2, 3, 4, 6))
+            if _shared_bytes(block_n + first.block_m, block_k, stages) <= device.shared_bytes
+            and 1 <= splits * -(-shape.columns // block_n) // device.num_sms <= 4
+        ]
+        others += [replace(first, prefetch=prefetch) for prefetch in (256, 512, 1024)]
     unique = list(dict.fromkeys([first, *others]))
     return [config for config in unique if is_valid(config, width, is_fp8=is_fp8)]
+
+
+def _shared_bytes(num_rows: int, block_k: int, num_stages: int) -> int:
+    """Shared memory of tiles of FP8 on their way, barriers aside."""
+    return num_rows * block_k * num_stages + 1024
 
 
 def work(shape: MatmulShape, a_bytes: int, out_bytes: int) -> tuple[int, int]:

@@ -13,10 +13,9 @@ from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.cache.view import PagedView
 from octavo.kernels.append_kv.config import work
-from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.numerics.granularity import PerHead
 from octavo.numerics.rotary import Rotary
-from octavo.ops.select import impl_names
 from octavo.reference.rotary import rotate
 
 NUM_TOKENS = (1, 64, 256)
@@ -53,7 +52,7 @@ def _benchmark(device: torch.device, num_tokens: int) -> Benchmark:
         truth=_truth,
         contenders=tuple(
             Contender(name, "BF16 to FP8", partial(_ours, name), 2**-4, num_bytes)
-            for name in impl_names("append_kv")
+            for name in timed_impls("append_kv", device)
         ),
         checked=_value,
         is_cached=True,

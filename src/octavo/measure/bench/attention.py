@@ -11,10 +11,9 @@ from torch.nn.attention import SDPBackend
 from octavo import ops
 from octavo.kernels.attention.config import work
 from octavo.measure.bench import peers
-from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.quantize import Quantized
-from octavo.ops.select import impl_names
 from octavo.reference import attention as reference
 
 # Queries at the end of a sequence, which see all of its keys: what is checked.
@@ -72,8 +71,7 @@ def _benchmark(
     ours = [
         contender(name, operands, partial(_ours, name, operands, spec))
         for operands in ("FP8", "BF16")
-        for name in impl_names("attention")
-        if not (name == "reference" and device.type == "cuda")  # minutes, and known to be right
+        for name in timed_impls("attention", device)
     ]
     others = []
     if device.type == "cuda":

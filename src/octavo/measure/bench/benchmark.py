@@ -19,13 +19,15 @@ from octavo.measure.bench.ceilings import Ceilings
 from octavo.measure.bench.timing import capture, sample_in_turn_ms, sample_ms
 from octavo.measure.records import Machine, Measurement, Scalar, timing
 from octavo.numerics.error import relative_rms
+from octavo.ops.select import impl_names
 
 # Bytes that the sets of inputs have together: several times an L2 cache.
 ROTATED_BYTES = 250e6
 MAX_SETS = 64
 CACHED_SETS = 4
-# Calls of a graph: what it takes to start and end one must not count.
-MIN_CALLS = 16
+# What a graph takes at least: to start and end one must not count.
+MIN_GRAPH_MS = 0.4
+MAX_CALLS = 512
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Objection:
     name: str
     operands: str
     reason: str
+
+
+def timed_impls(op: str, device: torch.device) -> list[str]:
+    """The implementations to time: on a GPU all but the reference, which stops to wait for it."""
+    return [name for name in impl_names(op) if name != "reference" or device.type == "cpu"]
 
 
 def run_benchmark(
@@ -125,14 +132,23 @@ def _sample_all(
     if device.type != "cuda":
         return [sample_ms(call, device) for _, call, _ in entered]
     sets = [_calls(benchmark, contender, call) for contender, call, _ in entered]
+    sets = [calls * _num_rounds(calls) for calls in sets]
     samples = sample_in_turn_ms([capture(calls) for calls in sets], device)
     return [[ms / len(calls) for ms in of_one] for calls, of_one in zip(sets, samples, strict=True)]
+
+
+def _num_rounds(calls: list[Callable[[], Any]]) -> int:
+    """How often a graph goes through `calls`, so that it is long enough to be timed."""
+    graph, device = capture(calls), torch.device("cuda")
+    (samples,) = sample_in_turn_ms([graph], device, warmup_ms=0.0, num_samples=3)
+    enough = math.ceil(MIN_GRAPH_MS / min(samples))
+    return max(1, min(enough, MAX_CALLS // len(calls)))
 
 
 def _calls(
     benchmark: Benchmark, contender: Contender, call: Callable[[], Any]
 ) -> list[Callable[[], Any]]:
-    """One call for each set of inputs, and enough of them for a graph."""
+    """One call for each set of inputs."""
     num_sets = CACHED_SETS
     if not benchmark.is_cached:
         num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / contender.bytes)))
@@ -140,7 +156,7 @@ def _calls(
     calls = [call, *more]
     if benchmark.is_cached:
         calls = [partial(_dropped, one) for one in calls]
-    return calls * max(1, MIN_CALLS // len(calls))
+    return calls
 
 
 def _dropped(call: Callable[[], Any]) -> None:

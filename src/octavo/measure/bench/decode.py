@@ -11,9 +11,8 @@ from torch import Tensor
 from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.measure.bench import peers
-from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.numerics.granularity import PerHead
-from octavo.ops.select import impl_names
 from octavo.reference.paged import paged_attention
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -84,8 +83,7 @@ def _benchmark(device: torch.device, folder: Path | None, step: Step) -> Benchma
     contenders = [
         contender(name, operands, partial(_ours, name, DTYPES[operands]))
         for operands in DTYPES
-        for name in impl_names("decode_attention")
-        if not (name == "reference" and device.type == "cuda")
+        for name in timed_impls("decode_attention", device)
     ]
     if device.type == "cuda":
         contenders += [

@@ -6,6 +6,7 @@ lines do not count.
 
 import hashlib
 import io
+import json
 import re
 import tokenize
 from pathlib import Path
@@ -37,16 +38,20 @@ def tests_of(kernel: str, folder: Path) -> list[Path]:
 
 
 def code_hash(kernel: str) -> str:
-    """The hash of a kernel's folder, of the kernels it uses in turn, and of all tuned settings."""
+    """The hash of a kernel's code, of the kernels it uses in turn, and of their tuned settings."""
     if kernel not in kernel_names():
         expected = ", ".join(kernel_names())
         raise ConfigError(f"expected a kernel, one of {expected}; got {kernel!r}")
     digest = hashlib.sha256()
-    for path in sorted(_files_behind(kernel)):
+    files = sorted(_files_behind(kernel))
+    for path in files:
         digest.update(f"{path.relative_to(KERNELS)}\n".encode())
         digest.update(without_comments(path.read_text()).encode())
+    used = {path.parent.name for path in files}
     for path in sorted(KERNELS.glob("tuned/*.json")):
-        digest.update(path.read_bytes())
+        settings = {op: rows for op, rows in json.loads(path.read_text()).items() if op in used}
+        if settings:
+            digest.update(f"{path.name}\n{json.dumps(settings, sort_keys=True)}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.numerics.granularity import PerToken
 from octavo.numerics.quantize import Quantized
-from octavo.ops.select import impl_names
 
 SMALL = ((1024, 1024),)
 LARGE = tuple((rows, columns) for rows in (4096, 14040) for columns in (2048, 3072, 6144, 12288))
@@ -31,7 +30,7 @@ def _benchmark(device: torch.device, rows: int, columns: int) -> Benchmark:
     num_bytes = rows * columns * 3 + rows * 4  # BF16 in, FP8 and scales out
     ours = [
         Contender(name, "BF16 to FP8", partial(_ours, name), 2**-4, num_bytes)
-        for name in impl_names("quantize")
+        for name in timed_impls("quantize", device)
     ]
     copy = Contender("copy", "BF16 to BF16", _copy, 0.0, 4 * rows * columns)
     return Benchmark(

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.kernels.quantize_qkv.config import work
-from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.numerics.amax import AmaxHistory
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.rotary import Rotary
-from octavo.ops.select import impl_names
 from octavo.reference.rotary import rotate
 from octavo.reference.value_layout import restore_values
 
@@ -72,7 +71,7 @@ def _benchmark(
     _, num_bytes = work(num_tokens, num_tokens, num_heads, num_heads, head_dim)
     ours = [
         Contender(name, "BF16 to FP8", partial(_ours, name, scaling), 2**-4, num_bytes)
-        for name in impl_names("quantize_qkv")
+        for name in timed_impls("quantize_qkv", device)
     ]
     copy = Contender("copy", "BF16 to BF16", _copy, 0.0, num_tokens * num_heads * head_dim * 12)
     return Benchmark(

@@ -14,11 +14,10 @@ from torch import Tensor
 from octavo import ops
 from octavo.errors import UnsupportedError
 from octavo.kernels.scaled_mm.config import MatmulShape, work
-from octavo.measure.bench.benchmark import Benchmark, Contender
+from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.measure.records import Scalar
 from octavo.numerics.granularity import PerChannel, PerTensor, PerToken
 from octavo.numerics.quantize import Quantized
-from octavo.ops.select import impl_names
 
 # (rows, columns, depth): a square, diffusion transformers, and Llama-3.1-8B with few rows.
 SMALL = ((256, 1024, 1024), (4, 512, 512))
@@ -61,13 +60,13 @@ def _benchmark(device: torch.device, shape: MatmulShape) -> Benchmark:
         case={"shape": f"{shape.rows}x{shape.columns}x{shape.depth}"},
         make_inputs=partial(_make_inputs, device, shape),
         truth=_truth,
-        contenders=tuple(_contenders(shape)),
+        contenders=tuple(_contenders(shape, device)),
         flops=flops,
         checked=lambda result: result[:CHECKED_ROWS],
     )
 
 
-def _contenders(shape: MatmulShape) -> list[Contender]:
+def _contenders(shape: MatmulShape, device: torch.device) -> list[Contender]:
     def contender(
         name: str, operands: str, prepare: Prepare, scales: str, has_bias: bool = True
     ) -> Contender:
@@ -88,7 +87,7 @@ def _contenders(shape: MatmulShape) -> list[Contender]:
     ]
     found += [
         contender(name, "FP8", partial(_ours, name, PerToken(), True), "token by channel")
-        for name in impl_names("scaled_mm")
+        for name in timed_impls("scaled_mm", device)
     ]
     if shape.rows <= FEW_ROWS:
         in_front = "token by channel, quantized in front"

@@ -1,0 +1,131 @@
+"""Write the tables of README.md and docs/ from the records in results/.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. With --check nothing is written,
+and a table that differs from its records is an error.
+
+    python scripts/update_tables.py [--check]
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from octavo.atomic import write_atomically
+from octavo.measure import store
+from octavo.measure.records import Measurement
+from octavo.measure.report.markdown import to_markdown
+from octavo.measure.report.tables import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OURS = ("gluon", "triton", "selected")
+# What users run: the op, its case in the records, and what it is in words.
+SPEEDS = (
+    ("attention", "1x8192 heads 16/16 head_dim 72", "ViT attention, 8192 tokens, head_dim 72"),
+    ("attention", "1x8192 heads 16/16 head_dim 128", "DiT attention, 8192 tokens, head_dim 128"),
+    ("attention", "1x32768 heads 32/8 head_dim 128", "causal prefill, 32k tokens, heads 32/8"),
+    ("decode_attention", "1x32768 heads 32/8 head_dim 128 page 64", "decode, 1 × 32k tokens"),
+    ("decode_attention", "8x32768 heads 32/8 head_dim 128 page 64", "decode, 8 × 32k tokens"),
+    ("decode_attention", "8x131072 heads 32/8 head_dim 128 page 64", "decode, 8 × 128k tokens"),
+    ("scaled_mm", "4608x12288x3072", "linear layer, 4608 × 3072 → 12288"),
+    ("scaled_mm", "16x28672x4096", "linear layer, 16 × 4096 → 28672"),
+)
+
+
+def accumulator() -> str:
+    """What one-level accumulation loses on a real GPU, and how well the model predicts it."""
+    records = store.read(RESULTS / "accumulator_h200.jsonl")
+    table = Table(
+        caption="",
+        header=(
+            "keys",
+            "relative error, one level",
+            "relative error, two levels",
+            "results where octavo's model differs",
+        ),
+        rows=tuple(
+            (
+                int(record.case["keys"]),
+                f"{record.values['one_level_relative_rms']:.2g}",
+                f"{record.values['two_level_relative_rms']:.2g}",
+                f"{record.values['num_bits_differ']:.0f} of {record.values['num_results']:.0f}",
+            )
+            for record in records
+        ),
+    )
+    return (
+        f"FP8 sums of P·V on an {records[0].machine.gpu}, weights P ≥ 0 and values of mean 1, "
+        "against float64. Added up in the tensor core alone (one level) long contexts fall apart; "
+        f"octavo adds every tile of 128 keys in float32 (two levels).\n\n{to_markdown(table)}\n"
+    )
+
+
+def speeds() -> str:
+    """octavo's FP8 beside the fastest BF16 and the fastest FP8 with the same accumulation."""
+    records = store.read(RESULTS / "kernels_h200.jsonl")
+    rows = tuple(_speed(op, shape, words, records) for op, shape, words in SPEEDS)
+    header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
+    machine = records[0].machine
+    table = Table(caption="", header=header, rows=rows)
+    return (
+        f"Kernels on an {machine.gpu}, one run, medians, every result checked against float64 "
+        f"(torch {machine.versions['torch']}, Triton {machine.versions['triton']}). The other FP8 "
+        "has two-level accumulation and scales as fine as octavo's: FlashAttention-3 as vLLM "
+        "builds it, and `torch._scaled_mm` with one scale per token and channel, which octavo "
+        f"itself runs where it is the fastest.\n\n{to_markdown(table)}\n"
+    )
+
+
+def _speed(op: str, shape: str, words: str, records: list[Measurement]) -> tuple[str, ...]:
+    found = [r for r in records if (r.op, r.case["shape"]) == (op, shape)]
+    if op == "scaled_mm":  # what a linear layer does
+        found = [r for r in found if r.case["scales"] in ("token by channel", "none")]
+    in_fp8 = [r for r in found if r.case["operands"] == "FP8" and r.case.get("levels") != 1]
+    ours = _fastest([r for r in in_fp8 if r.impl in OURS])
+    bf16 = _fastest([r for r in found if r.case["operands"] == "BF16"])
+    other = _fastest([r for r in in_fp8 if r.impl not in (*OURS, "torch")])
+    own = "" if bf16.impl not in OURS else "octavo's "
+    return (
+        words,
+        _time(ours),
+        f"{_time(bf16)} ({own}{bf16.impl})",
+        f"{_time(other)} ({other.impl})",
+        *(f"{x.values['median_ms'] / ours.values['median_ms']:.2f}×" for x in (bf16, other)),
+    )
+
+
+def _fastest(records: list[Measurement]) -> Measurement:
+    return min(records, key=lambda record: record.values["median_ms"])
+
+
+def _time(record: Measurement) -> str:
+    ms = record.values["median_ms"]
+    return f"{ms:.2f} ms" if ms >= 1 else f"{1e3 * ms:.3g} µs"
+
+
+TABLES: dict[str, Callable[[], str]] = {"accumulator": accumulator, "speeds": speeds}
+FILES = (ROOT / "README.md", ROOT / "docs" / "numerics.md")
+
+
+def fill(text: str) -> str:
+    """The text with every table made anew."""
+    return _BLOCK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n{m[3]}", text)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the files, or with --check compare them."""
+    changed = {path: fill(path.read_text(encoding="utf-8")) for path in FILES}
+    changed = {path: text for path, text in changed.items() if text != path.read_text("utf-8")}
+    if "--check" not in arguments:
+        for path, text in changed.items():
+            write_atomically(path, text.encode())
+        return 0
+    for path in changed:
+        print(f"{path.name} differs from its records; do: python scripts/update_tables.py")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

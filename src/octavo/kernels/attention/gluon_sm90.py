@@ -1,0 +1,967 @@
+"""FP8 attention on Hopper: a warp copies tiles of keys and values, two warpgroups attend to them.
+
+Each warpgroup has 64 queries. While its tensor core works on P·V of one tile and q·kᵀ of the next,
+it waits for nothing but the logits; the exponentials of one warpgroup run beside the products of
+the other. The sums of one tile start from zero and are added up in float32: two-level accumulation,
+which costs no more than the rescaling it replaces.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+from octavo.kernels.attention.config import GluonConfig, default_gluon, split_head_dim
+from octavo.numerics.attention import AttentionSpec, Packing
+from octavo.numerics.qkv import QkvScales
+from octavo.numerics.value_layout import ValueLayout
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+# Queries of a warpgroup.
+ROWS = gl.constexpr(64)
+# P ≤ 1 is multiplied by 2^8 before it is rounded, to use more of e4m3's range.
+WEIGHT_BITS = gl.constexpr(8.0)
+
+EXP2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+PACK = gl.constexpr("""
+{
+.reg .b16 low, high;
+cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+mov.b32 $0, {low, high};
+}""")
+# A real instruction: without one, ptxas gives the new weights the registers that the tensor core is
+# still reading the old ones from, and then lets every product wait for the one before.
+UNPACK = gl.constexpr("xor.b32 $0, $1, $5;")
+
+
+@aggregate
+class Tiles:
+    """Sizes of the tiles, what the call uses, and where the registers of sums lie.
+
+    HAS_ONES: the tensor core adds up the rows of P as well. IN_TURN: the rest of P·V starts when
+    the main part has been added, for head_dims whose sums do not fit the registers at once.
+    """
+
+    NUM_CONSUMERS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    NUM_STAGES: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    D1: gl.constexpr  # q·kᵀ: main and rest of head_dim; 0 is no rest
+    D2: gl.constexpr
+    E1: gl.constexpr  # P·V: main and rest
+    E2: gl.constexpr
+    PART: gl.constexpr  # E1 in parts that are added one after the other
+    IS_PACKED: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    HAS_WINDOW: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    HAS_SINKS: gl.constexpr
+    HAS_ONES: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    IN_TURN: gl.constexpr
+    PACK_LATE: gl.constexpr
+    s_layout: gl.constexpr
+    o_layout: gl.constexpr
+    o2_layout: gl.constexpr
+    sum_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        NUM_CONSUMERS,
+        BLOCK_N,
+        NUM_STAGES,
+        HEAD_DIM,
+        D1,
+        D2,
+        E1,
+        E2,
+        PART,
+        IS_PACKED,
+        IS_CAUSAL,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        HAS_SINKS,
+        HAS_ONES,
+        Q_IN_REGISTERS,
+        IN_TURN,
+        PACK_LATE,
+    ):
+        self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.NUM_STAGES = gl.constexpr(NUM_STAGES)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.D1 = gl.constexpr(D1)
+        self.D2 = gl.constexpr(D2)
+        self.E1 = gl.constexpr(E1)
+        self.E2 = gl.constexpr(E2)
+        self.PART = gl.constexpr(PART)
+        self.IS_PACKED = gl.constexpr(IS_PACKED)
+        self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
+        self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.HAS_ONES = gl.constexpr(HAS_ONES)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.IN_TURN = gl.constexpr(IN_TURN)
+        self.PACK_LATE = gl.constexpr(PACK_LATE)
+        self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32]))
+        self.o_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32]))
+        self.o2_layout = gl.constexpr(
+            gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E2 if E2 else 8, 32])
+        )
+        self.sum_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
+
+
+@aggregate
+class Shared:
+    """Shared memory: queries, and a ring of stages.
+
+    Stage j has the keys of tile j and the values of tile j − 1, which are used together.
+    """
+
+    q: gl.shared_memory_descriptor
+    q2: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    k2: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    v2: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor
+    has_q: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, q2, k, k2, v, v2, ones, has_q, full, empty):
+        self.q = q
+        self.q2 = q2
+        self.k = k
+        self.k2 = k2
+        self.v = v
+        self.v2 = v2
+        self.ones = ones
+        self.has_q = has_q
+        self.full = full
+        self.empty = empty
+
+
+@aggregate
+class Job:
+    """One program's tile of queries: where it lies, and the tiles of keys that it sees."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    q_token: gl.tensor  # first token of the tile, counted from the batch's start
+    k_token: gl.tensor  # first key of the sequence
+    column: gl.tensor  # first column of the sequence's values
+    first_row: gl.tensor  # of the tile, counted in the sequence
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    first_tile: gl.tensor
+    num_tiles: gl.tensor
+    window: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        batch,
+        head,
+        kv_head,
+        q_token,
+        k_token,
+        column,
+        first_row,
+        q_len,
+        kv_len,
+        first_tile,
+        num_tiles,
+        window,
+    ):
+        self.batch = batch
+        self.head = head
+        self.kv_head = kv_head
+        self.q_token = q_token
+        self.k_token = k_token
+        self.column = column
+        self.first_row = first_row
+        self.q_len = q_len
+        self.kv_len = kv_len
+        self.first_tile = first_tile
+        self.num_tiles = num_tiles
+        self.window = window
+
+    @gluon.jit
+    def tile(self, j):
+        """The j-th tile of keys: from the last one, which hides keys, back to the first."""
+        return self.first_tile + self.num_tiles - 1 - j
+
+
+@gluon.constexpr_function
+def _weight_layout(block_n):
+    """Where the operand P of a product in FP8 lies: [64, block_n / 4, 4], four keys in a word."""
+    registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
+    word = 4
+    while word < block_n // 4:
+        registers.append([0, word, 0])
+        word *= 2
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[16, 0, 0], [32, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, block_n // 4, 4])
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise(EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _pack(p, BLOCK_N: gl.constexpr):
+    """P as words of four e4m3, in the order of transposed values: no thread needs another's."""
+    split = p.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+    even, odd = split.reshape([ROWS, BLOCK_N // 4, 2, 2]).split()
+    even0, even1 = even.split()
+    odd0, odd1 = odd.split()
+    words = gl.inline_asm_elementwise(
+        PACK, "=r,f,f,f,f", [even0, odd0, even1, odd1], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return gl.convert_layout(words, gl.SliceLayout(2, _weight_layout(BLOCK_N)))
+
+
+@gluon.jit
+def _unpack(words, zero, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """The operand P from words; `zero` is a zero that the compiler does not know to be one."""
+    words = gl.expand_dims(words, 2).broadcast_to([ROWS, BLOCK_N // 4, 4])
+    p = gl.inline_asm_elementwise(
+        UNPACK,
+        "=r,r,r,r,r,r,r,r,r",
+        [words, zero],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+    return gl.convert_layout(p.reshape([ROWS, BLOCK_N]), gl.DotOperandLayout(0, layout, 4))
+
+
+@gluon.jit
+def _row_max(s, BLOCK_N: gl.constexpr):
+    """Largest logit of each row, by short chains in registers and then two shuffles."""
+    GROUPS: gl.constexpr = BLOCK_N // 8
+    most = gl.max(s.reshape([ROWS, GROUPS, 4, 2]), 3)
+    most = gl.max(most.reshape([ROWS, 4, GROUPS // 4, 4]), 1)
+    return gl.max(gl.max(most, 1), 1)
+
+
+@gluon.jit
+def _thread_sums(p, BLOCK_N: gl.constexpr):
+    """Sums of each row's values in each of its four threads: [64, 4], without a shuffle."""
+    GROUPS: gl.constexpr = BLOCK_N // 8
+    total = gl.sum(p.reshape([ROWS, GROUPS, 4, 2]), 3)
+    return gl.sum(gl.sum(total.reshape([ROWS, 4, GROUPS // 4, 4]), 1), 1)
+
+
+@gluon.jit
+def _stage(j, NUM_STAGES: gl.constexpr):
+    """Place in the ring and parity of its turn; NUM_STAGES is a power of two."""
+    return j % NUM_STAGES, (j // NUM_STAGES) & 1
+
+
+@gluon.jit
+def _copy_keys(desc, desc2, shared, tiles, job, j, stage):
+    bar = shared.full.index(stage)
+    row = job.k_token + job.tile(j) * tiles.BLOCK_N
+    tma.async_copy_global_to_shared(
+        desc, [job.batch, job.kv_head, row, 0], bar, shared.k.index(stage)
+    )
+    if tiles.D2 > 0:
+        tma.async_copy_global_to_shared(
+            desc2, [job.batch, job.kv_head, row, tiles.D1], bar, shared.k2.index(stage)
+        )
+
+
+@gluon.jit
+def _copy_values(desc, desc2, shared, tiles, job, j, stage):
+    bar = shared.full.index(stage)
+    column = job.column + job.tile(j) * tiles.BLOCK_N
+    tma.async_copy_global_to_shared(
+        desc, [job.batch, job.kv_head, 0, column], bar, shared.v.index(stage)
+    )
+    if tiles.E2 > 0:
+        tma.async_copy_global_to_shared(
+            desc2, [job.batch, job.kv_head, tiles.E1, column], bar, shared.v2.index(stage)
+        )
+
+
+@gluon.jit
+def _produce(tiles, shared, job, copies):
+    """One warp copies the queries, then keys and values as fast as stages become free."""
+    q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc = copies
+    KEY_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.D1 + tiles.D2)
+    VALUE_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.E1 + tiles.E2)
+    num_tiles = job.num_tiles
+    if num_tiles > 0:
+        mbarrier.expect(shared.has_q, tiles.NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
+        for w in gl.static_range(tiles.NUM_CONSUMERS):
+            row = job.q_token + w * ROWS
+            tma.async_copy_global_to_shared(
+                q_desc, [job.batch, job.head, row, 0], shared.has_q, shared.q.index(w)
+            )
+            if tiles.D2 > 0:
+                tma.async_copy_global_to_shared(
+                    q2_desc, [job.batch, job.head, row, tiles.D1], shared.has_q, shared.q2.index(w)
+                )
+        mbarrier.expect(shared.full.index(0), KEY_BYTES)
+        _copy_keys(k_desc, k2_desc, shared, tiles, job, 0, 0)
+        for j in range(1, num_tiles):
+            stage, turn = _stage(j, tiles.NUM_STAGES)
+            mbarrier.wait(shared.empty.index(stage), turn ^ 1)
+            mbarrier.expect(shared.full.index(stage), KEY_BYTES + VALUE_BYTES)
+            _copy_keys(k_desc, k2_desc, shared, tiles, job, j, stage)
+            _copy_values(v_desc, v2_desc, shared, tiles, job, j - 1, stage)
+        stage, turn = _stage(num_tiles, tiles.NUM_STAGES)
+        mbarrier.wait(shared.empty.index(stage), turn ^ 1)
+        mbarrier.expect(shared.full.index(stage), VALUE_BYTES)
+        _copy_values(v_desc, v2_desc, shared, tiles, job, num_tiles - 1, stage)
+
+
+@gluon.jit
+def _flat(ref, rows: gl.constexpr, columns: gl.constexpr):
+    """A tile [1, 1, rows, columns] of shared memory as a matrix."""
+    return ref.reshape([rows, columns])
+
+
+@gluon.jit
+def _cap(s, inv_cap, cap, tiles):
+    """Logits capped: tanh(x) = 1 − 2 / (e^2x + 1), and then in powers of two."""
+    if tiles.HAS_SOFTCAP:
+        s = cap - 2.0 * cap / (_exp2(s * inv_cap) + 1.0)
+    return s
+
+
+@gluon.jit
+def _hide(s, tiles, job, tile, row):
+    """Logits with −inf where a query does not see a key; most tiles have no such place."""
+    BLOCK_N: gl.constexpr = tiles.BLOCK_N
+    first_key = tile * BLOCK_N
+    lowest = job.kv_len - job.q_len + row
+    highest = lowest + ROWS - 1
+    is_cut = first_key + BLOCK_N > job.kv_len
+    if tiles.IS_CAUSAL:
+        is_cut = is_cut | (first_key + BLOCK_N - 1 > lowest)
+    if tiles.HAS_WINDOW:
+        is_cut = is_cut | (first_key <= highest - job.window)
+        is_cut = is_cut | (first_key + BLOCK_N - 1 >= lowest + job.window)
+    if is_cut:
+        layout: gl.constexpr = tiles.s_layout
+        key = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+        position = lowest + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+        visible = (key < job.kv_len) & (position >= lowest)
+        if tiles.IS_CAUSAL:
+            visible = visible & (key <= position)
+        if tiles.HAS_WINDOW:
+            visible = visible & (key > position - job.window) & (key < position + job.window)
+        s = gl.where(visible, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, row_max, sums, factor, tiles):
+    """(P·2^8, its row maxima, sums, and by how much earlier ones shrink); logits are s · factor."""
+    BLOCK_N: gl.constexpr = tiles.BLOCK_N
+    found = gl.convert_layout(_row_max(s, BLOCK_N), gl.SliceLayout(1, tiles.s_layout))
+    new_max = gl.maximum(row_max, found)
+    top = gl.where(new_max == float("-inf"), 0.0, new_max) * factor
+    shrink = _exp2(row_max * factor - top)
+    p = _exp2(s * factor + (WEIGHT_BITS - top)[:, None])
+    if not tiles.HAS_ONES:
+        part = _thread_sums(p, BLOCK_N)
+        by = gl.convert_layout(shrink, gl.SliceLayout(1, part.type.layout))
+        sums = sums * by[:, None] + part
+    return p, new_max, sums, shrink
+
+
+@gluon.jit
+def _attend_values(p, shared, stage, tiles):
+    """P·V of one tile from zero, and P·1 if sums come from there; all still under way."""
+    zero2 = gl.zeros([ROWS, tiles.E2 if tiles.E2 > 0 else 8], gl.float32, tiles.o2_layout)
+    zero_sum = gl.zeros([ROWS, 8], gl.float32, tiles.sum_layout)
+    pv = _attend_part(p, shared, stage, 0, tiles)
+    pv2 = zero2
+    total = zero_sum
+    if tiles.E2 > 0 and not tiles.IN_TURN:
+        pv2 = _attend_rest(p, shared, stage, tiles)
+    if tiles.HAS_ONES:
+        p3 = gl.convert_layout(p, gl.DotOperandLayout(0, tiles.sum_layout, 4))
+        total = warpgroup_mma(
+            p3, shared.ones.permute((1, 0)), zero_sum, use_acc=False, is_async=True
+        )
+    return pv, pv2, total
+
+
+@gluon.jit
+def _attend_part(p, shared, stage, INDEX: gl.constexpr, tiles):
+    """P·V of one part of the main values, still under way."""
+    zero = gl.zeros([ROWS, tiles.PART], gl.float32, tiles.o_layout)
+    v = _flat(shared.v.index(stage), tiles.E1, tiles.BLOCK_N)
+    if tiles.PART < tiles.E1:
+        v = v.slice(INDEX * tiles.PART, tiles.PART, dim=0)
+    return warpgroup_mma(p, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _attend_rest(p, shared, stage, tiles):
+    """P·V of the rest of head_dim, still under way."""
+    zero = gl.zeros([ROWS, tiles.E2], gl.float32, tiles.o2_layout)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, tiles.o2_layout, 4))
+    v = _flat(shared.v2.index(stage), tiles.E2, tiles.BLOCK_N)
+    return warpgroup_mma(p, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(accs, acc2, sums, pv, pv2, total, p, shared, stage, shrink, tiles):
+    """Wait for the tile's sums and add them to the running ones.
+
+    What the tensor core holds starts anew each tile: two-level accumulation.
+    """
+    HAS_REST: gl.constexpr = tiles.E2 > 0 and not tiles.IN_TURN
+    if HAS_REST and tiles.HAS_ONES:
+        pv, pv2, total = warpgroup_mma_wait(0, deps=(pv, pv2, total))
+    elif HAS_REST:
+        pv, pv2 = warpgroup_mma_wait(0, deps=(pv, pv2))
+    elif tiles.HAS_ONES:
+        pv, total = warpgroup_mma_wait(0, deps=(pv, total))
+    else:
+        pv = warpgroup_mma_wait(0, deps=(pv,))
+    by = gl.convert_layout(shrink, gl.SliceLayout(1, tiles.o_layout))[:, None]
+    NUM_PARTS: gl.constexpr = tiles.E1 // tiles.PART
+    added = ()
+    for index in gl.static_range(NUM_PARTS):
+        if index > 0:
+            pv = _attend_part(p, shared, stage, index, tiles)
+            pv = warpgroup_mma_wait(0, deps=(pv,))
+        added = added + (accs[index] * by + pv,)
+    if tiles.IN_TURN and tiles.E2 > 0:
+        pv2 = _attend_rest(p, shared, stage, tiles)
+        pv2 = warpgroup_mma_wait(0, deps=(pv2,))
+    if tiles.E2 > 0:
+        by = gl.convert_layout(shrink, gl.SliceLayout(1, tiles.o2_layout))
+        acc2 = acc2 * by[:, None] + pv2
+    if tiles.HAS_ONES:
+        by = gl.convert_layout(shrink, gl.SliceLayout(1, tiles.sum_layout))
+        sums = sums * by[:, None] + total
+    return added, acc2, sums
+
+
+@gluon.jit
+def _logits(q, q2, shared, stage, tiles):
+    """q·kᵀ of one tile, still under way."""
+    zero = gl.zeros([ROWS, tiles.BLOCK_N], gl.float32, tiles.s_layout)
+    k = _flat(shared.k.index(stage), tiles.BLOCK_N, tiles.D1)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if tiles.D2 > 0:
+        k2 = _flat(shared.k2.index(stage), tiles.BLOCK_N, tiles.D2)
+        s = warpgroup_mma(q2, k2.permute((1, 0)), s, use_acc=True, is_async=True)
+    return s
+
+
+@gluon.jit
+def _store(out_ptr, out, rows, num_rows, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """A warpgroup's results [64, width] from dimension FIRST on; rows: their places in memory."""
+    layout: gl.constexpr = out.type.layout
+    width: gl.constexpr = out.shape[1]
+    row = gl.convert_layout(rows, gl.SliceLayout(1, layout))
+    dim = FIRST + gl.arange(0, width, gl.SliceLayout(0, layout))
+    index = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    mask = (index < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = out_ptr + row[:, None] * HEAD_DIM + dim[None, :]
+    gl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _clear_strangers(shared, job, tiles):
+    """Zeros for what the last tile of values has of the next sequence: 0 times its NaN is NaN.
+
+    Both warpgroups write the same bytes, each before it reads them.
+    """
+    num_columns = (job.kv_len + 15) // 16 * 16 - job.tile(0) * tiles.BLOCK_N
+    if num_columns < tiles.BLOCK_N:
+        _clear_columns(shared.v.index(1), num_columns, tiles.E1, tiles.BLOCK_N)
+        if tiles.E2 > 0:
+            _clear_columns(shared.v2.index(1), num_columns, tiles.E2, tiles.BLOCK_N)
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _clear_columns(ref, num_columns, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    ref = _flat(ref, WIDTH, BLOCK_N)
+    values = ref.load(layout)
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+    bits = gl.where(column < num_columns, values.to(gl.int8, bitcast=True), 0)
+    ref.store(bits.to(values.dtype, bitcast=True))
+
+
+@gluon.jit
+def _consume(tiles, shared, job, results, W: gl.constexpr):
+    """A warpgroup with 64 queries: logits, exponentials, weighted values, tile after tile."""
+    out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens = results
+    BLOCK_N: gl.constexpr = tiles.BLOCK_N
+    STAGES: gl.constexpr = tiles.NUM_STAGES
+    IN_FLIGHT: gl.constexpr = 1 + (tiles.E2 > 0 and not tiles.IN_TURN) + tiles.HAS_ONES
+    row_layout: gl.constexpr = gl.SliceLayout(1, tiles.s_layout)
+    num_tiles = job.num_tiles
+    row = job.first_row + W * ROWS
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    if tiles.HAS_ONES:
+        sums = gl.zeros([ROWS, 8], gl.float32, tiles.sum_layout)
+    else:
+        sums = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, tiles.s_layout), BLOCK_N)
+    NUM_PARTS: gl.constexpr = tiles.E1 // tiles.PART
+    accs = ()
+    for part in gl.static_range(NUM_PARTS):  # noqa: B007
+        accs = accs + (gl.zeros([ROWS, tiles.PART], gl.float32, tiles.o_layout),)
+    acc2 = gl.zeros([ROWS, tiles.E2 if tiles.E2 > 0 else 8], gl.float32, tiles.o2_layout)
+    if num_tiles > 0:
+        mbarrier.wait(shared.has_q, 0)
+        q = _queries(shared.q, W, tiles.D1, tiles)
+        q2 = q
+        if tiles.D2 > 0:
+            q2 = _queries(shared.q2, W, tiles.D2, tiles)
+        mbarrier.wait(shared.full.index(0), 0)
+        s = _logits(q, q2, shared, 0, tiles)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(shared.empty.index(0), count=1)
+        s = _hide(_cap(s, inv_cap, cap, tiles), tiles, job, job.tile(0), row)
+        p, row_max, sums, shrink = _softmax(s, row_max, sums, factor, tiles)
+        words = _pack(p, BLOCK_N)
+        zero = num_tiles >> 20  # a compiler that can prove it drops the instruction
+        mbarrier.wait(shared.full.index(1), 0)
+        if tiles.IS_PACKED:
+            _clear_strangers(shared, job, tiles)
+        for j in range(1, num_tiles):
+            stage, _ = _stage(j, STAGES)
+            next_stage, next_turn = _stage(j + 1, STAGES)
+            weights = _unpack(words, zero, BLOCK_N, tiles.o_layout)
+            s = _logits(q, q2, shared, stage, tiles)
+            pv, pv2, total = _attend_values(weights, shared, stage, tiles)
+            s = warpgroup_mma_wait(IN_FLIGHT, deps=(s,))
+            s = _hide(_cap(s, inv_cap, cap, tiles), tiles, job, job.tile(j), row)
+            p, row_max, sums, new_shrink = _softmax(s, row_max, sums, factor, tiles)
+            if not tiles.PACK_LATE:
+                words = _pack(p, BLOCK_N)
+            # Also keeps the compiler from moving the wait below above the exponentials.
+            mbarrier.wait(shared.full.index(next_stage), next_turn)
+            accs, acc2, sums = _add_values(
+                accs, acc2, sums, pv, pv2, total, weights, shared, stage, shrink, tiles
+            )
+            mbarrier.arrive(shared.empty.index(stage), count=1)
+            if tiles.PACK_LATE:
+                words = _pack(p, BLOCK_N)
+            shrink = new_shrink
+        stage, _ = _stage(num_tiles, STAGES)
+        weights = _unpack(words, zero, BLOCK_N, tiles.o_layout)
+        pv, pv2, total = _attend_values(weights, shared, stage, tiles)
+        accs, acc2, sums = _add_values(
+            accs, acc2, sums, pv, pv2, total, weights, shared, stage, shrink, tiles
+        )
+
+    if tiles.HAS_ONES:
+        row_sum = gl.convert_layout(gl.max(sums, 1), row_layout)
+    else:
+        row_sum = gl.convert_layout(gl.sum(sums, 1), row_layout)
+    row_max = row_max * factor
+    top = row_max
+    if tiles.HAS_SINKS:
+        sink = gl.load(sink_ptr + job.head).to(gl.float32) * LOG2_E
+        top = gl.maximum(row_max, sink)
+    top = gl.where(top == float("-inf"), 0.0, top)
+    shrink = _exp2(row_max - top)
+    denominator = row_sum * shrink
+    if tiles.HAS_SINKS:
+        denominator += _exp2(sink - top + WEIGHT_BITS)
+    share = gl.where(denominator == 0.0, 0.0, shrink / denominator) * v_scale
+    index = gl.arange(0, ROWS, row_layout)
+    token = job.batch.to(gl.int64) * num_tokens + job.q_token + W * ROWS + index
+    place = token * num_heads + job.head
+    num_rows = job.q_len - row
+    by = gl.convert_layout(share, gl.SliceLayout(1, tiles.o_layout))[:, None]
+    for part in gl.static_range(NUM_PARTS):
+        _store(out_ptr, accs[part] * by, place, num_rows, part * tiles.PART, tiles.HEAD_DIM)
+    if tiles.E2 > 0:
+        acc2 *= gl.convert_layout(share, gl.SliceLayout(1, tiles.o2_layout))[:, None]
+        _store(out_ptr, acc2, place, num_rows, tiles.E1, tiles.HEAD_DIM)
+    lse = (gl.log2(denominator) - WEIGHT_BITS + top) * LN_2
+    gl.store(lse_ptr + place, lse, mask=index < num_rows)
+
+
+@gluon.jit
+def _queries(ref, W: gl.constexpr, WIDTH: gl.constexpr, tiles):
+    """A warpgroup's queries as an operand: in shared memory, or in registers if those suffice."""
+    q = _flat(ref.index(W), ROWS, WIDTH)
+    if tiles.Q_IN_REGISTERS:
+        return q.load(gl.DotOperandLayout(0, tiles.s_layout, 4))
+    else:
+        return q
+
+
+@gluon.jit
+def _make_job(
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    num_row_tiles,
+    num_heads,
+    group,
+    q_len,
+    kv_len,
+    window,
+    tiles,
+):
+    """What this program does; of a causal call the tiles that see most keys come first."""
+    BLOCK_M: gl.constexpr = tiles.NUM_CONSUMERS * ROWS
+    BLOCK_N: gl.constexpr = tiles.BLOCK_N
+    # One axis: the others end at 65535, which sequences by heads may exceed.
+    tile = gl.program_id(0) % num_row_tiles
+    if tiles.IS_CAUSAL:
+        tile = num_row_tiles - 1 - tile
+    sequence = gl.program_id(0) // num_row_tiles // num_heads
+    head = gl.program_id(0) // num_row_tiles % num_heads
+    first_row = tile * BLOCK_M
+    batch = sequence
+    q_first = sequence * 0
+    k_first = sequence * 0
+    column = sequence * 0
+    if tiles.IS_PACKED:
+        batch = sequence * 0
+        q_first = gl.load(cu_seqlens_q_ptr + sequence)
+        k_first = gl.load(cu_seqlens_k_ptr + sequence)
+        q_len = gl.load(cu_seqlens_q_ptr + sequence + 1) - q_first
+        kv_len = gl.load(cu_seqlens_k_ptr + sequence + 1) - k_first
+        column = (k_first + 16 * sequence) // 16 * 16
+    lowest = kv_len - q_len + first_row
+    highest = kv_len - q_len + gl.minimum(first_row + BLOCK_M, q_len) - 1
+    first = sequence * 0
+    last = kv_len
+    if tiles.IS_CAUSAL:
+        last = gl.minimum(last, highest + 1)
+    if tiles.HAS_WINDOW:
+        first = gl.maximum(lowest - window + 1, 0)
+        last = gl.minimum(last, highest + window)
+    first_tile = first // BLOCK_N
+    num_tiles = gl.maximum((last + BLOCK_N - 1) // BLOCK_N - first_tile, 0)
+    num_tiles = gl.where((last <= first) | (first_row >= q_len), 0, num_tiles)
+    return Job(
+        batch,
+        head,
+        head // group,
+        q_first + first_row,
+        k_first,
+        column,
+        first_row,
+        q_len,
+        kv_len,
+        first_tile,
+        num_tiles,
+        window,
+    )
+
+
+@gluon.jit
+def _zero_padding(
+    out_ptr, lse_ptr, first, num_tokens, num_row_tiles, num_heads, HEAD_DIM: gl.constexpr
+):
+    """Zeros for the tokens after the last sequence, in steps of all programs of one head."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    tile = gl.program_id(0) % num_row_tiles
+    head = gl.program_id(0) // num_row_tiles % num_heads
+    index = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, 256, gl.SliceLayout(0, layout))
+    zeros = gl.zeros([64, 256], out_ptr.dtype.element_ty, layout)
+    for start in range(first + tile * 64, num_tokens, num_row_tiles * 64):
+        token = (start + index).to(gl.int64)
+        place = token * num_heads + head
+        is_token = token < num_tokens
+        mask = is_token[:, None] & (dim < HEAD_DIM)[None, :]
+        gl.store(out_ptr + place[:, None] * HEAD_DIM + dim[None, :], zeros, mask=mask)
+        gl.store(
+            lse_ptr + place, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), mask=is_token
+        )
+
+
+# Sizes are not compiled in: one that is 1 would be no tensor.
+_SIZES = [
+    *("q_scale_stride", "k_scale_stride", "v_scale_stride", "num_row_tiles", "num_sequences"),
+    *("num_heads", "group", "num_tokens", "q_len", "kv_len", "window"),
+]
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def _attention_kernel(
+    q_desc,
+    q2_desc,
+    k_desc,
+    k2_desc,
+    v_desc,
+    v2_desc,
+    out_ptr,
+    lse_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    sink_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    q_scale_stride,
+    k_scale_stride,
+    v_scale_stride,
+    num_row_tiles,
+    num_sequences,
+    num_heads,
+    group,
+    num_tokens,
+    q_len,
+    kv_len,
+    window,
+    softmax_scale,
+    softcap,
+    NUM_CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    D1: gl.constexpr,
+    D2: gl.constexpr,
+    E1: gl.constexpr,
+    E2: gl.constexpr,
+    PART: gl.constexpr,
+    IS_PACKED: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    HAS_ONES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    PACK_LATE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+):
+    """One tile of the queries of one head."""
+    tiles = Tiles(
+        NUM_CONSUMERS,
+        BLOCK_N,
+        NUM_STAGES,
+        HEAD_DIM,
+        D1,
+        D2,
+        E1,
+        E2,
+        PART,
+        IS_PACKED,
+        IS_CAUSAL,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        HAS_SINKS,
+        HAS_ONES,
+        Q_IN_REGISTERS,
+        IN_TURN,
+        PACK_LATE,
+    )
+    if IS_PACKED and gl.program_id(0) // num_row_tiles // num_heads == num_sequences:
+        first = gl.load(cu_seqlens_q_ptr + num_sequences)
+        _zero_padding(out_ptr, lse_ptr, first, num_tokens, num_row_tiles, num_heads, HEAD_DIM)
+        return
+    job = _make_job(
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        num_row_tiles,
+        num_heads,
+        group,
+        q_len,
+        kv_len,
+        window,
+        tiles,
+    )
+    if job.first_row >= job.q_len:
+        return
+    FP8: gl.constexpr = k_desc.dtype
+    q = gl.allocate_shared_memory(q_desc.dtype, [NUM_CONSUMERS, 1, 1, ROWS, D1], q_desc.layout)
+    k = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, BLOCK_N, D1], k_desc.layout)
+    v = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, E1, BLOCK_N], v_desc.layout)
+    q2, k2, v2, ones = q, k, v, v
+    if D2 > 0:
+        q2 = gl.allocate_shared_memory(
+            q_desc.dtype, [NUM_CONSUMERS, 1, 1, ROWS, D2], q2_desc.layout
+        )
+        k2 = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, BLOCK_N, D2], k2_desc.layout)
+    if E2 > 0:
+        v2 = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, E2, BLOCK_N], v2_desc.layout)
+    if HAS_ONES:
+        ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_N], FP8)
+        ones = gl.allocate_shared_memory(FP8, [8, BLOCK_N], ones_layout)
+        threads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        # As bits: ptxas 12.9 makes garbage of the conversion of a constant.
+        one = gl.full([8, BLOCK_N], 0x38, gl.int8, threads)
+        ones.store(one.to(FP8, bitcast=True))
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    has_q = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier)
+    mbarrier.init(has_q, count=1)
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
+    fence_async_shared()
+    shared = Shared(q, q2, k, k2, v, v2, ones, has_q, full, empty)
+
+    logit_scale = softmax_scale * LOG2_E
+    logit_scale *= gl.load(q_scale_ptr + job.head * q_scale_stride)
+    logit_scale *= gl.load(k_scale_ptr + job.kv_head * k_scale_stride)
+    v_scale = gl.load(v_scale_ptr + job.kv_head * v_scale_stride)
+    cap = softcap * LOG2_E
+    inv_cap = 2.0 * logit_scale / softcap
+    factor = logit_scale
+    if HAS_SOFTCAP:
+        factor = logit_scale * 0.0 + 1.0
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    results = (out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens)
+    copies = (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc)
+    if NUM_CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, shared, job, results, FIRST)),
+                (_consume, (tiles, shared, job, results, SECOND)),
+                (_produce, (tiles, shared, job, copies)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, shared, job, results, FIRST)),
+                (_produce, (tiles, shared, job, copies)),
+            ],
+            [1],
+            [24],
+        )
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    scales: QkvScales,
+    *,
+    packing: Packing | None,
+    sinks: Tensor | None,
+    key_mask: Tensor | None,
+    out_dtype: torch.dtype,
+    value_layout: ValueLayout,
+    config: GluonConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as `octavo.reference.attention` defines them; values transposed, no key mask."""
+    assert key_mask is None and value_layout == "transposed"
+    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    num_tokens, num_heads, head_dim = q.shape[-3:]
+    kv_len, num_kv_heads = k.shape[-3:-1]
+    max_q_len = num_tokens if packing is None else max(1, packing.max_seqlen_q)
+    config = config or default_gluon(head_dim)
+    num_row_tiles = triton.cdiv(max_q_len, 64 * config.num_consumers)
+    num_sequences = num_parts = q.shape[0]
+    if packing is not None:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        num_sequences = len(packing.cu_seqlens_q) - 1
+        num_parts = num_sequences + 1  # one more for what is padding
+    if out.numel() == 0:
+        return out, lse
+    if kv_len == 0:  # the copy engine wants something to describe, and never reads it
+        k = k.new_zeros((len(k), 16, num_kv_heads, head_dim))
+        v = v.new_zeros((len(v), num_kv_heads, head_dim, 16))
+    (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
+    if head_dim == 256:
+        e1, e2 = 256, 0
+    block_n = config.block_n
+    queries, keys = (_aligned(x).permute(0, 2, 1, 3) for x in (q, k))
+    values = _aligned(v)
+    cu_seqlens_q, cu_seqlens_k = lse, lse  # not read
+    if packing is not None:
+        cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+    _attention_kernel[(num_row_tiles * num_parts * num_heads,)](
+        _describe(queries, 64, d1),
+        _describe(queries, 64, d2 or 32),
+        _describe(keys, block_n, d1),
+        _describe(keys, block_n, d2 or 32),
+        _describe(values, e1, block_n),
+        _describe(values, e2 or 16, block_n),
+        out,
+        lse,
+        scales.q,
+        scales.k,
+        scales.v,
+        lse if sinks is None else sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *(scale.stride(0) if scale.dim() else 0 for scale in (scales.q, scales.k, scales.v)),
+        num_row_tiles,
+        num_sequences,
+        num_heads,
+        num_heads // num_kv_heads,
+        num_tokens,
+        num_tokens,
+        kv_len,
+        spec.window or 0,
+        spec.scale_for(head_dim),
+        spec.softcap or 1.0,
+        NUM_CONSUMERS=config.num_consumers,
+        BLOCK_N=block_n,
+        NUM_STAGES=config.num_stages,
+        HEAD_DIM=head_dim,
+        D1=d1,
+        D2=d2,
+        E1=e1,
+        E2=e2,
+        PART=min(e1, config.part),
+        IS_PACKED=packing is not None,
+        IS_CAUSAL=spec.causal,
+        HAS_WINDOW=spec.window is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_ONES=config.has_ones,
+        Q_IN_REGISTERS=config.q_in_registers,
+        IN_TURN=config.in_turn,
+        PACK_LATE=config.pack_late,
+        CONSUMER_REGISTERS=config.consumer_registers,
+        num_warps=4,
+        maxnreg=config.max_registers,
+    )
+    return out, lse
+
+
+def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A tensor [batch, heads, …, …] for the copy engine, in tiles [1, 1, rows, columns]."""
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with rows that begin at multiples of 16 bytes, as the copy engine wants them."""
+    is_aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    if is_aligned and all(stride % 16 == 0 for stride in x.stride()[:-1]):
+        return x
+    width = -(-x.shape[-1] // 16) * 16
+    return x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]].copy_(x)

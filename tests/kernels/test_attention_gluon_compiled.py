@@ -1,0 +1,84 @@
+"""Hopper's attention kernel compiled: FP8 products from registers, no spills, no shuffles of P."""
+
+import sys
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from octavo.kernels.attention.config import default_gluon, split_head_dim
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from compiling import compile_for  # noqa: E402
+
+SIZES = ["num_row_tiles", "num_sequences", "num_heads", "group", "num_tokens", "q_len", "kv_len"]
+STRIDES = ["q_scale_stride", "k_scale_stride", "v_scale_stride"]
+USES = ["IS_PACKED", "IS_CAUSAL", "HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"]
+
+
+def compiled(head_dim, *used):
+    (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
+    config = default_gluon(head_dim)
+    n = config.block_n
+    tiles = {
+        "q_desc": (64, d1),
+        "q2_desc": (64, d2 or 32),
+        "k_desc": (n, d1),
+        "k2_desc": (n, d2 or 32),
+        "v_desc": (e1, n),
+        "v2_desc": (e2 or 16, n),
+    }
+    pointers = ["lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "sink_ptr"]
+    return compile_for(
+        90,
+        "octavo.kernels.attention.gluon_sm90:_attention_kernel",
+        {
+            **{
+                name: f"tensordesc<fp8e4nv[1, 1, {rows}, {columns}]>"
+                for name, (rows, columns) in tiles.items()
+            },
+            "out_ptr": "*bf16",
+            **dict.fromkeys(pointers, "*fp32"),
+            **dict.fromkeys(["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"], "*i32"),
+            **dict.fromkeys([*SIZES, *STRIDES, "window"], "i32"),
+            **dict.fromkeys(["softmax_scale", "softcap"], "fp32"),
+        },
+        {
+            "NUM_CONSUMERS": config.num_consumers,
+            "BLOCK_N": n,
+            "NUM_STAGES": config.num_stages,
+            "HEAD_DIM": head_dim,
+            **dict(zip(("D1", "D2", "E1", "E2"), (d1, d2, e1, e2), strict=True)),
+            "PART": min(e1, config.part),
+            **{name: name in used for name in USES},
+            "HAS_ONES": config.has_ones,
+            "Q_IN_REGISTERS": config.q_in_registers,
+            "IN_TURN": config.in_turn,
+            "PACK_LATE": config.pack_late,
+            "CONSUMER_REGISTERS": config.consumer_registers,
+        },
+        aligned=[*pointers],
+        num_warps=4,
+        maxnreg=config.max_registers,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192])
+def test_products_and_registers(head_dim):
+    kernel = compiled(head_dim)
+    assert ".f32.e4m3.e4m3" in kernel.ptx
+    assert "QGMMA" in kernel.opcodes and "UTMALDG" in kernel.opcodes
+    assert kernel.stack_bytes == 0
+    assert kernel.shared_bytes <= 227 * 1024
+    # The operand P needs none: row maxima take 2 steps of 2 rows, twice for each consumer.
+    assert kernel.opcodes["SHFL"] <= 12 * default_gluon(head_dim).num_consumers
+
+
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_everything_at_once(head_dim):
+    assert compiled(head_dim, *USES).stack_bytes <= 16
+
+
+def test_settings_are_numbers():
+    assert all(type(value) in (int, bool) for value in astuple(default_gluon(64)))
