@@ -190,9 +190,11 @@ def find_scale(scale, is_first, num_scales, given, ring, SCALING: tl.constexpr):
         if HAS_RINGS:
             slot = tl.load(slot_ptr)
             place = tl.arange(0, RING_BLOCK)
-            is_past = (place < ring_length) & (place != slot)
-            past = tl.load(ring_ptr + place * num_scales + scale, mask=is_past, other=0.0)
-            largest = tl.maximum(amax, tl.max(past, axis=0))
+            # All of the ring at once: to wait for the slot first would take as long again.
+            past = tl.load(
+                ring_ptr + place * num_scales + scale, mask=place < ring_length, other=0.0
+            )
+            largest = tl.maximum(amax, tl.max(tl.where(place == slot, 0.0, past), axis=0))
         value = amax_to_scale(largest, factor, False)
         if is_first:
             tl.store(scale_ptr + scale, value)
