@@ -53,6 +53,7 @@ test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
 test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another interpreter than .venv's
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) scripts/test_on_gpu.py
+	PYTHONPATH=src $(or $(PY),$(BIN)/python) scripts/sanitize_on_gpu.py
 
 bench: $(READY)  ## measure what this machine can measure
 	$(BIN)/octavo bench kernels

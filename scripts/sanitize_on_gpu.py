@@ -2,6 +2,9 @@
 
     python scripts/sanitize_on_gpu.py [TOOL ...]      memcheck and racecheck unless named
 
+racecheck does not follow the barriers by which Triton hands work to warps of their own, and reports
+that hand-over, so Hopper's attention is left out there; its tests compare repeated runs bit by bit.
+
 Exit code 1 if a tool finds anything. Records go to results/sanitizer_<gpu>.jsonl.
 """
 
@@ -54,8 +57,9 @@ def append_kv() -> None:
 
 
 def attention() -> None:
-    for name in impl_names("attention"):
-        for head_dim in (64, 72, 128) if name != "reference" else ():
+    left_out = {"reference", "gluon"} if "racecheck" in sys.argv else {"reference"}
+    for name in sorted(set(impl_names("attention")) - left_out):
+        for head_dim in (64, 72, 128):
             spec = AttentionSpec(causal=True, window=100)
             q, k, v = (randn(1, 200, 2, head_dim) for _ in range(3))
             qkv = ops.quantize_qkv(q, k, v, value_layout="transposed")
@@ -132,7 +136,8 @@ def find_sanitizer() -> str:
 def run(tool: str) -> subprocess.Popen[str]:
     """All cases under one tool, in a process of their own."""
     command = [find_sanitizer(), "--tool", tool, "--error-exitcode", "3"]
-    command += ["--kernel-name", "kernel_substring=_kernel", sys.executable, __file__, "--cases"]
+    command += ["--kernel-name", "kernel_substring=_kernel", sys.executable, __file__]
+    command += ["--cases", tool]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that memcheck sees the ends
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -154,7 +159,7 @@ def records(tool: str, output: str, machine: Machine) -> Iterator[Measurement]:
 
 def main() -> None:
     """Run the tools side by side; with --cases, the cases themselves."""
-    if sys.argv[1:] == ["--cases"]:
+    if sys.argv[1:2] == ["--cases"]:
         for name, case in CASES.items():
             case()
             torch.cuda.synchronize()

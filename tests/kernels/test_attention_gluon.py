@@ -205,7 +205,8 @@ def test_long_sequences(head_dim, causal):
     model, _ = reference.attention(*last, rounding=kernel_rounding(E4M3, operands[3]))
     assert_within_budget(out[:, -64:], truth=truth, model=model)
     expected = ops.attention(*operands, value_layout="transposed", impl="triton")
-    assert relative_rms(out, expected.float()) < 0.03  # where P is rounded differs
+    # Rounding P costs each 0.026; they round around different maxima, so nothing cancels.
+    assert relative_rms(out, expected.float()) < 2 * 0.026
     for _ in range(20):
         assert_same_bits(ops.attention(*operands, **options), out)
 
