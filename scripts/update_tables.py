@@ -71,7 +71,8 @@ def speeds() -> str:
     table = Table(caption="", header=header, rows=rows)
     return (
         f"Kernels on an {machine.gpu}, one run, medians, every result checked against float64 "
-        f"(torch {machine.versions['torch']}, Triton {machine.versions['triton']}). The other FP8 "
+        f"(torch {machine.versions['torch']}, Triton {machine.versions['triton']}); operands are "
+        "quantized before the clock starts. The other FP8 "
         "has two-level accumulation and scales as fine as octavo's: FlashAttention-3 as vLLM "
         "builds it, and `torch._scaled_mm` with one scale per token and channel, which octavo "
         f"itself runs where it is the fastest.\n\n{to_markdown(table)}\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.measure import store
 from octavo.measure.bench import gate
 from octavo.measure.records import Machine
 
@@ -45,6 +46,12 @@ def kernels(tmp_path, monkeypatch):
     [
         ("add/triton.py", "# more\nb = 2\ndef f():\n    return '# no comment'\n", True),
         ("add/triton.py", "b = 2\ndef f():\n    return '# another'\n", False),
+        (
+            "add/triton.py",
+            '"""A\nb."""\nb = 2\n\ndef f():\n    """C\n\n    d."""\n    return \'# no comment\'\n',
+            True,
+        ),
+        ("add/triton.py", "b = 2\ndef f():\n    'a'.x\n    return '# no comment'\n", False),
         ("add/triton.py", "b = 3\ndef f():\n    return '# no comment'\n", False),
         ("add/config.py", "x = 2\n", False),
         ("primitives.py", "x = 2\n", False),
@@ -77,3 +84,12 @@ def test_a_kernel_without_any_record(kernels):
 def test_a_kernel_that_does_not_exist(kernels):
     with pytest.raises(ConfigError, match="one of add; got 'sub'"):
         gate.code_hash("sub")
+
+
+def test_every_kernel_was_tested_on_a_gpu_as_it_is():
+    records = [
+        record
+        for path in (TESTS.parents[1] / "results").glob("gpu_tests_*.jsonl")
+        for record in store.read(path)
+    ]
+    assert gate.untested(records) == {}

@@ -13,8 +13,7 @@ MIN_CAPABILITY = (9, 0)
 # Warps for a row that is padded to so many values, and the widest that stays in registers.
 WARPS_OF_ROW = {1024: 1, 2048: 1, 4096: 2, 8192: 4, 16384: 8}
 MAX_ROW = 16384
-# From so many values on, wide rows are read twice in chunks (14040 × 12288 on an H200: 145 µs in
-# results/quantize_h200.jsonl) instead of being kept in registers.
+# From so many values on, wide rows are read twice in chunks instead of being kept in registers.
 MIN_CHUNKED = 48_000_000
 # Programs of the amax pass: every program of the cast reads that many values again.
 MAX_PARTIALS = 1024
@@ -120,7 +119,7 @@ def is_valid(config: QuantizeConfig, granularity: Granularity) -> bool:
 
 
 def _default_rows(num_rows: int, num_columns: int) -> QuantizeConfig:
-    """A whole row in registers unless there is much of it; figures: results/quantize_h200.jsonl."""
+    """A whole row in registers unless there is much of it; figures: results/kernels_h200.jsonl."""
     width = _power_of_two(num_columns)
     is_chunked = width > 4096 and num_rows * num_columns >= MIN_CHUNKED
     if width > MAX_ROW or is_chunked:

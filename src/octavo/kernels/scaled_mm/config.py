@@ -285,8 +285,8 @@ def torch_reluctance(
 ) -> str | None:
     """Why the Triton kernels should run a product that torch._scaled_mm can run; None if not.
 
-    On an H200, 16 × 6144 × 4096 takes torch 18.3 µs per token by channel, the Triton kernel
-    10.2 µs; per tensor torch takes 10.0 µs (results/scaled_mm_h200.jsonl).
+    On an H200, 16 × 6144 × 4096 takes torch 18.4 µs per token by channel, the Triton kernel
+    10.2 µs; per tensor torch takes 10.3 µs (results/kernels_h200.jsonl).
     """
     is_per_tensor = all(isinstance(one, PerTensor) for one in granularities)
     if shape is not None and shape.rows <= MAX_STREAM_ROWS and not is_per_tensor:

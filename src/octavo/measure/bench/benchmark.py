@@ -26,7 +26,7 @@ ROTATED_BYTES = 250e6
 MAX_SETS = 64
 CACHED_SETS = 4
 # What a graph takes at least: to start and end one must not count.
-MIN_GRAPH_MS = 0.4
+MIN_GRAPH_MS = 2.0
 MAX_CALLS = 512
 
 

@@ -1,7 +1,7 @@
 """Which code a GPU test saw: a record of it carries the hash of the kernel's code.
 
-A kernel that changed after its last record has not been tested where it runs. Comments and blank
-lines do not count.
+A kernel that changed after its last record has not been tested where it runs. Comments, docstrings
+and blank lines do not count.
 """
 
 import hashlib
@@ -72,13 +72,24 @@ def _files_behind(kernel: str) -> set[Path]:
 
 
 def without_comments(source: str) -> str:
-    """Python source with its comments and blank lines taken out."""
+    """Python source with its comments, docstrings and blank lines taken out."""
     lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    before = tokenize.NEWLINE  # what a statement begins after
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    for token, after in zip(tokens, tokens[1:], strict=False):
+        row, column = token.start
         if token.type == tokenize.COMMENT:
-            row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
+        is_statement = before in _ENDS and after.type == tokenize.NEWLINE
+        if token.type == tokenize.STRING and is_statement:
+            lines[row - 1] = lines[row - 1][:column]
+            lines[row : token.end[0]] = [""] * (token.end[0] - row)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+_ENDS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def passed_record(kernel: str, num_passed: int, machine: Machine, command: str) -> Measurement:
