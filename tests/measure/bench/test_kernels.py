@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from octavo.measure.bench.benchmark import run_benchmark
 from octavo.measure.bench.ceilings import Ceilings, measure_ceilings
 from octavo.measure.bench.kernels import SUITES, benchmarks
 from octavo.numerics.quantize import quantize as run
+from octavo.ops.select import impl_names
+from octavo.reference.attention import varlen_attention
 
 CPU = torch.device("cpu")
 
@@ -32,6 +35,8 @@ def test_each_benchmark_is_right_and_timed(op):
         took_part = {(record.impl, record.case["operands"]) for record in records}
         expected = {(one.name, one.operands) for one in benchmark.contenders}
         assert took_part | {(one.name, one.operands) for one in objections} == expected
+        cases = [(record.impl, *sorted(record.case.items())) for record in records]
+        assert len(set(cases)) == len(cases)
         for record in records:
             values = record.values
             assert record.op == benchmark.op
@@ -39,6 +44,50 @@ def test_each_benchmark_is_right_and_timed(op):
             assert values["bytes"] > 0
             if record.baseline is not None:
                 assert values["speedup"] > 0
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("attention", {"vllm-fa3", "fa3-fwd", "cudnn", "torch-cudnn", "torch-flash"}),
+        ("packed_attention", {"vllm-fa3", "fa3-fwd", "cudnn"}),
+        ("encoder_attention", {"vllm-fa3", "fa3-fwd", "torch-cudnn"}),
+    ],
+)
+def test_the_peers_of_attention_on_a_gpu(op, expected):
+    ours = {"octavo", *impl_names("attention")}
+    for benchmark in benchmarks(torch.device("cuda"), [op]):
+        assert {one.name for one in benchmark.contenders} - ours == expected
+
+
+@pytest.mark.parametrize("op", ["packed_attention", "encoder_attention"])
+def test_a_wrong_end_of_any_sequence_shows(op):
+    (benchmark,) = benchmarks(CPU, [op])
+    inputs = benchmark.make_inputs(0)
+    ends, truth = inputs.packing.cu_seqlens_q[1:].tolist(), benchmark.truth(inputs)
+    whole, _ = varlen_attention(*inputs.qkv, inputs.packing, compute=torch.float64)
+    torch.testing.assert_close(benchmark.checked(whole), truth, rtol=0, atol=1e-12)
+    for end in ends:
+        wrong = whole.clone()
+        wrong[end - 1] = 0
+        assert not torch.equal(benchmark.checked(wrong), truth)
+    assert len(truth) == sum(min(64, end - start) for start, end in pairwise([0, *ends]))
+
+
+def test_an_encoder_scales_in_two_ways():
+    (benchmark,) = benchmarks(CPU, ["encoder_attention"])
+    records, _ = timed(benchmark)
+    ways = {record.case["scaling"] for record in records if record.impl == "octavo"}
+    assert ways == {"static", "dynamic with history"}
+    assert {record.baseline for record in records} == {"reference BF16"}
+    # Whoever reads and writes BF16 moves the same bytes.
+    assert len({record.values["bytes"] for record in records}) == 1
+
+
+def test_a_dense_result_of_images_is_checked_as_a_packed_one():
+    (benchmark,) = benchmarks(CPU, ["encoder_attention"])
+    q = benchmark.make_inputs(0).qkv[0]
+    assert torch.equal(benchmark.checked(q.unflatten(0, (3, 50))), benchmark.checked(q))
 
 
 def test_the_baseline_is_the_fastest_in_bf16():

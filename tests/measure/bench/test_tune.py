@@ -10,6 +10,7 @@ import torch
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import tuning
 from octavo.kernels.device import CPU, Device
+from octavo.measure.bench import attention
 from octavo.measure.bench.benchmark import Benchmark, Contender
 from octavo.measure.bench.tune import SEARCHES, Search, name_of, searches, tune
 
@@ -73,6 +74,13 @@ def test_settings_are_tuned_on_a_gpu(op):
 def test_an_op_without_settings():
     with pytest.raises(ConfigError, match="with settings to tune, one of .*; got 'wait'"):
         searches("wait", HERE)
+
+
+def test_attention_is_tuned_once_for_each_head_dim():
+    found = searches("attention", Device(type="cuda", name="NVIDIA H200", capability=(9, 0)))
+    sizes = [size for size in attention.LARGE if not size[-1]]
+    assert len({one.problem for one in found}) == len(found) == len(sizes)
+    assert not any(one.benchmark.case["causal"] for one in found)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Attention beside the peers: ours in FP8 and BF16, torch's, and FlashAttention-3."""
+"""Attention beside the peers: ours in FP8 and BF16, torch's, cuDNN's and FlashAttention-3."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,8 @@ MAX_ERROR = {"FP8": 0.07, "BF16": 0.01}
 SMALL = ((1, 512, 8, 8, 128, False),)
 LARGE = (
     *((1, 8192, 16, 16, head_dim, False) for head_dim in (64, 72, 80, 96, 128, 192, 256)),
-    (1, 32768, 32, 8, 128, True),
+    *((1, length, 32, 8, 128, True) for length in (16384, 32768)),
+    (1, 16384, 16, 8, 256, True),
 )
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -34,6 +35,12 @@ def benchmarks(device: torch.device, folder: Path | None) -> list[Benchmark]:
     """One benchmark for each size that suits the device; `folder` may hold peers."""
     sizes = LARGE if device.type == "cuda" else SMALL
     return [_benchmark(device, folder, *size) for size in sizes]
+
+
+def bytes_per_token(operands: str, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """q, k and v are read, the result is written in BF16."""
+    width = 1 if operands == "FP8" else 2
+    return head_dim * (width * (num_heads + 2 * num_kv_heads) + 2 * num_heads)
 
 
 def _benchmark(
@@ -62,11 +69,8 @@ def _benchmark(
         return reference.attention(q[:, -CHECKED:], k, v, spec, compute=torch.float64)[0]
 
     def contender(name: str, operands: str, prepare: Prepare, **notes: str | int) -> Contender:
-        # q, k and v are read, the result is written in BF16.
-        width = 1 if operands == "FP8" else 2
-        per_token = width * (num_heads + 2 * num_kv_heads) + 2 * num_heads
-        num_bytes = batch * length * head_dim * per_token
-        return Contender(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes)
+        moved = batch * length * bytes_per_token(operands, num_heads, num_kv_heads, head_dim)
+        return Contender(name, operands, prepare, MAX_ERROR[operands], moved, notes)
 
     ours = [
         contender(name, operands, partial(_ours, name, operands, spec))
@@ -82,7 +86,7 @@ def _benchmark(
         others += [
             contender("fa3-fwd", "FP8", _peer(peers.fa3_fwd, folder, True, is_causal), levels=1),
             contender("fa3-fwd", "BF16", _peer(peers.fa3_fwd, folder, False, is_causal)),
-            contender("cudnn", "FP8", _peer(peers.cudnn_fp8, is_causal), output="FP8"),
+            contender("cudnn", "FP8", _peer(peers.cudnn_fp8, folder, is_causal), output="FP8"),
             contender(
                 "torch-cudnn", "BF16", _peer(peers.sdpa, SDPBackend.CUDNN_ATTENTION, is_causal)
             ),

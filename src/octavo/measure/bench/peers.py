@@ -1,14 +1,17 @@
 """Other libraries' kernels, called as ours are: to be measured beside, never to run a model.
 
 A peer is found where it is installed, or in a folder that holds its library (`*.abi3.so`, or the
-same compressed as .xz). Each one takes q, k, v [batch, length, heads, head_dim] in BF16, prepares
-them as it wants them, and returns a call that gives the result in that layout.
+same compressed as .xz) or its package. Each one takes q, k, v [batch, length, heads, head_dim] in
+BF16, or packed [tokens, heads, head_dim] with a Packing where it has one, prepares them as it wants
+them, and returns a call that gives the result in that layout.
 """
 
+import ctypes
 import importlib.util
 import lzma
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.cache.view import PagedView
 from octavo.errors import UnsupportedError
+from octavo.measure.bench.cudnn import Fp8Graph
+from octavo.numerics.attention import Packing
 from octavo.numerics.granularity import PerTensor
 from octavo.numerics.quantize import Quantized, quantize
 
@@ -81,17 +86,28 @@ def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) 
 
 
 def fa3_fwd(
-    folder: Path | None, fp8: bool, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+    folder: Path | None,
+    fp8: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    packing: Packing | None = None,
 ) -> Call:
-    """FlashAttention-3 of the fa3-fwd package: FP8 with one level."""
+    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`."""
     library, head_dim = load("fa3_fwd", folder), q.shape[-1]
-    (q, k, v), (q_scale, k_scale, v_scale) = _operands(q, k, v, fp8)
+    (q, k, v), (q_scale, k_scale, v_scale) = _operands(q, k, v, fp8, packing)
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    sequences: dict[str, Tensor | int] = {}
+    if packing is not None:
+        sequences |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
+        sequences |= {"max_seqlen_q": packing.max_seqlen_q, "max_seqlen_k": packing.max_seqlen_k}
 
     def call() -> Tensor:
         library.fwd(
             *(q, k, v),
             out=out,
+            **sequences,
             q_descale=q_scale,
             k_descale=k_scale,
             v_descale=v_scale,
@@ -105,26 +121,34 @@ def fa3_fwd(
 
 
 def vllm_fa3(
-    folder: Path | None, fp8: bool, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+    folder: Path | None,
+    fp8: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    packing: Packing | None = None,
 ) -> Call:
-    """vLLM's FlashAttention-3 over packed sequences: FP8 with two levels."""
+    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it."""
+    if packing is None:
+        batch, length = q.shape[:2]
+        if k.shape[1] != length:
+            raise UnsupportedError("called with as many queries as keys only")
+        ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        packed = vllm_fa3(folder, fp8, q, k, v, is_causal, Packing.same(ends, length))
+        return lambda: packed().unflatten(0, (batch, length))
     library, head_dim = load("_vllm_fa3_C", folder), q.shape[-1]
-    (q, k, v), scales = _operands(q, k, v, fp8)
-    batch, length = q.shape[:2]
-    if k.shape[1] != length:
-        raise UnsupportedError("called with as many queries as keys only")
-    ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    (q, k, v), scales = _operands(q, k, v, fp8, packing)
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    packed = [x.flatten(0, 1) for x in (q, k, v)]
 
     def call() -> Tensor:
         vllm_fwd(
-            library,
-            *packed,
-            out=out.flatten(0, 1),
-            cu_seqlens_q=ends,
-            cu_seqlens_k=ends,
-            max_seqlen=(length, length),
+            *(library, q, k, v),
+            out=out,
+            cu_seqlens_q=packing.cu_seqlens_q,
+            cu_seqlens_k=packing.cu_seqlens_k,
+            max_seqlen=(packing.max_seqlen_q, packing.max_seqlen_k),
             scales=scales,
             softmax_scale=head_dim**-0.5,
             is_causal=is_causal,
@@ -134,84 +158,54 @@ def vllm_fa3(
     return call
 
 
-def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], Quantized]:
+def cudnn_fp8(
+    folder: Path | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    packing: Packing | None = None,
+) -> Callable[[], Quantized]:
     """cuDNN's FP8 attention through its own frontend; on Hopper its result is FP8, too.
 
     head_dim is padded to a power of two: 72 is faster as 128 than as 80.
     """
+    cudnn, head_dim = load_cudnn(folder), q.shape[-1]
+    padding = (0, (1 << (head_dim - 1).bit_length()) - head_dim)
+    q8, k8, v8 = (quantize(F.pad(x, padding).contiguous(), PerTensor()) for x in (q, k, v))
+    graph = Fp8Graph(cudnn, (q8, k8, v8), head_dim**-0.5, is_causal, packing)
+    return lambda: Quantized(graph.run()[..., :head_dim], v8.scale, PerTensor())
+
+
+@cache
+def load_cudnn(folder: Path | None) -> Any:
+    """The module of cuDNN's frontend, from a folder `cudnn` below `folder` or as installed."""
+    found = sorted(folder.rglob("cudnn/__init__.py")) if folder is not None else []
+    if found:
+        sys.path.insert(0, str(found[0].parents[1].resolve()))
+    if torch.cuda.is_available():
+        _load_cuda_libraries()
     try:
         import cudnn
     except ImportError as error:
-        raise UnsupportedError("nvidia-cudnn-frontend is not installed") from error
-    head_dim = q.shape[-1]
-    padding = (0, (1 << (head_dim - 1).bit_length()) - head_dim)
-    parts = [quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v)]
-    graph = _CudnnGraph(cudnn, parts, head_dim**-0.5, is_causal)
-    # A result is a mean of values: their scale fits it as well.
-    return lambda: Quantized(graph.run()[..., :head_dim], parts[2].scale, PerTensor())
+        raise UnsupportedError(f"nvidia-cudnn-frontend is not installed: {error}") from error
+    return cudnn
 
 
-class _CudnnGraph:
-    """One built sdpa_fp8 graph over tensors [batch, length, heads, head_dim]."""
+def _load_cuda_libraries() -> None:
+    """Load torch's cuDNN and CUDA runtime for all that comes after.
 
-    def __init__(
-        self, cudnn: Any, parts: list[Quantized], softmax_scale: float, is_causal: bool
-    ) -> None:
-        self.cudnn = cudnn
-        kinds = cudnn.data_type
-        data = [x.data.transpose(1, 2) for x in parts]
-        self.handle = cudnn.create_handle()
-        self.graph = cudnn.pygraph(
-            io_data_type=kinds.FP8_E4M3,
-            intermediate_data_type=kinds.FLOAT,
-            compute_data_type=kinds.FLOAT,
-            handle=self.handle,
-        )
-        q, k, v = (
-            self.graph.tensor(dim=[*x.shape], stride=[*x.stride()], data_type=kinds.FP8_E4M3)
-            for x in data
-        )
-        names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
-        factors = {
-            name: self.graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=kinds.FLOAT)
-            for name in names
-        }
-        causal = (
-            {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "right_bound": 0}
-            if is_causal
-            else {}
-        )
-        out, _, amax_s, amax_o = self.graph.sdpa_fp8(
-            q=q, k=k, v=v, **factors, generate_stats=False, attn_scale=softmax_scale, **causal
-        )
-        self.out = torch.empty_like(parts[0].data)
-        laid_out = self.out.transpose(1, 2)
-        out.set_output(True).set_dim([*laid_out.shape]).set_stride([*laid_out.stride()])
-        out.set_data_type(kinds.FP8_E4M3)
-        for amax in (amax_s, amax_o):
-            amax.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(kinds.FLOAT)
-        try:
-            self.graph.validate()
-            self.graph.build_operation_graph()
-            self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-            self.graph.check_support()
-            self.graph.build_plans()
-        except cudnn.cudnnGraphNotSupportedError as error:
-            raise UnsupportedError(str(error).splitlines()[0]) from error
-        one = torch.ones(1, 1, 1, 1, device=self.out.device)
-        weight = 448 * one  # P ≤ 1 fills e4m3
-        values = [*(x.scale.view(1, 1, 1, 1) for x in parts), 1 / weight, weight]
-        values.append(1 / parts[2].scale.view(1, 1, 1, 1))
-        self.pack = dict(zip((q, k, v), data, strict=True))
-        self.pack |= dict(zip(factors.values(), values, strict=True))
-        self.pack |= {out: laid_out, amax_s: one.clone(), amax_o: one.clone()}
-        size = max(1, self.graph.get_workspace_size())
-        self.workspace = torch.empty(size, dtype=torch.uint8, device=self.out.device)
-
-    def run(self) -> Tensor:
-        self.cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
-        self.graph.execute(self.pack, self.workspace, handle=self.handle)
-        return self.out
+    The frontend opens both by their bare names. That finds what the process has loaded already, or
+    what the system has, but never the ones beside torch in site-packages, which torch itself loads
+    by their paths and maybe later.
+    """
+    torch.zeros(1, device="cuda")
+    major = str(torch.version.cuda).split(".")[0]
+    for name in ("libcudnn.so.9", f"libcudart.so.{major}"):
+        paths = (path for root in sys.path for path in Path(root).glob(f"nvidia/*/lib/{name}"))
+        path = next(paths, None)
+        if path is not None:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
@@ -288,8 +282,10 @@ def vllm_fwd(
     )
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, fp8: bool) -> tuple[Three, Scales]:
-    """The tensors as FlashAttention takes them, and one scale for each batch and KV head.
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, fp8: bool, packing: Packing | None
+) -> tuple[Three, Scales]:
+    """The tensors as FlashAttention takes them, and one scale for each sequence and KV head.
 
     In FP8 its head_dim is a multiple of 16: others are padded with zeros.
     """
@@ -298,6 +294,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, fp8: bool) -> tuple[Three, Scales
     padding = (0, -q.shape[-1] % 16)
     parts = [quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v)]
     data, scales = [x.data for x in parts], [x.scale for x in parts]
-    shape = (q.shape[0], k.shape[2])
+    num_sequences = len(q) if packing is None else len(packing.cu_seqlens_q) - 1
+    shape = (num_sequences, k.shape[-2])
     expanded = [scale.expand(shape).contiguous() for scale in scales]
     return (data[0], data[1], data[2]), (expanded[0], expanded[1], expanded[2])
