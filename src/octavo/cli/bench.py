@@ -34,8 +34,8 @@ def kernels(
         Path | None,
         typer.Option(
             "--peers",
-            help="Folder with other libraries' kernels (FlashAttention-3's *.abi3.so); those that "
-            "are installed are found without it.",
+            help="Folder with other libraries' kernels (FlashAttention-3's *.abi3.so, the cudnn "
+            "package); those that are installed are found without it.",
             exists=True,
             file_okay=False,
         ),
