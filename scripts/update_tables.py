@@ -79,6 +79,53 @@ def speeds() -> str:
     )
 
 
+def attention() -> str:
+    """FP8 attention by head_dim, beside the others."""
+    found = [r for r in store.read(RESULTS / "kernels_h200.jsonl") if r.op == "attention"]
+    columns = {
+        "octavo, gluon": ("gluon", "FP8"),
+        "octavo, triton": ("triton", "FP8"),
+        "fastest BF16": (None, "BF16"),
+        "FA3 FP8, two levels": ("vllm-fa3", "FP8"),
+        "FA3 FP8, one level": ("fa3-fwd", "FP8"),
+        "cuDNN FP8, FP8 result": ("cudnn", "FP8"),
+    }
+    rows = []
+    for shape in dict.fromkeys(str(r.case["shape"]) for r in found):
+        of_shape = [r for r in found if r.case["shape"] == shape]
+        causal = ", causal" if of_shape[0].case["causal"] else ""
+        cells = [_rate(of_shape, impl, operands) for impl, operands in columns.values()]
+        rows.append((f"{shape}{causal}", *cells))
+    table = Table(caption="", header=("", *columns), rows=tuple(rows))
+    return (
+        "Milliseconds and TFLOP/s at the real head_dim, operands quantized beforehand, contenders "
+        f"timed in turn on an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
+
+
+def _rate(records: list[Measurement], impl: str | None, operands: str) -> str:
+    """Time and rate of an implementation, or of the fastest one; empty where it took no part."""
+    found = [r for r in records if r.case["operands"] == operands and impl in (None, r.impl)]
+    if not found:
+        return ""
+    record = _fastest(found)
+    return f"{record.values['median_ms']:.2f}, {record.tflops:.0f}"
+
+
+def decode() -> str:
+    """Paged decoding, FP8 and BF16, beside FlashAttention-3."""
+    found = [r for r in store.read(RESULTS / "kernels_h200.jsonl") if r.op == "decode_attention"]
+    columns = [(i, o) for o in ("FP8", "BF16") for i in ("gluon", "triton", "vllm-fa3")]
+    rows = []
+    for shape in dict.fromkeys(str(r.case["shape"]) for r in found):
+        of_shape = {(r.impl, r.case["operands"]): r for r in found if r.case["shape"] == shape}
+        times = [f"{1e3 * of_shape[key].values['median_ms']:.1f}" for key in columns]
+        rows.append((shape, *times, f"{of_shape['gluon', 'FP8'].gb_per_s:,.0f}"))
+    header = ("", *(f"{impl} {operands}" for impl, operands in columns), "GB/s, gluon FP8")
+    table = Table(caption="", header=header, rows=tuple(rows))
+    return f"Microseconds on an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+
+
 def _speed(op: str, shape: str, words: str, records: list[Measurement]) -> tuple[str, ...]:
     found = [r for r in records if (r.op, r.case["shape"]) == (op, shape)]
     if op == "scaled_mm":  # what a linear layer does
@@ -106,8 +153,13 @@ def _time(record: Measurement) -> str:
     return f"{ms:.2f} ms" if ms >= 1 else f"{1e3 * ms:.3g} µs"
 
 
-TABLES: dict[str, Callable[[], str]] = {"accumulator": accumulator, "speeds": speeds}
-FILES = (ROOT / "README.md", ROOT / "docs" / "numerics.md")
+TABLES: dict[str, Callable[[], str]] = {
+    "accumulator": accumulator,
+    "attention": attention,
+    "decode": decode,
+    "speeds": speeds,
+}
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def fill(text: str) -> str:
