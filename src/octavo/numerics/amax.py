@@ -1,12 +1,12 @@
 """AmaxHistory: the largest values of the last passes, for dynamic scales."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.formats import E4M3, Fp8Format
 from octavo.numerics.granularity import Granularity, PerTensor
 from octavo.numerics.scales import amax_to_scale, count_nonfinite, finite_amax
@@ -47,7 +47,7 @@ class AmaxRing(NamedTuple):
         return self.values.amax(dim=0)
 
 
-class AmaxHistory(nn.Module):
+class AmaxHistory(Float32Buffers):
     """The last `length` amax values of one tensor, kept with their counters on the device.
 
     Nothing in `observe`, `push` or `amax` waits for the device or keeps state in Python, so all can
@@ -98,15 +98,3 @@ class AmaxHistory(nn.Module):
         """Forget everything seen so far."""
         for buffer in self.ring:
             buffer.zero_()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
-        # model.to(torch.bfloat16) rounds floating-point buffers; seen as integers, they only move.
-        values = self.values
-        self.values = values.view(torch.int32)
-        try:
-            super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        except BaseException:
-            self.values = values
-            raise
-        self.values = self.values.view(torch.float32)
-        return self
