@@ -29,6 +29,13 @@ def test_the_kinds_are_calls_that_an_op_takes():
     assert kinds["quantize"] == kinds["quantize_qkv"] == {"BF16 to FP8"}
 
 
+def test_hopper_has_kernels_of_its_own():
+    impls = {(row.op, row.operands): row.selection.impl for row in ops.explain(H200)}
+    assert impls["attention", "FP8"] == impls["prefill_attention", "FP8"] == "gluon"
+    assert impls["decode_attention", "BF16 to FP8"] == "gluon"
+    assert impls["attention", "BF16"] == "triton"
+
+
 def test_when_nothing_can_run_the_reason_is_told(monkeypatch):
     seen: list[Request] = []
 

@@ -39,7 +39,16 @@ def explain(device: Device, head_dim: int = 128) -> list[Explanation]:
 
 def _explain(op: str, kind: str, device: Device, head_dim: int) -> Explanation:
     dtype, other_dtype = _OPERANDS[kind]
-    request = Request(op=op, device=device, dtype=dtype, other_dtype=other_dtype, head_dim=head_dim)
+    # octavo's layers have values transposed for FP8 attention.
+    features = frozenset({"transposed"} if (op, kind) == ("attention", "FP8") else ())
+    request = Request(
+        op=op,
+        device=device,
+        dtype=dtype,
+        other_dtype=other_dtype,
+        head_dim=head_dim,
+        features=features,
+    )
     try:
         selection = select(request)
     except UnsupportedError as error:
