@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from octavo.errors import ConfigError as ConfigError
     from octavo.errors import OctavoError as OctavoError
     from octavo.errors import UnsupportedError as UnsupportedError
+    from octavo.integrations.apply import apply_ as apply_
+    from octavo.integrations.apply import restore_ as restore_
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
     from octavo.numerics.attention import AttentionSpec as AttentionSpec
     from octavo.numerics.attention import Packing as Packing
@@ -65,7 +67,9 @@ _HOME = {
     "Recipe": "octavo.recipe",
     "ScaleSet": "octavo.calibration.scale_file",
     "UnsupportedError": "octavo.errors",
+    "apply_": "octavo.integrations.apply",
     "load_scales": "octavo.calibration.scale_file",
+    "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
 }
 

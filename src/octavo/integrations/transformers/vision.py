@@ -1,0 +1,236 @@
+"""Vision towers of transformers models with attention in FP8.
+
+transformers looks an attention function up by the name in a tower's config. Ours finds the layer's
+scales on the module it is called for; the name contains "flash", which makes towers of packed
+images hand over all of them in one call per layer, with their cumulative lengths.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.calibration.scale_file import LayerScales, ScaleSet
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.layers.encoder_attention import EncoderAttention
+from octavo.numerics.qkv import QkvScales
+from octavo.patterns import Layer, match_layers
+from octavo.recipe import AttentionSettings
+
+IMPLEMENTATION = "octavo_flash_vit"
+# Where the layer of a module lies, among its children: moved, copied and saved with it.
+CHILD = "octavo_attention"
+# Attention of vision towers, by class: of those that pack all images into one sequence, and of
+# those with a batch of equal ones (older versions of transformers have "SelfAttention" inside ViT's
+# and DINOv2's). The third kind also serves text towers.
+PACKED = frozenset(
+    {
+        "Glm4vVisionAttention",
+        "PixtralAttention",
+        "Qwen2_5_VLVisionAttention",
+        "Qwen3VLMoeVisionAttention",
+        "Qwen3VLVisionAttention",
+        "Qwen3_5MoeVisionAttention",
+        "Qwen3_5VisionAttention",
+        "VisionAttention",
+    }
+)
+BATCHED = frozenset(
+    {
+        "DINOv3ViTAttention",
+        "Dinov2Attention",
+        "Dinov2SelfAttention",
+        "InternVLVisionAttention",
+        "ViTAttention",
+        "ViTSelfAttention",
+    }
+)
+SHARED = frozenset({"CLIPAttention", "Siglip2Attention", "SiglipAttention"})
+
+
+class TowerAttention(EncoderAttention):
+    """The attention of one module of a tower.
+
+    previous: the name of the attention function that its config had before.
+    """
+
+    previous: str
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention modules of a model's vision tower, by their names."""
+    found = {name: m for name, m in model.named_modules() if _is_vision(m)}
+    if not found:
+        classes = {type(m).__name__ for m in model.modules()}
+        ours = ", ".join(sorted(PACKED | BATCHED | SHARED))
+        theirs = ", ".join(sorted(c for c in classes if "Attention" in c)) or "none"
+        raise UnsupportedError(
+            f"expected a vision tower with one of these attention classes: {ours}; got "
+            f"{type(model).__name__} with {theirs}"
+        )
+    return found
+
+
+def _is_vision(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    config = type(getattr(module, "config", None)).__name__
+    is_one = kind in PACKED | BATCHED or (kind in SHARED and "Vision" in config)
+    return is_one and _sizes(module) is not None  # not one that only holds another
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(heads, head_dim) of an attention module, by the names that models have for them."""
+    named = vars(module)
+    num_heads = named.get("num_heads", named.get("num_attention_heads"))
+    head_dim = named.get("head_dim", named.get("attention_head_size"))
+    return None if num_heads is None or head_dim is None else (num_heads, head_dim)
+
+
+def scale_name(name: str) -> str:
+    """What scale files call a layer: as vLLM does for the Qwen families, else as the model does."""
+    match = re.search(r"(?:^|\.)(visual\.blocks\.\d+\.attn)$", name)
+    return f"{match[1]}.attn" if match else name
+
+
+def attach(
+    model: nn.Module,
+    settings: AttentionSettings,
+    *,
+    skip_layers: tuple[str, ...] = (),
+    scales: ScaleSet | None = None,
+    promote_every: int | None = 1,
+) -> list[str]:
+    """Give a vision tower's layers FP8 attention; returns their names.
+
+    scales: for static scaling; every layer must be among them, by the model's name or vLLM's.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    found = find_layers(model)
+    if any(hasattr(module, CHILD) for module in found.values()):
+        raise ConfigError("the model's vision attention is in FP8 already: restore_ it first")
+    layers = [Layer(name, index) for index, name in enumerate(found)]
+    skipped = {layer.name for layer in match_layers(skip_layers, layers)} if skip_layers else set()
+    chosen = {name: module for name, module in found.items() if name not in skipped}
+    if scales is not None:
+        scales.require([_file_name(name, scales) for name in chosen])
+    made = {}
+    for name, module in found.items():
+        own = settings if name in chosen else None
+        made[name] = _make_layer(name, module, own, scales, promote_every)
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
+    for name, module in found.items():
+        module.add_module(CHILD, made[name])
+    for module in found.values():
+        _config(module)._attn_implementation = IMPLEMENTATION
+    return list(chosen)
+
+
+def detach(model: nn.Module) -> list[str]:
+    """Undo `attach`; returns the names of the layers that had FP8 attention."""
+    undone = []
+    for name, module in list(model.named_modules()):
+        layer = getattr(module, CHILD, None)
+        if layer is not None:
+            _config(module)._attn_implementation = layer.previous
+            delattr(module, CHILD)
+            undone += [name] if layer.scaling is not None else []
+    return undone
+
+
+def _config(module: nn.Module) -> Any:
+    return module.config
+
+
+def _make_layer(
+    name: str,
+    module: nn.Module,
+    settings: AttentionSettings | None,
+    scales: ScaleSet | None,
+    promote_every: int | None,
+) -> TowerAttention:
+    """The layer of one module; without settings it attends in the model's dtype."""
+    named, sizes = vars(module), _sizes(module)
+    assert sizes is not None  # as find_layers promises
+    scaling = named.get("scaling", named.get("scale"))
+    given = None
+    if scales is not None and settings is not None:
+        given = _tensors(scales.layer(_file_name(name, scales)), settings, name)
+    layer = TowerAttention(
+        *sizes,
+        None if scaling is None else float(scaling),
+        name=name,
+        fp8=settings,
+        scales=given,
+        promote_every=promote_every,
+    )
+    layer.previous = _config(module)._attn_implementation
+    return layer.to(next(module.parameters()).device)
+
+
+def _file_name(name: str, scales: ScaleSet) -> str:
+    return name if name in scales.layers else scale_name(name)
+
+
+def _tensors(scales: LayerScales, settings: AttentionSettings, name: str) -> QkvScales:
+    """A scale file's entry as tensors, one scale for each tensor or head as the settings say."""
+    if settings.granularity == "tensor":
+        scales = scales.per_tensor()
+    parts = [torch.tensor(x, dtype=torch.float32) for x in (scales.q, scales.k, scales.v)]
+    if settings.granularity == "head" and any(part.dim() == 0 for part in parts):
+        raise ConfigError(f"{name}: expected scales per head, got one for all heads")
+    return QkvScales(*parts)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: q, k, v [batch, heads, length, head_dim] → [batch, length, …]."""
+    layer: TowerAttention = getattr(module, CHILD)
+    _check_call(module, layer, attention_mask, scaling, dropout, is_causal)
+    packed: Mapping[str, Any] = {}
+    if type(module).__name__ in PACKED and (cu_seq_lens_q is None or max_length_q is None):
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected cu_seq_lens_q and max_length_q, which keep images "
+            "apart, got none: update transformers"
+        )
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        packed = {"cu_seqlens": cu_seq_lens_q.to(torch.int32), "max_seqlen": int(max_length_q)}
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return layer(q, k, v, **packed), None
+
+
+def _check_call(
+    module: Any,
+    layer: EncoderAttention,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+) -> None:
+    """Whatever the layer would not do is refused, never dropped."""
+    kind = type(module).__name__
+    if attention_mask is not None:
+        raise UnsupportedError(f"{kind}: expected images without padding, got an attention mask")
+    if dropout:
+        raise UnsupportedError(f"{kind}: FP8 attention is for inference, got dropout {dropout}")
+    if is_causal or (is_causal is None and getattr(module, "is_causal", False)):
+        raise UnsupportedError(f"{kind}: expected attention to all keys, got a causal call")
+    expected = layer.spec.softmax_scale
+    if None not in (expected, scaling) and expected != scaling:
+        raise UnsupportedError(f"{kind}: expected scaling {expected}, got {scaling}")
