@@ -14,7 +14,7 @@ from octavo.numerics.attention import AttentionSpec, Packing, parse_spec
 from octavo.numerics.qkv import QkvScales
 
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-SIZE = st.none() | st.integers(1, 2**40)
+SIZE = st.none() | st.integers(1, 2**30)
 SPECS = st.builds(
     AttentionSpec,
     causal=st.booleans(),
@@ -23,6 +23,11 @@ SPECS = st.builds(
     softmax_scale=st.none() | POSITIVE,
     promote_every=SIZE,
 )
+
+
+def test_a_window_that_kernels_cannot_count():
+    with pytest.raises(ConfigError, match="at most 1073741824, got 2147483647: leave it out"):
+        AttentionSpec(window=2**31 - 1)
 
 
 @hypothesis.given(SPECS)

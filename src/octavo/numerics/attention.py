@@ -9,6 +9,9 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 
+# Kernels add a window and a position in 32 bits.
+MAX_WINDOW = 2**30
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -40,6 +43,11 @@ class AttentionSpec:
             if not hasattr(value, "__index__") or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1 or None, got {value!r}")
             object.__setattr__(self, name, int(value))
+        if self.window is not None and self.window > MAX_WINDOW:
+            raise ConfigError(
+                f"window must be at most {MAX_WINDOW}, got {self.window}: leave it out, it hides "
+                "nothing"
+            )
         for name in ("softcap", "softmax_scale"):
             value = getattr(self, name)
             if value is None:
