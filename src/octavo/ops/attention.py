@@ -282,7 +282,8 @@ def _gluon(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return run(*args, **options)
 
 
-def _gluon_objection(request: Request) -> str | None:
+def objection_to_gluon(request: Request) -> str | None:
+    """Why Hopper's kernel cannot serve a request; None if it can."""
     return hopper_objection(
         request.device,
         (request.dtype, request.other_dtype),
@@ -290,6 +291,11 @@ def _gluon_objection(request: Request) -> str | None:
         request.granularity,
         request.features,
     )
+
+
+def reluctance_of_gluon(request: Request) -> str | None:
+    """Why the Triton kernel should serve a request that Hopper's could; None if not."""
+    return hopper_reluctance(request.head_dim)
 
 
 register_reference("attention", _reference)
@@ -305,8 +311,8 @@ register_impl(
     "attention",
     "gluon",
     _gluon,
-    objection=_gluon_objection,
-    reluctance=lambda request: hopper_reluctance(request.head_dim),
+    objection=objection_to_gluon,
+    reluctance=reluctance_of_gluon,
     reason="sm_90: copies, products and exponentials side by side",
     is_automatic=True,
 )

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
-from octavo.kernels.attention.config import hopper_objection, hopper_reluctance
 from octavo.kernels.device import describe
 from octavo.kernels.prefill.config import objection
 from octavo.numerics.attention import AttentionSpec, parse_spec
+from octavo.ops.attention import objection_to_gluon, reluctance_of_gluon
 from octavo.ops.check import (
     check_cu_seqlens,
     check_one_device,
@@ -213,13 +213,8 @@ def _gluon(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _gluon_objection(request: Request) -> str | None:
-    return hopper_objection(
-        request.device,
-        (request.dtype, request.other_dtype),
-        request.head_dim,
-        request.granularity,
-        request.features | {"transposed"},  # as values are gathered
-    )
+    features = request.features | {"transposed"}  # as values are gathered
+    return objection_to_gluon(replace(request, features=features))
 
 
 register_reference("prefill_attention", _reference)
@@ -236,7 +231,7 @@ register_impl(
     "gluon",
     _gluon,
     objection=_gluon_objection,
-    reluctance=lambda request: hopper_reluctance(request.head_dim),
+    reluctance=reluctance_of_gluon,
     reason="pages gathered once, then Hopper's attention kernel",
     is_automatic=True,
 )

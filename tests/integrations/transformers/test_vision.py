@@ -285,6 +285,8 @@ def test_scales_go_with_the_model():
         ({"dropout": 0.1}, "for inference, got dropout 0.1"),
         ({"is_causal": True}, "got a causal call"),
         ({"scaling": 0.5}, r"expected scaling .*, got 0.5"),
+        ({"sliding_window": 4, "softcap": 2.0}, "got sliding_window, softcap"),
+        ({"cu_seq_lens_k": torch.zeros(2)}, "expected one cu_seq_lens for queries and keys"),
     ],
 )
 def test_calls_that_are_refused(options, message):

@@ -50,6 +50,10 @@ BATCHED = frozenset(
 SHARED = frozenset({"CLIPAttention", "Siglip2Attention", "SiglipAttention"})
 
 
+# What attention functions of other layers are given, and would change the result.
+REFUSED = ("s_aux", "sliding_window", "softcap")
+
+
 class TowerAttention(EncoderAttention):
     """The attention of one module of a tower.
 
@@ -197,12 +201,19 @@ def attend(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: q, k, v [batch, heads, length, head_dim] → [batch, length, …]."""
     layer: TowerAttention = getattr(module, CHILD)
     _check_call(module, layer, attention_mask, scaling, dropout, is_causal)
+    if given := sorted(name for name in REFUSED if kwargs.get(name) is not None):
+        raise UnsupportedError(f"{type(module).__name__}: got {', '.join(given)}, which it has not")
+    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected one cu_seq_lens for queries and keys, got two"
+        )
     packed: Mapping[str, Any] = {}
     if type(module).__name__ in PACKED and (cu_seq_lens_q is None or max_length_q is None):
         raise UnsupportedError(
