@@ -185,6 +185,8 @@ def test_skipped_layers_stay_in_their_dtype():
     assert changes.layers["vision_attention"] == ["blocks.1.attn"]
     assert len(layers_of(model)) == 1
     assert 0 < relative_rms(run(model, inputs), expected) < 0.05
+    with pytest.raises(ConfigError, match="leaves none of the 2 layers"):
+        apply_(make("vit")[0], Recipe(vision_attention="fp8", skip_layers=["0-1"]))
     with pytest.raises(ConfigError, match="matches"):
         apply_(make("vit")[0], Recipe(vision_attention="fp8", skip_layers=["layer_of_another"]))
 

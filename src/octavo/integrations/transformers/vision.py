@@ -119,6 +119,10 @@ def attach(
     layers = [Layer(name, index) for index, name in enumerate(found)]
     skipped = {layer.name for layer in match_layers(skip_layers, layers)} if skip_layers else set()
     chosen = {name: module for name, module in found.items() if name not in skipped}
+    if not chosen:
+        raise ConfigError(
+            f"skip_layers leaves none of the {len(found)} layers: leave the recipe out"
+        )
     if scales is not None:
         scales.require([_file_name(name, scales) for name in chosen])
     made = {}
