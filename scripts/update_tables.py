@@ -72,12 +72,12 @@ def speeds() -> str:
     machine = records[0].machine
     table = Table(caption="", header=header, rows=rows)
     return (
-        f"Kernels on an {machine.gpu}, one run, medians, every result checked against float64 "
+        f"Kernels on an {machine.gpu}, medians, each row one run, results checked against float64 "
         f"(torch {machine.versions['torch']}, Triton {machine.versions['triton']}); operands are "
-        "quantized before the clock starts. The other FP8 "
-        "has two-level accumulation and scales as fine as octavo's: FlashAttention-3 as vLLM "
-        "builds it, and `torch._scaled_mm` with one scale per token and channel, which octavo "
-        f"itself runs where it is the fastest.\n\n{to_markdown(table)}\n"
+        "quantized before the clock starts. The other FP8: FlashAttention-3 with two-level "
+        "accumulation, as vLLM builds it; cuDNN, whose result is rounded to FP8 as well; "
+        "`torch._scaled_mm` with one scale per token and channel, which octavo itself runs where "
+        f"it is the fastest.\n\n{to_markdown(table)}\n"
     )
 
 
@@ -112,6 +112,50 @@ def _rate(records: list[Measurement], impl: str | None, operands: str) -> str:
         return ""
     record = _fastest(found)
     return f"{record.values['median_ms']:.2f}, {record.tflops:.0f}"
+
+
+def encoder() -> str:
+    """Attention of a vision tower with quantization included, beside BF16."""
+    found = [r for r in store.read(RESULTS / "kernels_h200.jsonl") if r.op == "encoder_attention"]
+    rows = []
+    for shape in dict.fromkeys(str(r.case["shape"]) for r in found):
+        of_shape = [r for r in found if r.case["shape"] == shape]
+        bf16 = _fastest([r for r in of_shape if r.case["operands"] == "BF16"])
+        ours = {r.case["scaling"]: r for r in of_shape if r.case["operands"] == "FP8"}
+        cells = [
+            f"{ours[name].values['median_ms']:.2f} ({ours[name].values['speedup']:.2f}×)"
+            for name in ("static", "dynamic with history")
+        ]
+        rows.append((shape, *cells, f"{bf16.values['median_ms']:.2f} ({bf16.impl})"))
+    header = ("", "octavo FP8, static scales", "dynamic scales", "fastest BF16")
+    table = Table(caption="", header=header, rows=tuple(rows))
+    return (
+        "Milliseconds from BF16 to BF16, quantization of q, k and v included, and the speed-up "
+        f"over the fastest BF16, on an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
+
+
+def structures() -> str:
+    """What the inside of Hopper's kernel was tried to be, and how long each took."""
+    records = store.read(RESULTS / "attention_structures_h200.jsonl")
+    columns = ((64, False), (72, False), (96, False), (128, False), (128, True))
+    rows = []
+    for structure in dict.fromkeys(str(r.case["structure"]) for r in records):
+        if structure.count(";") > 1:
+            continue
+        of_it = [r for r in records if r.case["structure"] == structure]
+        cells = []
+        for head_dim, is_causal in columns:
+            case = (head_dim, is_causal)
+            found = [r for r in of_it if (r.case["head_dim"], r.case["causal"]) == case]
+            cells.append(f"{_fastest(found).values['median_ms']:.3f}" if found else "")
+        rows.append((structure, *cells))
+    header = ("", "64", "72", "96", "128", "128, causal, 32k, heads 32/8")
+    table = Table(caption="", header=header, rows=tuple(rows))
+    return (
+        "Milliseconds by head_dim, 8192 tokens and 16 heads, best settings of each, timed alone on "
+        f"an {records[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
 
 
 def decode() -> str:
@@ -159,7 +203,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "attention": attention,
     "decode": decode,
+    "encoder": encoder,
     "speeds": speeds,
+    "structures": structures,
 }
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 

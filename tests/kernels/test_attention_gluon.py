@@ -1,12 +1,15 @@
 """Hopper's attention kernel against the reference: on a GPU, since Gluon has no interpreter."""
 
-import itertools
-
 import pytest
 import torch
 
 from octavo import ops
-from octavo.kernels.attention.config import GluonConfig, default_gluon, hopper_objection
+from octavo.kernels.attention.config import (
+    GluonConfig,
+    default_gluon,
+    hopper_objection,
+    is_valid_gluon,
+)
 from octavo.kernels.device import CPU, Device
 from octavo.numerics.accumulator import HOPPER_FP8
 from octavo.numerics.attention import AttentionSpec
@@ -25,7 +28,7 @@ from octavo.kernels.attention.gluon_sm90 import attention  # noqa: E402
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
-HEAD_DIMS = (64, 72, 80, 96, 104, 128, 160, 192)
+HEAD_DIMS = (64, 72, 80, 96, 104, 128, 136, 160, 192)
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs compute capability 9.0",
@@ -143,15 +146,30 @@ def test_tokens_after_the_last_sequence_give_zeros():
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [72, 128, 192])
-def test_nan_stays_in_its_sequence(head_dim):
-    case = PackedCase(q_lens=(20, 130, 5), num_heads=1, num_kv_heads=1, head_dim=head_dim)
+@pytest.mark.parametrize("length", [20, 128, 113, 1, 240])
+@pytest.mark.parametrize("head_dim", [72, 128, 136, 192])
+def test_nan_stays_in_its_sequence(head_dim, length):
+    lengths = (length, 130, 5)
+    case = PackedCase(q_lens=lengths, num_heads=1, num_kv_heads=1, head_dim=head_dim)
     inputs = make_packed_inputs(case, dtype=E4M3, device="cuda")
+    last = length + 130
     for name in "kv":
-        inputs[name].view(torch.uint8)[20:150] = 0x7F
-    out, _ = run(inputs)
-    assert out[20:150].isnan().all()
-    assert out[:20].isfinite().all() and out[150:].isfinite().all()
+        inputs[name].view(torch.uint8)[length:last] = 0x7F
+    for x in run(inputs):
+        assert x[length:last].isnan().all()
+        assert x[:length].isfinite().all() and x[last:].isfinite().all()
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128, 136])
+def test_one_nan_key(head_dim, has_sinks):
+    for place in range(16):
+        inputs = dense(batch=1, q_len=70, kv_len=200, head_dim=head_dim, has_sinks=has_sinks)
+        inputs["k"].view(torch.uint8)[0, 100 + place, :, 3] = 0x7F
+        for x in run(inputs):
+            assert x.isnan().all()
 
 
 @hopper
@@ -167,17 +185,14 @@ def test_strided_and_unaligned_operands():
 
 
 CONFIGS = [
-    (head_dim, config)
-    for head_dim, config in itertools.product(
-        (64, 72, 128),
-        (
-            GluonConfig(),
-            GluonConfig(pack_late=True),
-            GluonConfig(has_ones=True),
-            GluonConfig(num_consumers=1, num_stages=2, max_registers=128),
-        ),
-    )
-    if config != default_gluon(head_dim)
+    *((head_dim, GluonConfig()) for head_dim in (64, 72, 96)),
+    *((head_dim, GluonConfig(has_ones=True)) for head_dim in (64, 72, 80, 96, 128)),
+    *((head_dim, GluonConfig(q_in_registers=True, num_stages=2)) for head_dim in (64, 72)),
+    *((head_dim, GluonConfig(num_stages=8, has_ones=True)) for head_dim in (64, 72)),
+    (128, GluonConfig(num_stages=2)),
+    *((64, GluonConfig(block_n=64, has_ones=has_ones)) for has_ones in (False, True)),
+    *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 104, 128)),
+    *((head_dim, GluonConfig(block_n=64, has_one_loop=True)) for head_dim in (136, 192)),
 ]
 
 
@@ -185,7 +200,39 @@ CONFIGS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "config"), CONFIGS, ids=str)
 def test_other_settings(head_dim, config):
-    check(dense(batch=1, q_len=300, kv_len=700, head_dim=head_dim), config)
+    for q_len, kv_len in ((300, 700), (1, 1), (193, 128), (65, 129), (64, 2000), (5, 0)):
+        check(dense(batch=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim), config)
+    causal = AttentionSpec(causal=True)
+    for q_len, kv_len in ((450, 450), (450, 100), (70, 520)):
+        check(dense(batch=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim, spec=causal), config)
+    case = PackedCase(
+        q_lens=(300, 1, 0, 130, 64),
+        kv_lens=(300, 400, 7, 0, 64),
+        spec=AttentionSpec(causal=True),
+        has_sinks=True,
+        head_dim=head_dim,
+    )
+    check(make_packed_inputs(case, dtype=E4M3, device="cuda"), config)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_where_the_ring_begins_again(head_dim, causal):
+    for kv_len in (896, 897, 1024, 1025, 1152, 2048, 2049):
+        spec = AttentionSpec(causal=causal)
+        check(dense(batch=1, q_len=130, kv_len=kv_len, head_dim=head_dim, spec=spec))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_defaults_are_valid(head_dim):
+    assert is_valid_gluon(default_gluon(head_dim))
+
+
+@pytest.mark.parametrize("changes", [{"block_n": 96}, {"num_stages": 3}, {"num_stages": 1}])
+def test_settings_that_are_not_valid(changes):
+    assert not is_valid_gluon(GluonConfig(**changes))
 
 
 @hopper

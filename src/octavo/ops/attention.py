@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.attention.config import hopper_objection, hopper_reluctance, objection
+from octavo.kernels.attention.config import hopper_objection, objection
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, Packing, parse_spec
 from octavo.numerics.formats import is_fp8
@@ -94,7 +94,7 @@ def attention(
     sinks: [num_heads], one more logit in each denominator. key_mask: [batch, kv_len] bool, True
     where a key may be seen; dense only. out_dtype: q's own, or bf16 for FP8, unless given.
     return_lse: also the log of the softmax denominator, float32, q's shape without head_dim; the
-    gluon impl adds up P as it was rounded for head_dims below 128.
+    gluon impl adds up P as it was rounded for head_dims other than 128.
     value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
     `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
@@ -293,11 +293,6 @@ def objection_to_gluon(request: Request) -> str | None:
     )
 
 
-def reluctance_of_gluon(request: Request) -> str | None:
-    """Why the Triton kernel should serve a request that Hopper's could; None if not."""
-    return hopper_reluctance(request.head_dim)
-
-
 register_reference("attention", _reference)
 register_impl(
     "attention",
@@ -312,7 +307,6 @@ register_impl(
     "gluon",
     _gluon,
     objection=objection_to_gluon,
-    reluctance=reluctance_of_gluon,
     reason="sm_90: copies, products and exponentials side by side",
     is_automatic=True,
 )

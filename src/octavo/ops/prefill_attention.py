@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.prefill.config import objection
 from octavo.numerics.attention import AttentionSpec, parse_spec
-from octavo.ops.attention import objection_to_gluon, reluctance_of_gluon
+from octavo.ops.attention import objection_to_gluon
 from octavo.ops.check import (
     check_cu_seqlens,
     check_one_device,
@@ -231,7 +231,6 @@ register_impl(
     "gluon",
     _gluon,
     objection=_gluon_objection,
-    reluctance=reluctance_of_gluon,
     reason="pages gathered once, then Hopper's attention kernel",
     is_automatic=True,
 )

@@ -38,32 +38,32 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """Launch settings of the kernel for Hopper: 64 queries a consumer, block_n keys at a time.
+    """Launch settings of the kernel for Hopper: 128 queries a program, block_n keys at a time.
 
     has_ones: the tensor core adds up the rows of P, too. q_in_registers: queries are read from
-    shared memory once. in_turn: one part of the values after the other. pack_late: P is rounded
-    when the sums before it have arrived.
+    shared memory once. has_one_loop: tiles that hide keys are not apart, which saves registers.
     """
 
-    num_consumers: int = 2
     block_n: int = 128
     num_stages: int = 4
     has_ones: bool = False
     q_in_registers: bool = False
-    in_turn: bool = False
-    part: int = 128
-    pack_late: bool = False
-    consumer_registers: int = 240
-    max_registers: int = 168
+    has_one_loop: bool = False
 
 
 def default_gluon(head_dim: int) -> GluonConfig:
     """The launch settings by rule: what each head_dim has registers for."""
     if head_dim <= 80:
-        return GluonConfig(has_ones=True, q_in_registers=True)
-    if head_dim <= 128:
-        return GluonConfig(has_ones=head_dim < 128)
-    return GluonConfig(block_n=64, in_turn=True)
+        return GluonConfig(has_ones=True, q_in_registers=64 < head_dim < 80)
+    if head_dim < 128:
+        return GluonConfig(has_ones=True, has_one_loop=True)
+    return GluonConfig(block_n=128 if head_dim == 128 else 64)
+
+
+def is_valid_gluon(config: GluonConfig) -> bool:
+    """Whether a launch of Hopper's kernel with these settings is possible, and right."""
+    sizes = (config.block_n, config.num_stages)
+    return all(size >= 2 and size & (size - 1) == 0 for size in sizes)
 
 
 def hopper_objection(
@@ -95,13 +95,6 @@ def hopper_objection(
         return refused[found[0]]
     if "transposed" not in features:
         return "values must lie transposed: quantize_qkv(value_layout='transposed')"
-    return None
-
-
-def hopper_reluctance(head_dim: int | None) -> str | None:
-    """Why the Triton kernel should serve a request that Hopper's could; None if not."""
-    if head_dim is not None and head_dim <= 64:
-        return f"at head_dim {head_dim} the Triton kernel is faster"
     return None
 
 

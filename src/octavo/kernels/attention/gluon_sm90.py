@@ -1,9 +1,9 @@
 """FP8 attention on Hopper: a warp copies tiles of keys and values, two warpgroups attend to them.
 
-Each warpgroup has 64 queries. While its tensor core works on P·V of one tile and q·kᵀ of the next,
-it waits for nothing but the logits; the exponentials of one warpgroup run beside the products of
-the other. The sums of one tile start from zero and are added up in float32: two-level accumulation,
-which costs no more than the rescaling it replaces.
+Each warpgroup has 64 queries. The tensor core works on P·V of one tile while the row maxima of the
+next are found, and on q·kᵀ of the one after while its exponentials are taken; the two warpgroups do
+so by turns. The sums of one tile start from zero and are added up in float32: two-level
+accumulation, which costs no more than the rescaling it replaces.
 """
 
 import torch
@@ -21,15 +21,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from octavo.kernels.attention.config import GluonConfig, default_gluon, split_head_dim
+from octavo.kernels.attention.config import (
+    GluonConfig,
+    default_gluon,
+    is_valid_gluon,
+    split_head_dim,
+)
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# Queries of a warpgroup.
-ROWS = gl.constexpr(64)
+# Warpgroups that attend, and queries of each.
+NUM_CONSUMERS, ROWS = gl.constexpr(2), gl.constexpr(64)
+# Of a thread: as launched, then of those that attend and of those that copy. An SM has 65536.
+MAX_REGISTERS = 168
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 # P ≤ 1 is multiplied by 2^8 before it is rounded, to use more of e4m3's range.
 WEIGHT_BITS = gl.constexpr(8.0)
 
@@ -41,20 +49,23 @@ cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
 cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
 mov.b32 $0, {low, high};
 }""")
-# A real instruction: without one, ptxas gives the new weights the registers that the tensor core is
-# still reading the old ones from, and then lets every product wait for the one before.
-UNPACK = gl.constexpr("xor.b32 $0, $1, $5;")
+# The operand P is its words as they are.
+UNPACK = gl.constexpr("mov.b32 $0, $1;")
+# Barrier 8 + W lets warpgroup W have its turn; the first ones are the compiler's own.
+TAKE_FIRST, TAKE_SECOND = (gl.constexpr(f"bar.sync {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1))
+PASS_FIRST, PASS_SECOND = (
+    gl.constexpr(f"bar.arrive {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1)
+)
 
 
 @aggregate
 class Tiles:
     """Sizes of the tiles, what the call uses, and where the registers of sums lie.
 
-    HAS_ONES: the tensor core adds up the rows of P as well. IN_TURN: the rest of P·V starts when
-    the main part has been added, for head_dims whose sums do not fit the registers at once.
+    HAS_ONES: the tensor core adds up the rows of P as well. HAS_ONE_LOOP: for tiles that hide keys
+    and those that do not.
     """
 
-    NUM_CONSUMERS: gl.constexpr
     BLOCK_N: gl.constexpr
     NUM_STAGES: gl.constexpr
     HEAD_DIM: gl.constexpr
@@ -62,16 +73,16 @@ class Tiles:
     D2: gl.constexpr
     E1: gl.constexpr  # P·V: main and rest
     E2: gl.constexpr
-    PART: gl.constexpr  # E1 in parts that are added one after the other
+    E2_COPIED: gl.constexpr  # rows of the rest that come from memory
     IS_PACKED: gl.constexpr
     IS_CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
     HAS_SINKS: gl.constexpr
     HAS_ONES: gl.constexpr
+    HAS_OWN_ONES: gl.constexpr  # not in the rows of the rest that are left
     Q_IN_REGISTERS: gl.constexpr
-    IN_TURN: gl.constexpr
-    PACK_LATE: gl.constexpr
+    HAS_ONE_LOOP: gl.constexpr
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     o2_layout: gl.constexpr
@@ -80,7 +91,6 @@ class Tiles:
     @gluon.constexpr_function
     def __init__(
         self,
-        NUM_CONSUMERS,
         BLOCK_N,
         NUM_STAGES,
         HEAD_DIM,
@@ -88,7 +98,7 @@ class Tiles:
         D2,
         E1,
         E2,
-        PART,
+        E2_COPIED,
         IS_PACKED,
         IS_CAUSAL,
         HAS_WINDOW,
@@ -96,10 +106,8 @@ class Tiles:
         HAS_SINKS,
         HAS_ONES,
         Q_IN_REGISTERS,
-        IN_TURN,
-        PACK_LATE,
+        HAS_ONE_LOOP,
     ):
-        self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.NUM_STAGES = gl.constexpr(NUM_STAGES)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
@@ -107,18 +115,19 @@ class Tiles:
         self.D2 = gl.constexpr(D2)
         self.E1 = gl.constexpr(E1)
         self.E2 = gl.constexpr(E2)
-        self.PART = gl.constexpr(PART)
+        self.E2_COPIED = gl.constexpr(E2_COPIED)
         self.IS_PACKED = gl.constexpr(IS_PACKED)
         self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
         self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.HAS_ONES = gl.constexpr(HAS_ONES)
+        self.HAS_OWN_ONES = gl.constexpr(HAS_ONES and E2_COPIED == E2)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
-        self.IN_TURN = gl.constexpr(IN_TURN)
-        self.PACK_LATE = gl.constexpr(PACK_LATE)
+        # A window hides keys at both ends, and a cap spills where nothing interrupts the loop.
+        self.HAS_ONE_LOOP = gl.constexpr(HAS_ONE_LOOP or HAS_WINDOW or HAS_SOFTCAP)
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32]))
-        self.o_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32]))
+        self.o_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E1, 32]))
         self.o2_layout = gl.constexpr(
             gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E2 if E2 else 8, 32])
         )
@@ -228,6 +237,20 @@ def _exp2(x):
 
 
 @gluon.jit
+def _take_turn(some, W: gl.constexpr):
+    """Wait until the other warpgroup passes the turn; `some` is any number."""
+    TAKE: gl.constexpr = TAKE_FIRST if W == 0 else TAKE_SECOND
+    gl.inline_asm_elementwise(TAKE, "=r,r", [some], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pass_turn(some, W: gl.constexpr):
+    """Let the other warpgroup have its turn."""
+    PASS: gl.constexpr = PASS_SECOND if W == 0 else PASS_FIRST
+    gl.inline_asm_elementwise(PASS, "=r,r", [some], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _pack(p, BLOCK_N: gl.constexpr):
     """P as words of four e4m3, in the order of transposed values: no thread needs another's."""
     split = p.reshape([ROWS, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
@@ -241,13 +264,13 @@ def _pack(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(words, zero, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """The operand P from words; `zero` is a zero that the compiler does not know to be one."""
+def _unpack(words, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """The operand P from words."""
     words = gl.expand_dims(words, 2).broadcast_to([ROWS, BLOCK_N // 4, 4])
     p = gl.inline_asm_elementwise(
         UNPACK,
-        "=r,r,r,r,r,r,r,r,r",
-        [words, zero],
+        "=r,r,r,r,r",
+        [words],
         dtype=gl.float8e4nv,
         is_pure=True,
         pack=4,
@@ -299,8 +322,11 @@ def _copy_values(desc, desc2, shared, tiles, job, j, stage):
         desc, [job.batch, job.kv_head, 0, column], bar, shared.v.index(stage)
     )
     if tiles.E2 > 0:
+        rest = shared.v2.index(stage)
+        if tiles.E2_COPIED < tiles.E2:
+            rest = rest.slice(0, tiles.E2_COPIED, dim=2)
         tma.async_copy_global_to_shared(
-            desc2, [job.batch, job.kv_head, tiles.E1, column], bar, shared.v2.index(stage)
+            desc2, [job.batch, job.kv_head, tiles.E1, column], bar, rest
         )
 
 
@@ -309,11 +335,11 @@ def _produce(tiles, shared, job, copies):
     """One warp copies the queries, then keys and values as fast as stages become free."""
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc = copies
     KEY_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.D1 + tiles.D2)
-    VALUE_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.E1 + tiles.E2)
+    VALUE_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.E1 + tiles.E2_COPIED)
     num_tiles = job.num_tiles
     if num_tiles > 0:
-        mbarrier.expect(shared.has_q, tiles.NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
-        for w in gl.static_range(tiles.NUM_CONSUMERS):
+        mbarrier.expect(shared.has_q, NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
+        for w in gl.static_range(NUM_CONSUMERS):
             row = job.q_token + w * ROWS
             tma.async_copy_global_to_shared(
                 q_desc, [job.batch, job.head, row, 0], shared.has_q, shared.q.index(w)
@@ -377,91 +403,82 @@ def _hide(s, tiles, job, tile, row):
 
 
 @gluon.jit
-def _softmax(s, row_max, sums, factor, tiles):
-    """(P·2^8, its row maxima, sums, and by how much earlier ones shrink); logits are s · factor."""
-    BLOCK_N: gl.constexpr = tiles.BLOCK_N
-    found = gl.convert_layout(_row_max(s, BLOCK_N), gl.SliceLayout(1, tiles.s_layout))
+def _rise(s, row_max, factor, tiles):
+    """New row maxima, what they make of each logit's exponent, and by how much sums shrink."""
+    found = gl.convert_layout(_row_max(s, tiles.BLOCK_N), gl.SliceLayout(1, tiles.s_layout))
     new_max = gl.maximum(row_max, found)
-    top = gl.where(new_max == float("-inf"), 0.0, new_max) * factor
-    shrink = _exp2(row_max * factor - top)
-    p = _exp2(s * factor + (WEIGHT_BITS - top)[:, None])
-    if not tiles.HAS_ONES:
-        part = _thread_sums(p, BLOCK_N)
+    highest = gl.where(new_max == float("-inf"), 0.0, new_max)
+    # Exactly 1 where the maximum stays: a product's rounding would add up over the tiles.
+    shrink = _exp2((row_max - highest) * factor)
+    return new_max, WEIGHT_BITS - highest * factor, shrink
+
+
+@gluon.jit
+def _add_rows(sums, p, shrink, tiles):
+    """Running sums of P's rows, unless the tensor core adds them up."""
+    if tiles.HAS_ONES:
+        return sums
+    else:
+        part = _thread_sums(p, tiles.BLOCK_N)
         by = gl.convert_layout(shrink, gl.SliceLayout(1, part.type.layout))
-        sums = sums * by[:, None] + part
-    return p, new_max, sums, shrink
+        return sums * by[:, None] + part
 
 
 @gluon.jit
 def _attend_values(p, shared, stage, tiles):
     """P·V of one tile from zero, and P·1 if sums come from there; all still under way."""
-    zero2 = gl.zeros([ROWS, tiles.E2 if tiles.E2 > 0 else 8], gl.float32, tiles.o2_layout)
-    zero_sum = gl.zeros([ROWS, 8], gl.float32, tiles.sum_layout)
-    pv = _attend_part(p, shared, stage, 0, tiles)
-    pv2 = zero2
-    total = zero_sum
-    if tiles.E2 > 0 and not tiles.IN_TURN:
-        pv2 = _attend_rest(p, shared, stage, tiles)
-    if tiles.HAS_ONES:
-        p3 = gl.convert_layout(p, gl.DotOperandLayout(0, tiles.sum_layout, 4))
-        total = warpgroup_mma(
-            p3, shared.ones.permute((1, 0)), zero_sum, use_acc=False, is_async=True
-        )
+    pv = _product(p, _flat(shared.v.index(stage), tiles.E1, tiles.BLOCK_N), tiles.o_layout)
+    pv2 = gl.zeros([ROWS, 8], gl.float32, tiles.o2_layout)
+    total = gl.zeros([ROWS, 8], gl.float32, tiles.sum_layout)
+    if tiles.E2 > 0:
+        v2 = _flat(shared.v2.index(stage), tiles.E2, tiles.BLOCK_N)
+        pv2 = _product(p, v2, tiles.o2_layout)
+    if tiles.HAS_OWN_ONES:
+        total = _product(p, shared.ones, tiles.sum_layout)
     return pv, pv2, total
 
 
 @gluon.jit
-def _attend_part(p, shared, stage, INDEX: gl.constexpr, tiles):
-    """P·V of one part of the main values, still under way."""
-    zero = gl.zeros([ROWS, tiles.PART], gl.float32, tiles.o_layout)
-    v = _flat(shared.v.index(stage), tiles.E1, tiles.BLOCK_N)
-    if tiles.PART < tiles.E1:
-        v = v.slice(INDEX * tiles.PART, tiles.PART, dim=0)
+def _product(p, v, layout: gl.constexpr):
+    """P times the transpose of v, from zero, still under way."""
+    WIDTH: gl.constexpr = v.shape[0]
+    zero = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 4))
     return warpgroup_mma(p, v.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _attend_rest(p, shared, stage, tiles):
-    """P·V of the rest of head_dim, still under way."""
-    zero = gl.zeros([ROWS, tiles.E2], gl.float32, tiles.o2_layout)
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, tiles.o2_layout, 4))
-    v = _flat(shared.v2.index(stage), tiles.E2, tiles.BLOCK_N)
-    return warpgroup_mma(p, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add_values(accs, acc2, sums, pv, pv2, total, p, shared, stage, shrink, tiles):
-    """Wait for the tile's sums and add them to the running ones.
-
-    What the tensor core holds starts anew each tile: two-level accumulation.
-    """
-    HAS_REST: gl.constexpr = tiles.E2 > 0 and not tiles.IN_TURN
-    if HAS_REST and tiles.HAS_ONES:
+def _wait_for_values(under_way, shrink, tiles):
+    """What `_attend_values` began, done, and by how much earlier sums shrink before it is added."""
+    pv, pv2, total = under_way
+    HAS_REST: gl.constexpr = tiles.E2 > 0
+    if HAS_REST and tiles.HAS_OWN_ONES:
         pv, pv2, total = warpgroup_mma_wait(0, deps=(pv, pv2, total))
     elif HAS_REST:
         pv, pv2 = warpgroup_mma_wait(0, deps=(pv, pv2))
-    elif tiles.HAS_ONES:
+    elif tiles.HAS_OWN_ONES:
         pv, total = warpgroup_mma_wait(0, deps=(pv, total))
     else:
         pv = warpgroup_mma_wait(0, deps=(pv,))
+    return pv, pv2, total, shrink
+
+
+@gluon.jit
+def _add_values(acc, acc2, sums, arrived, tiles):
+    """Add one tile's sums to the running ones.
+
+    What the tensor core holds starts anew each tile: two-level accumulation.
+    """
+    pv, pv2, total, shrink = arrived
     by = gl.convert_layout(shrink, gl.SliceLayout(1, tiles.o_layout))[:, None]
-    NUM_PARTS: gl.constexpr = tiles.E1 // tiles.PART
-    added = ()
-    for index in gl.static_range(NUM_PARTS):
-        if index > 0:
-            pv = _attend_part(p, shared, stage, index, tiles)
-            pv = warpgroup_mma_wait(0, deps=(pv,))
-        added = added + (accs[index] * by + pv,)
-    if tiles.IN_TURN and tiles.E2 > 0:
-        pv2 = _attend_rest(p, shared, stage, tiles)
-        pv2 = warpgroup_mma_wait(0, deps=(pv2,))
+    acc = acc * by + pv
     if tiles.E2 > 0:
         by = gl.convert_layout(shrink, gl.SliceLayout(1, tiles.o2_layout))
         acc2 = acc2 * by[:, None] + pv2
-    if tiles.HAS_ONES:
+    if tiles.HAS_OWN_ONES:
         by = gl.convert_layout(shrink, gl.SliceLayout(1, tiles.sum_layout))
         sums = sums * by[:, None] + total
-    return added, acc2, sums
+    return acc, acc2, sums
 
 
 @gluon.jit
@@ -490,6 +507,14 @@ def _store(out_ptr, out, rows, num_rows, FIRST: gl.constexpr, HEAD_DIM: gl.const
 
 
 @gluon.jit
+def _store_ones(ref, HEIGHT: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Rows of ones; as bits, since ptxas makes garbage of a constant's conversion to FP8."""
+    threads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    one = gl.full([HEIGHT, BLOCK_N], 0x38, gl.int8, threads)
+    ref.store(one.to(ref.dtype, bitcast=True))
+
+
+@gluon.jit
 def _clear_strangers(shared, job, tiles):
     """Zeros for what the last tile of values has of the next sequence: 0 times its NaN is NaN.
 
@@ -497,17 +522,20 @@ def _clear_strangers(shared, job, tiles):
     """
     num_columns = (job.kv_len + 15) // 16 * 16 - job.tile(0) * tiles.BLOCK_N
     if num_columns < tiles.BLOCK_N:
-        _clear_columns(shared.v.index(1), num_columns, tiles.E1, tiles.BLOCK_N)
+        values = _flat(shared.v.index(1), tiles.E1, tiles.BLOCK_N)
+        _clear_columns(values, num_columns, tiles.BLOCK_N)
         if tiles.E2 > 0:
-            _clear_columns(shared.v2.index(1), num_columns, tiles.E2, tiles.BLOCK_N)
+            values = _flat(shared.v2.index(1), tiles.E2, tiles.BLOCK_N)
+            if tiles.E2_COPIED < tiles.E2:
+                values = values.slice(0, tiles.E2_COPIED, dim=0)
+            _clear_columns(values, num_columns, tiles.BLOCK_N)
         fence_async_shared()
         gl.thread_barrier()
 
 
 @gluon.jit
-def _clear_columns(ref, num_columns, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr):
+def _clear_columns(ref, num_columns, BLOCK_N: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    ref = _flat(ref, WIDTH, BLOCK_N)
     values = ref.load(layout)
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
     bits = gl.where(column < num_columns, values.to(gl.int8, bitcast=True), 0)
@@ -520,7 +548,6 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
     out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens = results
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
     STAGES: gl.constexpr = tiles.NUM_STAGES
-    IN_FLIGHT: gl.constexpr = 1 + (tiles.E2 > 0 and not tiles.IN_TURN) + tiles.HAS_ONES
     row_layout: gl.constexpr = gl.SliceLayout(1, tiles.s_layout)
     num_tiles = job.num_tiles
     row = job.first_row + W * ROWS
@@ -529,10 +556,7 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
         sums = gl.zeros([ROWS, 8], gl.float32, tiles.sum_layout)
     else:
         sums = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, tiles.s_layout), BLOCK_N)
-    NUM_PARTS: gl.constexpr = tiles.E1 // tiles.PART
-    accs = ()
-    for part in gl.static_range(NUM_PARTS):  # noqa: B007
-        accs = accs + (gl.zeros([ROWS, tiles.PART], gl.float32, tiles.o_layout),)
+    acc = gl.zeros([ROWS, tiles.E1], gl.float32, tiles.o_layout)
     acc2 = gl.zeros([ROWS, tiles.E2 if tiles.E2 > 0 else 8], gl.float32, tiles.o2_layout)
     if num_tiles > 0:
         mbarrier.wait(shared.has_q, 0)
@@ -545,41 +569,44 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(shared.empty.index(0), count=1)
         s = _hide(_cap(s, inv_cap, cap, tiles), tiles, job, job.tile(0), row)
-        p, row_max, sums, shrink = _softmax(s, row_max, sums, factor, tiles)
-        words = _pack(p, BLOCK_N)
-        zero = num_tiles >> 20  # a compiler that can prove it drops the instruction
+        row_max, offset, shrink = _rise(s, row_max, factor, tiles)
+        x = s * factor + offset[:, None]
         mbarrier.wait(shared.full.index(1), 0)
+        s = _logits(q, q2, shared, 1, tiles)
+        if W == 1:
+            _pass_turn(num_tiles, W)
+        p = _exp2(x)
+        sums = _add_rows(sums, p, shrink, tiles)
+        words = _pack(p, BLOCK_N)
+        s = warpgroup_mma_wait(0, deps=(s,))
         if tiles.IS_PACKED:
             _clear_strangers(shared, job, tiles)
-        for j in range(1, num_tiles):
-            stage, _ = _stage(j, STAGES)
-            next_stage, next_turn = _stage(j + 1, STAGES)
-            weights = _unpack(words, zero, BLOCK_N, tiles.o_layout)
-            s = _logits(q, q2, shared, stage, tiles)
-            pv, pv2, total = _attend_values(weights, shared, stage, tiles)
-            s = warpgroup_mma_wait(IN_FLIGHT, deps=(s,))
-            s = _hide(_cap(s, inv_cap, cap, tiles), tiles, job, job.tile(j), row)
-            p, row_max, sums, new_shrink = _softmax(s, row_max, sums, factor, tiles)
-            if not tiles.PACK_LATE:
-                words = _pack(p, BLOCK_N)
-            # Also keeps the compiler from moving the wait below above the exponentials.
-            mbarrier.wait(shared.full.index(next_stage), next_turn)
-            accs, acc2, sums = _add_values(
-                accs, acc2, sums, pv, pv2, total, weights, shared, stage, shrink, tiles
-            )
-            mbarrier.arrive(shared.empty.index(stage), count=1)
-            if tiles.PACK_LATE:
-                words = _pack(p, BLOCK_N)
-            shrink = new_shrink
+        # Tiles that hide keys come first, unless a window hides some at the other end as well.
+        num_hiding = _num_hiding(tiles, job, row)
+        fixed = (q, q2, row, (factor, inv_cap, cap), shared, tiles, job)
+        state = (s, words, row_max, sums, shrink, acc, acc2)
+        if tiles.IS_CAUSAL or tiles.HAS_ONE_LOOP:
+            for j in range(1, num_hiding):
+                state = _turn(j, state, fixed, W, True)
+        if not tiles.HAS_ONE_LOOP:
+            for j in range(num_hiding, num_tiles):
+                state = _turn(j, state, fixed, W, False)
+        s, words, row_max, sums, shrink, acc, acc2 = state
+        if W == 0:
+            _take_turn(num_tiles, W)
         stage, _ = _stage(num_tiles, STAGES)
-        weights = _unpack(words, zero, BLOCK_N, tiles.o_layout)
-        pv, pv2, total = _attend_values(weights, shared, stage, tiles)
-        accs, acc2, sums = _add_values(
-            accs, acc2, sums, pv, pv2, total, weights, shared, stage, shrink, tiles
-        )
+        weights = _unpack(words, BLOCK_N, tiles.o_layout)
+        under_way = _attend_values(weights, shared, stage, tiles)
+        arrived = _wait_for_values(under_way, shrink, tiles)
+        acc, acc2, sums = _add_values(acc, acc2, sums, arrived, tiles)
 
-    if tiles.HAS_ONES:
+    if tiles.HAS_OWN_ONES:
         row_sum = gl.convert_layout(gl.max(sums, 1), row_layout)
+    elif tiles.HAS_ONES:
+        column = gl.arange(0, tiles.E2, gl.SliceLayout(0, tiles.o2_layout))[None, :]
+        # A sum of one value, which keeps NaN; a maximum would not.
+        row_sum = gl.sum(gl.where(column == tiles.E2_COPIED, acc2, 0.0), 1)
+        row_sum = gl.convert_layout(row_sum, row_layout)
     else:
         row_sum = gl.convert_layout(gl.sum(sums, 1), row_layout)
     row_max = row_max * factor
@@ -598,13 +625,62 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
     place = token * num_heads + job.head
     num_rows = job.q_len - row
     by = gl.convert_layout(share, gl.SliceLayout(1, tiles.o_layout))[:, None]
-    for part in gl.static_range(NUM_PARTS):
-        _store(out_ptr, accs[part] * by, place, num_rows, part * tiles.PART, tiles.HEAD_DIM)
+    _store(out_ptr, acc * by, place, num_rows, 0, tiles.HEAD_DIM)
     if tiles.E2 > 0:
         acc2 *= gl.convert_layout(share, gl.SliceLayout(1, tiles.o2_layout))[:, None]
         _store(out_ptr, acc2, place, num_rows, tiles.E1, tiles.HEAD_DIM)
     lse = (gl.log2(denominator) - WEIGHT_BITS + top) * LN_2
     gl.store(lse_ptr + place, lse, mask=index < num_rows)
+
+
+@gluon.jit
+def _num_hiding(tiles, job, row):
+    """How many of the last tiles, at least one, may hide keys from the 64 queries from `row` on."""
+    num_hiding = gl.minimum(job.num_tiles, 1)
+    if tiles.HAS_ONE_LOOP:
+        num_hiding = job.num_tiles
+    elif tiles.IS_CAUSAL:
+        num_seen = gl.maximum(job.kv_len - job.q_len + row + 1, 0) // tiles.BLOCK_N
+        num_hiding = gl.maximum(job.first_tile + job.num_tiles - num_seen, num_hiding)
+        num_hiding = gl.minimum(num_hiding, job.num_tiles)
+    return num_hiding
+
+
+@gluon.jit
+def _turn(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
+    """P·V of tile j − 1 beside row maxima of tile j; its exponentials beside q·kᵀ of tile j + 1.
+
+    The logits' registers are free for the next ones as soon as the exponents are made of them.
+    After the last tile the products are of what its stage held before, and nobody reads them.
+    Two warpgroups in step would both want the special-function unit and then both leave it idle:
+    so they look for their row maxima in turn.
+    """
+    s, words, row_max, sums, shrink, acc, acc2 = state
+    q, q2, row, logits, shared, tiles, job = fixed
+    factor, inv_cap, cap = logits
+    BLOCK_N: gl.constexpr = tiles.BLOCK_N
+    STAGES: gl.constexpr = tiles.NUM_STAGES
+    stage, _ = _stage(j, STAGES)
+    next_stage, next_turn = _stage(j + 1, STAGES)
+    _take_turn(j, W)
+    weights = _unpack(words, BLOCK_N, tiles.o_layout)
+    under_way = _attend_values(weights, shared, stage, tiles)
+    s = _cap(s, inv_cap, cap, tiles)
+    if HIDES:
+        s = _hide(s, tiles, job, job.tile(j), row)
+    row_max, offset, new_shrink = _rise(s, row_max, factor, tiles)
+    arrived = _wait_for_values(under_way, shrink, tiles)
+    acc, acc2, sums = _add_values(acc, acc2, sums, arrived, tiles)
+    x = s * factor + offset[:, None]
+    mbarrier.arrive(shared.empty.index(stage), count=1)
+    mbarrier.wait(shared.full.index(next_stage), next_turn)
+    _pass_turn(j, W)
+    s = _logits(q, q2, shared, next_stage, tiles)
+    p = _exp2(x)
+    sums = _add_rows(sums, p, new_shrink, tiles)
+    words = _pack(p, BLOCK_N)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    return s, words, row_max, sums, new_shrink, acc, acc2
 
 
 @gluon.jit
@@ -630,7 +706,7 @@ def _make_job(
     tiles,
 ):
     """What this program does; of a causal call the tiles that see most keys come first."""
-    BLOCK_M: gl.constexpr = tiles.NUM_CONSUMERS * ROWS
+    BLOCK_M: gl.constexpr = NUM_CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
     # One axis: the others end at 65535, which sequences by heads may exceed.
     tile = gl.program_id(0) % num_row_tiles
@@ -736,7 +812,6 @@ def _attention_kernel(
     window,
     softmax_scale,
     softcap,
-    NUM_CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -744,7 +819,7 @@ def _attention_kernel(
     D2: gl.constexpr,
     E1: gl.constexpr,
     E2: gl.constexpr,
-    PART: gl.constexpr,
+    E2_COPIED: gl.constexpr,
     IS_PACKED: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
@@ -752,13 +827,10 @@ def _attention_kernel(
     HAS_SINKS: gl.constexpr,
     HAS_ONES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
-    IN_TURN: gl.constexpr,
-    PACK_LATE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    HAS_ONE_LOOP: gl.constexpr,
 ):
     """One tile of the queries of one head."""
     tiles = Tiles(
-        NUM_CONSUMERS,
         BLOCK_N,
         NUM_STAGES,
         HEAD_DIM,
@@ -766,7 +838,7 @@ def _attention_kernel(
         D2,
         E1,
         E2,
-        PART,
+        E2_COPIED,
         IS_PACKED,
         IS_CAUSAL,
         HAS_WINDOW,
@@ -774,8 +846,7 @@ def _attention_kernel(
         HAS_SINKS,
         HAS_ONES,
         Q_IN_REGISTERS,
-        IN_TURN,
-        PACK_LATE,
+        HAS_ONE_LOOP,
     )
     if IS_PACKED and gl.program_id(0) // num_row_tiles // num_heads == num_sequences:
         first = gl.load(cu_seqlens_q_ptr + num_sequences)
@@ -806,13 +877,14 @@ def _attention_kernel(
         k2 = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, BLOCK_N, D2], k2_desc.layout)
     if E2 > 0:
         v2 = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, E2, BLOCK_N], v2_desc.layout)
-    if HAS_ONES:
+    if tiles.HAS_OWN_ONES:
         ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_N], FP8)
         ones = gl.allocate_shared_memory(FP8, [8, BLOCK_N], ones_layout)
-        threads: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        # As bits: ptxas 12.9 makes garbage of the conversion of a constant.
-        one = gl.full([8, BLOCK_N], 0x38, gl.int8, threads)
-        ones.store(one.to(FP8, bitcast=True))
+        _store_ones(ones, 8, BLOCK_N)
+    elif HAS_ONES:
+        for i in gl.static_range(NUM_STAGES):
+            rest = _flat(v2.index(i), E2, BLOCK_N).slice(E2_COPIED, E2 - E2_COPIED, dim=0)
+            _store_ones(rest, E2 - E2_COPIED, BLOCK_N)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     has_q = gl.allocate_shared_memory(gl.int64, [1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier)
@@ -837,25 +909,15 @@ def _attention_kernel(
     SECOND: gl.constexpr = 1
     results = (out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens)
     copies = (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc)
-    if NUM_CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, shared, job, results, FIRST)),
-                (_consume, (tiles, shared, job, results, SECOND)),
-                (_produce, (tiles, shared, job, copies)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, shared, job, results, FIRST)),
-                (_produce, (tiles, shared, job, copies)),
-            ],
-            [1],
-            [24],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, shared, job, results, FIRST)),
+            (_consume, (tiles, shared, job, results, SECOND)),
+            (_produce, (tiles, shared, job, copies)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def attention(
@@ -880,7 +942,8 @@ def attention(
     kv_len, num_kv_heads = k.shape[-3:-1]
     max_q_len = num_tokens if packing is None else max(1, packing.max_seqlen_q)
     config = config or default_gluon(head_dim)
-    num_row_tiles = triton.cdiv(max_q_len, 64 * config.num_consumers)
+    assert is_valid_gluon(config)
+    num_row_tiles = triton.cdiv(max_q_len, NUM_CONSUMERS.value * ROWS.value)
     num_sequences = num_parts = q.shape[0]
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -894,6 +957,9 @@ def attention(
     (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
     if head_dim == 256:
         e1, e2 = 256, 0
+    # Where the rest's tile has rows to spare, they are the ones that add up P.
+    is_spare = config.has_ones and e2 > 0 and head_dim - e1 == 8
+    e2_copied = 8 if is_spare else e2
     block_n = config.block_n
     queries, keys = (_aligned(x).permute(0, 2, 1, 3) for x in (q, k))
     values = _aligned(v)
@@ -906,7 +972,7 @@ def attention(
         _describe(keys, block_n, d1),
         _describe(keys, block_n, d2 or 32),
         _describe(values, e1, block_n),
-        _describe(values, e2 or 16, block_n),
+        _describe(values, e2_copied or 16, block_n),
         out,
         lse,
         scales.q,
@@ -926,7 +992,6 @@ def attention(
         spec.window or 0,
         spec.scale_for(head_dim),
         spec.softcap or 1.0,
-        NUM_CONSUMERS=config.num_consumers,
         BLOCK_N=block_n,
         NUM_STAGES=config.num_stages,
         HEAD_DIM=head_dim,
@@ -934,7 +999,7 @@ def attention(
         D2=d2,
         E1=e1,
         E2=e2,
-        PART=min(e1, config.part),
+        E2_COPIED=e2_copied,
         IS_PACKED=packing is not None,
         IS_CAUSAL=spec.causal,
         HAS_WINDOW=spec.window is not None,
@@ -942,11 +1007,9 @@ def attention(
         HAS_SINKS=sinks is not None,
         HAS_ONES=config.has_ones,
         Q_IN_REGISTERS=config.q_in_registers,
-        IN_TURN=config.in_turn,
-        PACK_LATE=config.pack_late,
-        CONSUMER_REGISTERS=config.consumer_registers,
+        HAS_ONE_LOOP=config.has_one_loop,
         num_warps=4,
-        maxnreg=config.max_registers,
+        maxnreg=MAX_REGISTERS,
     )
     return out, lse
 

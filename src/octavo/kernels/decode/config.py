@@ -149,7 +149,7 @@ def default(shape: DecodeShape, device: Device) -> TritonConfig:
         # Without stages: an FP8 tile copied to shared memory as it is comes back byte by byte, and
         # more programs hide as much.
         num_stages=1,
-        programs_per_sm=2 if is_long else 4,
+        programs_per_sm=2 if is_long and width > 64 else 4,  # as many bytes on their way
         combine_splits=_combine_splits(columns, width, 4),
     )
 

@@ -9,6 +9,8 @@ MIN_CAPABILITY = (9, 0)
 MAX_HEAD_DIM = 256
 # Passes of a history: the kernel finds the current one's slot in 32 bits.
 MAX_RING_LENGTH = 2**16 - 1
+# Of a thread in the amax pass: six programs share an SM, so that 3 × 256 run at once.
+AMAX_REGISTERS = 80
 # Tokens and width of q and k, keys and values of transposed v, warps.
 TILE = (32, 128, 64, 64, 4)
 

@@ -143,7 +143,11 @@ def amax_rows(
     SHAPE: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """The amax of every NUM_PARTIALS-th tile of one scale, and its count of NaN and Inf."""
+    """The amax of every NUM_PARTIALS-th tile of one scale, and its count of NaN and Inf.
+
+    Almost always there are none: only if the maximum itself is NaN or Inf are values told apart, in
+    a second look at the same tiles.
+    """
     _, num_tokens, num_heads, _, _, _, _ = part
     _, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
     ROTARY, _, _, _ = TURN
@@ -153,24 +157,37 @@ def amax_rows(
         blocks = (PADDED // SPLIT + WIDTH - 1) // WIDTH
     else:
         blocks = tl.cdiv(num_heads * (PADDED // SPLIT), WIDTH)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * blocks
     largest = tl.zeros([BLOCK_TOKENS, WIDTH], tl.float32)
-    count = tl.zeros([BLOCK_TOKENS, WIDTH], tl.int32)
-    for tile in range(chunk, tl.cdiv(num_tokens, BLOCK_TOKENS) * blocks, NUM_PARTIALS):
+    for tile in range(chunk, num_tiles, NUM_PARTIALS):
         index = tile
         if PER_HEAD:
             index = tile // blocks * (num_heads * blocks) + scale * blocks + tile % blocks
         loaded = load_tile(index, part, tables, SHAPE, TURN)
-        largest = tl.maximum(largest, finite_magnitude(loaded[0]))
-        if HAS_RINGS:
-            count += count_nonfinite(loaded[0])
+        largest = tl.maximum(largest, tl.abs(loaded[0]), propagate_nan=tl.PropagateNan.ALL)
         if ROTARY == HALVES:
-            largest = tl.maximum(largest, finite_magnitude(loaded[1]))
-            if HAS_RINGS:
-                count += count_nonfinite(loaded[1])
+            largest = tl.maximum(largest, tl.abs(loaded[1]), propagate_nan=tl.PropagateNan.ALL)
+    has_strange = tl.where(largest < float("inf"), 0, 1)
+    amax = tl.max(tl.max(largest, axis=1), axis=0)
+    count = tl.max(tl.max(has_strange, axis=1), axis=0)
+    if count > 0:
+        largest = tl.zeros([BLOCK_TOKENS, WIDTH], tl.float32)
+        count = 0  # added up tile by tile: registers for more would slow down the usual case
+        for tile in range(chunk, num_tiles, NUM_PARTIALS):
+            index = tile
+            if PER_HEAD:
+                index = tile // blocks * (num_heads * blocks) + scale * blocks + tile % blocks
+            loaded = load_tile(index, part, tables, SHAPE, TURN)
+            largest = tl.maximum(largest, finite_magnitude(loaded[0]))
+            count += tl.sum(tl.sum(count_nonfinite(loaded[0]), axis=1), axis=0)
+            if ROTARY == HALVES:
+                largest = tl.maximum(largest, finite_magnitude(loaded[1]))
+                count += tl.sum(tl.sum(count_nonfinite(loaded[1]), axis=1), axis=0)
+        amax = tl.max(tl.max(largest, axis=1), axis=0)
     place = scale * NUM_PARTIALS + chunk
-    tl.store(partial_ptr + place, tl.max(tl.max(largest, axis=1), axis=0))
+    tl.store(partial_ptr + place, amax)
     if HAS_RINGS:
-        tl.store(count_ptr + place, tl.sum(tl.sum(count, axis=1), axis=0))
+        tl.store(count_ptr + place, count)
 
 
 @triton.jit

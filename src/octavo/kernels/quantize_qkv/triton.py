@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.quantize_qkv.config import MAX_RING_LENGTH, QuantizeQkvConfig, default
+from octavo.kernels.quantize_qkv.config import (
+    AMAX_REGISTERS,
+    MAX_RING_LENGTH,
+    QuantizeQkvConfig,
+    default,
+)
 from octavo.kernels.quantize_qkv.launch import as_dense, by_part, num_programs, operands
 from octavo.kernels.quantize_qkv.primitives import (
     amax_rows,
@@ -331,6 +336,7 @@ def _run_amax(
         **by_part("ring_length", _ring_lengths(rings)),
         HAS_RINGS=rings is not None,
         NUM_PARTIALS=config.num_partials,
+        maxnreg=AMAX_REGISTERS,
     )
     return scratch
 
