@@ -44,6 +44,7 @@ class GluonConfig:
     shared memory once. has_one_loop: tiles that hide keys are not apart, which saves registers.
     """
 
+    num_consumers: int = 2
     block_n: int = 128
     num_stages: int = 4
     has_ones: bool = False

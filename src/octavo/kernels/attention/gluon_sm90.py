@@ -33,11 +33,14 @@ from octavo.numerics.value_layout import ValueLayout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# Warpgroups that attend, and queries of each.
-NUM_CONSUMERS, ROWS = gl.constexpr(2), gl.constexpr(64)
-# Of a thread: as launched, then of those that attend and of those that copy. An SM has 65536.
-MAX_REGISTERS = 168
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+# Queries of a warpgroup.
+ROWS = gl.constexpr(64)
+# By warpgroups that attend, registers of a thread: as launched, and of those that attend. An SM has
+# 65536, and a thread that copies takes 24.
+REGISTERS = {2: (168, 240), 3: (128, 160)}
+PRODUCER_REGISTERS = gl.constexpr(24)
+# Programs of a packed call that write zeros after its last sequence.
+NUM_CLEANERS = gl.constexpr(64)
 # P ≤ 1 is multiplied by 2^8 before it is rounded, to use more of e4m3's range.
 WEIGHT_BITS = gl.constexpr(8.0)
 
@@ -52,10 +55,9 @@ mov.b32 $0, {low, high};
 # The operand P is its words as they are.
 UNPACK = gl.constexpr("mov.b32 $0, $1;")
 # Barrier 8 + W lets warpgroup W have its turn; the first ones are the compiler's own.
-TAKE_FIRST, TAKE_SECOND = (gl.constexpr(f"bar.sync {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1))
-PASS_FIRST, PASS_SECOND = (
-    gl.constexpr(f"bar.arrive {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1)
-)
+_TAKE, _PASS = "bar.sync {}, 256; mov.b32 $0, $1;", "bar.arrive {}, 256; mov.b32 $0, $1;"
+TAKE_0, TAKE_1, TAKE_2 = (gl.constexpr(_TAKE.format(8 + w)) for w in range(3))
+PASS_0, PASS_1, PASS_2 = (gl.constexpr(_PASS.format(8 + w)) for w in range(3))
 
 
 @aggregate
@@ -66,6 +68,7 @@ class Tiles:
     and those that do not.
     """
 
+    NUM_CONSUMERS: gl.constexpr
     BLOCK_N: gl.constexpr
     NUM_STAGES: gl.constexpr
     HEAD_DIM: gl.constexpr
@@ -91,6 +94,7 @@ class Tiles:
     @gluon.constexpr_function
     def __init__(
         self,
+        NUM_CONSUMERS,
         BLOCK_N,
         NUM_STAGES,
         HEAD_DIM,
@@ -108,6 +112,7 @@ class Tiles:
         Q_IN_REGISTERS,
         HAS_ONE_LOOP,
     ):
+        self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.NUM_STAGES = gl.constexpr(NUM_STAGES)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
@@ -238,15 +243,16 @@ def _exp2(x):
 
 @gluon.jit
 def _take_turn(some, W: gl.constexpr):
-    """Wait until the other warpgroup passes the turn; `some` is any number."""
-    TAKE: gl.constexpr = TAKE_FIRST if W == 0 else TAKE_SECOND
+    """Wait until the warpgroup before passes the turn; `some` is any number."""
+    TAKE: gl.constexpr = TAKE_0 if W == 0 else TAKE_1 if W == 1 else TAKE_2
     gl.inline_asm_elementwise(TAKE, "=r,r", [some], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _pass_turn(some, W: gl.constexpr):
-    """Let the other warpgroup have its turn."""
-    PASS: gl.constexpr = PASS_SECOND if W == 0 else PASS_FIRST
+def _pass_turn(some, W: gl.constexpr, tiles):
+    """Let the next warpgroup have its turn."""
+    NEXT: gl.constexpr = (W + 1) % tiles.NUM_CONSUMERS
+    PASS: gl.constexpr = PASS_0 if NEXT == 0 else PASS_1 if NEXT == 1 else PASS_2
     gl.inline_asm_elementwise(PASS, "=r,r", [some], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -338,8 +344,8 @@ def _produce(tiles, shared, job, copies):
     VALUE_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.E1 + tiles.E2_COPIED)
     num_tiles = job.num_tiles
     if num_tiles > 0:
-        mbarrier.expect(shared.has_q, NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
-        for w in gl.static_range(NUM_CONSUMERS):
+        mbarrier.expect(shared.has_q, tiles.NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
+        for w in gl.static_range(tiles.NUM_CONSUMERS):
             row = job.q_token + w * ROWS
             tma.async_copy_global_to_shared(
                 q_desc, [job.batch, job.head, row, 0], shared.has_q, shared.q.index(w)
@@ -573,8 +579,8 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
         x = s * factor + offset[:, None]
         mbarrier.wait(shared.full.index(1), 0)
         s = _logits(q, q2, shared, 1, tiles)
-        if W == 1:
-            _pass_turn(num_tiles, W)
+        if W == tiles.NUM_CONSUMERS - 1:
+            _pass_turn(num_tiles, W, tiles)
         p = _exp2(x)
         sums = _add_rows(sums, p, shrink, tiles)
         words = _pack(p, BLOCK_N)
@@ -674,7 +680,7 @@ def _turn(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
     x = s * factor + offset[:, None]
     mbarrier.arrive(shared.empty.index(stage), count=1)
     mbarrier.wait(shared.full.index(next_stage), next_turn)
-    _pass_turn(j, W)
+    _pass_turn(j, W, tiles)
     s = _logits(q, q2, shared, next_stage, tiles)
     p = _exp2(x)
     sums = _add_rows(sums, p, new_shrink, tiles)
@@ -706,7 +712,7 @@ def _make_job(
     tiles,
 ):
     """What this program does; of a causal call the tiles that see most keys come first."""
-    BLOCK_M: gl.constexpr = NUM_CONSUMERS * ROWS
+    BLOCK_M: gl.constexpr = tiles.NUM_CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
     # One axis: the others end at 65535, which sequences by heads may exceed.
     tile = gl.program_id(0) % num_row_tiles
@@ -755,25 +761,18 @@ def _make_job(
 
 
 @gluon.jit
-def _zero_padding(
-    out_ptr, lse_ptr, first, num_tokens, num_row_tiles, num_heads, HEAD_DIM: gl.constexpr
-):
-    """Zeros for the tokens after the last sequence, in steps of all programs of one head."""
+def _zero_padding(out_ptr, lse_ptr, first_row, num_rows, program, HEAD_DIM: gl.constexpr):
+    """Zeros for the rows (token by head) after the last sequence, by NUM_CLEANERS programs."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    tile = gl.program_id(0) % num_row_tiles
-    head = gl.program_id(0) // num_row_tiles % num_heads
     index = gl.arange(0, 64, gl.SliceLayout(1, layout))
     dim = gl.arange(0, 256, gl.SliceLayout(0, layout))
     zeros = gl.zeros([64, 256], out_ptr.dtype.element_ty, layout)
-    for start in range(first + tile * 64, num_tokens, num_row_tiles * 64):
-        token = (start + index).to(gl.int64)
-        place = token * num_heads + head
-        is_token = token < num_tokens
-        mask = is_token[:, None] & (dim < HEAD_DIM)[None, :]
-        gl.store(out_ptr + place[:, None] * HEAD_DIM + dim[None, :], zeros, mask=mask)
-        gl.store(
-            lse_ptr + place, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), mask=is_token
-        )
+    no_sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
+    for start in range(first_row + program * 64, num_rows, NUM_CLEANERS * 64):
+        row = (start + index).to(gl.int64)
+        mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+        gl.store(out_ptr + row[:, None] * HEAD_DIM + dim[None, :], zeros, mask=mask)
+        gl.store(lse_ptr + row, no_sums, mask=row < num_rows)
 
 
 # Sizes are not compiled in: one that is 1 would be no tensor.
@@ -812,6 +811,7 @@ def _attention_kernel(
     window,
     softmax_scale,
     softcap,
+    NUM_CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -828,9 +828,11 @@ def _attention_kernel(
     HAS_ONES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
     HAS_ONE_LOOP: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
 ):
     """One tile of the queries of one head."""
     tiles = Tiles(
+        NUM_CONSUMERS,
         BLOCK_N,
         NUM_STAGES,
         HEAD_DIM,
@@ -848,9 +850,11 @@ def _attention_kernel(
         Q_IN_REGISTERS,
         HAS_ONE_LOOP,
     )
-    if IS_PACKED and gl.program_id(0) // num_row_tiles // num_heads == num_sequences:
-        first = gl.load(cu_seqlens_q_ptr + num_sequences)
-        _zero_padding(out_ptr, lse_ptr, first, num_tokens, num_row_tiles, num_heads, HEAD_DIM)
+    num_programs = num_row_tiles * num_sequences * num_heads
+    if IS_PACKED and gl.program_id(0) >= num_programs:
+        first_row = gl.load(cu_seqlens_q_ptr + num_sequences) * num_heads
+        program = gl.program_id(0) - num_programs
+        _zero_padding(out_ptr, lse_ptr, first_row, num_tokens * num_heads, program, HEAD_DIM)
         return
     job = _make_job(
         cu_seqlens_q_ptr,
@@ -907,17 +911,30 @@ def _attention_kernel(
         factor = logit_scale * 0.0 + 1.0
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
     results = (out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens)
     copies = (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc)
-    gl.warp_specialize(
-        [
-            (_consume, (tiles, shared, job, results, FIRST)),
-            (_consume, (tiles, shared, job, results, SECOND)),
-            (_produce, (tiles, shared, job, copies)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if NUM_CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, shared, job, results, FIRST)),
+                (_consume, (tiles, shared, job, results, SECOND)),
+                (_consume, (tiles, shared, job, results, THIRD)),
+                (_produce, (tiles, shared, job, copies)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, shared, job, results, FIRST)),
+                (_consume, (tiles, shared, job, results, SECOND)),
+                (_produce, (tiles, shared, job, copies)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 def attention(
@@ -943,12 +960,14 @@ def attention(
     max_q_len = num_tokens if packing is None else max(1, packing.max_seqlen_q)
     config = config or default_gluon(head_dim)
     assert is_valid_gluon(config)
-    num_row_tiles = triton.cdiv(max_q_len, NUM_CONSUMERS.value * ROWS.value)
-    num_sequences = num_parts = q.shape[0]
+    max_registers, consumer_registers = REGISTERS[config.num_consumers]
+    num_row_tiles = triton.cdiv(max_q_len, config.num_consumers * ROWS.value)
+    num_sequences = q.shape[0]
+    num_cleaners = 0
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         num_sequences = len(packing.cu_seqlens_q) - 1
-        num_parts = num_sequences + 1  # one more for what is padding
+        num_cleaners = NUM_CLEANERS.value
     if out.numel() == 0:
         return out, lse
     if kv_len == 0:  # the copy engine wants something to describe, and never reads it
@@ -966,7 +985,7 @@ def attention(
     cu_seqlens_q, cu_seqlens_k = lse, lse  # not read
     if packing is not None:
         cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    _attention_kernel[(num_row_tiles * num_parts * num_heads,)](
+    _attention_kernel[(num_row_tiles * num_sequences * num_heads + num_cleaners,)](
         _describe(queries, 64, d1),
         _describe(queries, 64, d2 or 32),
         _describe(keys, block_n, d1),
@@ -992,6 +1011,7 @@ def attention(
         spec.window or 0,
         spec.scale_for(head_dim),
         spec.softcap or 1.0,
+        NUM_CONSUMERS=config.num_consumers,
         BLOCK_N=block_n,
         NUM_STAGES=config.num_stages,
         HEAD_DIM=head_dim,
@@ -1008,8 +1028,9 @@ def attention(
         HAS_ONES=config.has_ones,
         Q_IN_REGISTERS=config.q_in_registers,
         HAS_ONE_LOOP=config.has_one_loop,
+        CONSUMER_REGISTERS=consumer_registers,
         num_warps=4,
-        maxnreg=MAX_REGISTERS,
+        maxnreg=max_registers,
     )
     return out, lse
 
