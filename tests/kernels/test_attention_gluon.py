@@ -192,6 +192,12 @@ CONFIGS = [
     (128, GluonConfig(num_stages=2)),
     *((64, GluonConfig(block_n=64, has_ones=has_ones)) for has_ones in (False, True)),
     *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 104, 128)),
+    *((head_dim, GluonConfig(is_persistent=True, has_ones=True)) for head_dim in (64, 72, 80)),
+    (72, GluonConfig(is_persistent=True, has_ones=True, q_in_registers=True, num_stages=2)),
+    *(
+        (head_dim, GluonConfig(num_consumers=3, block_n=64, num_stages=8, has_ones=True))
+        for head_dim in (64, 72)
+    ),
     *((head_dim, GluonConfig(block_n=64, has_one_loop=True)) for head_dim in (136, 192)),
 ]
 

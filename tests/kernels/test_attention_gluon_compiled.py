@@ -46,6 +46,7 @@ def compiled(head_dim, *used):
             **dict.fromkeys(["softmax_scale", "softcap"], "fp32"),
         },
         {
+            "NUM_CONSUMERS": config.num_consumers,
             "BLOCK_N": n,
             "NUM_STAGES": config.num_stages,
             "HEAD_DIM": head_dim,
@@ -54,6 +55,8 @@ def compiled(head_dim, *used):
             "HAS_ONES": config.has_ones,
             "Q_IN_REGISTERS": config.q_in_registers,
             "HAS_ONE_LOOP": config.has_one_loop,
+            "IS_PERSISTENT": config.is_persistent,
+            "CONSUMER_REGISTERS": 240,
             "E2_COPIED": e2_copied,
         },
         aligned=[*pointers],

@@ -42,6 +42,7 @@ class GluonConfig:
 
     has_ones: the tensor core adds up the rows of P, too. q_in_registers: queries are read from
     shared memory once. has_one_loop: tiles that hide keys are not apart, which saves registers.
+    is_persistent: a program for each SM does one tile of queries after the other.
     """
 
     num_consumers: int = 2
@@ -50,6 +51,7 @@ class GluonConfig:
     has_ones: bool = False
     q_in_registers: bool = False
     has_one_loop: bool = False
+    is_persistent: bool = False
 
 
 def default_gluon(head_dim: int) -> GluonConfig:

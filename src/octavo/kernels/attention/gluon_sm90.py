@@ -27,6 +27,7 @@ from octavo.kernels.attention.config import (
     is_valid_gluon,
     split_head_dim,
 )
+from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
@@ -39,8 +40,6 @@ ROWS = gl.constexpr(64)
 # 65536, and a thread that copies takes 24.
 REGISTERS = {2: (168, 240), 3: (128, 160)}
 PRODUCER_REGISTERS = gl.constexpr(24)
-# Programs of a packed call that write zeros after its last sequence.
-NUM_CLEANERS = gl.constexpr(64)
 # P ≤ 1 is multiplied by 2^8 before it is rounded, to use more of e4m3's range.
 WEIGHT_BITS = gl.constexpr(8.0)
 
@@ -86,6 +85,7 @@ class Tiles:
     HAS_OWN_ONES: gl.constexpr  # not in the rows of the rest that are left
     Q_IN_REGISTERS: gl.constexpr
     HAS_ONE_LOOP: gl.constexpr
+    IS_PERSISTENT: gl.constexpr
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     o2_layout: gl.constexpr
@@ -111,6 +111,7 @@ class Tiles:
         HAS_ONES,
         Q_IN_REGISTERS,
         HAS_ONE_LOOP,
+        IS_PERSISTENT,
     ):
         self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
@@ -131,6 +132,7 @@ class Tiles:
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         # A window hides keys at both ends, and a cap spills where nothing interrupts the loop.
         self.HAS_ONE_LOOP = gl.constexpr(HAS_ONE_LOOP or HAS_WINDOW or HAS_SOFTCAP)
+        self.IS_PERSISTENT = gl.constexpr(IS_PERSISTENT)
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32]))
         self.o_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E1, 32]))
         self.o2_layout = gl.constexpr(
@@ -141,7 +143,7 @@ class Tiles:
 
 @aggregate
 class Shared:
-    """Shared memory: queries, and a ring of stages.
+    """Shared memory: queries of two jobs, and a ring of stages.
 
     Stage j has the keys of tile j and the values of tile j − 1, which are used together.
     """
@@ -154,11 +156,12 @@ class Shared:
     v2: gl.shared_memory_descriptor
     ones: gl.shared_memory_descriptor
     has_q: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, q2, k, k2, v, v2, ones, has_q, full, empty):
+    def __init__(self, q, q2, k, k2, v, v2, ones, has_q, q_free, full, empty):
         self.q = q
         self.q2 = q2
         self.k = k
@@ -167,13 +170,14 @@ class Shared:
         self.v2 = v2
         self.ones = ones
         self.has_q = has_q
+        self.q_free = q_free
         self.full = full
         self.empty = empty
 
 
 @aggregate
 class Job:
-    """One program's tile of queries: where it lies, and the tiles of keys that it sees."""
+    """One tile of queries: where it lies, and the tiles of keys that it sees."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -337,35 +341,59 @@ def _copy_values(desc, desc2, shared, tiles, job, j, stage):
 
 
 @gluon.jit
-def _produce(tiles, shared, job, copies):
-    """One warp copies the queries, then keys and values as fast as stages become free."""
+def _produce(tiles, shared, work, copies):
+    """One warp copies queries, keys and values of job after job, as fast as there is room."""
+    num_jobs = work[0]
+    base = num_jobs * 0  # stages used by the jobs before
+    count = num_jobs * 0  # of those jobs
+    if tiles.IS_PERSISTENT:
+        for index in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
+            job = _make_job(index, work, tiles)
+            if job.num_tiles > 0:
+                _copy_job(tiles, shared, job, base, count, copies)
+                base += job.num_tiles + 1
+                count += 1
+    else:
+        job = _make_job(gl.program_id(0), work, tiles)
+        if job.num_tiles > 0:
+            _copy_job(tiles, shared, job, 0, 0, copies)
+
+
+@gluon.jit
+def _copy_job(tiles, shared, job, base, count, copies):
+    """Queries, then keys and values in the order in which they are used."""
     q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc = copies
     KEY_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.D1 + tiles.D2)
     VALUE_BYTES: gl.constexpr = tiles.BLOCK_N * (tiles.E1 + tiles.E2_COPIED)
     num_tiles = job.num_tiles
-    if num_tiles > 0:
-        mbarrier.expect(shared.has_q, tiles.NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
-        for w in gl.static_range(tiles.NUM_CONSUMERS):
-            row = job.q_token + w * ROWS
+    place, turn = _stage(count, 2)
+    bar = shared.has_q.index(place)
+    mbarrier.wait(shared.q_free.index(place), turn ^ 1)
+    mbarrier.expect(bar, tiles.NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
+    for w in gl.static_range(tiles.NUM_CONSUMERS):
+        row = job.q_token + w * ROWS
+        slot = place * tiles.NUM_CONSUMERS + w
+        tma.async_copy_global_to_shared(
+            q_desc, [job.batch, job.head, row, 0], bar, shared.q.index(slot)
+        )
+        if tiles.D2 > 0:
             tma.async_copy_global_to_shared(
-                q_desc, [job.batch, job.head, row, 0], shared.has_q, shared.q.index(w)
+                q2_desc, [job.batch, job.head, row, tiles.D1], bar, shared.q2.index(slot)
             )
-            if tiles.D2 > 0:
-                tma.async_copy_global_to_shared(
-                    q2_desc, [job.batch, job.head, row, tiles.D1], shared.has_q, shared.q2.index(w)
-                )
-        mbarrier.expect(shared.full.index(0), KEY_BYTES)
-        _copy_keys(k_desc, k2_desc, shared, tiles, job, 0, 0)
-        for j in range(1, num_tiles):
-            stage, turn = _stage(j, tiles.NUM_STAGES)
-            mbarrier.wait(shared.empty.index(stage), turn ^ 1)
-            mbarrier.expect(shared.full.index(stage), KEY_BYTES + VALUE_BYTES)
-            _copy_keys(k_desc, k2_desc, shared, tiles, job, j, stage)
-            _copy_values(v_desc, v2_desc, shared, tiles, job, j - 1, stage)
-        stage, turn = _stage(num_tiles, tiles.NUM_STAGES)
+    stage, turn = _stage(base, tiles.NUM_STAGES)
+    mbarrier.wait(shared.empty.index(stage), turn ^ 1)
+    mbarrier.expect(shared.full.index(stage), KEY_BYTES)
+    _copy_keys(k_desc, k2_desc, shared, tiles, job, 0, stage)
+    for j in range(1, num_tiles):
+        stage, turn = _stage(base + j, tiles.NUM_STAGES)
         mbarrier.wait(shared.empty.index(stage), turn ^ 1)
-        mbarrier.expect(shared.full.index(stage), VALUE_BYTES)
-        _copy_values(v_desc, v2_desc, shared, tiles, job, num_tiles - 1, stage)
+        mbarrier.expect(shared.full.index(stage), KEY_BYTES + VALUE_BYTES)
+        _copy_keys(k_desc, k2_desc, shared, tiles, job, j, stage)
+        _copy_values(v_desc, v2_desc, shared, tiles, job, j - 1, stage)
+    stage, turn = _stage(base + num_tiles, tiles.NUM_STAGES)
+    mbarrier.wait(shared.empty.index(stage), turn ^ 1)
+    mbarrier.expect(shared.full.index(stage), VALUE_BYTES)
+    _copy_values(v_desc, v2_desc, shared, tiles, job, num_tiles - 1, stage)
 
 
 @gluon.jit
@@ -521,17 +549,17 @@ def _store_ones(ref, HEIGHT: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _clear_strangers(shared, job, tiles):
+def _clear_strangers(shared, job, stage, tiles):
     """Zeros for what the last tile of values has of the next sequence: 0 times its NaN is NaN.
 
     Both warpgroups write the same bytes, each before it reads them.
     """
     num_columns = (job.kv_len + 15) // 16 * 16 - job.tile(0) * tiles.BLOCK_N
     if num_columns < tiles.BLOCK_N:
-        values = _flat(shared.v.index(1), tiles.E1, tiles.BLOCK_N)
+        values = _flat(shared.v.index(stage), tiles.E1, tiles.BLOCK_N)
         _clear_columns(values, num_columns, tiles.BLOCK_N)
         if tiles.E2 > 0:
-            values = _flat(shared.v2.index(1), tiles.E2, tiles.BLOCK_N)
+            values = _flat(shared.v2.index(stage), tiles.E2, tiles.BLOCK_N)
             if tiles.E2_COPIED < tiles.E2:
                 values = values.slice(0, tiles.E2_COPIED, dim=0)
             _clear_columns(values, num_columns, tiles.BLOCK_N)
@@ -549,9 +577,30 @@ def _clear_columns(ref, num_columns, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tiles, shared, job, results, W: gl.constexpr):
-    """A warpgroup with 64 queries: logits, exponentials, weighted values, tile after tile."""
-    out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens = results
+def _consume(tiles, shared, work, results, W: gl.constexpr):
+    """A warpgroup with 64 queries of job after job."""
+    num_jobs = work[0]
+    base = num_jobs * 0  # stages used by the jobs before
+    count = num_jobs * 0  # of those jobs
+    if tiles.IS_PERSISTENT:
+        for index in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
+            job = _make_job(index, work, tiles)
+            if job.first_row < job.q_len:
+                _attend(tiles, shared, job, base, count, results, W)
+            if job.num_tiles > 0:
+                base += job.num_tiles + 1
+                count += 1
+    else:
+        job = _make_job(gl.program_id(0), work, tiles)
+        if job.first_row < job.q_len:
+            _attend(tiles, shared, job, 0, 0, results, W)
+
+
+@gluon.jit
+def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
+    """64 queries: logits, exponentials, weighted values, tile after tile."""
+    out_ptr, lse_ptr, sink_ptr, scales, softmax, num_heads, num_tokens = results
+    factor, inv_cap, cap, v_scale = _factors(job, scales, softmax, tiles)
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
     STAGES: gl.constexpr = tiles.NUM_STAGES
     row_layout: gl.constexpr = gl.SliceLayout(1, tiles.s_layout)
@@ -565,20 +614,24 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
     acc = gl.zeros([ROWS, tiles.E1], gl.float32, tiles.o_layout)
     acc2 = gl.zeros([ROWS, tiles.E2 if tiles.E2 > 0 else 8], gl.float32, tiles.o2_layout)
     if num_tiles > 0:
-        mbarrier.wait(shared.has_q, 0)
-        q = _queries(shared.q, W, tiles.D1, tiles)
+        place, turn = _stage(count, 2)
+        slot = place * tiles.NUM_CONSUMERS + W
+        mbarrier.wait(shared.has_q.index(place), turn)
+        q = _queries(shared.q, slot, tiles.D1, tiles)
         q2 = q
         if tiles.D2 > 0:
-            q2 = _queries(shared.q2, W, tiles.D2, tiles)
-        mbarrier.wait(shared.full.index(0), 0)
-        s = _logits(q, q2, shared, 0, tiles)
+            q2 = _queries(shared.q2, slot, tiles.D2, tiles)
+        stage, turn = _stage(base, STAGES)
+        mbarrier.wait(shared.full.index(stage), turn)
+        s = _logits(q, q2, shared, stage, tiles)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(shared.empty.index(0), count=1)
+        mbarrier.arrive(shared.empty.index(stage), count=1)
         s = _hide(_cap(s, inv_cap, cap, tiles), tiles, job, job.tile(0), row)
         row_max, offset, shrink = _rise(s, row_max, factor, tiles)
         x = s * factor + offset[:, None]
-        mbarrier.wait(shared.full.index(1), 0)
-        s = _logits(q, q2, shared, 1, tiles)
+        stage, turn = _stage(base + 1, STAGES)
+        mbarrier.wait(shared.full.index(stage), turn)
+        s = _logits(q, q2, shared, stage, tiles)
         if W == tiles.NUM_CONSUMERS - 1:
             _pass_turn(num_tiles, W, tiles)
         p = _exp2(x)
@@ -586,10 +639,10 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
         words = _pack(p, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=(s,))
         if tiles.IS_PACKED:
-            _clear_strangers(shared, job, tiles)
+            _clear_strangers(shared, job, stage, tiles)
         # Tiles that hide keys come first, unless a window hides some at the other end as well.
         num_hiding = _num_hiding(tiles, job, row)
-        fixed = (q, q2, row, (factor, inv_cap, cap), shared, tiles, job)
+        fixed = (q, q2, row, base, (factor, inv_cap, cap), shared, tiles, job)
         state = (s, words, row_max, sums, shrink, acc, acc2)
         if tiles.IS_CAUSAL or tiles.HAS_ONE_LOOP:
             for j in range(1, num_hiding):
@@ -598,13 +651,15 @@ def _consume(tiles, shared, job, results, W: gl.constexpr):
             for j in range(num_hiding, num_tiles):
                 state = _turn(j, state, fixed, W, False)
         s, words, row_max, sums, shrink, acc, acc2 = state
+        mbarrier.arrive(shared.q_free.index(place), count=1)
         if W == 0:
             _take_turn(num_tiles, W)
-        stage, _ = _stage(num_tiles, STAGES)
+        stage, _ = _stage(base + num_tiles, STAGES)
         weights = _unpack(words, BLOCK_N, tiles.o_layout)
         under_way = _attend_values(weights, shared, stage, tiles)
         arrived = _wait_for_values(under_way, shrink, tiles)
         acc, acc2, sums = _add_values(acc, acc2, sums, arrived, tiles)
+        mbarrier.arrive(shared.empty.index(stage), count=1)
 
     if tiles.HAS_OWN_ONES:
         row_sum = gl.convert_layout(gl.max(sums, 1), row_layout)
@@ -662,12 +717,12 @@ def _turn(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
     so they look for their row maxima in turn.
     """
     s, words, row_max, sums, shrink, acc, acc2 = state
-    q, q2, row, logits, shared, tiles, job = fixed
+    q, q2, row, base, logits, shared, tiles, job = fixed
     factor, inv_cap, cap = logits
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
     STAGES: gl.constexpr = tiles.NUM_STAGES
-    stage, _ = _stage(j, STAGES)
-    next_stage, next_turn = _stage(j + 1, STAGES)
+    stage, _ = _stage(base + j, STAGES)
+    next_stage, next_turn = _stage(base + j + 1, STAGES)
     _take_turn(j, W)
     weights = _unpack(words, BLOCK_N, tiles.o_layout)
     under_way = _attend_values(weights, shared, stage, tiles)
@@ -690,9 +745,26 @@ def _turn(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
 
 
 @gluon.jit
-def _queries(ref, W: gl.constexpr, WIDTH: gl.constexpr, tiles):
+def _factors(job, scales, softmax, tiles):
+    """What logits are multiplied by, what a cap needs, and the scale of the values."""
+    scale_ptrs, scale_strides = scales
+    q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
+    q_stride, k_stride, v_stride = scale_strides
+    softmax_scale, softcap = softmax
+    logit_scale = softmax_scale * LOG2_E
+    logit_scale *= gl.load(q_scale_ptr + job.head * q_stride)
+    logit_scale *= gl.load(k_scale_ptr + job.kv_head * k_stride)
+    v_scale = gl.load(v_scale_ptr + job.kv_head * v_stride)
+    factor = logit_scale
+    if tiles.HAS_SOFTCAP:
+        factor = logit_scale * 0.0 + 1.0
+    return factor, 2.0 * logit_scale / softcap, softcap * LOG2_E, v_scale
+
+
+@gluon.jit
+def _queries(ref, slot, WIDTH: gl.constexpr, tiles):
     """A warpgroup's queries as an operand: in shared memory, or in registers if those suffice."""
-    q = _flat(ref.index(W), ROWS, WIDTH)
+    q = _flat(ref.index(slot), ROWS, WIDTH)
     if tiles.Q_IN_REGISTERS:
         return q.load(gl.DotOperandLayout(0, tiles.s_layout, 4))
     else:
@@ -700,26 +772,18 @@ def _queries(ref, W: gl.constexpr, WIDTH: gl.constexpr, tiles):
 
 
 @gluon.jit
-def _make_job(
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    num_row_tiles,
-    num_heads,
-    group,
-    q_len,
-    kv_len,
-    window,
-    tiles,
-):
-    """What this program does; of a causal call the tiles that see most keys come first."""
+def _make_job(index, work, tiles):
+    """A job by its number; of a causal call the tiles that see most keys come first."""
+    _, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_row_tiles, heads, lengths = work
+    num_heads, group = heads
+    q_len, kv_len, window = lengths
     BLOCK_M: gl.constexpr = tiles.NUM_CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
-    # One axis: the others end at 65535, which sequences by heads may exceed.
-    tile = gl.program_id(0) % num_row_tiles
+    tile = index % num_row_tiles
     if tiles.IS_CAUSAL:
         tile = num_row_tiles - 1 - tile
-    sequence = gl.program_id(0) // num_row_tiles // num_heads
-    head = gl.program_id(0) // num_row_tiles % num_heads
+    sequence = index // num_row_tiles // num_heads
+    head = index // num_row_tiles % num_heads
     first_row = tile * BLOCK_M
     batch = sequence
     q_first = sequence * 0
@@ -761,14 +825,14 @@ def _make_job(
 
 
 @gluon.jit
-def _zero_padding(out_ptr, lse_ptr, first_row, num_rows, program, HEAD_DIM: gl.constexpr):
-    """Zeros for the rows (token by head) after the last sequence, by NUM_CLEANERS programs."""
+def _zero_padding(out_ptr, lse_ptr, first_row, num_rows, HEAD_DIM: gl.constexpr):
+    """Zeros for the rows (token by head) after the last sequence, by all programs."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     index = gl.arange(0, 64, gl.SliceLayout(1, layout))
     dim = gl.arange(0, 256, gl.SliceLayout(0, layout))
     zeros = gl.zeros([64, 256], out_ptr.dtype.element_ty, layout)
     no_sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
-    for start in range(first_row + program * 64, num_rows, NUM_CLEANERS * 64):
+    for start in range(first_row + gl.program_id(0) * 64, num_rows, gl.num_programs(0) * 64):
         row = (start + index).to(gl.int64)
         mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
         gl.store(out_ptr + row[:, None] * HEAD_DIM + dim[None, :], zeros, mask=mask)
@@ -828,9 +892,10 @@ def _attention_kernel(
     HAS_ONES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
     HAS_ONE_LOOP: gl.constexpr,
+    IS_PERSISTENT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """One tile of the queries of one head."""
+    """Tiles of queries, one after the other; a program for each SM."""
     tiles = Tiles(
         NUM_CONSUMERS,
         BLOCK_N,
@@ -849,35 +914,20 @@ def _attention_kernel(
         HAS_ONES,
         Q_IN_REGISTERS,
         HAS_ONE_LOOP,
+        IS_PERSISTENT,
     )
-    num_programs = num_row_tiles * num_sequences * num_heads
-    if IS_PACKED and gl.program_id(0) >= num_programs:
+    num_jobs = num_row_tiles * num_sequences * num_heads
+    if IS_PACKED:
         first_row = gl.load(cu_seqlens_q_ptr + num_sequences) * num_heads
-        program = gl.program_id(0) - num_programs
-        _zero_padding(out_ptr, lse_ptr, first_row, num_tokens * num_heads, program, HEAD_DIM)
-        return
-    job = _make_job(
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        num_row_tiles,
-        num_heads,
-        group,
-        q_len,
-        kv_len,
-        window,
-        tiles,
-    )
-    if job.first_row >= job.q_len:
-        return
+        _zero_padding(out_ptr, lse_ptr, first_row, num_tokens * num_heads, HEAD_DIM)
     FP8: gl.constexpr = k_desc.dtype
-    q = gl.allocate_shared_memory(q_desc.dtype, [NUM_CONSUMERS, 1, 1, ROWS, D1], q_desc.layout)
+    NUM_BUFFERS: gl.constexpr = NUM_CONSUMERS * (2 if IS_PERSISTENT else 1)
+    q = gl.allocate_shared_memory(q_desc.dtype, [NUM_BUFFERS, 1, 1, ROWS, D1], q_desc.layout)
     k = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, BLOCK_N, D1], k_desc.layout)
     v = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, E1, BLOCK_N], v_desc.layout)
     q2, k2, v2, ones = q, k, v, v
     if D2 > 0:
-        q2 = gl.allocate_shared_memory(
-            q_desc.dtype, [NUM_CONSUMERS, 1, 1, ROWS, D2], q2_desc.layout
-        )
+        q2 = gl.allocate_shared_memory(q_desc.dtype, [NUM_BUFFERS, 1, 1, ROWS, D2], q2_desc.layout)
         k2 = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, BLOCK_N, D2], k2_desc.layout)
     if E2 > 0:
         v2 = gl.allocate_shared_memory(FP8, [NUM_STAGES, 1, 1, E2, BLOCK_N], v2_desc.layout)
@@ -890,37 +940,37 @@ def _attention_kernel(
             rest = _flat(v2.index(i), E2, BLOCK_N).slice(E2_COPIED, E2 - E2_COPIED, dim=0)
             _store_ones(rest, E2 - E2_COPIED, BLOCK_N)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    has_q = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    has_q = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier)
-    mbarrier.init(has_q, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(has_q.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=NUM_CONSUMERS)
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
     fence_async_shared()
-    shared = Shared(q, q2, k, k2, v, v2, ones, has_q, full, empty)
-
-    logit_scale = softmax_scale * LOG2_E
-    logit_scale *= gl.load(q_scale_ptr + job.head * q_scale_stride)
-    logit_scale *= gl.load(k_scale_ptr + job.kv_head * k_scale_stride)
-    v_scale = gl.load(v_scale_ptr + job.kv_head * v_scale_stride)
-    cap = softcap * LOG2_E
-    inv_cap = 2.0 * logit_scale / softcap
-    factor = logit_scale
-    if HAS_SOFTCAP:
-        factor = logit_scale * 0.0 + 1.0
+    shared = Shared(q, q2, k, k2, v, v2, ones, has_q, q_free, full, empty)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
-    results = (out_ptr, lse_ptr, sink_ptr, factor, inv_cap, cap, v_scale, num_heads, num_tokens)
+    heads = (num_heads, group)
+    lengths = (q_len, kv_len, window)
+    work = (num_jobs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_row_tiles, heads, lengths)
+    scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
+    scale_strides = (q_scale_stride, k_scale_stride, v_scale_stride)
+    softmax = (softmax_scale, softcap)
+    scales = (scale_ptrs, scale_strides)
+    results = (out_ptr, lse_ptr, sink_ptr, scales, softmax, num_heads, num_tokens)
     copies = (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc)
     if NUM_CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (tiles, shared, job, results, FIRST)),
-                (_consume, (tiles, shared, job, results, SECOND)),
-                (_consume, (tiles, shared, job, results, THIRD)),
-                (_produce, (tiles, shared, job, copies)),
+                (_consume, (tiles, shared, work, results, FIRST)),
+                (_consume, (tiles, shared, work, results, SECOND)),
+                (_consume, (tiles, shared, work, results, THIRD)),
+                (_produce, (tiles, shared, work, copies)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -928,9 +978,9 @@ def _attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, shared, job, results, FIRST)),
-                (_consume, (tiles, shared, job, results, SECOND)),
-                (_produce, (tiles, shared, job, copies)),
+                (_consume, (tiles, shared, work, results, FIRST)),
+                (_consume, (tiles, shared, work, results, SECOND)),
+                (_produce, (tiles, shared, work, copies)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -963,11 +1013,9 @@ def attention(
     max_registers, consumer_registers = REGISTERS[config.num_consumers]
     num_row_tiles = triton.cdiv(max_q_len, config.num_consumers * ROWS.value)
     num_sequences = q.shape[0]
-    num_cleaners = 0
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         num_sequences = len(packing.cu_seqlens_q) - 1
-        num_cleaners = NUM_CLEANERS.value
     if out.numel() == 0:
         return out, lse
     if kv_len == 0:  # the copy engine wants something to describe, and never reads it
@@ -985,7 +1033,9 @@ def attention(
     cu_seqlens_q, cu_seqlens_k = lse, lse  # not read
     if packing is not None:
         cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    _attention_kernel[(num_row_tiles * num_sequences * num_heads + num_cleaners,)](
+    num_jobs = num_row_tiles * num_sequences * num_heads
+    num_programs = min(num_jobs, describe(q.device).num_sms) if config.is_persistent else num_jobs
+    _attention_kernel[(num_programs,)](
         _describe(queries, 64, d1),
         _describe(queries, 64, d2 or 32),
         _describe(keys, block_n, d1),
@@ -1028,6 +1078,7 @@ def attention(
         HAS_ONES=config.has_ones,
         Q_IN_REGISTERS=config.q_in_registers,
         HAS_ONE_LOOP=config.has_one_loop,
+        IS_PERSISTENT=config.is_persistent,
         CONSUMER_REGISTERS=consumer_registers,
         num_warps=4,
         maxnreg=max_registers,
