@@ -72,9 +72,13 @@ PACKAGES: dict[str, set[str]] = {
 # File -> packages that its row does not have.
 FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets", "PIL"},
+    "measure/bench/images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
+    "measure/evaluate/chart_drawing.py": {"PIL"},
+    "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
     "integrations/transformers/*": {"transformers"},
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},
+    "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},
     "integrations/diffusers/*": {"diffusers"},
     "integrations/vllm/*": {"vllm"},
 }

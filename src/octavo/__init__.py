@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.cache.spec import CacheSpec as CacheSpec
     from octavo.cache.storage import PagedStorage as PagedStorage
     from octavo.cache.view import PagedView as PagedView
+    from octavo.calibration.observers import CalibrationSettings as CalibrationSettings
     from octavo.calibration.scale_file import LayerScales as LayerScales
     from octavo.calibration.scale_file import ScaleSet as ScaleSet
     from octavo.calibration.scale_file import load_scales as load_scales
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from octavo.errors import UnsupportedError as UnsupportedError
     from octavo.integrations.apply import apply_ as apply_
     from octavo.integrations.apply import restore_ as restore_
+    from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
     from octavo.numerics.attention import AttentionSpec as AttentionSpec
     from octavo.numerics.attention import Packing as Packing
@@ -45,6 +47,7 @@ _HOME = {
     "AmaxHistory": "octavo.numerics.amax",
     "AttentionSpec": "octavo.numerics.attention",
     "CacheSpec": "octavo.cache.spec",
+    "CalibrationSettings": "octavo.calibration.observers",
     "CapacityError": "octavo.errors",
     "CheckpointError": "octavo.errors",
     "ConfigError": "octavo.errors",
@@ -68,6 +71,7 @@ _HOME = {
     "ScaleSet": "octavo.calibration.scale_file",
     "UnsupportedError": "octavo.errors",
     "apply_": "octavo.integrations.apply",
+    "calibrate": "octavo.integrations.transformers.calibrate",
     "load_scales": "octavo.calibration.scale_file",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",

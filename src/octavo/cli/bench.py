@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.cli.bench_encoder import encoder
+from octavo.cli.bench_mm_processor import mm_processor
 from octavo.cli.console import err, out
 from octavo.cli.tables import print_table
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from octavo.measure.bench.precompile import Task
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
+app.command("encoder")(encoder)
+app.command("mm-processor")(mm_processor)
 
 VALUES = (
     *("median_ms", "p20_ms", "p80_ms", "tflops", "gb_per_s", "of_ceiling_percent"),

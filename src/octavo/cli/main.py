@@ -49,6 +49,12 @@ COMMANDS: tuple[Command, ...] = (
         example="octavo bench kernels",
     ),
     Command(
+        "calibrate",
+        "octavo.cli.calibrate:calibrate",
+        "Static scales for a model's vision attention, from real images.",
+        example="octavo calibrate path/to/model --data images/ --scale-save-path scales.json",
+    ),
+    Command(
         "demo",
         "octavo.cli.demo:demo",
         "The whole story on this machine, CPU included; ends in an HTML report.",
@@ -59,6 +65,12 @@ COMMANDS: tuple[Command, ...] = (
         "octavo.cli.doctor:doctor",
         "GPU, versions, and which implementation each op would use and why.",
         example="octavo doctor",
+    ),
+    Command(
+        "eval",
+        "octavo.cli.eval:app",
+        "What FP8 does to a model's answers, beside BF16 and with confidence intervals.",
+        example="octavo eval chartqa",
     ),
     Command(
         "warmup",

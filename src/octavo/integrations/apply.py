@@ -1,6 +1,6 @@
 """apply_ and restore_: what a recipe says, done to a model in place, and undone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -11,12 +11,20 @@ from octavo.recipe import Recipe
 
 @dataclass(frozen=True)
 class Changes:
-    """What was changed in a model: the layers that each field of a recipe reached."""
+    """What was changed in a model: the layers that each field of a recipe reached.
+
+    fused: those of them whose whole forward was replaced, not only the attention in it.
+    """
 
     layers: dict[str, list[str]]
+    fused: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{field}: {len(names)} layers" for field, names in self.layers.items()]
+        lines = []
+        for name, layers in self.layers.items():
+            num_fused = len(self.fused.get(name, ()))
+            fused = f", {num_fused} of them fused" if num_fused else ""
+            lines.append(f"{name}: {len(layers)} layers{fused}")
         return "\n".join(lines) or "nothing was changed"
 
 
@@ -39,7 +47,7 @@ def apply_(model: nn.Module, recipe: Recipe) -> Changes:
         scales=_scales(recipe),
         promote_every=recipe.promote_every,
     )
-    return Changes({"vision_attention": names})
+    return Changes({"vision_attention": names}, {"vision_attention": vision.find_fused(model)})
 
 
 def restore_(model: nn.Module) -> Changes:

@@ -2,7 +2,8 @@
 
 transformers looks an attention function up by the name in a tower's config. Ours finds the layer's
 scales on the module it is called for; the name contains "flash", which makes towers of packed
-images hand over all of them in one call per layer, with their cumulative lengths.
+images hand over all of them in one call per layer, with their cumulative lengths. Where a module's
+own forward does more than it must before that call, `fused_vision` has another.
 """
 
 import re
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import AttentionSettings
 
 IMPLEMENTATION = "octavo_flash_vit"
-# Where the layer of a module lies, among its children: moved, copied and saved with it.
-CHILD = "octavo_attention"
+CHILD = fused_vision.CHILD
 # Attention of vision towers, by class: of those that pack all images into one sequence, and of
 # those with a batch of equal ones (older versions of transformers have "SelfAttention" inside ViT's
 # and DINOv2's). The third kind also serves text towers.
@@ -48,7 +49,10 @@ BATCHED = frozenset(
     }
 )
 SHARED = frozenset({"CLIPAttention", "Siglip2Attention", "SiglipAttention"})
-
+# Whose encoder and decoder have one attention class and one config: a layer of the encoder is told
+# by its place, and never called by the name in the config.
+WHISPER = fused_vision.WHISPER
+WHISPER_ENCODER = "WhisperEncoder"
 
 # What attention functions of other layers are given, and would change the result.
 REFUSED = ("s_aux", "sliding_window", "softcap")
@@ -57,18 +61,24 @@ REFUSED = ("s_aux", "sliding_window", "softcap")
 class TowerAttention(EncoderAttention):
     """The attention of one module of a tower.
 
-    previous: the name of the attention function that its config had before.
+    previous: the name of the attention function that its config had before; None if it has it
+    still. is_fused: whether the module runs a forward of `fused_vision`.
     """
 
-    previous: str
+    previous: str | None
+    is_fused: bool
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention modules of a model's vision tower, by their names."""
-    found = {name: m for name, m in model.named_modules() if _is_vision(m)}
+    """The attention modules of a model's vision tower or Whisper encoder, by their names."""
+    modules = dict(model.named_modules())
+    found = {name: m for name, m in modules.items() if _is_vision(m)}
+    for encoder in (m for m in modules.values() if type(m).__name__ == WHISPER_ENCODER):
+        inside = set(encoder.modules())
+        found |= {n: m for n, m in modules.items() if m in inside and type(m).__name__ == WHISPER}
     if not found:
-        classes = {type(m).__name__ for m in model.modules()}
-        ours = ", ".join(sorted(PACKED | BATCHED | SHARED))
+        classes = {type(m).__name__ for m in modules.values()}
+        ours = ", ".join([*sorted(PACKED | BATCHED | SHARED), f"{WHISPER} in an encoder"])
         theirs = ", ".join(sorted(c for c in classes if "Attention" in c)) or "none"
         raise UnsupportedError(
             f"expected a vision tower with one of these attention classes: {ours}; got "
@@ -125,29 +135,66 @@ def attach(
         )
     if scales is not None:
         scales.require([_file_name(name, scales) for name in chosen])
+    forwards = {name: fused_vision.find_forward(module) for name, module in chosen.items()}
+    _check_whisper(chosen, forwards)
     made = {}
     for name, module in found.items():
-        own = settings if name in chosen else None
-        made[name] = _make_layer(name, module, own, scales, promote_every)
+        if name in chosen or type(module).__name__ != WHISPER:
+            own = settings if name in chosen else None
+            made[name] = _make_layer(name, module, own, scales, promote_every)
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
-    for name, module in found.items():
-        module.add_module(CHILD, made[name])
-    for module in found.values():
-        _config(module)._attn_implementation = IMPLEMENTATION
+    for name, layer in made.items():
+        forward = forwards.get(name)
+        layer.is_fused = forward is not None
+        found[name].add_module(CHILD, layer)
+        if forward is not None:
+            fused_vision.fuse(found[name], forward)
+    for name, layer in made.items():
+        if layer.previous is not None:
+            _config(found[name])._attn_implementation = IMPLEMENTATION
     return list(chosen)
 
 
 def detach(model: nn.Module) -> list[str]:
     """Undo `attach`; returns the names of the layers that had FP8 attention."""
+    found = {n: m for n, m in model.named_modules() if isinstance(_layer(m), TowerAttention)}
+    for name, module in found.items():
+        if _layer(module).is_fused and not fused_vision.is_fused(module):
+            raise ConfigError(
+                f"{name}: expected the forward that apply_ put there, got another: undo what "
+                "replaced it first"
+            )
     undone = []
-    for name, module in list(model.named_modules()):
-        layer = getattr(module, CHILD, None)
-        if layer is not None:
+    for name, module in found.items():
+        layer = _layer(module)
+        if layer.previous is not None:
             _config(module)._attn_implementation = layer.previous
-            delattr(module, CHILD)
-            undone += [name] if layer.scaling is not None else []
+        if layer.is_fused:
+            fused_vision.unfuse(module)
+        delattr(module, CHILD)
+        undone += [name] if layer.scaling is not None else []
     return undone
+
+
+def find_fused(model: nn.Module) -> list[str]:
+    """The layers that rotate, split and quantize in one op, by their names."""
+    return [name for name, module in model.named_modules() if fused_vision.is_fused(module)]
+
+
+def _layer(module: nn.Module) -> Any:
+    return getattr(module, CHILD, None)
+
+
+def _check_whisper(
+    chosen: Mapping[str, nn.Module], forwards: Mapping[str, fused_vision.Forward | None]
+) -> None:
+    for name, module in chosen.items():
+        if type(module).__name__ == WHISPER and forwards[name] is None:
+            raise UnsupportedError(
+                f"{name}: expected the forward of transformers' {WHISPER}, got another: apply "
+                "octavo before what replaces it"
+            )
 
 
 def _config(module: nn.Module) -> Any:
@@ -176,7 +223,8 @@ def _make_layer(
         scales=given,
         promote_every=promote_every,
     )
-    layer.previous = _config(module)._attn_implementation
+    is_by_name = type(module).__name__ != WHISPER
+    layer.previous = _config(module)._attn_implementation if is_by_name else None
     return layer.to(next(module.parameters()).device)
 
 

@@ -1,0 +1,375 @@
+"""Train the chart reader that octavo ships, on charts that are drawn while it learns.
+
+    python scripts/train_chart_reader.py --minutes 8            on a GPU: the shipped weights
+    python scripts/train_chart_reader.py --steps 3 --device cpu --batch 4 --workers 1
+
+Worker processes draw charts and ask questions about them; the model reads each batch of images a
+few times, with other questions. A sequence is an image, several questions with their answers, and
+at last the whole chart in words: dense practice in reading. Only answers count in the loss. Every
+image of a batch has one size, so that whole batches go through the vision tower without loops.
+
+The folder of --state gets checkpoint.pt, from which the next run goes on, and progress.jsonl. At
+the end that of --output gets the reader's files in bfloat16, and record.jsonl with its accuracy on
+held-out charts.
+"""
+
+import argparse
+import io
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from octavo.atomic import write_atomically
+from octavo.errors import ConfigError
+from octavo.integrations.transformers.chart_reader import (
+    END,
+    FOLDER,
+    MERGE,
+    PATCH,
+    SPECIAL,
+    ChartReader,
+    load_chart_reader,
+    make_chart_reader,
+    make_tokenizer,
+    save_chart_reader,
+)
+from octavo.integrations.transformers.chart_reader_training import (
+    IGNORED,
+    ChartReaderLoss,
+    attention_of_equal_images,
+)
+from octavo.measure import store
+from octavo.measure.evaluate.chart_drawing import draw_chart
+from octavo.measure.evaluate.chartqa import RecipeRow, evaluate
+from octavo.measure.evaluate.chartqa_data import Question, generated_questions
+from octavo.measure.evaluate.chartqa_scores import relaxed_accuracy
+from octavo.measure.evaluate.charts import (
+    KINDS,
+    SIZES,
+    description,
+    make_chart,
+    make_questions,
+    vocabulary,
+)
+from octavo.measure.records import Machine, Measurement, Scalar
+
+FIRST_SEED = 10**9  # held-out charts have seeds below
+QUESTIONS = 4
+TEXT_TOKENS = 104  # after the image: four questions with answers, and the description
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is asked for."""
+
+    minutes: float
+    steps: int
+    batch: int
+    reuse: int
+    workers: int
+    device: str
+    output: Path
+    state: Path
+    kinds: tuple[str, ...]
+    learning_rate: float
+    eval_questions: int
+    eval_every: int
+    final_questions: int
+    use_compile: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one size, uint8 [batch, height, width, 3], and texts for each reading of them.
+
+    ids, labels: int64 [reuse, batch, tokens]; labels are IGNORED except on answers.
+    """
+
+    images: np.ndarray[Any, Any]
+    ids: np.ndarray[Any, Any]
+    labels: np.ndarray[Any, Any]
+
+
+@cache
+def _reader_of_texts() -> ChartReader:
+    return ChartReader(None, make_tokenizer(vocabulary()))
+
+
+def make_batch(seed: int, settings: Settings) -> Batch:
+    """The batch of a seed; what worker processes run."""
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    width, height = rng.choice(SIZES["plain"])
+    num_tokens = (width // PATCH // MERGE) * (height // PATCH // MERGE)
+    images = np.empty((settings.batch, height, width, 3), np.uint8)
+    texts: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(settings.reuse)]
+    for i in range(settings.batch):
+        chart_seed = FIRST_SEED + seed * settings.batch + i
+        chart = make_chart(chart_seed, kinds=settings.kinds)  # type: ignore[arg-type]
+        chart = replace(chart, style=replace(chart.style, width=width, height=height))
+        images[i] = np.asarray(draw_chart(chart))
+        for turn in range(settings.reuse):
+            asked = make_questions(chart, chart_seed * settings.reuse + turn, QUESTIONS)
+            pairs = [(question.text, question.answer) for question in asked]
+            last = description(chart)
+            texts[turn].append(_conversation([*pairs, (last.text, last.answer)], num_tokens))
+    ids = np.array([[ids for ids, _ in row] for row in texts])
+    return Batch(images, ids, np.array([[labels for _, labels in row] for row in texts]))
+
+
+def _conversation(pairs: list[tuple[str, str]], num_tokens: int) -> tuple[list[int], list[int]]:
+    """Tokens and labels of an image and what is said about it, padded to one length."""
+    reader = _reader_of_texts()
+    ids = reader.prompt("", num_tokens)
+    labels = [IGNORED] * len(ids)
+    total = len(ids) + TEXT_TOKENS
+    for question, answer in pairs:
+        asked, said = reader.encode(question), [*reader.encode(answer), SPECIAL.index(END)]
+        ids += asked + said
+        labels += [IGNORED] * len(asked) + said
+    if len(ids) > total:
+        raise ConfigError(f"expected at most {TEXT_TOKENS} tokens of text, got {pairs}")
+    num_missing = total - len(ids)
+    return ids + [0] * num_missing, labels + [IGNORED] * num_missing
+
+
+class Feed:
+    """Batches from worker processes, each handed out `reuse` times among others."""
+
+    def __init__(self, settings: Settings, first: int) -> None:
+        self.settings, self.next_seed = settings, first
+        self.pool = ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn"))
+        self.pending: deque[Future[Batch]] = deque()
+        self.readings: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.rng = random.Random(first)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        num_waiting = 4 * self.settings.reuse  # readings of one batch of images come apart
+        while True:
+            while len(self.readings) < num_waiting:
+                while len(self.pending) < 3 * self.settings.workers:
+                    self.pending.append(self.pool.submit(make_batch, self.next_seed, self.settings))
+                    self.next_seed += 1
+                self._take(self.pending.popleft().result())
+            yield self.readings.pop(self.rng.randrange(len(self.readings)))
+
+    def _take(self, batch: Batch) -> None:
+        device = self.settings.device
+        images = torch.from_numpy(batch.images).to(device)
+        for ids, labels in zip(batch.ids, batch.labels, strict=True):
+            texts = (torch.from_numpy(x).to(device) for x in (ids, labels))
+            self.readings.append((images, *texts))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Run:
+    """One training run: model, optimizer, schedule, checkpoints."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        torch.set_float32_matmul_precision("high")
+        self.reader = make_chart_reader(vocabulary()).to(settings.device)
+        self.loss = ChartReaderLoss(self.reader.model)
+        is_cuda = settings.device.startswith("cuda")
+        matrices = [p for p in self.reader.model.parameters() if p.dim() > 1]
+        others = [p for p in self.reader.model.parameters() if p.dim() < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": 0.05},
+            {"params": others},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=is_cuda
+        )
+        self.step, self.seconds, self.next_seed = 0, 0.0, 0
+        if self.checkpoint.is_file():
+            self._resume()
+        if settings.use_compile:
+            for layer in (*self._inner.visual.blocks, *self._inner.language_model.layers):
+                layer.compile(dynamic=False)
+
+    @property
+    def _inner(self) -> Any:
+        return self.reader.model.model
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.settings.state / "checkpoint.pt"
+
+    def _resume(self) -> None:
+        state = torch.load(self.checkpoint, map_location=self.settings.device, weights_only=True)
+        self.reader.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.next_seed = state["next_seed"]
+
+    def save(self, next_seed: int) -> None:
+        """Write what `_resume` reads, atomically."""
+        content = io.BytesIO()
+        state = {
+            "model": self.reader.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "next_seed": next_seed,
+        }
+        torch.save(state, content)
+        write_atomically(self.checkpoint, content.getvalue())
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is over, by steps or by time, whichever is further."""
+        return max(self.step / self.settings.steps, self.seconds / (60 * self.settings.minutes))
+
+    def learn(self, images: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        """One step; returns the loss, still on the device."""
+        warm_up = min(1.0, (self.step + 1) / 300)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * warm_up * (0.01 + 0.99 * cosine)
+        device_type = torch.device(self.settings.device).type
+        with torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda"):
+            loss = self.loss(images, ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.reader.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss.detach()
+
+    def accuracy(self, questions: list[Question]) -> float:
+        """Relaxed accuracy on some questions, by greedy decoding."""
+        self.reader.model.eval()
+        right = 0.0
+        for start in range(0, len(questions), 64):
+            part = questions[start : start + 64]
+            answers = self.reader.answer([q.image for q in part], [q.text for q in part])
+            right += sum(relaxed_accuracy(a, q.answers) for a, q in zip(answers, part, strict=True))
+        self.reader.model.train()
+        return right / len(questions)
+
+
+def train(settings: Settings) -> ChartReader:
+    """Train until the steps or the minutes are over, writing progress and checkpoints."""
+    settings.state.mkdir(parents=True, exist_ok=True)
+    run = Run(settings)
+    held_out = generated_questions(settings.eval_questions)
+    feed = Feed(settings, run.next_seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    run.reader.model.train()
+    with Progress(*columns) as progress:
+        task = progress.add_task("starting", total=1.0)
+        last, losses = time.monotonic(), deque[Tensor](maxlen=50)
+        for reading in feed:
+            with attention_of_equal_images(run.reader.model):
+                losses.append(run.learn(*reading))
+            now = time.monotonic()
+            run.seconds, last = run.seconds + now - last, now
+            is_over = run.done >= 1
+            if run.step % 50 == 0 or is_over:
+                loss = loss_of(losses)
+                rate = run.step / run.seconds
+                text = f"step {run.step}  loss {loss:.3f}  {rate:.2f} steps/s"
+                progress.update(task, description=text, completed=min(1.0, run.done))
+            if run.step % settings.eval_every == 0 or is_over:
+                accuracy = run.accuracy(held_out)
+                run.save(feed.next_seed)
+                note(settings, run, {"loss": loss_of(losses), "relaxed_accuracy": accuracy})
+                progress.console.print(
+                    f"step {run.step}  {run.seconds:.0f} s  loss {loss_of(losses):.3f}  "
+                    f"relaxed accuracy {accuracy:.1%}"
+                )
+            if is_over:
+                break
+    feed.close()
+    return run.reader
+
+
+def loss_of(losses: deque[Tensor]) -> float:
+    return float(torch.stack(list(losses)).mean())
+
+
+def note(settings: Settings, run: Run, values: dict[str, float]) -> None:
+    """Append one record of progress."""
+    case: dict[str, Scalar] = {
+        "step": run.step,
+        "batch": settings.batch,
+        "kinds": " ".join(settings.kinds),
+    }
+    record = Measurement(
+        op="train_chart_reader",
+        impl="transformers",
+        case=case,
+        values={**values, "train_s": run.seconds},
+        machine=machine(settings.device),
+        command="python scripts/train_chart_reader.py",
+    )
+    store.append(settings.state / "progress.jsonl", [record])
+
+
+def machine(device: str) -> Machine:
+    is_cuda = device.startswith("cuda")
+    gpu = torch.cuda.get_device_name(device) if is_cuda else None
+    capability = torch.cuda.get_device_capability(device) if is_cuda else None
+    return Machine.current(gpu=gpu, capability=capability)
+
+
+def finish(settings: Settings, reader: ChartReader) -> Measurement:
+    """Write the reader's files and a record of the accuracy that they have once loaded again."""
+    size = save_chart_reader(reader, settings.output)
+    loaded = load_chart_reader(settings.output).to(settings.device)
+    questions = generated_questions(settings.final_questions)
+    rows = [RecipeRow("bf16", None)]
+    command = "python scripts/train_chart_reader.py"
+    record = evaluate(loaded, questions, rows, data="generated", command=command)[0]
+    record = replace(record, values={**record.values, "weights_bytes": size})
+    store.append(settings.output / "record.jsonl", [record])
+    return record
+
+
+def parse(arguments: list[str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--minutes", type=float, default=8.0, help="of training, at most")
+    parser.add_argument("--steps", type=int, default=10**6, help="at most")
+    parser.add_argument("--batch", type=int, default=256, help="images in a step")
+    parser.add_argument("--reuse", type=int, default=2, help="readings of each image")
+    parser.add_argument("--workers", type=int, default=15, help="processes that draw")
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the reader")
+    parser.add_argument("--state", type=Path, default=Path("build/chart_reader"), help="folder")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--eval-questions", type=int, default=256)
+    parser.add_argument("--eval-every", type=int, default=1000, help="steps")
+    parser.add_argument("--final-questions", type=int, default=1000)
+    parser.add_argument("--compile", dest="use_compile", action="store_true")
+    given = vars(parser.parse_args(arguments))
+    given["kinds"] = tuple(given["kinds"])
+    return Settings(**given)
+
+
+def main() -> None:
+    settings = parse()
+    record = finish(settings, train(settings))
+    print(record.to_json())
+
+
+if __name__ == "__main__":
+    main()

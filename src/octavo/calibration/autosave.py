@@ -1,0 +1,190 @@
+"""Saving the scales of a dynamic run, to be loaded as static ones by the next."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.brief import list_names
+from octavo.calibration.scale_file import LayerScales, Scale, ScaleHeader, ScaleSet, save_scales
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.layers.encoder_attention import EncoderAttention
+from octavo.layers.scaling import DynamicScaling
+from octavo.numerics.amax import HISTORY_LENGTH
+from octavo.numerics.granularity import PerHead
+from octavo.numerics.scales import check_margin
+
+# Asking the layers how far they are waits for the device; this often, nobody notices.
+CHECK_EVERY = HISTORY_LENGTH
+
+
+def check_scale_paths(
+    *,
+    is_fp8: bool,
+    scale_path: str | os.PathLike[str] | None = None,
+    save_path: str | os.PathLike[str] | None = None,
+    margin: float = 1.5,
+) -> None:
+    """Raise ConfigError if what is asked about scale files contradicts itself; touches no model."""
+    check_margin(margin)
+    if scale_path is not None and save_path is not None:
+        raise ConfigError(
+            f"expected scales to load or to save, got both ({scale_path} and {save_path}): loaded "
+            "scales are static, and only dynamic ones can be saved"
+        )
+    path = scale_path if scale_path is not None else save_path
+    if path is not None and not is_fp8:
+        raise ConfigError(f"expected attention in fp8 for scales at {path}, got another dtype")
+    if scale_path is not None and not Path(scale_path).is_file():
+        raise ConfigError(f"expected a scale file, got none at {scale_path}")
+    if save_path is not None:
+        target = Path(save_path)
+        if not target.absolute().parent.is_dir():
+            raise ConfigError(
+                f"expected an existing folder for {save_path}, got none; create "
+                f"{target.absolute().parent}"
+            )
+        if target.is_dir():
+            raise ConfigError(f"expected the path of a file, got the folder {save_path}")
+
+
+class ScaleSaver:
+    """Writes a scale file once every layer of a model has seen 16 passes, and not before.
+
+    `step` after each pass of the encoder, or `watch` to have that done for every call of the tower
+    (calls only: whoever replays a CUDA graph calls `step`). The first step that looks is the 16th,
+    then every CHECK_EVERY-th: all others cost nothing on the device. `close` at the end of the run
+    looks a last time and raises if there is still nothing to save.
+
+    rename: what the scale file calls a layer, from the layer's own name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        margin: float = 1.5,
+        rename: Callable[[str], str] = str,
+        header: ScaleHeader | None = None,
+    ) -> None:
+        check_scale_paths(is_fp8=True, save_path=path, margin=margin)
+        self.path, self.margin = Path(path), margin
+        self.header = header or ScaleHeader()
+        found = {m.name: m for m in model.modules() if isinstance(m, EncoderAttention)}
+        self._layers = {rename(name): s for name, s in _dynamic(found).items()}
+        self._tower = _tower(model)
+        self._num_steps = 0
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self.is_saved = False
+
+    def watch(self) -> "ScaleSaver":
+        """Step after each call of the module that holds all layers."""
+        if self._hook is None and not self.is_saved:
+            self._hook = self._tower.register_forward_hook(lambda *_: self.step())
+        return self
+
+    def step(self) -> None:
+        """One more pass of the encoder is done, or on its way."""
+        if self.is_saved or (
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        self._num_steps += 1
+        if self._num_steps % CHECK_EVERY == 0 and not self._not_ready():
+            self._save()
+
+    def close(self) -> None:
+        """Save if all layers are ready by now; ConfigError names those that are not."""
+        self._unwatch()
+        if self.is_saved:
+            return
+        if waiting := self._not_ready():
+            raise ConfigError(
+                f"no scales were saved to {self.path}: expected {HISTORY_LENGTH} passes of every "
+                f"layer, got {list_names(waiting)}; run more requests with images"
+            )
+        self._save()
+
+    def _not_ready(self) -> list[str]:
+        """The layers that have too few passes or have seen nothing but zeros, with the reason."""
+        passes = torch.stack([s.num_passes for s in self._layers.values()])
+        parts = [(s.q, s.k, s.v) for s in self._layers.values()]
+        least = torch.stack([torch.stack([x.amax().min() for x in three]) for three in parts])
+        found = torch.cat([passes[:, None], least], dim=1).tolist()  # waits for the device, once
+        waiting = []
+        for name, (num_passes, *amax) in zip(self._layers, found, strict=True):
+            if num_passes < HISTORY_LENGTH:
+                waiting.append(f"{name} ({num_passes:.0f} passes)")
+            elif min(amax) == 0:
+                waiting.append(f"{name} (only zeros in {'qkv'[amax.index(0)]})")
+        return waiting
+
+    def _save(self) -> None:
+        self._unwatch()
+        scales = {name: _layer_scales(s, self.margin) for name, s in self._layers.items()}
+        header = replace(
+            self.header,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            observer=f"amax of the last {HISTORY_LENGTH} passes",
+            passes=min(int(s.num_passes) for s in self._layers.values()),
+            margin=self.margin,
+        )
+        # Ranks have agreed on their scales; one of them writes.
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_scales(self.path, ScaleSet(scales, header))
+        self.is_saved = True
+
+    def _unwatch(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _dynamic(layers: Mapping[str, EncoderAttention]) -> dict[str, DynamicScaling]:
+    """The scaling of layers in FP8, which must be dynamic."""
+    found = {}
+    for name, layer in layers.items():
+        if layer.scaling is None:
+            continue
+        if not isinstance(layer.scaling, DynamicScaling):
+            raise ConfigError(
+                f"{layer}: expected dynamic scales, which can be saved, got static ones"
+            )
+        if layer.scaling.group is not None and isinstance(layer.scaling.granularity, PerHead):
+            raise UnsupportedError(
+                f"{layer}: its heads lie on several ranks: save scales per tensor, or per head on "
+                "one rank"
+            )
+        found[name] = layer.scaling
+    if not found:
+        raise ConfigError("expected a model with attention in fp8 whose scales can be saved")
+    return found
+
+
+def _tower(model: nn.Module) -> nn.Module:
+    """The smallest module that holds all layers and is itself called."""
+    names = [
+        name.split(".") for name, m in model.named_modules() if isinstance(m, EncoderAttention)
+    ]
+    # A layer is not its own tower: what holds it is called whichever way it is fused.
+    shared = os.path.commonprefix([parts[:-1] for parts in names])
+    module = model.get_submodule(".".join(shared))
+    while shared and isinstance(module, nn.ModuleList | nn.ModuleDict):
+        shared = shared[:-1]
+        module = model.get_submodule(".".join(shared))
+    return module
+
+
+def _layer_scales(scaling: DynamicScaling, margin: float) -> LayerScales:
+    scales = scaling.scales(margin)
+    return LayerScales(*(_as_numbers(part) for part in (scales.q, scales.k, scales.v)))
+
+
+def _as_numbers(scale: Tensor) -> Scale:
+    return tuple(scale.tolist()) if scale.dim() else float(scale)

@@ -1,0 +1,189 @@
+"""Calibration: a model sees real data in its own dtype, and every layer gets static scales.
+
+Nothing here knows a model: `observe` hooks the place where attention is given q, k and v, and
+`forward` runs one batch (octavo.integrations has both for transformers).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from octavo.brief import list_names
+from octavo.calibration.observers import CalibrationSettings, Histogram, LayerObserver
+from octavo.calibration.scale_file import LayerScales, Scale, ScaleHeader, ScaleSet
+from octavo.calibration.state import StateFile
+from octavo.errors import ConfigError
+from octavo.numerics.formats import E4M3
+from octavo.numerics.scales import amax_to_scale
+
+Prompt = TypeVar("Prompt")
+# Called with a layer's name and its q, k and v, [..., heads, head_dim].
+See = Callable[[str, Tensor, Tensor, Tensor], None]
+Observe = Callable[[See], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorStatistics:
+    """What one layer's q, k or v was, and what its scale does to it.
+
+    amax and scale: the largest of its heads. headroom: how many times larger than the largest seen
+    a value may be before it saturates, 448 · scale / amax, the smallest of its heads.
+    """
+
+    layer: str
+    tensor: str
+    amax: float
+    scale: float
+    headroom: float
+    sqnr_db: float
+    num_passes: int
+    num_nonfinite: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationResult:
+    """The scales, the statistics behind them and how many prompts were seen."""
+
+    scales: ScaleSet
+    statistics: tuple[TensorStatistics, ...]
+    num_prompts: int
+
+
+class Calibration:
+    """What all layers have seen so far.
+
+    layers: the names of those that must be seen, which scale files call them by.
+    """
+
+    def __init__(self, layers: Sequence[str], settings: CalibrationSettings) -> None:
+        self.settings = settings
+        self.layers: dict[str, LayerObserver | None] = dict.fromkeys(layers)
+        self.num_prompts = 0
+
+    def see(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """One pass of one layer."""
+        if name not in self.layers:
+            raise ConfigError(f"expected one of {list_names(list(self.layers))}, got {name}")
+        layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
+        layer.see(q, k, v)
+        self.layers[name] = layer
+
+    def result(self, header: ScaleHeader | None = None) -> CalibrationResult:
+        """Scales for every layer; ConfigError names a layer that saw nothing, or only zeros."""
+        seen = {name: layer for name, layer in self.layers.items() if layer is not None}
+        if missing := [name for name in self.layers if name not in seen]:
+            raise ConfigError(
+                f"expected every layer to run, got no pass of {list_names(missing)}: "
+                "use prompts that reach them"
+            )
+        scales, statistics = {}, []
+        for name, layer in seen.items():
+            found = {}
+            for tensor, part in layer.parts.items():
+                found[tensor] = self._scale(f"layer {name}: {tensor}", part)
+                statistics.append(_statistics(name, tensor, layer, found[tensor]))
+            scales[name] = LayerScales(*(_as_numbers(scale) for scale in found.values()))
+        header = replace(
+            header or ScaleHeader(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            observer=str(self.settings),
+            passes=min(layer.num_passes for layer in seen.values()),
+            margin=self.settings.margin,
+        )
+        return CalibrationResult(
+            scales=ScaleSet(scales, header),
+            statistics=tuple(statistics),
+            num_prompts=self.num_prompts,
+        )
+
+    def _scale(self, name: str, part: Histogram) -> Tensor:
+        """float32 [num_groups]; a scale of zeros would be a guess, and is refused."""
+        limits = part.limits(self.settings)
+        for what, values in ((f"{name}", part.amax), (f"{self.settings} of {name}", limits)):
+            zero = torch.nonzero(values == 0).flatten().tolist()
+            if zero:
+                heads = f" in heads {list_names([str(h) for h in zero])}" if len(values) > 1 else ""
+                bad = int(part.num_nonfinite)
+                others = f" and {bad} that were not finite" if bad else ""
+                raise ConfigError(
+                    f"{what}: expected values to calibrate on, got only zeros{heads}{others}: "
+                    "no scales are saved; use other data or another observer, or skip the layer"
+                )
+        return amax_to_scale(limits, margin=self.settings.margin)
+
+
+def calibrate(
+    calibration: Calibration,
+    batches: Iterable[Sequence[Prompt]],
+    *,
+    observe: Observe,
+    forward: Callable[[Sequence[Prompt]], object],
+    state_file: StateFile | None = None,
+    on_batch: Callable[[int], None] = lambda num_prompts: None,
+) -> Calibration:
+    """Let a model see all batches; returns `calibration`, which has seen them.
+
+    state_file: written now and then, between batches; the caller has loaded it, and left out the
+    prompts that were seen before. on_batch: called with the number of prompts so far.
+    """
+    num_saved = calibration.num_prompts
+    with observe(calibration.see), torch.inference_mode():
+        for batch in batches:
+            forward(batch)
+            calibration.num_prompts += len(batch)
+            on_batch(calibration.num_prompts)
+            if state_file and calibration.num_prompts - num_saved >= state_file.save_every:
+                save_state(calibration, state_file)
+                num_saved = calibration.num_prompts
+    if calibration.num_prompts == 0:
+        raise ConfigError("expected prompts to calibrate on, got none")
+    return calibration
+
+
+def save_state(calibration: Calibration, state_file: StateFile) -> None:
+    """Write what was seen so far."""
+    layers = {
+        name: None if layer is None else layer.state_dict()
+        for name, layer in calibration.layers.items()
+    }
+    state_file.save({"num_prompts": calibration.num_prompts, "layers": layers})
+
+
+def load_state(calibration: Calibration, state_file: StateFile) -> bool:
+    """Go on where a state file was written; False, and nothing changed, if there is none."""
+    state = state_file.load()
+    if state is None:
+        return False
+    if state["layers"].keys() != calibration.layers.keys():
+        raise ConfigError(
+            f"{state_file.path}: expected the state of {len(calibration.layers)} layers as the "
+            f"model has, got {len(state['layers'])} others; start afresh"
+        )
+    calibration.num_prompts = state["num_prompts"]
+    for name, layer in state["layers"].items():
+        calibration.layers[name] = None if layer is None else LayerObserver.from_state_dict(layer)
+    return True
+
+
+def _statistics(name: str, tensor: str, layer: LayerObserver, scale: Tensor) -> TensorStatistics:
+    part = layer.parts[tensor]
+    return TensorStatistics(
+        layer=name,
+        tensor=tensor,
+        amax=float(part.amax.max()),
+        scale=float(scale.max()),
+        headroom=float((E4M3.max * scale / part.amax).min()),
+        sqnr_db=part.sqnr_db(scale),
+        num_passes=layer.num_passes,
+        num_nonfinite=int(part.num_nonfinite),
+    )
+
+
+def _as_numbers(scale: Tensor) -> Scale:
+    numbers = tuple(scale.tolist())
+    return numbers if len(numbers) > 1 else numbers[0]

@@ -1,0 +1,148 @@
+"""octavo bench encoder: a whole vision tower, in BF16 and in FP8."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.console import err, out
+from octavo.cli.tables import print_table
+
+COLUMNS = (
+    *("impl", "recipe", "graphs", "tokens", "median_ms", "p20_ms", "p80_ms", "speedup"),
+    *("relative_rms", "tower_relative_rms"),
+)
+
+
+def encoder(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A model's folder; without weights in it they are random.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            help="Instead of a folder: qwen3-vl-30b-a3b (the default on a GPU), qwen3-vl-8b, or "
+            "tiny (the default on a CPU); weights are random.",
+        ),
+    ] = None,
+    resolutions: Annotated[
+        str | None,
+        typer.Option(
+            "--resolutions",
+            help="Of hd, fullhd, qhd, 4k, with commas between; all of them, or hd,fullhd for tiny.",
+        ),
+    ] = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="Images in one request.")] = 3,
+    recipes: Annotated[
+        str,
+        typer.Option("--recipes", help="Of bf16, dynamic, static, with commas between."),
+    ] = "bf16,dynamic,static",
+    graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Also by CUDA graphs, those who can be captured; the default on a GPU.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="Only so many layers; with random weights."),
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers",
+            help="Folder with FlashAttention-3's *.abi3.so, which then attends in a stock tower.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
+    ] = False,
+) -> None:
+    """Time the whole vision tower of one model, stock and with attention in FP8.
+
+    Everyone has the same weights and gets the same images; calls are timed in turn. Attention of
+    the first, the middle and the last layer is first compared with stock transformers' on the same
+    inputs (relative_rms is the worst of them); a wrong one ends the run. The speed-up is that over
+    the fastest stock tower in BF16. Static scales are those of the images that are timed.
+    """
+    from rich.progress import track
+
+    from octavo.errors import ConfigError
+    from octavo.integrations.transformers.vision_tower import make_tower, open_tower
+    from octavo.kernels.device import default_device
+    from octavo.measure import store
+    from octavo.measure.bench.benchmark import Objection
+    from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, check_recipes, run_encoder
+    from octavo.measure.records import Measurement
+    from octavo.measure.report.tables import Table, from_records
+
+    if model is not None and config is not None:
+        raise ConfigError(f"expected a folder or a config, got {model} and {config}")
+    device = default_device()
+    is_cuda = device.capability is not None
+    if model is None and config is None:
+        config = "qwen3-vl-30b-a3b" if is_cuda else "tiny"
+    names = _split(resolutions) if resolutions else list(RESOLUTIONS)
+    if resolutions is None and config == "tiny":
+        names = ["hd", "fullhd"]
+    cases = [EncoderCase(name, images) for name in names]
+    chosen = _split(recipes)
+    check_recipes(chosen)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"expected an existing folder for {output}, got none")
+    if model is not None:
+        tower = open_tower(model, device.torch_device, num_layers=layers)
+    else:
+        tower = make_tower(str(config), device.torch_device, num_layers=layers)
+    what = str(model) if model is not None else f"--config {config}"
+    what += f" --layers {layers}" if layers is not None else ""
+    what += "" if graphs is None else f" --{'' if graphs else 'no-'}graphs"
+    records: list[Measurement] = []
+    objections: list[Objection] = []
+    for case in track(cases, description="measuring", console=err):
+        about = f"--resolutions {case.resolution} --images {images} --recipes {','.join(chosen)}"
+        found, objected = run_encoder(
+            tower,
+            case,
+            f"octavo bench encoder {what} {about}",
+            recipes=chosen,
+            use_graphs=is_cuda if graphs is None else graphs,
+            folder=peers,
+        )
+        records += found
+        objections += objected
+        if output is not None:
+            store.append(output, found)
+    if as_json:
+        for record in records:
+            typer.echo(record.to_json())
+        return
+    out.print(f"{tower.name}, {tower.weights} weights, {tower.num_layers} layers: {device.name}")
+    for case in cases:
+        of_case = [r for r in records if r.case["resolution"] == case.resolution]
+        if of_case:
+            caption = f"{images} images, {case.resolution}; baseline: {of_case[0].baseline}"
+            print_table(from_records(of_case, caption=caption, columns=COLUMNS))
+    rows = dict.fromkeys((o.name, o.operands, o.reason) for o in objections)
+    if rows:
+        header = ("impl", "recipe", "why not")
+        print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
+    if output is not None:
+        out.print(f"Records: {output}", soft_wrap=True)
+
+
+def _split(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

@@ -1,0 +1,297 @@
+"""The chart reader: a Qwen3-VL of five million parameters that answers questions about charts.
+
+It is made of transformers' own classes. Its vision tower has heads of 72 like the large ones, so
+that FP8 attention is tried on the same shapes; images are cut into patches as Qwen2VLImageProcessor
+does it. Its weights come with octavo; scripts/train_chart_reader.py makes them.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.atomic import write_atomically
+from octavo.errors import CheckpointError, ConfigError
+
+FOLDER = Path(__file__).parents[2] / "assets" / "chart_reader"
+FORMAT_VERSION = 1
+MARK, CONFIG, TOKENIZER, WEIGHTS = (
+    *("chart_reader.json", "config.json"),
+    *("tokenizer.json", "model.safetensors"),
+)
+PATCH, MERGE, FRAMES = 16, 2, 2  # FRAMES: an image is shown twice, as to all Qwen-VLs
+UNIT = PATCH * MERGE  # sides of images are multiples of it
+PAD, UNKNOWN, END, START, IMAGE, STOP, VIDEO = SPECIAL = (
+    *("<pad>", "<unknown>", "<end>", "<vision_start>"),
+    *("<image>", "<vision_end>", "<video>"),
+)
+MAX_SIDE = 1024
+MAX_ANSWER_TOKENS = 8
+
+VISION = {
+    "depth": 6,
+    "hidden_size": 144,
+    "num_heads": 2,
+    "intermediate_size": 576,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": FRAMES,
+    "num_position_embeddings": 256,
+    "deepstack_visual_indexes": [2],
+}
+TEXT = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def flatten_patches(image: np.ndarray[Any, Any]) -> tuple[Tensor, tuple[int, int, int]]:
+    """An image, uint8 [height, width, 3], as rows of patches and its grid (1, rows, columns).
+
+    Values go from [0, 255] to [-1, 1]. The four patches of one token come one after another; a
+    row has the order channel, frame, y, x. Sides must be multiples of 32.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ConfigError(
+            f"expected uint8 [height, width, 3], got {image.dtype} {list(image.shape)}"
+        )
+    height, width, _ = image.shape
+    if min(height, width) < UNIT or height % UNIT or width % UNIT:
+        raise ConfigError(
+            f"expected sides that are multiples of {UNIT}, got {width} × {height}: fit_image first"
+        )
+    patches = cut_patches(torch.from_numpy(image.copy()).unsqueeze(0))
+    return patches, (1, height // PATCH, width // PATCH)
+
+
+def cut_patches(images: Tensor) -> Tensor:
+    """Images of one size, uint8 [batch, height, width, 3], as float32 rows of patches."""
+    batch, height, width, _ = images.shape
+    down, across = height // UNIT, width // UNIT
+    pixels = images.to(torch.float32) / 127.5 - 1
+    blocks = pixels.reshape(batch, down, MERGE, PATCH, across, MERGE, PATCH, 3)
+    patches = blocks.permute(0, 1, 4, 2, 5, 7, 3, 6)  # [batch, Y, X, y, x, channel, PATCH, PATCH]
+    rows = patches.reshape(-1, 3, 1, PATCH, PATCH).expand(-1, -1, FRAMES, -1, -1)
+    return rows.reshape(len(rows), -1)
+
+
+def fit_image(image: Any) -> np.ndarray[Any, Any]:
+    """A pillow image as uint8 [height, width, 3] with sides that the reader takes, near its own."""
+    if min(image.size) < 1:
+        raise ConfigError(f"expected an image, got one of {image.size[0]} × {image.size[1]}")
+    shrink = min(1.0, MAX_SIDE / max(image.size))
+    width, height = (max(1, round(side * shrink / UNIT)) * UNIT for side in image.size)
+    rgb = image.convert("RGB")
+    if rgb.size != (width, height):
+        rgb = rgb.resize((width, height))
+    return np.asarray(rgb)
+
+
+def make_tokenizer(words: Sequence[str]) -> Any:
+    """A tokenizer of whole words, marks and single digits; other words are <unknown>."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    if not words or len(set(words)) != len(words):
+        raise ConfigError(f"expected different words, got {len(words)} with repetitions")
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    pieces = Regex(r"[A-Za-z]+|\d|[^\sA-Za-z\d]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "removed", invert=True)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def make_config(vocab_size: int) -> Any:
+    """The configuration of the model, for a tokenizer of this size."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+
+    return Qwen3VLConfig(
+        vision_config={**VISION, "out_hidden_size": TEXT["hidden_size"]},
+        text_config={**TEXT, "vocab_size": vocab_size, "pad_token_id": SPECIAL.index(PAD)},
+        image_token_id=SPECIAL.index(IMAGE),
+        video_token_id=SPECIAL.index(VIDEO),
+        vision_start_token_id=SPECIAL.index(START),
+        vision_end_token_id=SPECIAL.index(STOP),
+        tie_word_embeddings=True,
+    )
+
+
+@dataclass
+class ChartReader:
+    """The model and its tokenizer; `name` is what records call it."""
+
+    model: Any
+    tokenizer: Any
+    name: str = "chart reader"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = self.model.device
+        return device
+
+    def to(self, device: str | torch.device) -> Self:
+        """The reader, its model moved to `device`."""
+        self.model.to(device)
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens up to <end>; digits are joined again."""
+        end = SPECIAL.index(END)
+        until = list(ids).index(end) if end in ids else len(ids)
+        text = " ".join(self.tokenizer.id_to_token(int(i)) or UNKNOWN for i in ids[:until])
+        return re.sub(r"(?<=\d) (?=\d)| (?=[,.?%])", "", text)
+
+    def prompt(self, question: str, num_image_tokens: int) -> list[int]:
+        """The tokens before an answer: the image's places, then the question."""
+        start, image, stop = (SPECIAL.index(token) for token in (START, IMAGE, STOP))
+        return [start, *[image] * num_image_tokens, stop, *self.encode(question)]
+
+    def prepare(self, images: Sequence[Any], questions: Sequence[str]) -> dict[str, Tensor]:
+        """The model's inputs for pillow images and a question about each; padded on the left."""
+        if len(images) != len(questions) or not images:
+            raise ConfigError(
+                f"expected one question for each image, got {len(images)} images and "
+                f"{len(questions)} questions"
+            )
+        flat = [flatten_patches(fit_image(image)) for image in images]
+        prompts = [
+            self.prompt(question, len(rows) // MERGE**2)
+            for question, (rows, _) in zip(questions, flat, strict=True)
+        ]
+        length = max(map(len, prompts))
+        pad, image_token = SPECIAL.index(PAD), SPECIAL.index(IMAGE)
+        padded = [[pad] * (length - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts]
+        input_ids = torch.tensor(padded)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": torch.tensor(mask),
+            "mm_token_type_ids": (input_ids == image_token).int(),
+            "pixel_values": torch.cat([rows for rows, _ in flat]).to(self.model.dtype),
+            "image_grid_thw": torch.tensor([grid for _, grid in flat]),
+        }
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+    def answer(
+        self,
+        images: Sequence[Any],
+        questions: Sequence[str],
+        *,
+        max_tokens: int = MAX_ANSWER_TOKENS,
+    ) -> list[str]:
+        """The answers to one question about each image, by greedy decoding."""
+        inputs = self.prepare(images, questions)
+        with torch.inference_mode():
+            ids = self.model.generate(
+                **inputs,
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=SPECIAL.index(END),
+                pad_token_id=SPECIAL.index(PAD),
+            )
+        return [self.decode(row.tolist()) for row in ids[:, inputs["input_ids"].shape[1] :]]
+
+
+def make_chart_reader(words: Sequence[str], seed: int = 0) -> ChartReader:
+    """A reader of these words with random weights, float32, on the CPU."""
+    tokenizer = make_tokenizer(words)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _make_model(make_config(tokenizer.get_vocab_size()))
+    return ChartReader(model.eval(), tokenizer, name="chart reader, random weights")
+
+
+def _make_model(config: Any) -> Any:
+    from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+    family: Any = modeling_qwen3_vl  # its annotations say less than it does
+    return family.Qwen3VLForConditionalGeneration(config)
+
+
+def is_chart_reader(folder: Path) -> bool:
+    """Whether a folder holds what `save_chart_reader` writes."""
+    return (folder / MARK).is_file()
+
+
+def save_chart_reader(reader: ChartReader, folder: Path) -> int:
+    """Write a reader's files, its weights in bfloat16; returns the size of the weights in bytes."""
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in reader.model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    content = save(state, metadata={"format": "pt"})
+    write_atomically(folder / WEIGHTS, content)
+    write_atomically(folder / CONFIG, reader.model.config.to_json_string().encode())
+    write_atomically(folder / TOKENIZER, reader.tokenizer.to_str().encode())
+    # Last: a folder with this file is complete.
+    mark = json.dumps({"format_version": FORMAT_VERSION}) + "\n"
+    write_atomically(folder / MARK, mark.encode())
+    return len(content)
+
+
+def load_chart_reader(folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16) -> ChartReader:
+    """The reader that comes with octavo, or that of another folder, on the CPU."""
+    if missing := [n for n in (MARK, CONFIG, TOKENIZER, WEIGHTS) if not (folder / n).is_file()]:
+        raise CheckpointError(
+            f"expected the chart reader's files in {folder}, got no {', '.join(missing)}: make "
+            "them with scripts/train_chart_reader.py"
+        )
+    _check_version(folder / MARK)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+
+    config = Qwen3VLConfig.from_json_file(str(folder / CONFIG))
+    model = _make_model(config)
+    try:
+        state = load_file(folder / WEIGHTS)
+        result = model.load_state_dict(state, strict=False)
+    except (SafetensorError, RuntimeError) as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: {error}") from None
+    if wrong := [
+        *(k for k in result.missing_keys if k != "lm_head.weight"),
+        *result.unexpected_keys,
+    ]:
+        raise CheckpointError(f"{folder / WEIGHTS}: missing or unexpected: {', '.join(wrong)}")
+    model.tie_weights()
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    name = "chart reader" if folder == FOLDER else str(folder)
+    return ChartReader(model.to(dtype).eval(), tokenizer, name=name)
+
+
+def _check_version(path: Path) -> None:
+    try:
+        version = json.loads(path.read_text("utf-8"))["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: expected a format_version, got {error!r}") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: expected format_version {FORMAT_VERSION}, got {version!r}")

@@ -1,0 +1,113 @@
+"""Training the chart reader: batches of equal images through the model without loops."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.integrations.transformers.chart_reader import IMAGE, MERGE, PATCH, SPECIAL, cut_patches
+
+IGNORED = -100
+# With "flash" in it: towers then hand over all images in one call.
+ATTENTION = "octavo_flash_equal"
+
+
+def attend_equal(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention of images of equal size, packed [1, heads, tokens, head_dim]: one batched call."""
+    num_images = len(kwargs["cu_seq_lens_q"]) - 1
+    q, k, v = (
+        x.squeeze(0).unflatten(1, (num_images, -1)).transpose(0, 1) for x in (query, key, value)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, scale=kwargs["scaling"])
+    return out.transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+
+
+@contextmanager
+def attention_of_equal_images(model: Any) -> Iterator[None]:
+    """Let the vision tower attend by `attend_equal` for a while."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend_equal)
+    config = model.config.vision_config
+    previous, config._attn_implementation = config._attn_implementation, ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = previous
+
+
+class ChartReaderLoss:
+    """The loss of a chart reader on whole batches of one image size, positions computed once.
+
+    transformers' own forward pass loops over images and sequences; this one has no loop, so that
+    hundreds of images make a step.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.places: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def __call__(self, images: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross entropy of the labels that are not IGNORED.
+
+        images: uint8 [batch, height, width, 3]; ids, labels: int64 [batch, tokens], the image's
+        tokens at the same places in every row; needs `attention_of_equal_images`.
+        """
+        inner = self.model.model
+        place = self._place(images, ids)
+        seen = inner.visual(cut_patches(images), return_dict=True, **place["vision"])
+        mask = ids == SPECIAL.index(IMAGE)
+        embedded = inner.language_model.embed_tokens(ids)
+        embedded = embedded.masked_scatter(mask[..., None], seen.pooler_output.to(embedded.dtype))
+        hidden = inner.language_model(
+            inputs_embeds=embedded,
+            position_ids=place["text"],
+            visual_pos_masks=mask,
+            deepstack_visual_embeds=seen.deepstack_features,
+            use_cache=False,
+        ).last_hidden_state
+        wanted = labels[:, 1:] != IGNORED
+        logits = self.model.lm_head(hidden[:, :-1][wanted])
+        return F.cross_entropy(logits.float(), labels[:, 1:][wanted])
+
+    def _place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
+        """Everything about positions, which batches of one shape share."""
+        key = (*images.shape, ids.shape[1])
+        if key not in self.places:
+            self.places[key] = self._make_place(images, ids)
+        place = self.places[key]
+        return {"text": place["text"], "vision": dict(place["vision"])}  # the tower pops its own
+
+    def _make_place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
+        from transformers import vision_utils
+
+        inner, num_images = self.model.model, len(images)
+        grid = torch.tensor([[1, images.shape[1] // PATCH, images.shape[2] // PATCH]])
+        grids = grid.expand(num_images, 3).to(images.device)
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=inner.visual.num_grid_per_side,
+            mode=inner.visual.interpolation_mode,
+            align_corners=inner.visual.interpolation_align_corners,
+            spatial_merge_size=MERGE,
+        )
+        positions = vision_utils.get_vision_position_ids(grid, MERGE)
+        length = int(grid.prod())
+        vision = {
+            "grid_thw": grids,
+            "cu_seqlens": torch.arange(num_images + 1, dtype=torch.int32) * length,
+            "max_seqlen": length,
+            "position_ids": positions.repeat(num_images, 1),
+            "interp_indices": indices.repeat(num_images, 1),
+            "interp_weights": weights.repeat(num_images, 1),
+        }
+        one = ids[:1].cpu()
+        kinds = (one == SPECIAL.index(IMAGE)).int()
+        text, _ = inner.get_rope_index(one, mm_token_type_ids=kinds, image_grid_thw=grid)
+        moved = {k: v.to(images.device) if isinstance(v, Tensor) else v for k, v in vision.items()}
+        return {"vision": moved, "text": text.expand(3, num_images, -1).to(images.device)}

@@ -1,0 +1,200 @@
+"""Vision-language models as a benchmark of their pipeline calls them: prepare, then generate."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import CheckpointError, UnsupportedError
+from octavo.integrations.transformers import chart_reader
+
+# Tokens of the tiny model: the bytes of a text, then these.
+VISION_START, IMAGE, VIDEO, VISION_END = range(256, 260)
+_TINY_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 144,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
+_TINY_TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 260,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_TINY_MAX_PIXELS = 128 * 128  # 64 patches: a CPU's reference attention is quick
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The inputs of one request, and how long its two stages took.
+
+    update_prompt_ms: putting image tokens into the prompt; 0 where the processor does that itself.
+    """
+
+    inputs: dict[str, Tensor]
+    processor_ms: float
+    update_prompt_ms: float
+
+
+class VisionLanguage(Protocol):
+    """A model, what records call it, and how a prompt with images becomes its inputs."""
+
+    name: str
+    model: Any
+
+    def prepare(self, prompt: str, images: Sequence[Any]) -> Prepared:
+        """The inputs for one request of a text and pillow images, on the model's device."""
+
+
+def open_vision_language(folder: Path | None, device: torch.device) -> VisionLanguage:
+    """The model of a folder; without one, the chart reader if its weights are there, else a tiny
+    Qwen3-VL with random weights.
+    """
+    if folder is None:
+        has_reader = chart_reader.is_chart_reader(chart_reader.FOLDER)
+        return _Reader(chart_reader.FOLDER, device) if has_reader else TinyModel(device)
+    if chart_reader.is_chart_reader(folder):
+        return _Reader(folder, device)
+    return FolderModel(folder, device)
+
+
+def find_tower(model: Any) -> nn.Module:
+    """The module whose call is the encoder's: a model's vision tower."""
+    names = ("visual", "vision_tower", "vision_model")
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for name, module in modules.items():
+        if name.split(".")[-1] in names:
+            return module
+    raise UnsupportedError(
+        f"expected a model with a vision tower ({', '.join(names)}), got {type(model).__name__}"
+    )
+
+
+@torch.inference_mode()
+def generate(model: Any, inputs: dict[str, Tensor], num_tokens: int) -> int:
+    """Greedily generate `num_tokens` tokens; returns how many came, fewer only at a text's end."""
+    ids = model.generate(
+        **inputs,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return int(ids.shape[1] - inputs["input_ids"].shape[1])
+
+
+class TinyModel:
+    """A Qwen3-VL with random weights; its text is bytes, so it needs no tokenizer."""
+
+    name = "tiny Qwen3-VL, random weights"
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        config = Qwen3VLConfig(
+            vision_config=dict(_TINY_VISION),
+            text_config=dict(_TINY_TEXT),
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=VISION_START,
+            vision_end_token_id=VISION_END,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            make: Any = Qwen3VLForConditionalGeneration
+            self.model = make(config).to(device).eval()
+        self.processor = Qwen2VLImageProcessorPil(
+            patch_size=_TINY_VISION["patch_size"],
+            merge_size=_TINY_VISION["spatial_merge_size"],
+            temporal_patch_size=_TINY_VISION["temporal_patch_size"],
+            size={"shortest_edge": 32 * 32, "longest_edge": _TINY_MAX_PIXELS},
+        )
+
+    def prepare(self, prompt: str, images: Sequence[Any]) -> Prepared:
+        """The inputs for one request."""
+        start = time.perf_counter()
+        found = self.processor(images=list(images), return_tensors="pt")
+        middle = time.perf_counter()
+        ids: list[int] = []
+        for grid in found["image_grid_thw"]:
+            num_tokens = int(grid.prod()) // 4
+            ids += [VISION_START, *[IMAGE] * num_tokens, VISION_END]
+        ids += prompt.encode()
+        input_ids = torch.tensor([ids])
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "mm_token_type_ids": (input_ids == IMAGE).int(),
+            "pixel_values": found["pixel_values"],
+            "image_grid_thw": found["image_grid_thw"],
+        }
+        moved = {name: x.to(self.model.device) for name, x in inputs.items()}
+        return Prepared(moved, (middle - start) * 1e3, (time.perf_counter() - middle) * 1e3)
+
+
+class FolderModel:
+    """A model and its processor, as transformers loads them from a folder."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"expected a model's folder with a config.json, got {folder}")
+        self.name = folder.resolve().name
+        load_processor: Any = AutoProcessor.from_pretrained
+        load_model: Any = AutoModelForImageTextToText.from_pretrained
+        try:
+            self.processor = load_processor(folder)
+        except ImportError as error:
+            raise UnsupportedError(
+                f"the processor of {folder} needs more packages: {error}"
+            ) from error
+        self.model = load_model(folder, dtype=torch.bfloat16).to(device).eval()
+
+    def prepare(self, prompt: str, images: Sequence[Any]) -> Prepared:
+        """The inputs for one request."""
+        start = time.perf_counter()
+        content = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
+        text = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
+        found = self.processor(text=[text], images=list(images), return_tensors="pt")
+        inputs = {name: x.to(self.model.device) for name, x in found.items()}
+        return Prepared(inputs, (time.perf_counter() - start) * 1e3, 0.0)
+
+
+class _Reader:
+    """The chart reader; a request of several images is as many questions about one each."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.reader = chart_reader.load_chart_reader(folder).to(device)
+        self.name, self.model = self.reader.name, self.reader.model
+
+    def prepare(self, prompt: str, images: Sequence[Any]) -> Prepared:
+        """The inputs for one request."""
+        start = time.perf_counter()
+        inputs = self.reader.prepare(images, [prompt] * len(images))
+        return Prepared(inputs, (time.perf_counter() - start) * 1e3, 0.0)

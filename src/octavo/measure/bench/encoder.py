@@ -1,0 +1,297 @@
+"""A whole vision tower: stock in BF16, and in FP8 with dynamic or static scales, side by side.
+
+All who take part have the same weights and get the same images. Before anyone is timed, attention
+of some layers is compared with stock transformers', on the inputs that those layers have there.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.apply import apply_
+from octavo.integrations.transformers.vision import find_layers, scale_name
+from octavo.integrations.transformers.vision_graphs import VisionGraphs
+from octavo.integrations.transformers.vision_tower import (
+    PackedAttention,
+    Tower,
+    make_pixels,
+    recorded_calls,
+    twin,
+    use_attention,
+)
+from octavo.kernels.device import describe
+from octavo.layers.encoder_attention import EncoderAttention
+from octavo.layers.scaling import DynamicScaling
+from octavo.measure.bench import peers
+from octavo.measure.bench.attention import MAX_ERROR
+from octavo.measure.bench.benchmark import Objection
+from octavo.measure.bench.timing import sample_in_turn_ms
+from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.numerics.attention import Packing
+from octavo.numerics.error import relative_rms
+from octavo.recipe import Recipe
+
+# (height, width) of one image, before it is rounded to whole patches.
+RESOLUTIONS: Mapping[str, tuple[int, int]] = {
+    "hd": (720, 1280),
+    "fullhd": (1080, 1920),
+    "qhd": (1440, 2560),
+    "4k": (2160, 3840),
+}
+RECIPES = ("bf16", "dynamic", "static")
+STOCK = "sdpa"
+# What one round of all who take part may take: then fewer rounds are enough.
+BUDGET_MS = 20_000.0
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class EncoderCase:
+    """Some images of one resolution in one request."""
+
+    resolution: str
+    num_images: int
+
+    def __post_init__(self) -> None:
+        if self.resolution not in RESOLUTIONS:
+            expected = ", ".join(RESOLUTIONS)
+            raise ConfigError(f"expected resolutions of {expected}; got {self.resolution!r}")
+        if self.num_images < 1:
+            raise ConfigError(f"expected at least one image, got {self.num_images}")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Height and width of each image."""
+        return [RESOLUTIONS[self.resolution]] * self.num_images
+
+
+@dataclass(frozen=True)
+class _Contender:
+    name: str
+    recipe: str
+    tower: Any
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """What stock transformers gives: the tower's result, and some layers' calls."""
+
+    result: Tensor
+    layers: Mapping[str, tuple[tuple[Any, ...], dict[str, Any], Tensor]]
+
+
+def check_recipes(recipes: Sequence[str]) -> None:
+    """Raise unless all are recipes of RECIPES, one or more."""
+    unknown = [name for name in recipes if name not in RECIPES]
+    if unknown or not recipes:
+        raise ConfigError(
+            f"expected recipes of {', '.join(RECIPES)}; got {', '.join(unknown) or 'none'}"
+        )
+
+
+@torch.no_grad()
+def run_encoder(
+    tower: Tower,
+    case: EncoderCase,
+    command: str,
+    *,
+    recipes: Sequence[str] = RECIPES,
+    use_graphs: bool = False,
+    folder: Path | None = None,
+) -> tuple[list[Measurement], list[Objection]]:
+    """The records of all who can run this case, and who could not.
+
+    use_graphs: also by CUDA graphs, those who can be captured. folder: may hold peers, whose
+    attention then takes part inside the stock tower. The baseline is the fastest stock tower.
+    """
+    check_recipes(recipes)
+    device = next(tower.module.parameters()).device
+    if use_graphs and device.type != "cuda":
+        raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got a tower on {device}")
+    inputs = make_pixels(tower.module, case.sizes)
+    truth = _truth(tower, inputs)
+    contenders, objections = _contenders(tower, recipes, inputs, folder)
+    entered: list[tuple[_Contender, bool, Call, dict[str, float]]] = []
+    for contender in contenders:
+        call = partial(contender.tower, **inputs)
+        try:
+            result = call()
+        except UnsupportedError as error:
+            objections.append(Objection("encoder", contender.name, contender.recipe, str(error)))
+            continue
+        entered.append((contender, False, call, _check(contender, truth, result)))
+        if not use_graphs:
+            continue
+        budget = len(inputs["hidden_states"])
+        graphs = VisionGraphs(contender.tower, [budget], max_sequences=case.num_images)
+        plan = graphs.plan(inputs["grid_thw"])
+        if plan.budget is None:
+            name = f"{contender.name} by graphs"
+            objections.append(Objection("encoder", name, contender.recipe, plan.reason))
+            continue
+        replay = partial(graphs, **inputs, is_required=True)
+        entered.append((contender, True, replay, _check(contender, truth, replay())))
+    samples = _sample([call for _, _, call, _ in entered], device)
+    num_tokens = len(inputs["hidden_states"])
+    rows = [
+        (contender, is_graph, timing(ms) | values | {"tokens": float(num_tokens)})
+        for (contender, is_graph, _, values), ms in zip(entered, samples, strict=True)
+    ]
+    return _records(tower, case, rows, device, command), objections
+
+
+def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
+    stock = twin(tower.module)
+    use_attention(stock, STOCK)
+    names = list(find_layers(stock))
+    some = sorted({0, len(names) // 2, len(names) - 1})
+    with recorded_calls(stock, [names[i] for i in some]) as calls:
+        result = stock(**inputs).pooler_output
+    return _Truth(result, calls)
+
+
+def _contenders(
+    tower: Tower, recipes: Sequence[str], inputs: Mapping[str, Tensor], folder: Path | None
+) -> tuple[list[_Contender], list[Objection]]:
+    """Towers that share their weights, each with its own attention."""
+    found: list[_Contender] = []
+    objections: list[Objection] = []
+    is_cuda = inputs["hidden_states"].is_cuda
+    if "bf16" in recipes:
+        stock = twin(tower.module)
+        use_attention(stock, STOCK)
+        found.append(_Contender(STOCK, "bf16", stock))
+        for name, attend in _packed_attention(folder, is_cuda).items():
+            other = twin(tower.module)
+            use_attention(other, name, attend)
+            found.append(_Contender(name, "bf16", other))
+    for recipe in (recipe for recipe in recipes if recipe != "bf16"):
+        other = twin(tower.module)
+        try:
+            apply_(other, _recipe(tower, recipe, inputs))
+        except UnsupportedError as error:
+            objections.append(Objection("encoder", "octavo", recipe, str(error)))
+            continue
+        found.append(_Contender("octavo", recipe, other))
+    return found, objections
+
+
+def _recipe(tower: Tower, name: str, inputs: Mapping[str, Tensor]) -> Recipe:
+    """The recipe of a name; static scales are those of this run's own images."""
+    dynamic = Recipe(vision_attention="fp8")
+    if name == "dynamic":
+        return dynamic
+    seen = twin(tower.module)
+    apply_(seen, dynamic)
+    seen(**inputs)
+    return Recipe(vision_attention={"scaling": "static"}, scales=_scales(seen))
+
+
+def _packed_attention(folder: Path | None, is_cuda: bool) -> dict[str, PackedAttention]:
+    """BF16 attention of all images in one call: ours, and peers'."""
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        return ops.attention(q, k, v, packing=packing)
+
+    def peer(prepare: Callable[..., Call], *qkv_and_packing: Any) -> Tensor:
+        *qkv, packing = qkv_and_packing
+        result: Tensor = prepare(folder, False, *qkv, False, packing)()
+        return result
+
+    found: dict[str, PackedAttention] = {"octavo": ours}
+    if is_cuda:
+        found["vllm-fa3"] = partial(peer, peers.vllm_fa3)
+        found["fa3-fwd"] = partial(peer, peers.fa3_fwd)
+    return found
+
+
+def _scales(tower: Any) -> dict[str, dict[str, float]]:
+    """What a scale file would have of a tower's dynamic scales."""
+    found = {}
+    for layer in tower.modules():
+        if isinstance(layer, EncoderAttention) and isinstance(layer.scaling, DynamicScaling):
+            scales = layer.scaling.scales()
+            parts = {"q": scales.q, "k": scales.k, "v": scales.v}
+            found[scale_name(layer.name)] = {name: float(x) for name, x in parts.items()}
+    return found
+
+
+def _check(contender: _Contender, truth: _Truth, result: Any) -> dict[str, float]:
+    """How far attention and the whole tower are from stock; raises if attention is wrong."""
+    errors = []
+    for name, (args, kwargs, expected) in truth.layers.items():
+        actual = contender.tower.get_submodule(name)(*args, **kwargs)
+        errors.append(relative_rms(actual, expected))
+    worst = math.nan if any(map(math.isnan, errors)) else max(errors)
+    limit = MAX_ERROR["BF16" if contender.recipe == "bf16" else "FP8"]
+    of_tower = relative_rms(result.pooler_output, truth.result)
+    if not worst <= limit or math.isnan(of_tower):
+        raise UnsupportedError(
+            f"encoder with {contender.name}, {contender.recipe} is wrong: expected attention with "
+            f"a relative error of at most {limit} and a finite result, got {worst:.3g} and "
+            f"{of_tower:.3g}"
+        )
+    return {"relative_rms": worst, "tower_relative_rms": of_tower}
+
+
+def _sample(calls: list[Call], device: torch.device) -> list[list[float]]:
+    if not calls:
+        return []
+    if device.type != "cuda":
+        return sample_in_turn_ms(calls, device, warmup_ms=0.0, num_samples=3)
+    first = sample_in_turn_ms(calls, device, num_samples=1)
+    round_ms = sum(ms for (ms,) in first)
+    num_samples = max(5, min(15, int(BUDGET_MS / round_ms)))
+    return sample_in_turn_ms(calls, device, num_samples=num_samples)
+
+
+def _records(
+    tower: Tower,
+    case: EncoderCase,
+    rows: list[tuple[_Contender, bool, dict[str, float]]],
+    device: torch.device,
+    command: str,
+) -> list[Measurement]:
+    described = describe(device)
+    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    # Stock is what a user has without octavo: no graphs, and no attention of ours.
+    stock = [
+        (values["median_ms"], contender.name)
+        for contender, is_graph, values in rows
+        if contender.recipe == "bf16" and not is_graph and contender.name != "octavo"
+    ]
+    baseline_ms, baseline = min(stock, default=(math.nan, None))
+    records = []
+    for contender, is_graph, values in rows:
+        about: dict[str, Scalar] = {
+            "model": tower.name,
+            "weights": tower.weights,
+            "layers": tower.num_layers,
+            "resolution": case.resolution,
+            "images": case.num_images,
+            "recipe": contender.recipe,
+            "graphs": is_graph,
+        }
+        if baseline is not None:
+            values = values | {"speedup": baseline_ms / values["median_ms"]}
+        records.append(
+            Measurement(
+                op="encoder",
+                impl=contender.name,
+                case=about,
+                values=values,
+                machine=machine,
+                command=command,
+                baseline=None if baseline is None else f"transformers {baseline} BF16",
+            )
+        )
+    return records

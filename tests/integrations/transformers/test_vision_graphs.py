@@ -1,0 +1,255 @@
+"""Whole towers by token budget: padding changes no result and no history."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from octavo import Recipe
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.transformers import vision_graphs
+from octavo.integrations.transformers.vision_graphs import VisionGraphs, powers_of_two
+from octavo.integrations.transformers.vision_tower import make_pixels, make_tower, twin
+from octavo.layers.encoder_attention import EncoderAttention
+from octavo.numerics.error import relative_rms
+from octavo.recipe import AttentionSettings
+from octavo.testing.asserts import assert_same_bits
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+BUDGETS = (64, 128, 256)
+# 16, 64 (a whole budget), 40 + 24, 2 + …, and 240 tokens of the tiny tower.
+REQUESTS = [
+    [(256, 256)],
+    [(512, 512)],
+    [(640, 256), (384, 256)],
+    [(128, 128), (512, 640), (128, 256)],
+    [(720, 1280)],
+]
+STATIC = {f"blocks.{i}.attn": {"q": 0.02, "k": 0.02, "v": 0.01} for i in range(2)}
+RECIPES = {
+    "dynamic": Recipe(vision_attention="fp8"),
+    "per head": Recipe(vision_attention={"granularity": "head"}),
+    "skipped": Recipe(vision_attention="fp8", skip_layers=["0"]),
+    "static": Recipe(vision_attention={"scaling": "static"}, scales=STATIC),
+}
+
+
+@pytest.fixture(scope="module")
+def tower():
+    made = make_tower("tiny", CPU).module
+    for block in made.blocks:  # zeros would hide what padding does through a bias
+        torch.nn.init.normal_(block.attn.qkv.bias, std=50.0)
+    return made
+
+
+@torch.no_grad()
+def eager(tower, inputs):
+    return tower(**inputs)
+
+
+def histories(tower):
+    layers = [(n, m) for n, m in tower.named_modules() if isinstance(m, EncoderAttention)]
+    return {f"{n}.{k}": v.clone() for n, m in layers for k, v in m.named_buffers()}
+
+
+def assert_same_result(actual, expected):
+    assert_same_bits(actual.last_hidden_state, expected.last_hidden_state)
+    assert_same_bits(actual.pooler_output, expected.pooler_output)
+    assert len(actual.deepstack_features) == len(expected.deepstack_features)
+    for one, other in zip(actual.deepstack_features, expected.deepstack_features, strict=True):
+        assert_same_bits(one, other)
+
+
+def assert_same_histories(one, other):
+    ours, theirs = histories(one), histories(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert_same_bits(value, theirs[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_padding_changes_nothing(tower, recipe):
+    """Bits of results and histories are those of calls without padding, request after request."""
+    plain, padded = twin(tower), twin(tower)
+    apply_(plain, RECIPES[recipe])
+    apply_(padded, RECIPES[recipe])
+    graphs = VisionGraphs(padded, BUDGETS, max_sequences=4)
+    for seed, sizes in enumerate(REQUESTS):
+        inputs = make_pixels(tower, sizes, seed=seed)
+        result = graphs.run_padded(**inputs)
+        assert_same_result(result, eager(plain, inputs))
+        assert_same_histories(padded, plain)
+        assert len(result.deepstack_features) == 1
+    if recipe == "dynamic":
+        passes = [v for n, v in histories(padded).items() if n.endswith("num_passes")]
+        assert all(v == len(REQUESTS) for v in passes)
+
+
+@pytest.mark.parametrize("is_zeroed", [True, False])
+def test_padding_holds_nothing_that_matters(tower, is_zeroed, monkeypatch):
+    """NaN in the rows of padding reaches no image, and no history unless zeroing is taken away."""
+    plain, padded = twin(tower), twin(tower)
+    for other in (plain, padded):
+        apply_(other, RECIPES["dynamic"])
+    graphs = VisionGraphs(padded, BUDGETS)
+    inputs = make_pixels(tower, REQUESTS[0])
+    request = graphs._padded(**inputs, budget=64)
+    request["hidden_states"][16:] = float("nan")
+    if not is_zeroed:
+        monkeypatch.setattr(vision_graphs, "_padding_zeroed", lambda *_: nullcontext())
+    with torch.no_grad():
+        result = graphs._cut(graphs._forward(request, 64), 16, 64, is_copied=False)
+    expected = eager(plain, inputs)
+    if is_zeroed:
+        assert_same_result(result, expected)
+        assert_same_histories(padded, plain)
+    else:
+        with pytest.raises(pytest.fail.Exception, match="elements differ"):
+            assert_same_histories(padded, plain)
+
+
+def test_zeros_are_no_harmless_padding(tower, monkeypatch):
+    """Why zeroing is needed: through the bias, patches of zeros have values that raise an amax."""
+    plain, padded = twin(tower), twin(tower)
+    for other in (plain, padded):
+        # A bias that only counts where a patch is zero: normalised images are far from it.
+        norm = other.blocks[0].norm1
+        other.blocks[0].norm1 = norm_of_zeros = torch.nn.Module()
+        norm_of_zeros.forward = lambda x, norm=norm: torch.where(
+            (x == 0).all(-1, keepdim=True), 100.0, norm(x).float()
+        ).to(x.dtype)
+        torch.nn.init.zeros_(other.patch_embed.proj.bias)
+        apply_(other, RECIPES["dynamic"])
+    inputs = make_pixels(tower, REQUESTS[0])
+    eager(plain, inputs)
+    VisionGraphs(padded, BUDGETS).run_padded(**inputs)
+    assert_same_histories(padded, plain)
+    monkeypatch.setattr(vision_graphs, "_padding_zeroed", lambda *_: nullcontext())
+    eager(plain, inputs)
+    VisionGraphs(padded, BUDGETS).run_padded(**inputs)
+    with pytest.raises(pytest.fail.Exception, match="elements differ"):
+        assert_same_histories(padded, plain)
+
+
+def test_a_layer_that_is_not_called_is_noticed(tower):
+    padded = twin(tower)
+    apply_(padded, RECIPES["dynamic"])
+    padded.elsewhere = EncoderAttention(2, 8, fp8=AttentionSettings())
+    with pytest.raises(UnsupportedError, match=r"expected 3 layers .* 2 were: use static scales"):
+        VisionGraphs(padded, BUDGETS).run_padded(**make_pixels(tower, REQUESTS[0]))
+
+
+def test_plans_and_their_reasons(tower):
+    other = twin(tower)
+    graphs = VisionGraphs(other, BUDGETS, max_sequences=2)
+    small, large = (make_pixels(tower, [size]) for size in ((128, 128), (1080, 1920)))
+    many = make_pixels(tower, [(128, 128)] * 3)
+    assert "attention 'sdpa' asks the device" in graphs.plan(small["grid_thw"]).reason
+    with pytest.raises(UnsupportedError, match="apply_ a recipe"):
+        graphs.run_padded(**small)
+    apply_(other, RECIPES["static"])
+    assert (
+        graphs.plan(small["grid_thw"]).reason == "CUDA graphs need a CUDA GPU, got a tower on cpu"
+    )
+    assert "more than the largest budget, 256" in graphs.plan(large["grid_thw"]).reason
+    assert "3 sequences are more than max_sequences 2" in graphs.plan(many["grid_thw"]).reason
+    with pytest.raises(UnsupportedError, match="more than the largest budget"):
+        graphs(**large, is_required=True)
+    assert_same_result(graphs(**large), eager(other, large))
+    empty = {"hidden_states": small["hidden_states"][:0], "grid_thw": small["grid_thw"][:0]}
+    assert graphs.plan(empty["grid_thw"]).reason == "the request has no tokens"
+    video = torch.tensor([[2, 2, 4]])  # two frames are two sequences
+    assert vision_graphs._cu_seqlens(video) == [0, 8, 16]
+    assert graphs._padding_plan(video).budget == 64
+
+
+def test_what_is_refused(tower):
+    with pytest.raises(UnsupportedError, match="expected a vision tower, one of .* got Linear"):
+        VisionGraphs(torch.nn.Linear(2, 2), BUDGETS)
+    with pytest.raises(ConfigError, match=r"multiples of 4 tokens.* got \[63\]"):
+        VisionGraphs(tower, [64, 63])
+    with pytest.raises(ConfigError, match="got none"):
+        VisionGraphs(tower, [])
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        VisionGraphs(tower, BUDGETS, max_sequences=0)
+    other = twin(tower)
+    apply_(other, RECIPES["static"])
+    inputs = make_pixels(tower, REQUESTS[0])
+    with pytest.raises(ConfigError, match="expected 16 rows of patches"):
+        VisionGraphs(other, BUDGETS).run_padded(inputs["hidden_states"][:8], inputs["grid_thw"])
+    with pytest.raises(ConfigError, match=r"expected grid_thw \[images, 3\]"):
+        VisionGraphs(other, BUDGETS).plan(torch.zeros(3))
+    restore_(other)
+
+
+def test_powers_of_two():
+    assert powers_of_two(1000) == (256, 512, 1024)
+    assert powers_of_two(4, smallest=4) == (4,)
+    with pytest.raises(ConfigError, match="expected 1 ≤ smallest ≤ largest"):
+        powers_of_two(3, smallest=4)
+
+
+def on_gpu():
+    return make_tower("qwen3-vl-30b-a3b", torch.device("cuda"), num_layers=2).module
+
+
+def batches(tower):
+    """40 requests of one to four images of 64 to 768 pixels, and so of three budgets."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(40):
+        num_images = int(torch.randint(1, 5, (), generator=generator))
+        sizes = torch.randint(2, 25, (num_images, 2), generator=generator) * 32
+        yield make_pixels(tower, [(int(h), int(w)) for h, w in sizes], seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replays_are_what_eager_calls_are(recipe):
+    """40 different batches: bits of results and histories, against padded calls without a graph."""
+    tower = on_gpu()
+    plain, captured = twin(tower), twin(tower)
+    apply_(plain, RECIPES[recipe])
+    apply_(captured, RECIPES[recipe])
+    budgets = powers_of_two(4 * 48 * 48)
+    graphs = VisionGraphs(captured, budgets, max_sequences=4)
+    reference = VisionGraphs(plain, budgets, max_sequences=4)
+    for inputs in batches(tower):
+        actual = graphs(**inputs, is_required=True)
+        expected = reference.run_padded(**inputs)
+        assert_same_result(actual, expected)
+        assert_same_histories(captured, plain)
+    assert len(graphs._captured) > 2
+
+
+@pytest.mark.gpu
+def test_replays_are_near_calls_without_padding():
+    """Matrix products may add up in another order for another number of rows, no more than that."""
+    tower = on_gpu()
+    plain, captured = twin(tower), twin(tower)
+    apply_(plain, RECIPES["dynamic"])
+    apply_(captured, RECIPES["dynamic"])
+    graphs = VisionGraphs(captured, powers_of_two(4 * 48 * 48), max_sequences=4)
+    for inputs in batches(tower):
+        actual = graphs(**inputs, is_required=True).pooler_output
+        assert relative_rms(actual, eager(plain, inputs).pooler_output) < 0.05
+
+
+@pytest.mark.gpu
+def test_graphs_of_a_tower_that_was_changed():
+    tower = on_gpu()
+    graphs = VisionGraphs(tower, [4096])
+    inputs = make_pixels(tower, [(256, 256)])
+    apply_(tower, RECIPES["dynamic"])
+    graphs(**inputs, is_required=True)
+    first = graphs._captured[4096]
+    graphs(**inputs, is_required=True)
+    assert graphs._captured[4096] is first
+    restore_(tower)
+    apply_(tower, RECIPES["dynamic"])
+    graphs(**inputs, is_required=True)
+    assert graphs._captured[4096] is not first
+    passes = [v for n, v in histories(tower).items() if n.endswith("num_passes")]
+    assert passes and all(v == 1 for v in passes)

@@ -1,0 +1,157 @@
+"""A whole vision tower, timed after it was checked."""
+
+import pytest
+import torch
+
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.transformers import vision_tower
+from octavo.integrations.transformers.vision_tower import (
+    make_pixels,
+    make_tower,
+    open_tower,
+    resized,
+    twin,
+)
+from octavo.layers.encoder_attention import EncoderAttention
+from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, run_encoder
+from octavo.testing.asserts import assert_same_bits
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tower():
+    return make_tower("tiny", CPU)
+
+
+def test_tokens_of_qwen3_vl():
+    """The table of vLLM's notes: rounded to 32 pixels, halves to even."""
+    tokens = {}
+    for name, size in RESOLUTIONS.items():
+        height, width = resized(*size, 32)
+        tokens[name] = height * width // 16**2
+    assert tokens == {"hd": 3520, "fullhd": 8160, "qhd": 14400, "4k": 32640}
+    assert resized(1, 1, 32) == (32, 32)
+
+
+def test_configs_are_qwens():
+    from transformers import AutoConfig
+
+    for name, out in (("qwen3-vl-30b-a3b", 2048), ("qwen3-vl-8b", 4096)):
+        model_type, sizes = vision_tower.CONFIGS[name]
+        config = AutoConfig.for_model(model_type, **sizes)
+        assert (config.depth, config.hidden_size, config.num_heads) == (27, 1152, 16)
+        assert (config.intermediate_size, config.out_hidden_size) == (4304, out)
+        assert list(config.deepstack_visual_indexes) == [8, 16, 24]
+
+
+def test_all_recipes_side_by_side(tower):
+    records, objections = run_encoder(tower, EncoderCase("hd", 1), "octavo bench encoder")
+    assert not objections
+    rows = {(record.impl, record.case["recipe"]): record for record in records}
+    assert set(rows) == {
+        *(("sdpa", "bf16"), ("octavo", "bf16")),
+        *(("octavo", "dynamic"), ("octavo", "static")),
+    }
+    for record in records:
+        assert record.op == "encoder" and record.baseline == "transformers sdpa BF16"
+        assert record.case["weights"] == "random" and record.case["graphs"] is False
+        assert record.values["tokens"] == 240 and record.values["median_ms"] > 0
+    stock, dynamic, static = (
+        *(rows["sdpa", "bf16"], rows["octavo", "dynamic"], rows["octavo", "static"]),
+    )
+    assert stock.values["relative_rms"] == 0 and stock.values["speedup"] == 1
+    assert rows["octavo", "bf16"].values["relative_rms"] < 0.01
+    for fp8 in (dynamic, static):
+        assert 0.01 < fp8.values["relative_rms"] < 0.07
+        assert 0 < fp8.values["tower_relative_rms"] < 0.07
+
+
+def test_wrong_attention_is_not_timed(tower, monkeypatch):
+    """The planted failure: attention that gives zeros."""
+    monkeypatch.setattr(
+        EncoderAttention, "forward", lambda self, query, *_, **__: torch.zeros_like(query)
+    )
+    with pytest.raises(UnsupportedError, match="octavo, dynamic is wrong"):
+        run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["dynamic"])
+
+
+def test_without_a_stock_tower_there_is_no_speedup(tower):
+    (record,), _ = run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["dynamic"])
+    assert record.baseline is None and "speedup" not in record.values
+
+
+def test_the_tower_stays_as_it_was(tower):
+    keys = list(tower.module.state_dict())
+    run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["static"])
+    assert list(tower.module.state_dict()) == keys
+    assert tower.module.config._attn_implementation == "sdpa"
+
+
+def test_what_is_refused(tower):
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA GPU"):
+        run_encoder(tower, EncoderCase("hd", 1), "x", use_graphs=True)
+    with pytest.raises(ConfigError, match="expected recipes of bf16, dynamic, static; got int4"):
+        run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["bf16", "int4"])
+    with pytest.raises(ConfigError, match="got none"):
+        run_encoder(tower, EncoderCase("hd", 1), "x", recipes=[])
+    with pytest.raises(ConfigError, match="expected resolutions of .*; got '8k'"):
+        EncoderCase("8k", 1)
+    with pytest.raises(ConfigError, match="at least one image, got 0"):
+        EncoderCase("hd", 0)
+    with pytest.raises(ConfigError, match="expected a config, one of .* got 'huge'"):
+        make_tower("huge", CPU)
+    with pytest.raises(ConfigError, match="expected 1 to 2 layers, got 3"):
+        make_tower("tiny", CPU, num_layers=3)
+
+
+def test_towers_share_weights_but_not_settings(tower):
+    other = twin(tower.module)
+    ours, theirs = (list(t.parameters()) for t in (tower.module, other))
+    assert all(a is b for a, b in zip(ours, theirs, strict=True))
+    other.config._attn_implementation = "eager"
+    assert tower.module.config._attn_implementation == "sdpa"
+    assert other.blocks[0].attn.config._attn_implementation == "eager"
+
+
+def test_towers_of_folders(tmp_path, tower):
+    """A whole model's files: the tower's weights among others; then a config alone."""
+    from safetensors.torch import save_file
+
+    tower.module.config.save_pretrained(tmp_path)
+    assert open_tower(tmp_path, CPU, num_layers=1).weights == "random"
+    state = {f"model.visual.{k}": v.contiguous() for k, v in tower.module.state_dict().items()}
+    save_file(
+        {**state, "model.language_model.norm.weight": torch.ones(2)}, tmp_path / "a.safetensors"
+    )
+    opened = open_tower(tmp_path, CPU)
+    assert opened.weights == "checkpoint" and opened.name == tmp_path.name
+    inputs = make_pixels(tower.module, [(256, 256)])
+    with torch.no_grad():
+        expected, actual = (t.module(**inputs).pooler_output for t in (tower, opened))
+    assert_same_bits(actual, expected)
+    with pytest.raises(ConfigError, match="has weights for every layer"):
+        open_tower(tmp_path, CPU, num_layers=1)
+    del state["model.visual.blocks.1.attn.proj.bias"]
+    save_file(state, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"none for 1 of .*blocks\.1\.attn\.proj\.bias"):
+        open_tower(tmp_path, CPU)
+    with pytest.raises(CheckpointError, match="expected a model's folder with a config.json"):
+        open_tower(tmp_path / "none", CPU)
+
+
+@pytest.mark.gpu
+def test_graphs_are_timed_too():
+    tower = make_tower("qwen3-vl-30b-a3b", torch.device("cuda"), num_layers=2)
+    records, objections = run_encoder(tower, EncoderCase("hd", 3), "x", use_graphs=True)
+    rows = {(r.impl, r.case["recipe"], r.case["graphs"]) for r in records}
+    assert {
+        ("octavo", "static", True),
+        ("octavo", "dynamic", True),
+        ("octavo", "bf16", True),
+    } <= rows
+    assert ("sdpa", "bf16", True) not in rows
+    assert any("asks the device for lengths" in o.reason for o in objections)
+    assert all(r.values["tokens"] == 3 * 3520 for r in records)
