@@ -77,9 +77,11 @@ def test_products_and_registers(head_dim):
     assert kernel.opcodes["SHFL"] <= 24
 
 
-@pytest.mark.parametrize("head_dim", [72, 96, 128, 160])
+@pytest.mark.parametrize("head_dim", [72, 96, 128, 160, 192])
 def test_packed_and_causal(head_dim):
-    assert compiled(head_dim, "IS_CAUSAL", "IS_PACKED").stack_bytes == 0
+    # 192: as above, and more so in the loop that hides keys.
+    most = 80 if head_dim == 192 else 0
+    assert compiled(head_dim, "IS_CAUSAL", "IS_PACKED").stack_bytes <= most
 
 
 @pytest.mark.parametrize("uses", [USES, ["HAS_SOFTCAP"]], ids=["all", "softcap"])

@@ -28,8 +28,8 @@ def chartqa(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model's folder or name; left out, the small chart reader that comes with "
-            "octavo.",
+            help="A model's folder or name; left out, the small chart reader "
+            "(scripts/train_chart_reader.py trains it).",
             show_default=False,
         ),
     ] = None,

@@ -28,6 +28,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).parent))
 import image_models  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from octavo.integrations.transformers import calibrate as calibrate_module  # noqa: E402
 from octavo.integrations.transformers.calibrate import (  # noqa: E402
@@ -37,6 +38,7 @@ from octavo.integrations.transformers.calibrate import (  # noqa: E402
     encode,
     load_image_model,
 )
+from octavo.integrations.transformers.vision import find_layers  # noqa: E402
 
 STATIC = {"scaling": "static"}
 
@@ -97,6 +99,26 @@ def test_an_error_leaves_the_model_as_it_was():
     with pytest.raises(ZeroDivisionError), observe(model, lambda *_: 1 / 0):
         features(model, inputs)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "cu_seq_lens_q and max_length_q"),
+        ({"softcap": 30.0}, "got softcap"),
+        ({"cu_seq_lens_k": torch.zeros(2)}, "two cu_seq_lens"),
+    ],
+)
+def test_a_call_that_attends_otherwise_is_not_observed(options, reason):
+    model = image_models.make_model()
+    seen = []
+    module = next(iter(find_layers(model).values()))
+    x = torch.zeros(1, module.num_heads, 4, module.head_dim)
+    with observe(model, lambda *args: seen.append(args)):
+        attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+        with pytest.raises(UnsupportedError, match=reason):
+            attend(module, x, x, x, None, scaling=1.0, is_causal=False, **options)
+    assert not seen
 
 
 def test_a_model_in_fp8_is_refused():

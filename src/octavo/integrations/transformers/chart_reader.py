@@ -258,7 +258,7 @@ def save_chart_reader(reader: ChartReader, folder: Path) -> int:
 
 
 def load_chart_reader(folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16) -> ChartReader:
-    """The reader that comes with octavo, or that of another folder, on the CPU."""
+    """The trained reader, or that of another folder, on the CPU."""
     if missing := [n for n in (MARK, CONFIG, TOKENIZER, WEIGHTS) if not (folder / n).is_file()]:
         raise CheckpointError(
             f"expected the chart reader's files in {folder}, got no {', '.join(missing)}: make "

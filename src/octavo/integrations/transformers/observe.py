@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.transformers.vision import find_layers, scale_name
+from octavo.integrations.transformers.vision import PACKED, REFUSED, find_layers, scale_name
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.attention import AttentionSpec, Packing
 
@@ -72,6 +72,7 @@ def _attend(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -82,6 +83,17 @@ def _attend(
         raise UnsupportedError(
             f"{name}: expected images without padding, causal order or dropout, as FP8 attention "
             "takes them"
+        )
+    given = sorted(key for key in REFUSED if kwargs.get(key) is not None)
+    if given or (cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q):
+        raise UnsupportedError(
+            f"{name}: expected one cu_seq_lens and nothing that changes attention, got "
+            f"{', '.join(given) or 'two cu_seq_lens'}"
+        )
+    if type(module).__name__ in PACKED and (cu_seq_lens_q is None or max_length_q is None):
+        raise UnsupportedError(
+            f"{name}: expected cu_seq_lens_q and max_length_q, which keep images apart, got none: "
+            "update transformers"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     see(name, q, k, v)
