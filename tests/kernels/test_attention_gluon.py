@@ -55,7 +55,7 @@ def run(inputs, config=None):
 def check(inputs, config=None):
     call = reference.attention if "packing" not in inputs else reference.varlen_attention
     truth, truth_lse = call(**inputs, compute=torch.float64)
-    config = config or default_gluon(inputs["q"].shape[-1])
+    config = config or default_gluon(inputs["q"].shape[-1], inputs["spec"])
     model, _ = call(**inputs, rounding=kernel_rounding(E4M3, inputs["spec"]))
     _, model_lse = call(**inputs, rounding=Rounding(E4M3, HOPPER_FP8, config.has_ones))
     out, lse = run(inputs, config)
@@ -187,17 +187,13 @@ def test_strided_and_unaligned_operands():
 CONFIGS = [
     *((head_dim, GluonConfig()) for head_dim in (64, 72, 96)),
     *((head_dim, GluonConfig(has_ones=True)) for head_dim in (64, 72, 80, 96, 128)),
-    *((head_dim, GluonConfig(q_in_registers=True, num_stages=2)) for head_dim in (64, 72)),
+    *((head_dim, GluonConfig(num_stages=2)) for head_dim in (64, 72)),
     *((head_dim, GluonConfig(num_stages=8, has_ones=True)) for head_dim in (64, 72)),
     (128, GluonConfig(num_stages=2)),
     *((64, GluonConfig(block_n=64, has_ones=has_ones)) for has_ones in (False, True)),
     *((head_dim, GluonConfig(has_one_loop=True)) for head_dim in (96, 104, 128)),
     *((head_dim, GluonConfig(is_persistent=True, has_ones=True)) for head_dim in (64, 72, 80)),
-    (72, GluonConfig(is_persistent=True, has_ones=True, q_in_registers=True, num_stages=2)),
-    *(
-        (head_dim, GluonConfig(num_consumers=3, block_n=64, num_stages=8, has_ones=True))
-        for head_dim in (64, 72)
-    ),
+    (72, GluonConfig(is_persistent=True, num_stages=2)),
     *((head_dim, GluonConfig(block_n=64, has_one_loop=True)) for head_dim in (136, 192)),
 ]
 
@@ -233,7 +229,8 @@ def test_where_the_ring_begins_again(head_dim, causal):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_defaults_are_valid(head_dim):
-    assert is_valid_gluon(default_gluon(head_dim))
+    for causal in (False, True):
+        assert is_valid_gluon(default_gluon(head_dim, AttentionSpec(causal=causal)))
 
 
 @pytest.mark.parametrize("changes", [{"block_n": 96}, {"num_stages": 3}, {"num_stages": 1}])
@@ -376,3 +373,14 @@ def test_objections(device, dtypes, head_dim, granularity, features, message):
 def test_no_objection():
     features = TRANSPOSED | {"causal", "window", "sinks", "softcap", "packed", "lse"}
     assert hopper_objection(H200, (E4M3, E4M3), 72, "head", features) is None
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_more_tiles_than_programs(head_dim):
+    check(dense(batch=40, q_len=200, kv_len=300, num_heads=4, num_kv_heads=2, head_dim=head_dim))
+    lengths = (700, *(1 + 13 * i % 131 for i in range(60)), 0, 390)
+    for has_sinks in (False, True):
+        case = PackedCase(q_lens=lengths, kv_lens=lengths, head_dim=head_dim, has_sinks=has_sinks)
+        check(make_packed_inputs(case, dtype=E4M3, device="cuda"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.kernels.attention.config import default_gluon, split_head_dim
+from octavo.numerics.attention import AttentionSpec
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,7 +20,12 @@ USES = ["IS_PACKED", "IS_CAUSAL", "HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"]
 
 def compiled(head_dim, *used):
     (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
-    config = default_gluon(head_dim)
+    spec = AttentionSpec(
+        causal="IS_CAUSAL" in used,
+        window=9 if "HAS_WINDOW" in used else None,
+        softcap=9.0 if "HAS_SOFTCAP" in used else None,
+    )
+    config = default_gluon(head_dim, spec)
     n = config.block_n
     e2_copied = 8 if config.has_ones and e2 and head_dim - e1 == 8 else e2
     tiles = {
@@ -46,17 +52,14 @@ def compiled(head_dim, *used):
             **dict.fromkeys(["softmax_scale", "softcap"], "fp32"),
         },
         {
-            "NUM_CONSUMERS": config.num_consumers,
             "BLOCK_N": n,
             "NUM_STAGES": config.num_stages,
             "HEAD_DIM": head_dim,
             **dict(zip(("D1", "D2", "E1", "E2"), (d1, d2, e1, e2), strict=True)),
             **{name: name in used for name in USES},
             "HAS_ONES": config.has_ones,
-            "Q_IN_REGISTERS": config.q_in_registers,
             "HAS_ONE_LOOP": config.has_one_loop,
             "IS_PERSISTENT": config.is_persistent,
-            "CONSUMER_REGISTERS": 240,
             "E2_COPIED": e2_copied,
         },
         aligned=[*pointers],
@@ -77,6 +80,11 @@ def test_products_and_registers(head_dim):
     assert kernel.opcodes["SHFL"] <= 24
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_packed(head_dim):
+    assert compiled(head_dim, "IS_PACKED").stack_bytes == 0
+
+
 @pytest.mark.parametrize("head_dim", [72, 96, 128, 160, 192])
 def test_packed_and_causal(head_dim):
     # 192: as above, and more so in the loop that hides keys.
@@ -91,4 +99,4 @@ def test_more_to_do_in_a_turn(head_dim, uses):
 
 
 def test_settings_are_numbers():
-    assert all(type(value) in (int, bool) for value in astuple(default_gluon(64)))
+    assert all(type(value) in (int, bool) for value in astuple(default_gluon(64, AttentionSpec())))

@@ -240,7 +240,7 @@ def test_hopper_on_a_gpu(head_dim):
     del inputs["max_seqlen_q"]
     truth, truth_lse = paged_attention(**inputs, compute=torch.float64)
     model, _ = paged_attention(**inputs, rounding=kernel_rounding(E4M3, case.spec))
-    rounding = Rounding(E4M3, HOPPER_FP8, default_gluon(head_dim).has_ones)
+    rounding = Rounding(E4M3, HOPPER_FP8, default_gluon(head_dim, case.spec).has_ones)
     _, model_lse = paged_attention(**inputs, rounding=rounding)
     assert_within_budget(chosen, truth=truth, model=model)
     assert_within_budget(lse, truth=truth_lse, model=model_lse)

@@ -6,6 +6,7 @@ import torch
 
 from octavo.kernels import tuning
 from octavo.kernels.device import Device
+from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import is_fp8
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
@@ -40,24 +41,27 @@ class AttentionConfig:
 class GluonConfig:
     """Launch settings of the kernel for Hopper: 128 queries a program, block_n keys at a time.
 
-    has_ones: the tensor core adds up the rows of P, too. q_in_registers: queries are read from
-    shared memory once. has_one_loop: tiles that hide keys are not apart, which saves registers.
-    is_persistent: a program for each SM does one tile of queries after the other.
+    has_ones: the tensor core adds up the rows of P, too. has_one_loop: tiles that hide keys are not
+    apart, which saves registers. is_persistent: a program for each SM does one tile of queries
+    after the other.
     """
 
-    num_consumers: int = 2
     block_n: int = 128
     num_stages: int = 4
     has_ones: bool = False
-    q_in_registers: bool = False
     has_one_loop: bool = False
     is_persistent: bool = False
 
 
-def default_gluon(head_dim: int) -> GluonConfig:
-    """The launch settings by rule: what each head_dim has registers for."""
+def default_gluon(head_dim: int, spec: AttentionSpec) -> GluonConfig:
+    """The launch settings by rule: what each head_dim has registers for.
+
+    Where jobs differ in length the hardware deals them out better than a program for each SM does,
+    and what hides keys takes the registers that a loop over jobs needs.
+    """
     if head_dim <= 80:
-        return GluonConfig(has_ones=True, q_in_registers=64 < head_dim < 80)
+        is_plain = not spec.causal and spec.window is None and spec.softcap is None
+        return GluonConfig(has_ones=True, is_persistent=is_plain)
     if head_dim < 128:
         return GluonConfig(has_ones=True, has_one_loop=True)
     return GluonConfig(block_n=128 if head_dim == 128 else 64)

@@ -34,12 +34,11 @@ from octavo.numerics.value_layout import ValueLayout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-# Queries of a warpgroup.
-ROWS = gl.constexpr(64)
-# By warpgroups that attend, registers of a thread: as launched, and of those that attend. An SM has
-# 65536, and a thread that copies takes 24.
-REGISTERS = {2: (168, 240), 3: (128, 160)}
-PRODUCER_REGISTERS = gl.constexpr(24)
+# Warpgroups that attend, and queries of each.
+NUM_CONSUMERS, ROWS = gl.constexpr(2), gl.constexpr(64)
+# Of a thread: as launched, then of those that attend and of those that copy. An SM has 65536.
+MAX_REGISTERS = 168
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 # P ≤ 1 is multiplied by 2^8 before it is rounded, to use more of e4m3's range.
 WEIGHT_BITS = gl.constexpr(8.0)
 
@@ -54,9 +53,10 @@ mov.b32 $0, {low, high};
 # The operand P is its words as they are.
 UNPACK = gl.constexpr("mov.b32 $0, $1;")
 # Barrier 8 + W lets warpgroup W have its turn; the first ones are the compiler's own.
-_TAKE, _PASS = "bar.sync {}, 256; mov.b32 $0, $1;", "bar.arrive {}, 256; mov.b32 $0, $1;"
-TAKE_0, TAKE_1, TAKE_2 = (gl.constexpr(_TAKE.format(8 + w)) for w in range(3))
-PASS_0, PASS_1, PASS_2 = (gl.constexpr(_PASS.format(8 + w)) for w in range(3))
+TAKE_FIRST, TAKE_SECOND = (gl.constexpr(f"bar.sync {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1))
+PASS_FIRST, PASS_SECOND = (
+    gl.constexpr(f"bar.arrive {8 + w}, 256; mov.b32 $0, $1;") for w in (0, 1)
+)
 
 
 @aggregate
@@ -67,7 +67,6 @@ class Tiles:
     and those that do not.
     """
 
-    NUM_CONSUMERS: gl.constexpr
     BLOCK_N: gl.constexpr
     NUM_STAGES: gl.constexpr
     HEAD_DIM: gl.constexpr
@@ -83,7 +82,6 @@ class Tiles:
     HAS_SINKS: gl.constexpr
     HAS_ONES: gl.constexpr
     HAS_OWN_ONES: gl.constexpr  # not in the rows of the rest that are left
-    Q_IN_REGISTERS: gl.constexpr
     HAS_ONE_LOOP: gl.constexpr
     IS_PERSISTENT: gl.constexpr
     s_layout: gl.constexpr
@@ -94,7 +92,6 @@ class Tiles:
     @gluon.constexpr_function
     def __init__(
         self,
-        NUM_CONSUMERS,
         BLOCK_N,
         NUM_STAGES,
         HEAD_DIM,
@@ -109,11 +106,9 @@ class Tiles:
         HAS_SOFTCAP,
         HAS_SINKS,
         HAS_ONES,
-        Q_IN_REGISTERS,
         HAS_ONE_LOOP,
         IS_PERSISTENT,
     ):
-        self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.NUM_STAGES = gl.constexpr(NUM_STAGES)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
@@ -129,7 +124,6 @@ class Tiles:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.HAS_ONES = gl.constexpr(HAS_ONES)
         self.HAS_OWN_ONES = gl.constexpr(HAS_ONES and E2_COPIED == E2)
-        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         # A window hides keys at both ends, and a cap spills where nothing interrupts the loop.
         self.HAS_ONE_LOOP = gl.constexpr(HAS_ONE_LOOP or HAS_WINDOW or HAS_SOFTCAP)
         self.IS_PERSISTENT = gl.constexpr(IS_PERSISTENT)
@@ -247,16 +241,15 @@ def _exp2(x):
 
 @gluon.jit
 def _take_turn(some, W: gl.constexpr):
-    """Wait until the warpgroup before passes the turn; `some` is any number."""
-    TAKE: gl.constexpr = TAKE_0 if W == 0 else TAKE_1 if W == 1 else TAKE_2
+    """Wait until the other warpgroup passes the turn; `some` is any number."""
+    TAKE: gl.constexpr = TAKE_FIRST if W == 0 else TAKE_SECOND
     gl.inline_asm_elementwise(TAKE, "=r,r", [some], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _pass_turn(some, W: gl.constexpr, tiles):
-    """Let the next warpgroup have its turn."""
-    NEXT: gl.constexpr = (W + 1) % tiles.NUM_CONSUMERS
-    PASS: gl.constexpr = PASS_0 if NEXT == 0 else PASS_1 if NEXT == 1 else PASS_2
+def _pass_turn(some, W: gl.constexpr):
+    """Let the other warpgroup have its turn."""
+    PASS: gl.constexpr = PASS_SECOND if W == 0 else PASS_FIRST
     gl.inline_asm_elementwise(PASS, "=r,r", [some], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -347,12 +340,14 @@ def _produce(tiles, shared, work, copies):
     base = num_jobs * 0  # stages used by the jobs before
     count = num_jobs * 0  # of those jobs
     if tiles.IS_PERSISTENT:
-        for index in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
-            job = _make_job(index, work, tiles)
-            if job.num_tiles > 0:
-                _copy_job(tiles, shared, job, base, count, copies)
-                base += job.num_tiles + 1
-                count += 1
+        for first in range(0, num_jobs, gl.num_programs(0)):
+            index = _job_after(first)
+            if index < num_jobs:
+                job = _make_job(index, work, tiles)
+                if job.num_tiles > 0:
+                    _copy_job(tiles, shared, job, base, count, copies)
+                    base += job.num_tiles + 1
+                    count += 1
     else:
         job = _make_job(gl.program_id(0), work, tiles)
         if job.num_tiles > 0:
@@ -369,10 +364,10 @@ def _copy_job(tiles, shared, job, base, count, copies):
     place, turn = _stage(count, 2)
     bar = shared.has_q.index(place)
     mbarrier.wait(shared.q_free.index(place), turn ^ 1)
-    mbarrier.expect(bar, tiles.NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
-    for w in gl.static_range(tiles.NUM_CONSUMERS):
+    mbarrier.expect(bar, NUM_CONSUMERS * ROWS * (tiles.D1 + tiles.D2))
+    for w in gl.static_range(NUM_CONSUMERS):
         row = job.q_token + w * ROWS
-        slot = place * tiles.NUM_CONSUMERS + w
+        slot = place * NUM_CONSUMERS + w
         tma.async_copy_global_to_shared(
             q_desc, [job.batch, job.head, row, 0], bar, shared.q.index(slot)
         )
@@ -583,13 +578,15 @@ def _consume(tiles, shared, work, results, W: gl.constexpr):
     base = num_jobs * 0  # stages used by the jobs before
     count = num_jobs * 0  # of those jobs
     if tiles.IS_PERSISTENT:
-        for index in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
-            job = _make_job(index, work, tiles)
-            if job.first_row < job.q_len:
-                _attend(tiles, shared, job, base, count, results, W)
-            if job.num_tiles > 0:
-                base += job.num_tiles + 1
-                count += 1
+        for first in range(0, num_jobs, gl.num_programs(0)):
+            index = _job_after(first)
+            if index < num_jobs:
+                job = _make_job(index, work, tiles)
+                if job.first_row < job.q_len:
+                    _attend(tiles, shared, job, base, count, results, W)
+                if job.num_tiles > 0:
+                    base += job.num_tiles + 1
+                    count += 1
     else:
         job = _make_job(gl.program_id(0), work, tiles)
         if job.first_row < job.q_len:
@@ -615,12 +612,12 @@ def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
     acc2 = gl.zeros([ROWS, tiles.E2 if tiles.E2 > 0 else 8], gl.float32, tiles.o2_layout)
     if num_tiles > 0:
         place, turn = _stage(count, 2)
-        slot = place * tiles.NUM_CONSUMERS + W
+        slot = place * NUM_CONSUMERS + W
         mbarrier.wait(shared.has_q.index(place), turn)
-        q = _queries(shared.q, slot, tiles.D1, tiles)
+        q = _flat(shared.q.index(slot), ROWS, tiles.D1)
         q2 = q
         if tiles.D2 > 0:
-            q2 = _queries(shared.q2, slot, tiles.D2, tiles)
+            q2 = _flat(shared.q2.index(slot), ROWS, tiles.D2)
         stage, turn = _stage(base, STAGES)
         mbarrier.wait(shared.full.index(stage), turn)
         s = _logits(q, q2, shared, stage, tiles)
@@ -632,8 +629,8 @@ def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
         stage, turn = _stage(base + 1, STAGES)
         mbarrier.wait(shared.full.index(stage), turn)
         s = _logits(q, q2, shared, stage, tiles)
-        if W == tiles.NUM_CONSUMERS - 1:
-            _pass_turn(num_tiles, W, tiles)
+        if W == 1:
+            _pass_turn(num_tiles, W)
         p = _exp2(x)
         sums = _add_rows(sums, p, shrink, tiles)
         words = _pack(p, BLOCK_N)
@@ -735,7 +732,7 @@ def _turn(j, state, fixed, W: gl.constexpr, HIDES: gl.constexpr):
     x = s * factor + offset[:, None]
     mbarrier.arrive(shared.empty.index(stage), count=1)
     mbarrier.wait(shared.full.index(next_stage), next_turn)
-    _pass_turn(j, W, tiles)
+    _pass_turn(j, W)
     s = _logits(q, q2, shared, next_stage, tiles)
     p = _exp2(x)
     sums = _add_rows(sums, p, new_shrink, tiles)
@@ -762,13 +759,14 @@ def _factors(job, scales, softmax, tiles):
 
 
 @gluon.jit
-def _queries(ref, slot, WIDTH: gl.constexpr, tiles):
-    """A warpgroup's queries as an operand: in shared memory, or in registers if those suffice."""
-    q = _flat(ref.index(slot), ROWS, WIDTH)
-    if tiles.Q_IN_REGISTERS:
-        return q.load(gl.DotOperandLayout(0, tiles.s_layout, 4))
-    else:
-        return q
+def _job_after(first):
+    """This program's job in the round that begins with job `first`, when a program has many.
+
+    Programs take turns in being first: else those jobs of short sequences that have no rows would
+    fall to the same programs in every round.
+    """
+    num_programs = gl.num_programs(0)
+    return first + (gl.program_id(0) + first // num_programs) % num_programs
 
 
 @gluon.jit
@@ -777,7 +775,7 @@ def _make_job(index, work, tiles):
     _, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_row_tiles, heads, lengths = work
     num_heads, group = heads
     q_len, kv_len, window = lengths
-    BLOCK_M: gl.constexpr = tiles.NUM_CONSUMERS * ROWS
+    BLOCK_M: gl.constexpr = NUM_CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
     tile = index % num_row_tiles
     if tiles.IS_CAUSAL:
@@ -875,7 +873,6 @@ def _attention_kernel(
     window,
     softmax_scale,
     softcap,
-    NUM_CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -890,14 +887,11 @@ def _attention_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_ONES: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
     HAS_ONE_LOOP: gl.constexpr,
     IS_PERSISTENT: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Tiles of queries, one after the other; a program for each SM."""
+    """One tile of queries, or one after the other where IS_PERSISTENT."""
     tiles = Tiles(
-        NUM_CONSUMERS,
         BLOCK_N,
         NUM_STAGES,
         HEAD_DIM,
@@ -912,7 +906,6 @@ def _attention_kernel(
         HAS_SOFTCAP,
         HAS_SINKS,
         HAS_ONES,
-        Q_IN_REGISTERS,
         HAS_ONE_LOOP,
         IS_PERSISTENT,
     )
@@ -954,7 +947,6 @@ def _attention_kernel(
     shared = Shared(q, q2, k, k2, v, v2, ones, has_q, q_free, full, empty)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    THIRD: gl.constexpr = 2
     heads = (num_heads, group)
     lengths = (q_len, kv_len, window)
     work = (num_jobs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_row_tiles, heads, lengths)
@@ -964,27 +956,15 @@ def _attention_kernel(
     scales = (scale_ptrs, scale_strides)
     results = (out_ptr, lse_ptr, sink_ptr, scales, softmax, num_heads, num_tokens)
     copies = (q_desc, q2_desc, k_desc, k2_desc, v_desc, v2_desc)
-    if NUM_CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, shared, work, results, FIRST)),
-                (_consume, (tiles, shared, work, results, SECOND)),
-                (_consume, (tiles, shared, work, results, THIRD)),
-                (_produce, (tiles, shared, work, copies)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, shared, work, results, FIRST)),
-                (_consume, (tiles, shared, work, results, SECOND)),
-                (_produce, (tiles, shared, work, copies)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, shared, work, results, FIRST)),
+            (_consume, (tiles, shared, work, results, SECOND)),
+            (_produce, (tiles, shared, work, copies)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def attention(
@@ -1008,10 +988,9 @@ def attention(
     num_tokens, num_heads, head_dim = q.shape[-3:]
     kv_len, num_kv_heads = k.shape[-3:-1]
     max_q_len = num_tokens if packing is None else max(1, packing.max_seqlen_q)
-    config = config or default_gluon(head_dim)
+    config = config or default_gluon(head_dim, spec)
     assert is_valid_gluon(config)
-    max_registers, consumer_registers = REGISTERS[config.num_consumers]
-    num_row_tiles = triton.cdiv(max_q_len, config.num_consumers * ROWS.value)
+    num_row_tiles = triton.cdiv(max_q_len, NUM_CONSUMERS.value * ROWS.value)
     num_sequences = q.shape[0]
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -1061,7 +1040,6 @@ def attention(
         spec.window or 0,
         spec.scale_for(head_dim),
         spec.softcap or 1.0,
-        NUM_CONSUMERS=config.num_consumers,
         BLOCK_N=block_n,
         NUM_STAGES=config.num_stages,
         HEAD_DIM=head_dim,
@@ -1076,12 +1054,10 @@ def attention(
         HAS_SOFTCAP=spec.softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_ONES=config.has_ones,
-        Q_IN_REGISTERS=config.q_in_registers,
         HAS_ONE_LOOP=config.has_one_loop,
         IS_PERSISTENT=config.is_persistent,
-        CONSUMER_REGISTERS=consumer_registers,
         num_warps=4,
-        maxnreg=max_registers,
+        maxnreg=MAX_REGISTERS,
     )
     return out, lse
 

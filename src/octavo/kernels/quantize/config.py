@@ -19,8 +19,6 @@ MIN_CHUNKED = 48_000_000
 MAX_PARTIALS = 1024
 # Rows in registers: so many tiles, and so many values of a thread.
 MAX_CHUNKS, MAX_PER_THREAD = 12, 64
-# Narrower tiles leave a thread less than one wide load of each.
-MIN_EXACT = 512
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,6 @@ def is_valid(config: QuantizeConfig, granularity: Granularity) -> bool:
 
 def _default_rows(num_rows: int, num_columns: int) -> QuantizeConfig:
     """A whole row in registers unless there is much of it; figures: results/kernels_h200.jsonl."""
-    exact = num_columns & -num_columns  # the widest tile without a tail
-    num_chunks = num_columns // exact if num_columns else 0
-    if exact >= MIN_EXACT and 1 < num_chunks <= MAX_CHUNKS and num_columns <= MAX_ROW:
-        num_warps = _power_of_two(-(-num_columns // 2048))  # at most 64 values for each thread
-        return QuantizeConfig(1, exact, num_warps, num_chunks=num_chunks)
     width = _power_of_two(num_columns)
     is_chunked = width > 4096 and num_rows * num_columns >= MIN_CHUNKED
     if width > MAX_ROW or is_chunked:
