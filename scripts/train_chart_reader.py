@@ -19,7 +19,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,7 +49,7 @@ from octavo.integrations.transformers.chart_reader import (
 from octavo.integrations.transformers.chart_reader_training import (
     IGNORED,
     ChartReaderLoss,
-    attention_of_equal_images,
+    equal_images,
 )
 from octavo.measure import store
 from octavo.measure.evaluate.chart_drawing import draw_chart
@@ -65,6 +65,8 @@ from octavo.measure.evaluate.charts import (
     vocabulary,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
+
+Reading = tuple[Tensor, ...]  # images, ids, labels
 
 FIRST_SEED = 10**9  # held-out charts have seeds below
 QUESTIONS = 4
@@ -88,7 +90,8 @@ class Settings:
     eval_questions: int
     eval_every: int
     final_questions: int
-    use_compile: bool
+    start: Path | None
+    first_seed: int
 
 
 @dataclass(frozen=True)
@@ -153,10 +156,10 @@ class Feed:
         self.settings, self.next_seed = settings, first
         self.pool = ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn"))
         self.pending: deque[Future[Batch]] = deque()
-        self.readings: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.readings: list[Reading] = []
         self.rng = random.Random(first)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Reading]:
         num_waiting = 4 * self.settings.reuse  # readings of one batch of images come apart
         while True:
             while len(self.readings) < num_waiting:
@@ -171,10 +174,32 @@ class Feed:
         images = torch.from_numpy(batch.images).to(device)
         for ids, labels in zip(batch.ids, batch.labels, strict=True):
             texts = (torch.from_numpy(x).to(device) for x in (ids, labels))
-            self.readings.append((images, *texts))  # type: ignore[arg-type]
+            self.readings.append((images, *texts))
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Graph:
+    """A step as a CUDA graph: thousands of small kernels without a launch of each."""
+
+    def __init__(self, learn: Callable[[Reading], Tensor], reading: Reading) -> None:
+        self.reading = tuple(x.clone() for x in reading)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # steps like others: what they learn stays
+                learn(self.reading)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = learn(self.reading)
+
+    def __call__(self, reading: Reading) -> Tensor:
+        for mine, given in zip(self.reading, reading, strict=True):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.loss.clone()
 
 
 class Run:
@@ -183,28 +208,35 @@ class Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         torch.set_float32_matmul_precision("high")
-        self.reader = make_chart_reader(vocabulary()).to(settings.device)
+        self.reader = make_chart_reader(vocabulary())
+        if settings.start is not None:
+            first = load_chart_reader(settings.start, torch.float32)
+            self.reader.model.load_state_dict(first.model.state_dict())
+        self.reader.to(settings.device)
         self.loss = ChartReaderLoss(self.reader.model)
-        is_cuda = settings.device.startswith("cuda")
-        matrices = [p for p in self.reader.model.parameters() if p.dim() > 1]
-        others = [p for p in self.reader.model.parameters() if p.dim() < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": 0.05},
-            {"params": others},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=is_cuda
-        )
-        self.step, self.seconds, self.next_seed = 0, 0.0, 0
+        self.is_cuda = settings.device.startswith("cuda")
+        self.learning_rate = torch.tensor(0.0, device=settings.device)
+        self.optimizer = self._make_optimizer()
+        self.graphs: dict[tuple[int, ...], _Graph] = {}
+        self.step, self.seconds, self.next_seed = 0, 0.0, settings.first_seed
         if self.checkpoint.is_file():
             self._resume()
-        if settings.use_compile:
-            for layer in (*self._inner.visual.blocks, *self._inner.language_model.layers):
-                layer.compile(dynamic=False)
 
-    @property
-    def _inner(self) -> Any:
-        return self.reader.model.model
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        parameters = list(self.reader.model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # in place from now on: graphs know where
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.05},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            groups,
+            lr=self.learning_rate,
+            betas=(0.9, 0.98),
+            fused=self.is_cuda or None,
+            capturable=self.is_cuda,
+        )
 
     @property
     def checkpoint(self) -> Path:
@@ -214,6 +246,8 @@ class Run:
         state = torch.load(self.checkpoint, map_location=self.settings.device, weights_only=True)
         self.reader.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
         self.step, self.seconds = state["step"], state["seconds"]
         self.next_seed = state["next_seed"]
 
@@ -235,20 +269,32 @@ class Run:
         """The share of the run that is over, by steps or by time, whichever is further."""
         return max(self.step / self.settings.steps, self.seconds / (60 * self.settings.minutes))
 
-    def learn(self, images: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+    def learn(self, reading: Reading) -> Tensor:
         """One step; returns the loss, still on the device."""
         warm_up = min(1.0, (self.step + 1) / 300)
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * warm_up * (0.01 + 0.99 * cosine)
-        device_type = torch.device(self.settings.device).type
-        with torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda"):
-            loss = self.loss(images, ids, labels)
+        self.learning_rate.fill_(self.settings.learning_rate * warm_up * (0.01 + 0.99 * cosine))
+        self.step += 1
+        if not self.is_cuda:
+            return self._learn(reading)
+        shape = tuple(reading[0].shape)
+        if shape not in self.graphs:
+            self.graphs[shape] = _Graph(self._learn, reading)
+        return self.graphs[shape](reading)
+
+    def _learn(self, reading: Reading) -> Tensor:
+        for parameter in self.reader.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        device_type = "cuda" if self.is_cuda else "cpu"
+        with (
+            equal_images(self.reader.model),
+            torch.autocast(device_type, torch.bfloat16, enabled=self.is_cuda),
+        ):
+            loss = self.loss(*reading)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
         return loss.detach()
 
     def accuracy(self, questions: list[Question]) -> float:
@@ -275,8 +321,7 @@ def train(settings: Settings) -> ChartReader:
         task = progress.add_task("starting", total=1.0)
         last, losses = time.monotonic(), deque[Tensor](maxlen=50)
         for reading in feed:
-            with attention_of_equal_images(run.reader.model):
-                losses.append(run.learn(*reading))
+            losses.append(run.learn(reading))
             now = time.monotonic()
             run.seconds, last = run.seconds + now - last, now
             is_over = run.done >= 1
@@ -359,7 +404,10 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--eval-questions", type=int, default=256)
     parser.add_argument("--eval-every", type=int, default=1000, help="steps")
     parser.add_argument("--final-questions", type=int, default=1000)
-    parser.add_argument("--compile", dest="use_compile", action="store_true")
+    parser.add_argument("--start", type=Path, help="folder of a reader that learns on")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="of batches: others, other charts"
+    )
     given = vars(parser.parse_args(arguments))
     given["kinds"] = tuple(given["kinds"])
     return Settings(**given)

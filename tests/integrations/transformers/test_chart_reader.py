@@ -27,7 +27,7 @@ from octavo.integrations.transformers.chart_reader import (
 from octavo.integrations.transformers.chart_reader_training import (
     IGNORED,
     ChartReaderLoss,
-    attention_of_equal_images,
+    equal_images,
 )
 
 WORDS = ["How", "many", "bars", "are", "there", "?", ",", "Apple", "Pear", *"0123456789"]
@@ -230,7 +230,7 @@ def conversation(reader, batch):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_loss_is_that_of_transformers(reader, batch):
     images, ids, labels = conversation(reader, batch)
-    with attention_of_equal_images(reader.model):
+    with equal_images(reader.model):
         loss = ChartReaderLoss(reader.model)(images, ids, labels)
     grid = torch.tensor([[1, 2, 4]]).expand(batch, 3)
     theirs = reader.model(
@@ -246,7 +246,7 @@ def test_the_loss_is_that_of_transformers(reader, batch):
 
 
 def test_the_loss_in_bfloat16_is_near(reader):
-    with attention_of_equal_images(reader.model), torch.no_grad():
+    with equal_images(reader.model), torch.no_grad():
         loss_of, given = ChartReaderLoss(reader.model), conversation(reader, 2)
         exact = loss_of(*given)
         with torch.autocast("cpu", torch.bfloat16):
@@ -260,7 +260,7 @@ def test_a_few_steps_learn_four_images_by_heart():
     loss_of = ChartReaderLoss(reader.model.train())
     optimizer = torch.optim.AdamW(reader.model.parameters(), lr=2e-3)
     losses = []
-    with attention_of_equal_images(reader.model):
+    with equal_images(reader.model):
         for _ in range(25):
             loss = loss_of(*given)
             loss.backward()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,17 +29,36 @@ def attend_equal(
 
 
 @contextmanager
-def attention_of_equal_images(model: Any) -> Iterator[None]:
-    """Let the vision tower attend by `attend_equal` for a while."""
+def equal_images(model: Any) -> Iterator[None]:
+    """Let a model take shortcuts for a while that hold for batches of images of one size.
+
+    Without them a step waits for the device, and no CUDA graph can hold it.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend_equal)
-    config = model.config.vision_config
+    config, inner = model.config.vision_config, model.model
     previous, config._attn_implementation = config._attn_implementation, ATTENTION
+    changed = (inner.visual.patch_embed, "forward"), (inner.language_model, "_deepstack_process")
+    inner.visual.patch_embed.forward = partial(_embed_patches, inner.visual.patch_embed)
+    inner.language_model._deepstack_process = _add_to_images
     try:
         yield
     finally:
         config._attn_implementation = previous
+        for module, name in changed:
+            delattr(module, name)
+
+
+def _embed_patches(module: Any, patches: Tensor) -> Tensor:
+    """A convolution whose windows do not overlap is a product of matrices, and faster as such."""
+    return F.linear(patches, module.proj.weight.flatten(1), module.proj.bias)
+
+
+def _add_to_images(hidden: Tensor, _: Tensor, features: Tensor) -> Tensor:
+    """Hidden states [batch, tokens, …] plus features of each image, whose tokens begin at 1."""
+    features = features.view(len(hidden), -1, hidden.shape[-1]).to(hidden.dtype)
+    return hidden + F.pad(features, (0, 0, 1, hidden.shape[1] - 1 - features.shape[1]))
 
 
 class ChartReaderLoss:
@@ -56,24 +76,26 @@ class ChartReaderLoss:
         """The mean cross entropy of the labels that are not IGNORED.
 
         images: uint8 [batch, height, width, 3]; ids, labels: int64 [batch, tokens], the image's
-        tokens at the same places in every row; needs `attention_of_equal_images`.
+        tokens from 1 on in every row; needs `equal_images`.
         """
         inner = self.model.model
         place = self._place(images, ids)
         seen = inner.visual(cut_patches(images), return_dict=True, **place["vision"])
-        mask = ids == SPECIAL.index(IMAGE)
         embedded = inner.language_model.embed_tokens(ids)
-        embedded = embedded.masked_scatter(mask[..., None], seen.pooler_output.to(embedded.dtype))
+        of_images = seen.pooler_output.view(len(ids), -1, embedded.shape[-1]).to(embedded.dtype)
+        stop = 1 + of_images.shape[1]
+        embedded = torch.cat([embedded[:, :1], of_images, embedded[:, stop:]], 1)
         hidden = inner.language_model(
             inputs_embeds=embedded,
             position_ids=place["text"],
-            visual_pos_masks=mask,
+            visual_pos_masks=place["mask"],
             deepstack_visual_embeds=seen.deepstack_features,
             use_cache=False,
         ).last_hidden_state
-        wanted = labels[:, 1:] != IGNORED
-        logits = self.model.lm_head(hidden[:, :-1][wanted])
-        return F.cross_entropy(logits.float(), labels[:, 1:][wanted])
+        logits = self.model.lm_head(hidden[:, stop - 1 : -1])  # images have no labels
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), labels[:, stop:].flatten(), ignore_index=IGNORED
+        )
 
     def _place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
         """Everything about positions, which batches of one shape share."""
@@ -81,7 +103,7 @@ class ChartReaderLoss:
         if key not in self.places:
             self.places[key] = self._make_place(images, ids)
         place = self.places[key]
-        return {"text": place["text"], "vision": dict(place["vision"])}  # the tower pops its own
+        return {**place, "vision": dict(place["vision"])}  # the tower pops its own
 
     def _make_place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
         from transformers import vision_utils
@@ -110,4 +132,8 @@ class ChartReaderLoss:
         kinds = (one == SPECIAL.index(IMAGE)).int()
         text, _ = inner.get_rope_index(one, mm_token_type_ids=kinds, image_grid_thw=grid)
         moved = {k: v.to(images.device) if isinstance(v, Tensor) else v for k, v in vision.items()}
-        return {"vision": moved, "text": text.expand(3, num_images, -1).to(images.device)}
+        return {
+            "vision": moved,
+            "text": text.expand(3, num_images, -1).to(images.device),
+            "mask": kinds.bool().expand(num_images, -1).to(images.device),
+        }

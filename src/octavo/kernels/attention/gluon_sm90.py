@@ -649,11 +649,14 @@ def _attend(tiles, shared, job, base, count, results, W: gl.constexpr):
                 state = _turn(j, state, fixed, W, False)
         s, words, row_max, sums, shrink, acc, acc2 = state
         mbarrier.arrive(shared.q_free.index(place), count=1)
-        if W == 0:
-            _take_turn(num_tiles, W)
+        # The last turn: each takes and passes as often as the other, so that no job finds a turn
+        # that another one left.
+        _take_turn(num_tiles, W)
         stage, _ = _stage(base + num_tiles, STAGES)
         weights = _unpack(words, BLOCK_N, tiles.o_layout)
         under_way = _attend_values(weights, shared, stage, tiles)
+        if W == 0:
+            _pass_turn(num_tiles, W)
         arrived = _wait_for_values(under_way, shrink, tiles)
         acc, acc2, sums = _add_values(acc, acc2, sums, arrived, tiles)
         mbarrier.arrive(shared.empty.index(stage), count=1)
