@@ -5,8 +5,7 @@
 Both get the same FP8 operands; they round P around different maxima, which costs each 0.026 of the
 result's RMS. A launch fails if the results differ by more than twice that, if one is NaN, or if the
 log-sum-exp is off by more than rounding P explains. Kernels are compiled by all cores first, and
-eight processes launch at the same time, so that launches meet. One
-record goes to results/fuzz_<gpu>.jsonl.
+eight processes launch at the same time. One record goes to results/fuzz_<gpu>.jsonl.
 """
 
 import itertools
