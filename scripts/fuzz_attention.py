@@ -180,9 +180,10 @@ def main() -> None:
     device = default_device()
     if device.capability != (9, 0):
         sys.exit(f"expected a GPU of compute capability 9.0, got {device.name}")
-    num_processes = min(12, os.cpu_count() or 1)
+    num_processes, started = min(14, os.cpu_count() or 1), time.monotonic()
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_kind, KINDS))
+        print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
         started = time.monotonic()
         shares = [num_launches * (i + 1) // 8 - num_launches * i // 8 for i in range(8)]
         found = list(pool.map(fuzz, shares, range(8 * seed, 8 * seed + 8)))
