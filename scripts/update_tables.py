@@ -138,16 +138,16 @@ def encoder() -> str:
 def structures() -> str:
     """What the inside of Hopper's kernel was tried to be, and how long each took."""
     records = store.read(RESULTS / "attention_structures_h200.jsonl")
-    columns = ((64, False), (72, False), (96, False), (128, False), (128, True))
+    columns = [(head_dim, 8192, False) for head_dim in (64, 72, 96, 128)] + [(128, 32768, True)]
     rows = []
     for structure in dict.fromkeys(str(r.case["structure"]) for r in records):
         if structure.count(";") > 1:
             continue
         of_it = [r for r in records if r.case["structure"] == structure]
         cells = []
-        for head_dim, is_causal in columns:
-            case = (head_dim, is_causal)
-            found = [r for r in of_it if (r.case["head_dim"], r.case["causal"]) == case]
+        for column in columns:
+            case = ("head_dim", "length", "causal")
+            found = [r for r in of_it if tuple(r.case[key] for key in case) == column]
             cells.append(f"{_fastest(found).values['median_ms']:.3f}" if found else "")
         rows.append((structure, *cells))
     header = ("", "64", "72", "96", "128", "128, causal, 32k, heads 32/8")
