@@ -5,8 +5,9 @@
 
 Worker processes draw charts and ask questions about them; the model reads each batch of images a
 few times, with other questions. A sequence is an image, several questions with their answers, and
-at last the whole chart in words: dense practice in reading. Only answers count in the loss. Every
-image of a batch has one size, so that whole batches go through the vision tower without loops.
+at last the whole chart in words, or questions of one or two words: dense practice. Only answers
+count in the loss. Every image of a batch has one size, so that whole batches go through the vision
+tower without loops.
 
 The folder of --state gets checkpoint.pt, from which the next run goes on, and progress.jsonl. At
 the end that of --output gets the reader's files in bfloat16, and record.jsonl with its accuracy on
@@ -62,6 +63,7 @@ from octavo.measure.evaluate.charts import (
     description,
     make_chart,
     make_questions,
+    practice,
     vocabulary,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
@@ -69,8 +71,8 @@ from octavo.measure.records import Machine, Measurement, Scalar
 Reading = tuple[Tensor, ...]  # images, ids, labels
 
 FIRST_SEED = 10**9  # held-out charts have seeds below
-QUESTIONS = 4
-TEXT_TOKENS = 104  # after the image: four questions with answers, and the description
+QUESTIONS, SHORT = 5, 7
+TEXT_TOKENS = 112  # after the image: questions with answers, and the description or short ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +129,10 @@ def make_batch(seed: int, settings: Settings) -> Batch:
         for turn in range(settings.reuse):
             asked = make_questions(chart, chart_seed * settings.reuse + turn, QUESTIONS)
             pairs = [(question.text, question.answer) for question in asked]
-            last = description(chart)
-            texts[turn].append(_conversation([*pairs, (last.text, last.answer)], num_tokens))
+            # Reading aloud teaches to read; short questions, to find what one asks for.
+            more = [description(chart)] if turn == 0 else practice(chart, chart_seed + turn, SHORT)
+            pairs += [(question.text, question.answer) for question in more]
+            texts[turn].append(_conversation(pairs, num_tokens))
     ids = np.array([[ids for ids, _ in row] for row in texts])
     return Batch(images, ids, np.array([[labels for _, labels in row] for row in texts]))
 
@@ -394,7 +398,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--minutes", type=float, default=8.0, help="of training, at most")
     parser.add_argument("--steps", type=int, default=10**6, help="at most")
     parser.add_argument("--batch", type=int, default=256, help="images in a step")
-    parser.add_argument("--reuse", type=int, default=2, help="readings of each image")
+    parser.add_argument("--reuse", type=int, default=4, help="readings of each image")
     parser.add_argument("--workers", type=int, default=15, help="processes that draw")
     parser.add_argument("--device", default=device)
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the reader")

@@ -17,6 +17,7 @@ from octavo.measure.evaluate.charts import (
     description,
     make_chart,
     make_questions,
+    practice,
     vocabulary,
 )
 
@@ -120,7 +121,8 @@ def test_every_word_is_in_the_vocabulary():
     assert len(set(words)) == len(words)
     for seed in SEEDS:
         chart = make_chart(seed)
-        for question in [*all_questions(chart), description(chart)]:
+        short = practice(chart, 0, 99)
+        for question in [*all_questions(chart), description(chart), *short]:
             pieces = re.findall(r"[A-Za-z]+|\d|[^\sA-Za-z\d]", f"{question.text} {question.answer}")
             assert set(pieces) <= set(words), question
 
@@ -133,6 +135,24 @@ def test_yes_and_no_are_asked_as_often():
         if question.kind == "compare"
     )
     assert sum(answers.values()) > 150 and 0.4 < answers["Yes"] / sum(answers.values()) < 0.6
+
+
+def test_short_questions_have_the_answers_of_long_ones():
+    for seed in range(60):
+        chart = make_chart(seed)
+        true = {(q.text, q.answer) for q in all_questions(chart)}
+        asked = practice(chart, seed, 99)
+        assert practice(chart, seed, 3) == asked[:3]
+        assert len({str(practice(chart, other, 99)) for other in range(9)}) > 1
+        for question in asked:
+            what = question.text.removesuffix("?").split()
+            long = {
+                f"What is the value of {' in '.join(what)}?",
+                f"What color is {what[0]}?",
+                f"Which label is {what[0]}?",
+                f"Which series is {what[0]}?",
+            }
+            assert any((text, question.answer) in true for text in long), question
 
 
 def test_the_description_has_every_value():

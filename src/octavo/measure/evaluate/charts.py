@@ -207,6 +207,28 @@ WEIGHTS = {
 }
 
 
+def practice(chart: Chart, seed: int, count: int) -> list[ChartQuestion]:
+    """Up to `count` questions of one or two words, in random order: for training only.
+
+    They teach to find what belongs to a label or a color, with little else to learn from.
+    """
+    asked: list[ChartQuestion] = []
+    for name, row in zip(chart.series, chart.values, strict=True):
+        for label, value in zip(chart.labels, row, strict=True):
+            what = f"{name} {label}?" if name else f"{label}?"
+            asked.append(ChartQuestion("practice", what, str(value)))
+    if chart.is_colored_by_label:
+        for label, color in zip(chart.labels, chart.colors, strict=True):
+            asked.append(ChartQuestion("practice", f"{label} color?", color))
+            asked.append(ChartQuestion("practice", f"{color}?", label))
+    elif chart.kind == "grouped":
+        for name, color in zip(chart.series, chart.colors, strict=True):
+            asked.append(ChartQuestion("practice", f"{name} color?", color))
+            asked.append(ChartQuestion("practice", f"{color}?", name))
+    random.Random(f"practice {seed}").shuffle(asked)
+    return asked[:count]
+
+
 def description(chart: Chart) -> ChartQuestion:
     """A question that has the whole chart as its answer: for training only."""
     parts = [
