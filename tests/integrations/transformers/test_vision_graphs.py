@@ -34,6 +34,7 @@ RECIPES = {
     "per head": Recipe(vision_attention={"granularity": "head"}),
     "skipped": Recipe(vision_attention="fp8", skip_layers=["0"]),
     "static": Recipe(vision_attention={"scaling": "static"}, scales=STATIC),
+    "bf16": Recipe(vision_attention="bf16"),
 }
 
 
