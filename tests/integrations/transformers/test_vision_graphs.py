@@ -252,10 +252,10 @@ def test_graphs_of_a_tower_that_was_changed():
     apply_(tower, RECIPES["dynamic"])
     graphs(**inputs, is_required=True)
     assert graphs._captured[4096] is not first
+    passes = [v for n, v in histories(tower).items() if n.endswith("num_passes")]
+    assert passes and all(v == 1 for v in passes)
     second = graphs._captured[4096]
     for layer in (m for m in tower.modules() if isinstance(m, EncoderAttention)):
         layer.impl = "triton"
     graphs(**inputs, is_required=True)
     assert graphs._captured[4096] is not second
-    passes = [v for n, v in histories(tower).items() if n.endswith("num_passes")]
-    assert passes and all(v == 1 for v in passes)
