@@ -106,6 +106,14 @@ def quantize_qkv() -> None:
     )
 
 
+def rotate_qk() -> None:
+    angle = torch.rand(130, 36, device="cuda")
+    q, k, _ = randn(130, 3, 2, 72).unbind(1)
+    for is_interleaved in (False, True):
+        rotary = Rotary(angle.cos(), angle.sin(), is_interleaved)
+        ops.rotate_qk(q, k, rotary, impl="triton")
+
+
 def scaled_mm() -> None:
     for rows in (3, 200):
         for columns in (136, 4096):
@@ -122,6 +130,7 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill": prefill,
     "quantize": quantize,
     "quantize_qkv": quantize_qkv,
+    "rotate_qk": rotate_qk,
     "scaled_mm": scaled_mm,
 }
 

@@ -135,6 +135,55 @@ def encoder() -> str:
     )
 
 
+def towers() -> str:
+    """Whole vision towers in FP8, beside stock transformers and ours in BF16.
+
+    Records from before there was a path of ours in BF16 leave its cells empty.
+    """
+    found = [r for r in store.read(RESULTS / "encoder_h200.jsonl") if r.op == "encoder"]
+    recipes = ("static", "dynamic")
+    rows = []
+    for case in dict.fromkeys(_request(r) for r in found):
+        of_case = [r for r in found if _request(r) == case]
+        stock = [r for r in of_case if r.case["recipe"] == "bf16" and r.impl != "octavo"]
+        fused = [r for r in of_case if r.case["recipe"] == "fused-bf16"]
+        for is_graph in dict.fromkeys(bool(r.case["graphs"]) for r in of_case):
+            ours = {r.case["recipe"]: r for r in of_case if r.case["graphs"] is is_graph}
+            if not ours.keys() & set(recipes):
+                continue
+            cells = [_speedups(ours.get(recipe)) for recipe in recipes]
+            bf16 = [_named_time([r for r in fused if r.case["graphs"] is is_graph])]
+            bf16.append(_named_time([r for r in stock if not r.case["graphs"]]))
+            rows.append((f"{case}{', graphs' if is_graph else ''}", *cells, *bf16))
+    header = ("", "FP8, static scales", "FP8, dynamic scales", "octavo BF16", "fastest stock BF16")
+    table = Table(caption="", header=header, rows=tuple(rows))
+    return (
+        "Milliseconds of a whole vision tower, and the speed-up over stock transformers without "
+        "graphs and over octavo's own path in BF16 (graphs against graphs), on an "
+        f"{found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
+    )
+
+
+def _request(record: Measurement) -> str:
+    case = record.case
+    return f"{case['model']}, {case['images']} × {case['resolution']}"
+
+
+def _speedups(record: Measurement | None) -> str:
+    if record is None:
+        return ""
+    over = [record.values.get(name) for name in ("speedup", "fused_speedup")]
+    factors = ", ".join(f"{x:.2f}×" for x in over if x is not None)
+    return f"{record.values['median_ms']:.1f}" + (f" ({factors})" if factors else "")
+
+
+def _named_time(records: list[Measurement]) -> str:
+    if not records:
+        return ""
+    record = _fastest(records)
+    return f"{record.values['median_ms']:.1f} ({record.impl})"
+
+
 def structures() -> str:
     """What the inside of Hopper's kernel was tried to be, and how long each took."""
     records = store.read(RESULTS / "attention_structures_h200.jsonl")
@@ -206,6 +255,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "encoder": encoder,
     "speeds": speeds,
     "structures": structures,
+    "towers": towers,
 }
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from octavo.errors import ConfigError
 from octavo.recipe import (
     AttentionSettings,
+    Bf16Settings,
     ComponentRecipe,
     KvCacheSettings,
     LinearSettings,
@@ -57,6 +58,9 @@ def recipe(request):
     ("fields", "expected"),
     [
         ({"vision_attention": "fp8"}, AttentionSettings()),
+        ({"vision_attention": "bf16"}, Bf16Settings(dtype="bf16")),
+        ({"vision_attention": {"dtype": "bf16"}}, Bf16Settings(dtype="bf16")),
+        ({"vision_attention": Bf16Settings(dtype="bf16")}, Bf16Settings(dtype="bf16")),
         ({"attention": "fp8"}, AttentionSettings(granularity="tensor", scaling="dynamic")),
         ({"attention": {"granularity": "head"}}, AttentionSettings(granularity="head")),
         ({"kv_cache": "fp8"}, KvCacheSettings(format="e4m3", scaling="checkpoint")),
@@ -96,6 +100,7 @@ def test_the_defaults_quantize_nothing():
         ({"components": {"transformer": {"linear": "fp8"}}}, False),
         ({"text_encoder": "fp8"}, False),
         ({"kv_cache": "fp8"}, False),
+        ({"vision_attention": "bf16"}, False),
     ],
 )
 def test_is_empty(fields, is_empty):
@@ -429,6 +434,34 @@ def test_describe():
     ]
 
 
+def test_bf16_quantizes_nothing():
+    recipe = Recipe(vision_attention="bf16", kv_cache={"scaling": "static"}, scales="s.json")
+    assert list(recipe.quantized()) == ["kv_cache"]
+    assert recipe.describe().splitlines()[0] == "vision_attention: dtype bf16"
+    assert Recipe.from_toml(recipe.to_toml()) == Recipe.from_json(recipe.to_json()) == recipe
+    only = Recipe(components={"visual": {"vision_attention": "bf16"}})
+    assert list(only.settings()) == ["visual.vision_attention"] and not only.quantized()
+    assert only.for_component("visual") == Recipe(vision_attention="bf16")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"vision_attention": "bf16", "scales": "s.json"}, "nothing has scaling 'static'"),
+        ({"vision_attention": "bf16", "skip_layers": ["0"]}, "skip_layers needs quantized att"),
+        ({"vision_attention": {"dtype": "bf16", "granularity": "head"}}, "key 'granularity'"),
+        ({"vision_attention": {"dtype": "bf16", "scaling": "static"}}, "unknown key 'scaling'"),
+        ({"vision_attention": {"dtype": "int4"}}, "expected 'bf16', got 'int4'"),
+        ({"vision_attention": "int4"}, "expected None, 'fp8', 'bf16' or settings"),
+        ({"attention": "bf16"}, "expected None, 'fp8' or settings"),
+    ],
+)
+def test_bf16_has_no_scales(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        Recipe(**fields)
+    assert said in str(caught.value)
+
+
 def test_describe_counts_inline_scales():
     assert "scales: of 1 layers" in Recipe(**RECIPES["inline scales"]).describe()
 
@@ -475,7 +508,7 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
-SETTINGS = st.sampled_from(["fp8", "fp8_e5m2", "none", None]) | st.fixed_dictionaries(
+SETTINGS = st.sampled_from(["fp8", "bf16", "fp8_e5m2", "none", None]) | st.fixed_dictionaries(
     {},
     optional={
         "granularity": st.sampled_from(["tensor", "head", "token"]),

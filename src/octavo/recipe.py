@@ -51,7 +51,7 @@ class _Settings(BaseModel):
             raise ConfigError("; ".join(problems)) from None
 
     @classmethod
-    def read(cls, value: object) -> Self | None:
+    def read(cls, value: object, *, other_words: tuple[str, ...] = ()) -> Self | None:
         """The settings that `value` means: None, a shorthand, a mapping or settings already."""
         if type(value) is cls:  # a Recipe is not the recipe of a component
             return value
@@ -61,7 +61,7 @@ class _Settings(BaseModel):
             return cls(**cls.shorthands[value])
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return cls(**value)
-        words = ", ".join(["None", *map(repr, cls.shorthands)])
+        words = ", ".join(["None", *map(repr, (*cls.shorthands, *other_words))])
         keys = ", ".join(cls.model_fields)
         raise ConfigError(f"expected {words} or settings ({keys}), got {brief(value)}")
 
@@ -135,6 +135,20 @@ class AttentionSettings(_Settings):
     scaling: Literal["dynamic", "static"] = "dynamic"
 
 
+class Bf16Settings(_Settings):
+    """Attention in the model's own 16 bits, by the same fused path as in FP8; it has no scales."""
+
+    shorthands: ClassVar[Shorthands] = {"bf16": {"dtype": "bf16"}}
+    dtype: Literal["bf16"]
+
+
+def _read_vision(value: object) -> AttentionSettings | Bf16Settings | None:
+    match value:
+        case "bf16" | Bf16Settings() | {"dtype": _}:
+            return Bf16Settings.read(value)
+    return AttentionSettings.read(value, other_words=("bf16",))
+
+
 class KvCacheSettings(_Settings):
     """A KV cache in FP8.
 
@@ -186,6 +200,7 @@ class LinearSettings(_Settings):
         return self
 
 
+VisionAttention = Annotated[AttentionSettings | Bf16Settings | None, PlainValidator(_read_vision)]
 Attention = Annotated[AttentionSettings | None, PlainValidator(AttentionSettings.read)]
 KvCache = Annotated[KvCacheSettings | None, PlainValidator(KvCacheSettings.read)]
 Linear = Annotated[LinearSettings | None, PlainValidator(LinearSettings.read)]
@@ -198,21 +213,25 @@ class ComponentRecipe(_Settings):
     """What is quantized in one component of a pipeline, and which of its layers are not."""
 
     shorthands: ClassVar[Shorthands] = {}
-    vision_attention: Attention = None
+    vision_attention: VisionAttention = None
     attention: Attention = None
     kv_cache: KvCache = None
     linear: Linear = None
     skip_layers: Patterns = ()
     ignored_layers: Patterns = ()
 
+    def settings(self) -> dict[str, Quantized | Bf16Settings]:
+        """The settings of everything that the recipe changes, by field."""
+        return {name: value for name, value in self if isinstance(value, Quantized | Bf16Settings)}
+
     def quantized(self) -> dict[str, Quantized]:
         """The settings of everything that is quantized, by field."""
-        return {name: value for name, value in self if isinstance(value, Quantized)}
+        return {n: part for n, part in self.settings().items() if isinstance(part, Quantized)}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is quantized: the baseline."""
-        return not self.quantized()
+        """Whether nothing is changed: the baseline."""
+        return not self.settings()
 
     @property
     def is_static(self) -> bool:
@@ -235,7 +254,7 @@ class Recipe(ComponentRecipe):
     vision_attention: attention of vision encoders. attention: that of diffusion transformers and
     other encoders. kv_cache: a language model's cache and the attention over it. linear: linear
     layers. text_encoder: linear layers of a pipeline's text encoders. Each is None, "fp8" (kv_cache
-    also "fp8_e5m2") or its settings.
+    also "fp8_e5m2", vision_attention also "bf16", which quantizes nothing) or its settings.
     skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
@@ -255,14 +274,14 @@ class Recipe(ComponentRecipe):
     def __init__(self, /, **fields: Any) -> None:
         super().__init__(**fields)  # type checkers would derive one that refuses "fp8"
 
-    def quantized(self) -> dict[str, Quantized]:
-        """The settings of everything that is quantized, by field or component.field."""
+    def settings(self) -> dict[str, Quantized | Bf16Settings]:
+        """The settings of everything that the recipe changes, by field or component.field."""
         components = {
             f"{name}.{field}": settings
             for name, component in self.components.items()
-            for field, settings in (component.quantized() if component else {}).items()
+            for field, settings in (component.settings() if component else {}).items()
         }
-        return {**super().quantized(), **components}
+        return {**super().settings(), **components}
 
     @model_validator(mode="after")
     def _check_scales(self) -> Self:
@@ -289,8 +308,8 @@ class Recipe(ComponentRecipe):
         return Recipe(**{**dict(self), **changes})
 
     def describe(self) -> str:
-        """One line for each thing that is quantized, in the recipe's own words."""
-        lines = [f"{field}: {settings}" for field, settings in self.quantized().items()]
+        """One line for each thing that is changed, in the recipe's own words."""
+        lines = [f"{field}: {settings}" for field, settings in self.settings().items()]
         for prefix, part in [("", self), *((f"{n}.", c) for n, c in self.components.items())]:
             for field in ("skip_layers", "ignored_layers"):
                 if patterns := getattr(part, field, ()):

@@ -24,7 +24,7 @@ def test_encoder_prints_and_records(capsys, tmp_path):
         "--images",
         1,
         "--recipes",
-        "bf16,dynamic",
+        "bf16,fused-bf16,dynamic",
     )
     assert octavo("encoder", *options, "-o", path) == 0
     text = capsys.readouterr().out
@@ -32,11 +32,14 @@ def test_encoder_prints_and_records(capsys, tmp_path):
     assert [(r.impl, r.case["recipe"]) for r in records] == [
         ("sdpa", "bf16"),
         ("octavo", "bf16"),
+        ("octavo", "fused-bf16"),
         ("octavo", "dynamic"),
     ]
     assert records[0].command == (
-        "octavo bench encoder --config tiny --resolutions hd --images 1 --recipes bf16,dynamic"
+        "octavo bench encoder --config tiny --resolutions hd --images 1 "
+        "--recipes bf16,fused-bf16,dynamic"
     )
+    assert all({"speedup", "fused_speedup"} <= r.values.keys() for r in records)
     assert "tiny, random weights, 2 layers" in text and "transformers sdpa BF16" in text
 
 

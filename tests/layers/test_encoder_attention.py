@@ -101,8 +101,16 @@ def test_rotary_on_the_way_to_fp8():
         qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales, out_dtype=torch.bfloat16
     )
     assert_same_bits(out, expected)
-    with pytest.raises(UnsupportedError, match="on the way to FP8: rotate them before"):
-        EncoderAttention(2, 72)(q, k, v, rotary=rotary)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rotary_without_fp8(dtype):
+    q, k, v = draw(1, 40, heads=(4, 2, 2), dtype=dtype)
+    angle = torch.rand(40, 36)
+    rotary = Rotary(angle.cos(), angle.sin())
+    out = layer()(q, k, v, rotary=rotary)
+    assert_same_bits(out, ops.attention(*ops.rotate_qk(q, k, rotary), v))
+    assert out.dtype == dtype and not list(layer().buffers())
 
 
 def test_dynamic_scales_remember_sixteen_passes():

@@ -15,6 +15,7 @@ from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.granularity import PerBlock, PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
+from octavo.numerics.rotary import Rotary
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
 from octavo.testing.inputs import (
@@ -136,6 +137,15 @@ def test_quantize_qkv():
 
     check(dynamic, *draw_qkv())
     check(static, *draw_qkv(), torch.tensor(0.01))
+
+
+def test_rotate_qk():
+    def function(q, k, cos, sin):
+        turned_q, turned_k = ops.rotate_qk(q, k, Rotary(cos, sin))
+        return turned_q * 2, turned_k
+
+    angle = torch.rand(5, 20)
+    check(function, *draw_qkv()[:2], angle.cos(), angle.sin())
 
 
 class DynamicQuantizer(torch.nn.Module):

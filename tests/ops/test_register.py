@@ -15,6 +15,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerBlock, PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
+from octavo.numerics.rotary import Rotary
 from octavo.ops.register import on_device_of
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import AttentionCase, MatmulCase, PackedCase, PagedCase
@@ -37,6 +38,7 @@ OPERATORS = {
     "quantize_static",
     "quantize_qkv_dynamic",
     "quantize_qkv_static",
+    "rotate_qk",
     "scaled_mm",
 }
 
@@ -52,6 +54,16 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         if func.namespace == "octavo":
             self.found.append((func, args))
         return func(*args, **(kwargs or {}))
+
+
+def draw_qk(is_strided: bool = False):
+    qkv = strided_qkv() if is_strided else draw_qkv()
+    return {"q": qkv["q"], "k": qkv["k"]}
+
+
+def tables():
+    angle = torch.rand(5, 20)
+    return Rotary(angle.cos(), angle.sin())
 
 
 def draw_qkv():
@@ -121,6 +133,8 @@ CALLS = {
     "qkv-head": lambda: ops.quantize_qkv(**strided_qkv(), granularity=PerHead()),
     "qkv-history": lambda: ops.quantize_qkv(**draw_qkv(), history=history()),
     "qkv-static": lambda: ops.quantize_qkv(**strided_qkv(), scales=QkvScales.ones()),
+    "rotate": lambda: ops.rotate_qk(**draw_qk(), rotary=tables()),
+    "rotate-strided": lambda: ops.rotate_qk(**draw_qk(is_strided=True), rotary=tables()),
     "matmul": lambda: ops.scaled_mm(**make_matmul_inputs(MatmulCase(has_bias=True))),
     "matmul-plain": lambda: ops.scaled_mm(**make_matmul_inputs(MatmulCase(a=None))),
     "matmul-block": lambda: ops.scaled_mm(
@@ -213,6 +227,10 @@ WITH_GRADIENTS = {
     "quantize_qkv_static": (
         ops.quantize_qkv,
         require_grad(draw_qkv(), "v") | {"scales": QkvScales.ones()},
+    ),
+    "rotate_qk": (
+        ops.rotate_qk,
+        require_grad(draw_qk(), "q", "k") | {"rotary": tables()},
     ),
 }
 

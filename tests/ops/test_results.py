@@ -14,6 +14,7 @@ from octavo.numerics.error import sqnr_db
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.granularity import PerBlock, PerChannel, PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
+from octavo.numerics.rotary import Rotary
 from octavo.reference import attention as reference
 from octavo.reference import gemm, paged
 from octavo.reference.softmax import kernel_rounding
@@ -329,6 +330,10 @@ def frozen_calls():
         "quantize_qkv_static": (
             ops.quantize_qkv,
             {"q": q, "k": k, "v": v, "scales": QkvScales.ones()},
+        ),
+        "rotate_qk": (
+            ops.rotate_qk,
+            {"q": q, "k": k, "rotary": Rotary(torch.ones(1, 4), torch.ones(1, 4))},
         ),
     }
 

@@ -30,7 +30,7 @@ ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=F
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        (ENCODER, {"quantize_qkv": 2 + 2 * len(token_classes(1)), "attention": 4}),
+        (ENCODER, {"quantize_qkv": 2 + 2 * len(token_classes(1)), "attention": 4, "rotate_qk": 1}),
         (
             DECODER,
             {

@@ -5,7 +5,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.numerics.rotary import Rotary
-from octavo.reference.rotary import rotate
+from octavo.reference.rotary import rotate, rotate_qk
 
 
 def tables(rows, half, dtype=torch.float32):
@@ -38,6 +38,31 @@ def test_one_table_for_every_sequence_of_a_batch():
     assert turned.dtype == torch.float32
     for one, expected in zip(turned, x, strict=True):
         assert torch.equal(one, rotate(expected, Rotary(cos, sin)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_queries_and_keys_within_their_budget(is_interleaved, dtype):
+    """Two products and a sum in float32, then one rounding, against float64.
+
+    |error| ≤ ((1 + u)² − 1)·(|a·cos| + |b·sin|), u = 2⁻²⁴, and after that half a step of the dtype.
+    """
+    q, k = (torch.randn(63, heads, 72).to(dtype) for heads in (3, 1))
+    _, cos, sin = tables(63, 36)
+    for turned, x in zip(rotate_qk(q, k, Rotary(cos, sin, is_interleaved)), (q, k), strict=True):
+        assert turned.dtype == dtype and turned.is_contiguous()
+        x, c, s = x.double(), cos.double().unsqueeze(1), sin.double().unsqueeze(1)
+        a, b = (x[..., 0::2], x[..., 1::2]) if is_interleaved else x.chunk(2, -1)
+        parts = (a * c - b * s, b * c + a * s)
+        sizes = ((a * c).abs() + (b * s).abs(), (b * c).abs() + (a * s).abs())
+        truth, size = (
+            torch.stack(both, -1).flatten(-2) if is_interleaved else torch.cat(both, -1)
+            for both in (parts, sizes)
+        )
+        in_float32 = ((1 + 2.0**-24) ** 2 - 1) * size
+        half_step = torch.finfo(dtype).eps / 2 * (truth.abs() + in_float32)
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+        assert ((turned.double() - truth).abs() <= in_float32 + half_step + smallest).all()
 
 
 def test_no_tokens():

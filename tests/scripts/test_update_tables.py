@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.measure import store
+from octavo.measure.records import Machine, Measurement
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "update_tables.py"
 
 
@@ -18,6 +21,38 @@ def script():
 
 def test_tables_agree_with_the_records(script):
     assert script.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("has_fused", [True, False])
+def test_towers_of_old_and_new_records(script, has_fused, tmp_path, monkeypatch):
+    """Records without our own path in BF16 have a table as well, with an empty column."""
+    machine = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
+    times = [("sdpa", "bf16", 60), ("vllm-fa3", "bf16", 48), ("octavo", "bf16", 90)]
+    times += [("octavo with vllm-fa3", "fused-bf16", 40)] if has_fused else []
+    times += [("octavo", "static", 32), ("octavo", "dynamic", 33)]
+    records = []
+    for impl, recipe, median in times:
+        for is_graph in (False, True):
+            ms = median - 2.0 * is_graph
+            values = {"median_ms": ms, "speedup": 48 / ms}
+            if has_fused:
+                values["fused_speedup"] = (40 - 2.0 * is_graph) / ms
+            case = {"model": "tower", "images": 3, "resolution": "hd"}
+            case |= {"recipe": recipe, "graphs": is_graph}
+            records.append(
+                Measurement(
+                    op="encoder", impl=impl, case=case, values=values, machine=machine, command="x"
+                )
+            )
+    store.append(tmp_path / "encoder_h200.jsonl", records)
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    lines = [line for line in script.towers().splitlines() if line.startswith("| tower")]
+    assert len(lines) == 2
+    over, name = (", 1.25×", " 40.0 (octavo with vllm-fa3) ") if has_fused else ("", "")
+    plain = f"| tower, 3 × hd | 32.0 (1.50×{over}) |"
+    assert lines[0].startswith(plain) and lines[0].endswith("| 48.0 (vllm-fa3) |")
+    assert lines[1].startswith("| tower, 3 × hd, graphs | 30.0 (1.60×")
+    assert lines[0].split("|")[4].strip() == name.strip()
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,10 @@ def apply_(model: nn.Module, recipe: Recipe) -> Changes:
 
     A field that octavo cannot do to this model is an error, and the model stays as it was.
     """
-    fields = recipe.quantized()
-    if unknown := sorted(fields.keys() - {"vision_attention"}):
+    if unknown := sorted(recipe.settings().keys() - {"vision_attention"}):
         raise UnsupportedError(f"expected a recipe for vision_attention, got {', '.join(unknown)}")
     if recipe.vision_attention is None:
-        raise ConfigError("expected a recipe that quantizes something, got an empty one")
+        raise ConfigError("expected a recipe that changes something, got an empty one")
     from octavo.integrations.transformers import vision
 
     names = vision.attach(

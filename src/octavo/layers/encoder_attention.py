@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
 from octavo.layers.scaling import DynamicScaling, StaticScaling, Three
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.granularity import PerHead, PerTensor
@@ -89,8 +89,8 @@ class EncoderAttention(nn.Module):
 
         query, key, value: [batch, length, heads, head_dim] or [batch, length, heads · head_dim].
         Packed sequences [tokens, …] or [1, tokens, …] come with cu_seqlens, int32 [sequences + 1],
-        and max_seqlen, an upper bound of their lengths. rotary: queries and keys are turned on the
-        way to FP8.
+        and max_seqlen, an upper bound of their lengths. rotary: queries and keys are turned first,
+        in float32: on the way to FP8, or by an op of their own.
         """
         if (cu_seqlens is None) != (max_seqlen is None):
             raise ConfigError("expected cu_seqlens and max_seqlen, or neither, got one of them")
@@ -104,11 +104,10 @@ class EncoderAttention(nn.Module):
 
     def _attend(self, qkv: Three, packing: Packing | None, rotary: Rotary | None) -> Tensor:
         if self.scaling is None:
+            q, k, v = qkv
             if rotary is not None:
-                raise UnsupportedError(
-                    f"{self}: tables turn queries and keys on the way to FP8: rotate them before"
-                )
-            return ops.attention(*qkv, self.spec, packing=packing, impl=self.impl)
+                q, k = ops.rotate_qk(q, k, rotary)
+            return ops.attention(q, k, v, self.spec, packing=packing, impl=self.impl)
         # Transposed is what FP8 tensor cores read; the reference would only turn it back.
         is_transposed = qkv[0].is_cuda
         quantized = self.scaling.quantize(

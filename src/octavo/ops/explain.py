@@ -18,6 +18,7 @@ _KINDS = {
     "prefill_attention": ("BF16", "FP8"),
     "quantize": ("BF16 to FP8",),
     "quantize_qkv": ("BF16 to FP8",),
+    "rotate_qk": ("BF16",),
     "scaled_mm": ("FP8", "BF16 to FP8"),
 }
 

@@ -23,6 +23,7 @@ OPS = (
     "prefill_attention",
     "quantize",
     "quantize_qkv",
+    "rotate_qk",
     "scaled_mm",
 )
 

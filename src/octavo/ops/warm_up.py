@@ -30,6 +30,7 @@ from octavo.ops.decode_attention import decode_attention
 from octavo.ops.prefill_attention import prefill_attention
 from octavo.ops.quantize import quantize
 from octavo.ops.quantize_qkv import quantize_qkv
+from octavo.ops.rotate_qk import rotate_qk
 from octavo.ops.scaled_mm import scaled_mm
 
 # Tokens of a warm-up call: more than one tile of every kernel.
@@ -122,6 +123,9 @@ def _encoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
         ]
         static = partial(quantized, NUM_TOKENS, QkvScales.ones(device), has_rotary)
         calls.append((f"{name}: quantize_qkv, static{suffix}", static))
+    q, k, _ = _qkv(layers, device, NUM_TOKENS)
+    rotate = partial(rotate_qk, q, k, _rotary(layers, device, NUM_TOKENS))
+    calls.append((f"{name}: rotate_qk", rotate))
     for num_queries in QUERIES:
         calls += _encoder_attention(layers, device, num_queries, name)
     return calls

@@ -22,3 +22,8 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     else:
         turned = torch.cat(pair, dim=-1)
     return torch.cat((turned, rest), dim=-1).view(x.shape)
+
+
+def rotate_qk(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """q and k [..., heads, head_dim] turned in float32, then rounded once to their dtypes."""
+    return rotate(q, rotary).to(q.dtype), rotate(k, rotary).to(k.dtype)

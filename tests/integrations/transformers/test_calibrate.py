@@ -124,7 +124,7 @@ def test_a_call_that_attends_otherwise_is_not_observed(options, reason):
 def test_a_model_in_fp8_is_refused():
     model = image_models.make_model()
     apply_(model, Recipe(vision_attention="fp8"))
-    with pytest.raises(ConfigError, match="got one in FP8: restore_ it first"):
+    with pytest.raises(ConfigError, match="got one that apply_ changed: restore_ it first"):
         calibrate(model, [inputs_of(1)])
 
 

@@ -34,6 +34,7 @@ RECIPES = {
     "per head": Recipe(vision_attention={"granularity": "head"}),
     "skipped": Recipe(vision_attention="fp8", skip_layers=["0"]),
     "static": Recipe(vision_attention={"scaling": "static"}, scales=STATIC),
+    "bf16": Recipe(vision_attention="bf16"),
 }
 
 
@@ -253,3 +254,8 @@ def test_graphs_of_a_tower_that_was_changed():
     assert graphs._captured[4096] is not first
     passes = [v for n, v in histories(tower).items() if n.endswith("num_passes")]
     assert passes and all(v == 1 for v in passes)
+    second = graphs._captured[4096]
+    for layer in (m for m in tower.modules() if isinstance(m, EncoderAttention)):
+        layer.impl = "triton"
+    graphs(**inputs, is_required=True)
+    assert graphs._captured[4096] is not second

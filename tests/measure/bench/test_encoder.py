@@ -1,9 +1,13 @@
 """A whole vision tower, timed after it was checked."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from octavo import ops
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.apply import apply_
 from octavo.integrations.transformers import vision_tower
 from octavo.integrations.transformers.vision_tower import (
     make_pixels,
@@ -13,12 +17,17 @@ from octavo.integrations.transformers.vision_tower import (
     twin,
 )
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, run_encoder
+from octavo.measure.bench import peer_impls
+from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, _use_fastest, run_encoder
+from octavo.numerics.attention import AttentionSpec
+from octavo.ops.select import impl_names
+from octavo.recipe import Recipe
 from octavo.testing.asserts import assert_same_bits
 
 pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
+SPEEDUPS = {"speedup", "fused_speedup"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +61,7 @@ def test_all_recipes_side_by_side(tower):
     assert not objections
     rows = {(record.impl, record.case["recipe"]): record for record in records}
     assert set(rows) == {
-        *(("sdpa", "bf16"), ("octavo", "bf16")),
+        *(("sdpa", "bf16"), ("octavo", "bf16"), ("octavo", "fused-bf16")),
         *(("octavo", "dynamic"), ("octavo", "static")),
     }
     for record in records:
@@ -63,7 +72,13 @@ def test_all_recipes_side_by_side(tower):
         *(rows["sdpa", "bf16"], rows["octavo", "dynamic"], rows["octavo", "static"]),
     )
     assert stock.values["relative_rms"] == 0 and stock.values["speedup"] == 1
-    assert rows["octavo", "bf16"].values["relative_rms"] < 0.01
+    fused = rows["octavo", "fused-bf16"].values
+    assert fused["fused_speedup"] == 1
+    assert fused["speedup"] == pytest.approx(stock.values["median_ms"] / fused["median_ms"])
+    for record in records:
+        expected = fused["median_ms"] / record.values["median_ms"]
+        assert record.values["fused_speedup"] == pytest.approx(expected)
+    assert 0 < fused["relative_rms"] == rows["octavo", "bf16"].values["relative_rms"] < 0.01
     for fp8 in (dynamic, static):
         assert 0.01 < fp8.values["relative_rms"] < 0.07
         assert 0 < fp8.values["tower_relative_rms"] < 0.07
@@ -80,7 +95,59 @@ def test_wrong_attention_is_not_timed(tower, monkeypatch):
 
 def test_without_a_stock_tower_there_is_no_speedup(tower):
     (record,), _ = run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["dynamic"])
-    assert record.baseline is None and "speedup" not in record.values
+    assert record.baseline is None and record.values.keys().isdisjoint(SPEEDUPS)
+
+
+def test_ours_in_bf16_is_a_baseline_of_its_own(tower):
+    records, _ = run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["fused-bf16", "dynamic"])
+    assert [record.case["recipe"] for record in records] == ["fused-bf16", "dynamic"]
+    assert all(record.values.keys() & SPEEDUPS == {"fused_speedup"} for record in records)
+
+
+def test_wrong_attention_in_bf16_is_held_to_its_own_budget(tower, monkeypatch):
+    """The planted failure: what FP8's budget would let pass."""
+    forward = EncoderAttention.forward
+
+    def blurred(self, *args, **options):
+        return forward(self, *args, **options) * 1.03
+
+    monkeypatch.setattr(EncoderAttention, "forward", blurred)
+    with pytest.raises(UnsupportedError, match="octavo, fused-bf16 is wrong"):
+        run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["fused-bf16"])
+
+
+def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
+    """A peer that is there takes part by its name, in every layer; one that is not is left out."""
+    seen = []
+
+    def fast(folder, fp8, q, k, v, is_causal, packing):
+        seen.append(folder)
+        return lambda: ops.attention(q, k, v, packing=packing, impl="reference")
+
+    def missing(*_):
+        raise UnsupportedError("vllm is not installed")
+
+    monkeypatch.setattr(peer_impls, "PEERS", {"missing": missing, "fast": fast})
+    monkeypatch.setattr(
+        peer_impls, "sample_in_turn_ms", lambda calls, *_, **__: [[2.0 / (i + 1)] for i in range(2)]
+    )
+    with peer_impls.registered(tmp := Path("peers"), ["missing", "fast"]) as names:
+        inputs = make_pixels(tower.module, [(256, 256)])
+        other = twin(tower.module)
+        apply_(other, Recipe(vision_attention="bf16"))
+        assert _use_fastest(other, inputs, names) == "fast"
+        seen.clear()
+        with torch.no_grad():
+            other(**inputs)
+        assert seen == [tmp] * 2
+        with pytest.raises(UnsupportedError, match="plain or packed attention, got causal"):
+            x = torch.zeros(1, 3, 2, 64, dtype=torch.bfloat16)
+            ops.attention(x, x, x, AttentionSpec(causal=True), impl="fast")
+        with pytest.raises(UnsupportedError, match="softmax scale"):
+            ops.attention(x, x, x, AttentionSpec(softmax_scale=1.0), impl="fast")
+        with pytest.raises(UnsupportedError, match=r"in bfloat16, got torch\.float32"):
+            ops.attention(x.float(), x.float(), x.float(), impl="fast")
+    assert not {"missing", "fast"} & set(impl_names("attention"))
 
 
 def test_the_tower_stays_as_it_was(tower):
@@ -93,7 +160,9 @@ def test_the_tower_stays_as_it_was(tower):
 def test_what_is_refused(tower):
     with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA GPU"):
         run_encoder(tower, EncoderCase("hd", 1), "x", use_graphs=True)
-    with pytest.raises(ConfigError, match="expected recipes of bf16, dynamic, static; got int4"):
+    with pytest.raises(
+        ConfigError, match="expected recipes of bf16, fused-bf16, dynamic, static; got int4"
+    ):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["bf16", "int4"])
     with pytest.raises(ConfigError, match="got none"):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=[])
@@ -152,6 +221,9 @@ def test_graphs_are_timed_too():
         ("octavo", "dynamic", True),
         ("octavo", "bf16", True),
     } <= rows
+    fused = [r for r in records if r.case["recipe"] == "fused-bf16"]
+    assert [r.case["graphs"] for r in fused] == [False, True]
+    assert all(r.values["fused_speedup"] == 1 for r in fused)
     assert ("sdpa", "bf16", True) not in rows
     assert any("asks the device for lengths" in o.reason for o in objections)
     assert all(r.values["tokens"] == 3 * 3520 for r in records)

@@ -1,9 +1,10 @@
-"""Forwards of attention modules that hand their projections to FP8 attention without a detour.
+"""Forwards of attention modules that hand their projections to our attention without a detour.
 
 A module of transformers rotates queries and keys in float32, rounds them, turns all three around
 and only then calls its attention function. These forwards give the projections, as views, to the
-module's layer: rotation and quantization are one op there. A forward is put on the instance, where
-it hides the class's own; it is found by class, and only if the class is as transformers wrote it.
+module's layer: rotation and quantization are one op there, and rotation is one where attention
+stays in BF16. A forward is put on the instance, where it hides the class's own; it is found by
+class, and only if the class is as transformers wrote it.
 """
 
 import inspect
@@ -160,7 +161,7 @@ def _check_call(
             f"{', '.join(given)}"
         )
     if module.training and dropout:
-        raise UnsupportedError(f"{kind}: FP8 attention is for inference, got dropout {dropout}")
+        raise UnsupportedError(f"{kind}: this attention is for inference, got dropout {dropout}")
 
 
 _FAMILIES = {

@@ -37,7 +37,9 @@ def observe(model: nn.Module, see: See) -> Iterator[None]:
 
     found = find_layers(model)
     if any(isinstance(module, EncoderAttention) for module in model.modules()):
-        raise ConfigError("expected a model in its own dtype, got one in FP8: restore_ it first")
+        raise ConfigError(
+            "expected a model as it was, got one that apply_ changed: restore_ it first"
+        )
     if whisper := [n for n, module in found.items() if type(module).__name__ == "WhisperAttention"]:
         raise UnsupportedError(
             f"{whisper[0]}: expected a vision tower, got Whisper's encoder, which shares its "

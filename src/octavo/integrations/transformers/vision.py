@@ -1,4 +1,4 @@
-"""Vision towers of transformers models with attention in FP8.
+"""Vision towers of transformers models with attention in FP8, or in BF16 by the same path.
 
 transformers looks an attention function up by the name in a tower's config. Ours finds the layer's
 scales on the module it is called for; the name contains "flash", which makes towers of packed
@@ -19,7 +19,7 @@ from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
 from octavo.patterns import Layer, match_layers
-from octavo.recipe import AttentionSettings
+from octavo.recipe import AttentionSettings, Bf16Settings
 
 IMPLEMENTATION = "octavo_flash_vit"
 CHILD = fused_vision.CHILD
@@ -62,11 +62,13 @@ class TowerAttention(EncoderAttention):
     """The attention of one module of a tower.
 
     previous: the name of the attention function that its config had before; None if it has it
-    still. is_fused: whether the module runs a forward of `fused_vision`.
+    still. is_fused: whether the module runs a forward of `fused_vision`. is_skipped: whether the
+    recipe left the layer as it was.
     """
 
     previous: str | None
     is_fused: bool
+    is_skipped: bool
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -110,13 +112,13 @@ def scale_name(name: str) -> str:
 
 def attach(
     model: nn.Module,
-    settings: AttentionSettings,
+    settings: AttentionSettings | Bf16Settings,
     *,
     skip_layers: tuple[str, ...] = (),
     scales: ScaleSet | None = None,
     promote_every: int | None = 1,
 ) -> list[str]:
-    """Give a vision tower's layers FP8 attention; returns their names.
+    """Give a vision tower's layers attention in FP8 or BF16; returns their names.
 
     scales: for static scaling; every layer must be among them, by the model's name or vLLM's.
     """
@@ -125,7 +127,7 @@ def attach(
 
     found = find_layers(model)
     if any(hasattr(module, CHILD) for module in found.values()):
-        raise ConfigError("the model's vision attention is in FP8 already: restore_ it first")
+        raise ConfigError("apply_ has changed the model's vision attention: restore_ it first")
     layers = [Layer(name, index) for index, name in enumerate(found)]
     skipped = {layer.name for layer in match_layers(skip_layers, layers)} if skip_layers else set()
     chosen = {name: module for name, module in found.items() if name not in skipped}
@@ -133,6 +135,9 @@ def attach(
         raise ConfigError(
             f"skip_layers leaves none of the {len(found)} layers: leave the recipe out"
         )
+    fp8 = settings if isinstance(settings, AttentionSettings) else None
+    if fp8 is None:
+        _check_dtypes(chosen)
     if scales is not None:
         scales.require([_file_name(name, scales) for name in chosen])
     forwards = {name: fused_vision.find_forward(module) for name, module in chosen.items()}
@@ -140,8 +145,9 @@ def attach(
     made = {}
     for name, module in found.items():
         if name in chosen or type(module).__name__ != WHISPER:
-            own = settings if name in chosen else None
+            own = fp8 if name in chosen else None
             made[name] = _make_layer(name, module, own, scales, promote_every)
+            made[name].is_skipped = name not in chosen
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
     for name, layer in made.items():
@@ -157,7 +163,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> list[str]:
-    """Undo `attach`; returns the names of the layers that had FP8 attention."""
+    """Undo `attach`; returns the names of the layers that it gave another attention."""
     found = {n: m for n, m in model.named_modules() if isinstance(_layer(m), TowerAttention)}
     for name, module in found.items():
         if _layer(module).is_fused and not fused_vision.is_fused(module):
@@ -173,12 +179,12 @@ def detach(model: nn.Module) -> list[str]:
         if layer.is_fused:
             fused_vision.unfuse(module)
         delattr(module, CHILD)
-        undone += [name] if layer.scaling is not None else []
+        undone += [] if layer.is_skipped else [name]
     return undone
 
 
 def find_fused(model: nn.Module) -> list[str]:
-    """The layers that rotate, split and quantize in one op, by their names."""
+    """The layers whose forward hands its projections straight to ours, by their names."""
     return [name for name, module in model.named_modules() if fused_vision.is_fused(module)]
 
 
@@ -194,6 +200,17 @@ def _check_whisper(
             raise UnsupportedError(
                 f"{name}: expected the forward of transformers' {WHISPER}, got another: apply "
                 "octavo before what replaces it"
+            )
+
+
+def _check_dtypes(chosen: Mapping[str, nn.Module]) -> None:
+    """Attention in BF16 is in the model's own dtype, which must then have 16 bits."""
+    for name, module in chosen.items():
+        dtype = next(module.parameters()).dtype
+        if dtype in (torch.float32, torch.float64):
+            raise UnsupportedError(
+                f"{name}: expected a model in bfloat16 or float16 for vision_attention 'bf16', got "
+                f"{dtype}: load it with dtype='bfloat16'"
             )
 
 
@@ -291,7 +308,7 @@ def _check_call(
     if attention_mask is not None:
         raise UnsupportedError(f"{kind}: expected images without padding, got an attention mask")
     if dropout:
-        raise UnsupportedError(f"{kind}: FP8 attention is for inference, got dropout {dropout}")
+        raise UnsupportedError(f"{kind}: this attention is for inference, got dropout {dropout}")
     if is_causal or (is_causal is None and getattr(module, "is_causal", False)):
         raise UnsupportedError(f"{kind}: expected attention to all keys, got a causal call")
     expected = layer.spec.softmax_scale

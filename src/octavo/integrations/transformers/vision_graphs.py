@@ -225,7 +225,9 @@ class VisionGraphs:
         first = next(self.tower.parameters())
         state = (x for block in self.tower.blocks for x in block.attn.buffers())
         pointers = (x.data_ptr() for x in chain([first], state))
-        found = (self.tower.config._attn_implementation, *pointers)
+        layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
+        impls = (layer.impl for layer in layers)
+        found = (self.tower.config._attn_implementation, *impls, *pointers)
         if found != self._fingerprint:
             self._captured.clear()
             # Graphs share memory: none is replayed before the last one's result is copied.

@@ -1,7 +1,10 @@
-"""A whole vision tower: stock in BF16, and in FP8 with dynamic or static scales, side by side.
+"""A whole vision tower: stock in BF16, ours in BF16, and in FP8 with dynamic or static scales.
 
 All who take part have the same weights and get the same images. Before anyone is timed, attention
 of some layers is compared with stock transformers', on the inputs that those layers have there.
+
+Two baselines: the fastest stock tower is what a user has without octavo; ours in BF16, with the
+fusions of the FP8 path and the fastest BF16 attention at hand, tells what FP8 itself buys.
 """
 
 import math
@@ -30,7 +33,7 @@ from octavo.integrations.transformers.vision_tower import (
 from octavo.kernels.device import describe
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
-from octavo.measure.bench import peers
+from octavo.measure.bench import peer_impls
 from octavo.measure.bench.attention import MAX_ERROR
 from octavo.measure.bench.benchmark import Objection
 from octavo.measure.bench.timing import sample_in_turn_ms
@@ -46,7 +49,8 @@ RESOLUTIONS: Mapping[str, tuple[int, int]] = {
     "qhd": (1440, 2560),
     "4k": (2160, 3840),
 }
-RECIPES = ("bf16", "dynamic", "static")
+FUSED = "fused-bf16"
+RECIPES = ("bf16", FUSED, "dynamic", "static")
 STOCK = "sdpa"
 # What one round of all who take part may take: then fewer rounds are enough.
 BUDGET_MS = 20_000.0
@@ -111,7 +115,9 @@ def run_encoder(
     """The records of all who can run this case, and who could not.
 
     use_graphs: also by CUDA graphs, those who can be captured. folder: may hold peers, whose
-    attention then takes part inside the stock tower. The baseline is the fastest stock tower.
+    attention then takes part inside the stock tower, and the fastest one inside ours in BF16. The
+    baseline of "speedup" is the fastest stock tower, without graphs; that of "fused_speedup" is
+    ours in BF16, by graphs for those who run by graphs.
     """
     check_recipes(recipes)
     device = next(tower.module.parameters()).device
@@ -119,8 +125,29 @@ def run_encoder(
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got a tower on {device}")
     inputs = make_pixels(tower.module, case.sizes)
     truth = _truth(tower, inputs)
-    contenders, objections = _contenders(tower, recipes, inputs, folder)
+    names = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
+    with peer_impls.registered(folder, names):
+        contenders, objections = _contenders(tower, recipes, inputs, folder, names)
+        entered, refused = _enter(contenders, inputs, truth, case.num_images, use_graphs)
+        samples = _sample([call for _, _, call, _ in entered], device)
+    num_tokens = len(inputs["hidden_states"])
+    rows = [
+        (contender, is_graph, timing(ms) | values | {"tokens": float(num_tokens)})
+        for (contender, is_graph, _, values), ms in zip(entered, samples, strict=True)
+    ]
+    return _records(tower, case, rows, device, command), objections + refused
+
+
+def _enter(
+    contenders: Sequence[_Contender],
+    inputs: Mapping[str, Tensor],
+    truth: _Truth,
+    num_images: int,
+    use_graphs: bool,
+) -> tuple[list[tuple[_Contender, bool, Call, dict[str, float]]], list[Objection]]:
+    """Who can run and is right: (contender, whether by graphs, call, errors); and who cannot."""
     entered: list[tuple[_Contender, bool, Call, dict[str, float]]] = []
+    objections: list[Objection] = []
     for contender in contenders:
         call = partial(contender.tower, **inputs)
         try:
@@ -132,7 +159,7 @@ def run_encoder(
         if not use_graphs:
             continue
         budget = len(inputs["hidden_states"])
-        graphs = VisionGraphs(contender.tower, [budget], max_sequences=case.num_images)
+        graphs = VisionGraphs(contender.tower, [budget], max_sequences=num_images)
         plan = graphs.plan(inputs["grid_thw"])
         if plan.budget is None:
             name = f"{contender.name} by graphs"
@@ -140,13 +167,7 @@ def run_encoder(
             continue
         replay = partial(graphs, **inputs, is_required=True)
         entered.append((contender, True, replay, _check(contender, truth, replay())))
-    samples = _sample([call for _, _, call, _ in entered], device)
-    num_tokens = len(inputs["hidden_states"])
-    rows = [
-        (contender, is_graph, timing(ms) | values | {"tokens": float(num_tokens)})
-        for (contender, is_graph, _, values), ms in zip(entered, samples, strict=True)
-    ]
-    return _records(tower, case, rows, device, command), objections
+    return entered, objections
 
 
 def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
@@ -160,33 +181,51 @@ def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
 
 
 def _contenders(
-    tower: Tower, recipes: Sequence[str], inputs: Mapping[str, Tensor], folder: Path | None
+    tower: Tower,
+    recipes: Sequence[str],
+    inputs: Mapping[str, Tensor],
+    folder: Path | None,
+    peers: Sequence[str],
 ) -> tuple[list[_Contender], list[Objection]]:
     """Towers that share their weights, each with its own attention."""
     found: list[_Contender] = []
     objections: list[Objection] = []
-    is_cuda = inputs["hidden_states"].is_cuda
     if "bf16" in recipes:
         stock = twin(tower.module)
         use_attention(stock, STOCK)
         found.append(_Contender(STOCK, "bf16", stock))
-        for name, attend in _packed_attention(folder, is_cuda).items():
+        for name, attend in _packed_attention(folder, peers).items():
             other = twin(tower.module)
             use_attention(other, name, attend)
             found.append(_Contender(name, "bf16", other))
     for recipe in (recipe for recipe in recipes if recipe != "bf16"):
-        other = twin(tower.module)
+        other, name = twin(tower.module), "octavo"
         try:
             apply_(other, _recipe(tower, recipe, inputs))
+            if recipe == FUSED and (peer := _use_fastest(other, inputs, peers)) is not None:
+                name = f"octavo with {peer}"
         except UnsupportedError as error:
-            objections.append(Objection("encoder", "octavo", recipe, str(error)))
+            objections.append(Objection("encoder", name, recipe, str(error)))
             continue
-        found.append(_Contender("octavo", recipe, other))
+        found.append(_Contender(name, recipe, other))
     return found, objections
+
+
+def _use_fastest(tower: Any, inputs: Mapping[str, Tensor], peers: Sequence[str]) -> str | None:
+    """Let a tower in BF16 attend by the fastest peer, if it is faster than what is ours."""
+    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
+    sizes = (layers[0].num_heads, layers[0].head_dim)
+    lengths = inputs["grid_thw"].prod(dim=1).tolist()
+    peer = peer_impls.find_fastest(peers, *sizes, lengths, inputs["hidden_states"].device)
+    for layer in layers:
+        layer.impl = peer
+    return peer
 
 
 def _recipe(tower: Tower, name: str, inputs: Mapping[str, Tensor]) -> Recipe:
     """The recipe of a name; static scales are those of this run's own images."""
+    if name == FUSED:
+        return Recipe(vision_attention="bf16")
     dynamic = Recipe(vision_attention="fp8")
     if name == "dynamic":
         return dynamic
@@ -196,22 +235,17 @@ def _recipe(tower: Tower, name: str, inputs: Mapping[str, Tensor]) -> Recipe:
     return Recipe(vision_attention={"scaling": "static"}, scales=_scales(seen))
 
 
-def _packed_attention(folder: Path | None, is_cuda: bool) -> dict[str, PackedAttention]:
-    """BF16 attention of all images in one call: ours, and peers'."""
+def _packed_attention(folder: Path | None, names: Sequence[str]) -> dict[str, PackedAttention]:
+    """BF16 attention of all images in one call: ours, and peers' without the checks of our op."""
 
     def ours(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         return ops.attention(q, k, v, packing=packing)
 
-    def peer(prepare: Callable[..., Call], *qkv_and_packing: Any) -> Tensor:
+    def peer(name: str, *qkv_and_packing: Any) -> Tensor:
         *qkv, packing = qkv_and_packing
-        result: Tensor = prepare(folder, False, *qkv, False, packing)()
-        return result
+        return peer_impls.PEERS[name](folder, False, *qkv, False, packing)()
 
-    found: dict[str, PackedAttention] = {"octavo": ours}
-    if is_cuda:
-        found["vllm-fa3"] = partial(peer, peers.vllm_fa3)
-        found["fa3-fwd"] = partial(peer, peers.fa3_fwd)
-    return found
+    return {"octavo": ours, **{name: partial(peer, name) for name in names}}
 
 
 def _scales(tower: Any) -> dict[str, dict[str, float]]:
@@ -232,7 +266,7 @@ def _check(contender: _Contender, truth: _Truth, result: Any) -> dict[str, float
         actual = contender.tower.get_submodule(name)(*args, **kwargs)
         errors.append(relative_rms(actual, expected))
     worst = math.nan if any(map(math.isnan, errors)) else max(errors)
-    limit = MAX_ERROR["BF16" if contender.recipe == "bf16" else "FP8"]
+    limit = MAX_ERROR["BF16" if contender.recipe in ("bf16", FUSED) else "FP8"]
     of_tower = relative_rms(result.pooler_output, truth.result)
     if not worst <= limit or math.isnan(of_tower):
         raise UnsupportedError(
@@ -270,6 +304,7 @@ def _records(
         if contender.recipe == "bf16" and not is_graph and contender.name != "octavo"
     ]
     baseline_ms, baseline = min(stock, default=(math.nan, None))
+    fused_ms = {g: values["median_ms"] for row, g, values in rows if row.recipe == FUSED}
     records = []
     for contender, is_graph, values in rows:
         about: dict[str, Scalar] = {
@@ -283,6 +318,8 @@ def _records(
         }
         if baseline is not None:
             values = values | {"speedup": baseline_ms / values["median_ms"]}
+        if is_graph in fused_ms:
+            values = values | {"fused_speedup": fused_ms[is_graph] / values["median_ms"]}
         records.append(
             Measurement(
                 op="encoder",
