@@ -128,8 +128,8 @@ def autosave(
 ) -> ScaleSaver:
     """Save the scales of a model with dynamic FP8 attention once all layers have seen 16 passes.
 
-    Layers are named as vLLM does for the Qwen families. Calls of the tower are counted; whoever
-    replays a CUDA graph calls `step`. `close` the result at the end of the run.
+    Layers are named as vLLM does for the Qwen families. Calls of the tower are counted, and its
+    replays by VisionGraphs. `close` the result at the end of the run.
     """
     header = ScaleHeader(model=model_name)
     return ScaleSaver(model, path, margin=margin, rename=scale_name, header=header).watch()
