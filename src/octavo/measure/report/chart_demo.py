@@ -30,8 +30,8 @@ def reading_section(
         "tower in FP8. Right is a number within 5 % or the same word (relaxed accuracy).\n\n"
         + " ".join(sentences)
         + "\n\nDynamic scales follow the charts that are read. Static ones were found before, on "
-        "charts with other colours, sizes, fonts and paper: had they to fit their own data, FP8 "
-        "static would be worse. An interval that has 0 in it means that these questions cannot "
+        "charts with other colours, sizes, fonts and paper: if scales only served the data that "
+        "they were found on, FP8 static would be worse. An interval that has 0 in it means that these questions cannot "
         "tell the two recipes apart. Below are charts with the truth and every answer: some whose "
         "answers differ between recipes, if there are any, and others.",
         figures=(
