@@ -31,9 +31,9 @@ def reading_section(
         + " ".join(sentences)
         + "\n\nDynamic scales follow the charts that are read. Static ones were found before, on "
         "charts with other colours, sizes, fonts and paper: if scales only served the data that "
-        "they were found on, FP8 static would be worse. An interval that has 0 in it means that these questions cannot "
-        "tell the two recipes apart. Below are charts with the truth and every answer: some whose "
-        "answers differ between recipes, if there are any, and others.",
+        "they were found on, FP8 static would be worse. An interval that has 0 in it means that "
+        "these questions cannot tell the two recipes apart. Below are charts with the truth and "
+        "every answer: some whose answers differ between recipes, if there are any, and others.",
         figures=(
             bars(
                 records,
