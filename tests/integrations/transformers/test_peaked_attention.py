@@ -48,7 +48,7 @@ def textured_pixels(tower, size):
     rows, columns = (places.to(noise.device) // REGION).unbind(-1)
     textures = torch.randn_like(noise[: int(rows.max() + 1) * int(columns.max() + 1)])
     alike = textures[rows * (columns.max() + 1) + columns]
-    return inputs | {"hidden_states": alike + 0.3 * noise}
+    return inputs | {"hidden_states": alike + 0.5 * noise}
 
 
 def rotated(layer, args, kwargs):
