@@ -30,7 +30,7 @@ $(DEMO_READY): $(READY)
 
 setup: $(READY)  ## make the virtual environment
 
-demo: $(DEMO_READY)  ## what FP8 does to a real model's attention, on this machine; ends in a report
+demo: $(DEMO_READY)  ## BF16, FP8 dynamic and static on real models, on this machine; ends in a report
 	$(BIN)/octavo demo
 
 lint: $(READY)  ## formatting and lint

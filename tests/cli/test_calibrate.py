@@ -107,3 +107,14 @@ def test_help_names_what_it_needs(capsys):
     shown = capsys.readouterr().out
     for option in ("--data", "--scale-save-path", "--observer", "--fresh", "--num-prompts"):
         assert option in shown
+
+
+def test_a_chart_reader_needs_no_processor(folders, tmp_path, capsys):
+    from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+
+    reader, path = tmp_path / "reader", tmp_path / "s.json"
+    save_chart_reader(make_chart_reader(["How", "many"]), reader)
+    assert calibrate(reader, "--data", folders[1], "--scale-save-path", path) == 0
+    scales = load_scales(path)
+    assert list(scales.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(6)]
+    assert scales.header.passes == 5 and "6 layers, 5 prompts" in capsys.readouterr().out

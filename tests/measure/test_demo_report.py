@@ -5,8 +5,10 @@ from functools import partial
 import pytest
 
 from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.chart_demo import reading_section
 from octavo.measure.report.demo import average, demo_sections
-from octavo.measure.report.html import render
+from octavo.measure.report.html import Picture, render
+from octavo.measure.report.tables import Table
 
 row = partial(Measurement, machine=Machine.current(), command="pytest", impl="reference")
 
@@ -61,3 +63,42 @@ def test_every_question_has_its_numbers(records):
 def test_the_page_can_be_written(records):
     page = render(demo_sections(records), title="demo")
     assert "e4m3 per head" in page and "131,072" in page
+
+
+def answered(recipe, accuracy, difference=0.0, is_different=False):
+    values = {"relaxed_accuracy_percent": accuracy}
+    baseline = None
+    if recipe != "bf16":
+        baseline = "bf16"
+        values |= {
+            "difference_points": difference,
+            "difference_low_points": difference - 1,
+            "difference_high_points": difference + 1,
+            "is_different": float(is_different),
+        }
+    case = {"model": "reader", "recipe": recipe, "num_questions": 100}
+    return row(op="chartqa", case=case, values=values, baseline=baseline)
+
+
+def test_the_reading_says_what_differs():
+    records = [
+        answered("bf16", 90.0),
+        answered("fp8 dynamic", 90.0),
+        answered("fp8 static", 80.0, -10.0, is_different=True),
+    ]
+    table = Table(caption="scores", header=("recipe",), rows=(("bf16",),))
+    changed = {"fp8 dynamic": 1, "fp8 static": 12}
+    section = reading_section(records, table, [], changed)
+    assert "100 questions" in section.text and "90.0 % right" in section.text
+    assert "fp8 dynamic: 90.0 % right, +0.0 points" in section.text
+    assert "no difference from bf16 that these questions could show; 1 of 100" in section.text
+    assert "-10.0 points (95 % interval -11.0 to -9.0), it differs from bf16; 12" in section.text
+    assert section.figures[0].data[0]["y"] == [90.0, 90.0, 80.0]
+
+
+def test_pictures_are_inside_the_page_and_escaped():
+    pictures = [Picture(caption="<b>Which?</b>", png=b"png", facts=(("truth", "<i>7</i>"),))]
+    table = Table(caption="scores", header=("recipe",), rows=(("bf16",),))
+    page = render([reading_section([answered("bf16", 50.0)], table, pictures, {})])
+    assert 'src="data:image/png;base64,cG5n"' in page
+    assert "&lt;b&gt;Which?" in page and "<b>Which?" not in page and "&lt;i&gt;7" in page

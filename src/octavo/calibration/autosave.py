@@ -1,10 +1,12 @@
 """Saving the scales of a dynamic run, to be loaded as static ones by the next."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,10 +58,11 @@ def check_scale_paths(
 class ScaleSaver:
     """Writes a scale file once every layer of a model has seen 16 passes, and not before.
 
-    `step` after each pass of the encoder, or `watch` to have that done for every call of the tower
-    (calls only: whoever replays a CUDA graph calls `step`). The first step that looks is the 16th,
-    then every CHECK_EVERY-th: all others cost nothing on the device. `close` at the end of the run
-    looks a last time and raises if there is still nothing to save.
+    `step` after each pass of the encoder, or `watch` to have that done for every call of the tower.
+    The replay of a CUDA graph is no call: who replays one steps all `savers_of` the tower. The
+    first step that looks is the 16th, then every CHECK_EVERY-th: all others cost nothing on the
+    device. `close` at the end of the run looks a last time and raises if there is still nothing to
+    save.
 
     rename: what the scale file calls a layer, from the layer's own name.
     """
@@ -80,6 +83,7 @@ class ScaleSaver:
         self._layers = {rename(name): s for name, s in _dynamic(found).items()}
         self._tower = _tower(model)
         self._num_steps = 0
+        self._is_paused = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self.is_saved = False
 
@@ -87,13 +91,14 @@ class ScaleSaver:
         """Step after each call of the module that holds all layers."""
         if self._hook is None and not self.is_saved:
             self._hook = self._tower.register_forward_hook(lambda *_: self.step())
+            _WATCHING.setdefault(self._tower, []).append(self)
         return self
 
     def step(self) -> None:
         """One more pass of the encoder is done, or on its way."""
-        if self.is_saved or (
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
+        if self.is_saved or self._is_paused:
+            return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._num_steps += 1
         if self._num_steps % CHECK_EVERY == 0 and not self._not_ready():
@@ -144,6 +149,31 @@ class ScaleSaver:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            _WATCHING[self._tower].remove(self)
+
+
+# The savers that watch a module's calls.
+_WATCHING: WeakKeyDictionary[nn.Module, list[ScaleSaver]] = WeakKeyDictionary()
+
+
+def savers_of(tower: nn.Module) -> list[ScaleSaver]:
+    """The savers that watch the calls of a tower, or of a module in it."""
+    if not any(_WATCHING.values()):
+        return []
+    return [saver for module in tower.modules() for saver in _WATCHING.get(module, ())]
+
+
+@contextmanager
+def not_counted(tower: nn.Module) -> Iterator[None]:
+    """Inside, calls of a tower are no passes: they leave no trace in its histories."""
+    savers = savers_of(tower)
+    for saver in savers:
+        saver._is_paused = True
+    try:
+        yield
+    finally:
+        for saver in savers:
+            saver._is_paused = False
 
 
 def _dynamic(layers: Mapping[str, EncoderAttention]) -> dict[str, DynamicScaling]:

@@ -58,7 +58,8 @@ def mm_processor(
         str | None,
         typer.Option(
             "--mm-encoder-attn-backend",
-            help="Implementation of FP8 attention; left out, the fastest (octavo doctor says).",
+            help="Implementation of FP8 attention, one of octavo's: gluon, triton, reference or "
+            "a registered one; left out, the fastest that can run (octavo doctor says which).",
         ),
     ] = None,
     scale_path: Annotated[

@@ -26,7 +26,6 @@ class ObserverName(StrEnum):
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
     data: Annotated[
         str,
         typer.Option(
@@ -38,6 +37,14 @@ def calibrate(
     scale_save_path: Annotated[
         Path, typer.Option("--scale-save-path", help="The scale file to write (JSON).")
     ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
+            "with octavo.",
+            show_default=False,
+        ),
+    ] = None,
     margin: Annotated[
         float, typer.Option("--margin", help="Headroom: every scale is this many times larger.")
     ] = 1.5,
@@ -135,10 +142,11 @@ def calibrate(
 
 
 def _command(
-    model: str, data: str, path: Path, settings: "CalibrationSettings", num_prompts: int
+    model: str | None, data: str, path: Path, settings: "CalibrationSettings", num_prompts: int
 ) -> str:
     """A command line that finds these scales again."""
-    words = ["octavo", "calibrate", model, "--data", data, "--scale-save-path", str(path)]
+    words = ["octavo", "calibrate", *([model] if model else [])]
+    words += ["--data", data, "--scale-save-path", str(path)]
     words += ["--observer", settings.observer, "--margin", f"{settings.margin:g}"]
     if settings.observer == "percentile":
         words += ["--percentile", f"{settings.percentile:g}"]

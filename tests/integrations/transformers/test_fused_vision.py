@@ -360,9 +360,9 @@ def test_static_scales_by_the_names_of_vllm():
     model, inputs, recipe = calibrated("qwen3_vl")
     holder = torch.nn.Module()
     holder.visual = model
-    scales = {f"visual.{name}.attn": scale for name, scale in recipe.scales.items()}
-    changes = apply_(holder, Recipe(vision_attention={"scaling": "static"}, scales=scales))
     names = [f"visual.blocks.{i}.attn" for i in (0, 1)]
+    assert list(recipe.scales) == [f"{name}.attn" for name in names]
+    changes = apply_(holder, recipe)
     assert changes.layers == changes.fused == {"vision_attention": names}
     assert [float(layer.scaling.q) for layer in layers_of(model)] == pytest.approx(
         [scale["q"] for scale in recipe.scales.values()]

@@ -32,3 +32,16 @@ def test_missing_extra_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(small_model, "find_spec", lambda name: None if name == "gguf" else name)
     with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install 'octavo\[demo\]'"):
         small_model.load_small_model()
+
+
+def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    parsed = []
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or object())
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    with pytest.raises(UnsupportedError), small_model._read_once():
+        assert gguf.GGUFReader("a") is gguf.GGUFReader("a")
+        gguf.GGUFReader("b")
+        raise UnsupportedError("x")
+    assert parsed == ["a", "b"]
+    assert gguf.GGUFReader is reader and gguf.get_tensor_name_map is names

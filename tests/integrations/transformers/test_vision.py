@@ -6,10 +6,13 @@ from importlib import import_module
 import pytest
 import torch
 
-from octavo import ConfigError, LayerScales, Recipe, ScaleSet, UnsupportedError
+from octavo import ConfigError, LayerScales, Recipe, ScaleSet, UnsupportedError, load_scales
 from octavo.errors import CheckpointError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import vision
+from octavo.integrations.transformers.calibrate import autosave
+from octavo.integrations.transformers.observe import layer_names
+from octavo.integrations.transformers.vision_tower import make_pixels, make_tower
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits
@@ -220,11 +223,39 @@ def test_static_scales_from_a_scale_file(granularity):
 def test_vllm_names():
     assert vision.scale_name("model.visual.blocks.3.attn") == "visual.blocks.3.attn.attn"
     assert vision.scale_name("visual.blocks.26.attn") == "visual.blocks.26.attn.attn"
+    assert vision.scale_name("blocks.26.attn") == "visual.blocks.26.attn.attn"
+    for name in ("vision.blocks.3.attn", "blocks.3.attn.proj", "blocks.x.attn"):
+        assert vision.scale_name(name) == name
     assert vision.scale_name("vision_model.encoder.layers.0.self_attn") == (
         "vision_model.encoder.layers.0.self_attn"
     )
     names = {"visual.blocks.0.attn.attn": LayerScales(0.1, 0.1, 0.1)}
     assert vision._file_name("model.visual.blocks.0.attn", ScaleSet(names)) in names
+
+
+def test_a_bare_tower_has_vllm_names(tmp_path):
+    """A tower by itself writes vLLM's names, and loads them as well as its own."""
+    tower = make_tower("tiny", torch.device("cpu")).module
+    pixels = make_pixels(tower, [(256, 256)])
+    path = tmp_path / "scales.json"
+    apply_(tower, Recipe(vision_attention="fp8"))
+    saver = autosave(tower, path)
+    with torch.no_grad():
+        for _ in range(16):
+            tower(**pixels)
+    saver.close()
+    restore_(tower)
+    names = [f"visual.blocks.{i}.attn.attn" for i in range(2)]
+    scales = load_scales(path)
+    assert list(scales.layers) == layer_names(tower) == names
+    results = []
+    own = {f"blocks.{i}.attn": scales.to_dict()["layers"][name] for i, name in enumerate(names)}
+    for given in (str(path), own):
+        apply_(tower, Recipe(vision_attention={"scaling": "static"}, scales=given))
+        with torch.no_grad():
+            results.append(tower(**pixels).pooler_output)
+        restore_(tower)
+    assert_same_bits(*results)
 
 
 def test_a_whole_vision_language_model():

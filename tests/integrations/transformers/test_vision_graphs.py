@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from octavo import Recipe
+from octavo.calibration.autosave import savers_of
+from octavo.calibration.scale_file import load_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import vision_graphs
+from octavo.integrations.transformers.calibrate import autosave
 from octavo.integrations.transformers.vision_graphs import VisionGraphs, powers_of_two
 from octavo.integrations.transformers.vision_tower import make_pixels, make_tower, twin
 from octavo.layers.encoder_attention import EncoderAttention
@@ -193,6 +196,51 @@ def test_powers_of_two():
         powers_of_two(3, smallest=4)
 
 
+class StandIn:
+    """Replays as a graph does, on a CPU: the tower's work is done, and nobody is told."""
+
+    def __init__(self, graphs, inputs, budget):
+        self.forward = lambda: graphs._forward(inputs, budget)
+        self.tower, self.result = graphs.tower, self.forward()
+
+    def replay(self):
+        hooks = dict(self.tower._forward_hooks)
+        self.tower._forward_hooks.clear()
+        new = self.forward()
+        self.tower._forward_hooks.update(hooks)
+        self.result.pooler_output.copy_(new.pooler_output)
+
+
+def test_replays_count_for_who_saves_scales(tower, monkeypatch, tmp_path):
+    """Warm-up and capture do not count, each replay does, and another tower's never do."""
+    padded, other = twin(tower), twin(tower)
+    apply_(padded, RECIPES["dynamic"])
+    apply_(other, RECIPES["dynamic"])
+    graphs = VisionGraphs(padded, BUDGETS)
+
+    def capture(inputs, budget):
+        static = {name: x.clone() for name, x in inputs.items()}
+        with vision_graphs._history_kept(padded), vision_graphs.not_counted(padded):
+            graph = StandIn(graphs, static, budget)
+        return vision_graphs._Captured(graph, static, graph.result)
+
+    monkeypatch.setattr(graphs, "plan", graphs._padding_plan)
+    monkeypatch.setattr(graphs, "_capture", capture)
+    monkeypatch.setattr(graphs, "_forget_if_changed", lambda: None)
+    path, others = tmp_path / "scales.json", tmp_path / "others.json"
+    saver, bystander = autosave(padded, path), autosave(other, others)
+    for index in range(16):
+        assert not path.exists() and saver._num_steps == index
+        graphs(**make_pixels(tower, REQUESTS[index % 2], seed=index))
+    assert saver.is_saved and load_scales(path).header.passes == 16
+    assert bystander._num_steps == 0 and not others.exists()
+    with pytest.raises(ConfigError, match="expected 16 passes"):
+        bystander.close()
+    assert savers_of(padded) == savers_of(other) == []
+    graphs(**make_pixels(tower, REQUESTS[0]))  # saved: nobody counts any more
+    assert saver._num_steps == 16
+
+
 def on_gpu():
     return make_tower("qwen3-vl-30b-a3b", torch.device("cuda"), num_layers=2).module
 
@@ -259,3 +307,26 @@ def test_graphs_of_a_tower_that_was_changed():
         layer.impl = "triton"
     graphs(**inputs, is_required=True)
     assert graphs._captured[4096] is not second
+
+
+@pytest.mark.gpu
+def test_scales_of_replays_are_saved(tmp_path):
+    """A dynamic run by graphs saves after 16 requests what the same run without graphs would."""
+    tower = on_gpu()
+    plain, captured = twin(tower), twin(tower)
+    apply_(plain, RECIPES["dynamic"])
+    apply_(captured, RECIPES["dynamic"])
+    budgets = powers_of_two(4 * 48 * 48)
+    graphs = VisionGraphs(captured, budgets, max_sequences=4)
+    reference = VisionGraphs(plain, budgets, max_sequences=4)
+    by_graphs, eager_path = tmp_path / "graphs.json", tmp_path / "eager.json"
+    savers = [autosave(captured, by_graphs), autosave(plain, eager_path)]
+    for index, inputs in enumerate(batches(tower)):
+        assert by_graphs.exists() == (index >= 16)
+        graphs(**inputs, is_required=True)
+        reference.run_padded(**inputs)
+        if index == 16:
+            break
+    assert all(saver.is_saved for saver in savers)
+    assert load_scales(by_graphs).header.passes == 16
+    assert load_scales(by_graphs).layers == load_scales(eager_path).layers

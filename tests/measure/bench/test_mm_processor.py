@@ -13,6 +13,7 @@ from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench import mm_processor
 from octavo.measure.bench.images import DataOptions, Request, make_requests, parse_buckets
 from octavo.measure.bench.mm_processor import STAGES, EncoderOptions, run_mm_processor
+from octavo.ops.select import _named, register_impl, unregister_impl
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
@@ -107,7 +108,12 @@ def test_contradictions(tmp_path):
         ({"attn_dtype": "fp8", "fp8_scale_save_margin": float("nan")}, "margin"),
         ({"attn_dtype": "int8"}, "expected an encoder attention dtype of fp8, got 'int8'"),
         ({"attn_backend": "reference"}, "a backend is chosen for attention in fp8"),
-        ({"attn_dtype": "fp8", "attn_backend": "FLASHINFER"}, "expected a backend of .*reference"),
+        (
+            {"attn_dtype": "fp8", "attn_backend": "FLASH_ATTN"},
+            "one of gluon, triton, reference; got 'FLASH_ATTN', a name of vLLM's",
+        ),
+        ({"attn_dtype": "fp8", "attn_backend": "TORCH_SDPA"}, "expected a backend of octavo's"),
+        ({"attn_dtype": "fp8", "attn_backend": "torch"}, "reference; got 'torch'$"),
     ]
     for options, message in cases:
         with pytest.raises(ConfigError, match=message):
@@ -115,9 +121,28 @@ def test_contradictions(tmp_path):
 
 
 def test_a_backend_that_cannot_run_here_raises(language):
-    options = EncoderOptions(attn_dtype="fp8", attn_backend="gluon")
-    with pytest.raises(UnsupportedError):
-        run_mm_processor(language, requests(1), options)
+    """At the start: no request runs, and the model is as it was."""
+    options, done = EncoderOptions(attn_dtype="fp8", attn_backend="gluon"), []
+    with pytest.raises(UnsupportedError, match="impl='gluon' cannot run"):
+        run_mm_processor(language, requests(1), options, progress=lambda: done.append(1))
+    assert not done and not layers_of(language.model)
+
+
+def test_a_registered_backend_runs(language):
+    calls = []
+
+    def run(*args, **kwargs):
+        calls.append(args)
+        return reference.run(*args, **kwargs)
+
+    reference = _named("attention", "reference")
+    register_impl("attention", "ours", run)
+    try:
+        options = EncoderOptions(attn_dtype="fp8", attn_backend="ours")
+        assert run_mm_processor(language, requests(1), options)["completed"] == 1
+    finally:
+        unregister_impl("attention", "ours")
+    assert len(calls) == 2 * 2  # layers, requests with the warm-up
 
 
 def test_failures_are_counted_and_named(language, monkeypatch):

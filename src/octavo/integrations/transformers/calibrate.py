@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from octavo.calibration.run import calibrate as run_calibration
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, save_scales
 from octavo.calibration.state import StateFile, state_path
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.transformers.chart_reader import (
+    FOLDER,
+    is_chart_reader,
+    load_chart_reader,
+)
 from octavo.integrations.transformers.observe import layer_names, observe
 from octavo.integrations.transformers.vision import find_layers, scale_name
 
@@ -122,8 +128,8 @@ def autosave(
 ) -> ScaleSaver:
     """Save the scales of a model with dynamic FP8 attention once all layers have seen 16 passes.
 
-    Layers are named as vLLM does for the Qwen families. Calls of the tower are counted; whoever
-    replays a CUDA graph calls `step`. `close` the result at the end of the run.
+    Layers are named as vLLM does for the Qwen families. Calls of the tower are counted, and its
+    replays by VisionGraphs. `close` the result at the end of the run.
     """
     header = ScaleHeader(model=model_name)
     return ScaleSaver(model, path, margin=margin, rename=scale_name, header=header).watch()
@@ -140,20 +146,30 @@ def encode(model: nn.Module, inputs: Inputs) -> object:
     return model(**moved)
 
 
-def load_image_model(name: str, *, dtype: str = "auto", device: str | None = None) -> ImageModel:
-    """A model and its image processor, from a folder or the hub.
+def load_image_model(
+    name: str | None, *, dtype: str = "auto", device: str | None = None
+) -> ImageModel:
+    """A model and its image processor, from a folder or the hub; None is octavo's chart reader.
 
     dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    image_processors: Any = AutoImageProcessor
     if dtype not in DTYPES:
         raise ConfigError(f"expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise UnsupportedError(f"expected a device that is here, cpu or a GPU, got {device!r}")
+    if name is None or is_chart_reader(Path(name)):
+        own = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        reader = load_chart_reader(FOLDER if name is None else Path(name), own).to(device)
+        return ImageModel(reader.name, reader.model, reader.process_images)
+    return _load_from_transformers(name, dtype, device)
+
+
+def _load_from_transformers(name: str, dtype: str, device: str) -> ImageModel:
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    image_processors: Any = AutoImageProcessor
     with _loading(name, "a model with a config.json"):
         config = AutoConfig.from_pretrained(name)
     with _loading(name, "an image processor (preprocessor_config.json) beside the model"):

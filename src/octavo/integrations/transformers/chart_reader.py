@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -170,6 +170,21 @@ class ChartReader:
         start, image, stop = (SPECIAL.index(token) for token in (START, IMAGE, STOP))
         return [start, *[image] * num_image_tokens, stop, *self.encode(question)]
 
+    def process_images(
+        self, images: Sequence[Any], return_tensors: Literal["pt"] = "pt"
+    ) -> dict[str, Tensor]:
+        """What the vision tower takes for pillow images, called as image processors are."""
+        if not images or return_tensors != "pt":
+            raise ConfigError(
+                f"expected one image or more and tensors of 'pt', got {len(images)} and "
+                f"{return_tensors!r}"
+            )
+        flat = [flatten_patches(fit_image(image)) for image in images]
+        return {
+            "pixel_values": torch.cat([rows for rows, _ in flat]).to(self.model.dtype),
+            "image_grid_thw": torch.tensor([grid for _, grid in flat]),
+        }
+
     def prepare(self, images: Sequence[Any], questions: Sequence[str]) -> dict[str, Tensor]:
         """The model's inputs for pillow images and a question about each; padded on the left."""
         if len(images) != len(questions) or not images:
@@ -177,10 +192,10 @@ class ChartReader:
                 f"expected one question for each image, got {len(images)} images and "
                 f"{len(questions)} questions"
             )
-        flat = [flatten_patches(fit_image(image)) for image in images]
+        seen = self.process_images(images)
         prompts = [
-            self.prompt(question, len(rows) // MERGE**2)
-            for question, (rows, _) in zip(questions, flat, strict=True)
+            self.prompt(question, int(grid.prod()) // MERGE**2)
+            for question, grid in zip(questions, seen["image_grid_thw"], strict=True)
         ]
         length = max(map(len, prompts))
         pad, image_token = SPECIAL.index(PAD), SPECIAL.index(IMAGE)
@@ -191,8 +206,7 @@ class ChartReader:
             "input_ids": input_ids,
             "attention_mask": torch.tensor(mask),
             "mm_token_type_ids": (input_ids == image_token).int(),
-            "pixel_values": torch.cat([rows for rows, _ in flat]).to(self.model.dtype),
-            "image_grid_thw": torch.tensor([grid for _, grid in flat]),
+            **seen,
         }
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 

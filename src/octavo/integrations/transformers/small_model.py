@@ -1,5 +1,8 @@
 """SmolLM2-135M-Instruct: real weights for demonstrations, from a Python package."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +46,25 @@ def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    with _read_once():
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     return model, tokenizer  # from_pretrained has put it in evaluation mode
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Inside, a GGUF file is parsed once: transformers does it for config, tokenizer and weights.
+
+    It also makes one table of names for each of the model's modules, always the same one.
+    """
+    import gguf
+
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in before.items():
+        setattr(gguf, name, cache(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(gguf, name, function)

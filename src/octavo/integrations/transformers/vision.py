@@ -106,8 +106,9 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 def scale_name(name: str) -> str:
     """What scale files call a layer: as vLLM does for the Qwen families, else as the model does."""
-    match = re.search(r"(?:^|\.)(visual\.blocks\.\d+\.attn)$", name)
-    return f"{match[1]}.attn" if match else name
+    # A tower by itself has no "visual" in its names.
+    match = re.fullmatch(r"(?:(?:.+\.)?visual\.)?(blocks\.\d+\.attn)", name)
+    return f"visual.{match[1]}.attn" if match else name
 
 
 def attach(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.calibration.autosave import not_counted, savers_of
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
@@ -64,8 +65,9 @@ class VisionGraphs:
 
     budgets: tokens before merging, which requests are padded to. max_sequences: how many images and
     frames of videos a request may have. Requests that fit no budget run eagerly, and `plan` says
-    why. Dynamic scales go on counting in replays; warm-up and capture leave no trace in them. If
-    the tower is moved or its attention changed, graphs are captured anew.
+    why. Dynamic scales go on counting in replays, and so do savers of scales that watch the tower
+    (octavo.calibration.autosave); warm-up and capture leave no trace in them. If the tower is moved
+    or its attention changed, graphs are captured anew.
     """
 
     def __init__(self, tower: Any, budgets: Sequence[int], *, max_sequences: int = 8) -> None:
@@ -138,6 +140,8 @@ class VisionGraphs:
         for name, static in captured.inputs.items():
             static.copy_(inputs[name])
         captured.graph.replay()
+        for saver in savers_of(self.tower):  # a replay calls no hooks
+            saver.step()
         return self._cut(captured.result, len(hidden_states), plan.budget, is_copied=True)
 
     @torch.no_grad()
@@ -210,7 +214,7 @@ class VisionGraphs:
         static = {name: x.clone() for name, x in inputs.items()}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with _history_kept(self.tower):
+        with _history_kept(self.tower), not_counted(self.tower):
             with torch.cuda.stream(stream):
                 for _ in range(NUM_WARMUPS):
                     self._forward(static, budget)

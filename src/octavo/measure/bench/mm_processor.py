@@ -20,18 +20,21 @@ from torch import nn
 
 from octavo.calibration.autosave import ScaleSaver, check_scale_paths
 from octavo.calibration.scale_file import ScaleHeader
-from octavo.errors import ConfigError, OctavoError
-from octavo.integrations.apply import Changes, apply_
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.integrations.apply import Changes, apply_, restore_
 from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vision_language import (
     VisionLanguage,
     find_tower,
     generate,
 )
+from octavo.kernels.device import Device, describe
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench.images import Request
 from octavo.numerics.amax import HISTORY_LENGTH
-from octavo.ops.select import impl_names
+from octavo.numerics.formats import E4M3
+from octavo.ops.select import Request as OpRequest
+from octavo.ops.select import features_of, impl_names, select
 from octavo.recipe import Recipe
 
 STAGES = (
@@ -69,23 +72,50 @@ class EncoderOptions:
                 f"{self.attn_backend!r}, got none"
             )
         if self.attn_backend not in impl_names("attention"):
+            # vLLM spells its names in capitals: FLASH_ATTN, TORCH_SDPA, …
+            whose = ", a name of vLLM's" if self.attn_backend.isupper() else ""
             raise ConfigError(
-                f"expected a backend of {', '.join(impl_names('attention'))}; got "
-                f"{self.attn_backend!r}"
+                f"expected a backend of octavo's, one of {', '.join(impl_names('attention'))}; got "
+                f"{self.attn_backend!r}{whose}"
             )
 
     def apply(self, model: nn.Module) -> Changes | None:
-        """Do it to a model, in place."""
+        """Do it to a model, in place; one that cannot be served by the backend stays as it was."""
         if self.attn_dtype is None:
             return None
         recipe = Recipe(vision_attention="fp8")
         if self.fp8_scale_path is not None:
             recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
         changes = apply_(model, recipe)
-        for layer in model.modules():
-            if isinstance(layer, EncoderAttention) and self.attn_backend is not None:
-                layer.impl = self.attn_backend
+        layers = [m for m in model.modules() if isinstance(m, EncoderAttention)]
+        device = describe(next(model.parameters()).device)
+        try:
+            for layer in (layer for layer in layers if layer.scaling is not None):
+                _check_impl(layer, self.attn_backend, device)
+        except UnsupportedError:
+            restore_(model)
+            raise
+        for layer in layers:
+            layer.impl = self.attn_backend or layer.impl
         return changes
+
+
+def _check_impl(layer: EncoderAttention, impl: str | None, device: Device) -> None:
+    """UnsupportedError unless a layer's FP8 attention can run there, by `impl` if it is given."""
+    assert layer.scaling is not None
+    per_head = layer.scaling.scales().k.dim() > 0
+    request = OpRequest(
+        op="attention",
+        device=device,
+        dtype=E4M3.dtype,
+        other_dtype=E4M3.dtype,
+        head_dim=layer.head_dim,
+        group=layer.num_heads // layer.num_kv_heads,
+        granularity="head" if per_head else "tensor",
+        # As EncoderAttention stores values.
+        features=features_of(layer.spec, transposed=device.type == "cuda"),
+    )
+    select(request, impl)
 
 
 @dataclass

@@ -60,11 +60,13 @@ def evaluate(
     command: str,
     batch_size: int = BATCH_SIZE,
     on_step: Step | None = None,
+    on_answers: Callable[[str, list[str]], None] = lambda name, answers: None,
 ) -> list[Measurement]:
     """One record for each row: the scores, and how they compare with the first row's.
 
     The model is left as it came. Every row after the first says `recovery_percent`, the share of
     the first row's relaxed accuracy that is left, and the confidence interval of the difference.
+    on_answers: called with each row's name and its answers.
     """
     if not rows or len({row.name for row in rows}) != len(rows):
         raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
@@ -75,6 +77,7 @@ def evaluate(
     records = []
     for row in rows:
         answers = _answers(reader, questions, row.recipe, batch_size, on_step)
+        on_answers(row.name, answers)
         scores[row.name] = _scores(questions, answers)
         records.append(
             Measurement(

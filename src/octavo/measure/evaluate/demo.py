@@ -20,13 +20,19 @@ from octavo.measure.records import Machine, Measurement
 LAYERS = (0, 10, 20, 29)
 LENGTHS = (1024, 8192, 32768, 131072)
 
+Step = Callable[[int], None]
+
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the demonstration: what it does, and the measurements it gives."""
+    """One step of the demonstration: what it does, and the measurements it gives.
+
+    run: called with a function to tell how many of num_steps are done, from time to time.
+    """
 
     title: str
-    run: Callable[[], Iterable[Measurement]]
+    run: Callable[[Step], Iterable[Measurement]]
+    num_steps: int = 1
 
 
 def sample_text() -> str:
@@ -46,12 +52,12 @@ def stages(model: Any, input_ids: Any, command: str) -> list[Stage]:
     row = partial(Measurement, machine=Machine.current(), command=command)
     captured: dict[int, CapturedQkv] = {}
 
-    def capture() -> list[Measurement]:
+    def capture(step: Step) -> list[Measurement]:
         captured.update(capture_qkv(model, input_ids, LAYERS))
         return []
 
     def each_layer(measure: Callable[[int, CapturedQkv, Row], Iterable[Measurement]]) -> Any:
-        return lambda: [
+        return lambda step: [
             record for layer in LAYERS for record in measure(layer, captured[layer], row)
         ]
 
@@ -62,6 +68,6 @@ def stages(model: Any, input_ids: Any, command: str) -> list[Stage]:
         Stage("decoding over FP8 pages", each_layer(decode_errors)),
         Stage(
             f"a needle in {LENGTHS[-1]:,} keys",
-            lambda: accumulation_errors(list(LENGTHS), row),
+            lambda step: accumulation_errors(list(LENGTHS), row),
         ),
     ]

@@ -1,5 +1,6 @@
 """One HTML page that needs nothing else: styles, data, plots and plotly.js are inside."""
 
+import base64
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +14,28 @@ from octavo.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
+class Picture:
+    """An image (a PNG file's bytes), a sentence about it, and pairs of a word and a text."""
+
+    caption: str
+    png: bytes
+    facts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def url(self) -> str:
+        """The image as a data URL: the page loads nothing."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading, what to say about it (paragraphs between blank lines), its figures and tables."""
+    """A heading, what to say about it (paragraphs between blank lines), and what it shows."""
 
     title: str
     text: str = ""
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def paragraphs(self) -> list[str]:
