@@ -18,7 +18,6 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
-from octavo.patterns import Layer, match_layers
 from octavo.recipe import AttentionSettings
 
 IMPLEMENTATION = "octavo_flash_vit"
@@ -112,13 +111,14 @@ def attach(
     model: nn.Module,
     settings: AttentionSettings,
     *,
-    skip_layers: tuple[str, ...] = (),
+    skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
     promote_every: int | None = 1,
 ) -> list[str]:
     """Give a vision tower's layers FP8 attention; returns their names.
 
-    scales: for static scaling; every layer must be among them, by the model's name or vLLM's.
+    skip_layers: names of layers to leave. scales: for static scaling; every other layer must be
+    among them, by the model's name or vLLM's.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
@@ -126,9 +126,7 @@ def attach(
     found = find_layers(model)
     if any(hasattr(module, CHILD) for module in found.values()):
         raise ConfigError("the model's vision attention is in FP8 already: restore_ it first")
-    layers = [Layer(name, index) for index, name in enumerate(found)]
-    skipped = {layer.name for layer in match_layers(skip_layers, layers)} if skip_layers else set()
-    chosen = {name: module for name, module in found.items() if name not in skipped}
+    chosen = {name: module for name, module in found.items() if name not in skip_layers}
     if not chosen:
         raise ConfigError(
             f"skip_layers leaves none of the {len(found)} layers: leave the recipe out"
