@@ -94,9 +94,10 @@ def calibrate(
     An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it.
     """
     from octavo.calibration.autosave import check_scale_paths
-    from octavo.calibration.data import open_images
+    from octavo.calibration.image_data import open_images
     from octavo.calibration.observers import CalibrationSettings
-    from octavo.integrations.transformers.calibrate import calibrate_on_images, load_image_model
+    from octavo.calibration.run import calibrate_to_file
+    from octavo.integrations.transformers.calibrate import load_image_model
     from octavo.measure.evaluate.calibration import calibration_records
     from octavo.measure.report.calibration import calibration_table
 
@@ -115,8 +116,8 @@ def calibrate(
     with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
         total = min(num_prompts, images.num_prompts or num_prompts)
         task = progress.add_task("calibrating", total=total)
-        result = calibrate_on_images(
-            image_model,
+        result = calibrate_to_file(
+            image_model.subject(),
             images,
             scale_save_path,
             settings,

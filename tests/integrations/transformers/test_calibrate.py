@@ -15,7 +15,9 @@ from octavo import (
     calibrate,
     load_scales,
 )
-from octavo.calibration.data import open_images
+from octavo.calibration import run as run_module
+from octavo.calibration.image_data import open_images
+from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.state import state_path
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.observe import layer_names, observe
@@ -34,7 +36,6 @@ from octavo.integrations.transformers import calibrate as calibrate_module  # no
 from octavo.integrations.transformers.calibrate import (  # noqa: E402
     ImageModel,
     autosave,
-    calibrate_on_images,
     encode,
     load_image_model,
 )
@@ -160,7 +161,7 @@ def image_model():
 
 def test_resuming_after_an_interrupt(tmp_path, images, monkeypatch):
     settings = CalibrationSettings(observer="percentile", percentile=99, granularity="head")
-    expected = calibrate_on_images(image_model(), images, tmp_path / "a.json", settings)
+    expected = calibrate_to_file(image_model().subject(), images, tmp_path / "a.json", settings)
     path = tmp_path / "b.json"
     num_calls = 0
 
@@ -174,11 +175,11 @@ def test_resuming_after_an_interrupt(tmp_path, images, monkeypatch):
 
     monkeypatch.setattr(calibrate_module, "encode", fail_at_the_sixth)
     with pytest.raises(KeyboardInterrupt):
-        calibrate_on_images(image_model(), images, path, settings, save_every=2)
+        calibrate_to_file(image_model().subject(), images, path, settings, save_every=2)
     assert state_path(path).exists() and not path.exists()
     seen = []
-    found = calibrate_on_images(
-        image_model(), images, path, settings, save_every=2, on_prompts=seen.append
+    found = calibrate_to_file(
+        image_model().subject(), images, path, settings, save_every=2, on_prompts=seen.append
     )
     assert seen == [4, 5, 6, 7]
     assert found.scales.layers == expected.scales.layers == load_scales(path).layers
@@ -188,24 +189,32 @@ def test_resuming_after_an_interrupt(tmp_path, images, monkeypatch):
 
 def test_another_request_does_not_resume(tmp_path, images, monkeypatch):
     path = tmp_path / "s.json"
-    save = calibrate_module.save_scales
-    monkeypatch.setattr(calibrate_module, "save_scales", lambda *_: 1 / 0)
+    save = run_module.save_scales
+    monkeypatch.setattr(run_module, "save_scales", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        calibrate_on_images(image_model(), images, path, CalibrationSettings(), save_every=1)
-    monkeypatch.setattr(calibrate_module, "save_scales", save)
+        calibrate_to_file(
+            image_model().subject(), images, path, CalibrationSettings(), save_every=1
+        )
+    monkeypatch.setattr(run_module, "save_scales", save)
     other = CalibrationSettings(margin=2.0)
     with pytest.raises(ConfigError, match=r"expected margin 2, got 1\.5; start afresh"):
-        calibrate_on_images(image_model(), images, path, other)
+        calibrate_to_file(image_model().subject(), images, path, other)
     with pytest.raises(ConfigError, match="has seen 7 prompts: expected as many or more, got 3"):
-        calibrate_on_images(image_model(), images, path, CalibrationSettings(), num_prompts=3)
-    found = calibrate_on_images(image_model(), images, path, other, is_resumed=False, num_prompts=3)
+        calibrate_to_file(
+            image_model().subject(), images, path, CalibrationSettings(), num_prompts=3
+        )
+    found = calibrate_to_file(
+        image_model().subject(), images, path, other, is_resumed=False, num_prompts=3
+    )
     assert found.num_prompts == 3
 
 
 def test_the_batch_size_changes_no_scale(tmp_path, images):
     settings = CalibrationSettings()
-    one = calibrate_on_images(image_model(), images, tmp_path / "a.json", settings)
-    many = calibrate_on_images(image_model(), images, tmp_path / "b.json", settings, batch_size=3)
+    one = calibrate_to_file(image_model().subject(), images, tmp_path / "a.json", settings)
+    many = calibrate_to_file(
+        image_model().subject(), images, tmp_path / "b.json", settings, batch_size=3
+    )
     assert (one.scales.header.passes, many.scales.header.passes) == (7, 3)
     for name, layer in one.scales.layers.items():
         assert many.scales.layer(name).q == pytest.approx(layer.q, rel=0.02)  # BF16 sums
@@ -219,7 +228,7 @@ def test_a_layer_of_zeros_saves_nothing(tmp_path, images):
         qkv.bias.zero_()
     path = tmp_path / "s.json"
     with pytest.raises(ConfigError, match=r"layer visual\.blocks\.1\.attn\.attn: q: .* only zeros"):
-        calibrate_on_images(broken, images, path, CalibrationSettings())
+        calibrate_to_file(broken.subject(), images, path, CalibrationSettings())
     assert not path.exists()
 
 
