@@ -18,7 +18,14 @@ from octavo.brief import list_names
 from octavo.calibration.autosave import check_scale_paths
 from octavo.calibration.data import Prompt, PromptData, batches
 from octavo.calibration.observers import CalibrationSettings, Histogram, LayerObserver
-from octavo.calibration.scale_file import LayerScales, Scale, ScaleHeader, ScaleSet, save_scales
+from octavo.calibration.scale_file import (
+    Kind,
+    LayerScales,
+    Scale,
+    ScaleHeader,
+    ScaleSet,
+    save_scales,
+)
 from octavo.calibration.state import StateFile, state_path
 from octavo.errors import ConfigError
 from octavo.numerics.formats import E4M3
@@ -58,22 +65,35 @@ class CalibrationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject(Generic[Prompt]):
-    """What is calibrated: a model's name and layers, how they are watched, and how it runs."""
+    """What is calibrated: a model's name and layers, how they are watched, and how it runs.
+
+    kind: what the scales are for. is_nonfinite_refused: whether NaN or Inf ends the run.
+    """
 
     name: str
+    kind: Kind
     layers: Sequence[str]
     observe: Observe
     forward: Callable[[Sequence[Prompt]], object]
+    is_nonfinite_refused: bool = False
 
 
 class Calibration:
     """What all layers have seen so far.
 
     layers: the names of those that must be seen, which scale files call them by.
+    is_nonfinite_refused: whether NaN or Inf is an error, not only counted.
     """
 
-    def __init__(self, layers: Sequence[str], settings: CalibrationSettings) -> None:
+    def __init__(
+        self,
+        layers: Sequence[str],
+        settings: CalibrationSettings,
+        *,
+        is_nonfinite_refused: bool = False,
+    ) -> None:
         self.settings = settings
+        self.is_nonfinite_refused = is_nonfinite_refused
         self.layers: dict[str, LayerObserver | None] = dict.fromkeys(layers)
         self.num_prompts = 0
 
@@ -83,6 +103,8 @@ class Calibration:
             raise ConfigError(f"expected one of {list_names(list(self.layers))}, got {name}")
         layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
         layer.see(q, k, v)
+        if self.is_nonfinite_refused:
+            _check_finite(name, layer)
         self.layers[name] = layer
 
     def result(self, header: ScaleHeader | None = None) -> CalibrationResult:
@@ -149,7 +171,9 @@ def calibrate_to_file(
     check_scale_paths(is_fp8=True, save_path=save_path, margin=settings.margin)
     if num_prompts < 1:
         raise ConfigError(f"expected num_prompts from 1 on, got {num_prompts}")
-    calibration = Calibration(subject.layers, settings)
+    calibration = Calibration(
+        subject.layers, settings, is_nonfinite_refused=subject.is_nonfinite_refused
+    )
     state_file = StateFile(
         path=state_path(save_path),
         key=_state_key(subject.name, data, settings),
@@ -173,7 +197,7 @@ def calibrate_to_file(
         state_file=state_file,
         on_batch=on_prompts,
     )
-    header = ScaleHeader(model=subject.name[:1000], data=data.name[:1000])
+    header = ScaleHeader(kind=subject.kind, model=subject.name[:1000], data=data.name[:1000])
     result = calibration.result(header)
     save_scales(save_path, result.scales)
     state_file.remove()
@@ -243,6 +267,16 @@ def _state_key(
         "granularity": settings.granularity,
         "margin": f"{settings.margin:g}",
     }
+
+
+def _check_finite(name: str, layer: LayerObserver) -> None:
+    for tensor, part in layer.parts.items():
+        if num_bad := int(part.num_nonfinite):  # waits for the device
+            raise ConfigError(
+                f"layer {name}: {tensor}: expected finite values, got {num_bad} that are NaN or "
+                "Inf: no scales are saved; run the model in bfloat16 or float32, or look at its "
+                "weights"
+            )
 
 
 def _statistics(name: str, tensor: str, layer: LayerObserver, scale: Tensor) -> TensorStatistics:

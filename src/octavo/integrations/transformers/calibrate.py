@@ -47,6 +47,7 @@ class ImageModel:
         """The vision tower as calibration takes it."""
         return Subject(
             name=self.name,
+            kind="vision_attention",
             layers=layer_names(self.model),
             observe=partial(observe, self.model),
             forward=self.encode,
@@ -69,7 +70,7 @@ def calibrate(
         observe=partial(observe, model),
         forward=lambda batch: encode(model, batch[0]),
     )
-    return calibration.result().scales
+    return calibration.result(ScaleHeader(kind="vision_attention")).scales
 
 
 def autosave(
@@ -84,7 +85,7 @@ def autosave(
     Layers are named as vLLM does for the Qwen families. Calls of the tower are counted; whoever
     replays a CUDA graph calls `step`. `close` the result at the end of the run.
     """
-    header = ScaleHeader(model=model_name)
+    header = ScaleHeader(kind="vision_attention", model=model_name)
     return ScaleSaver(model, path, margin=margin, rename=scale_name, header=header).watch()
 
 
