@@ -1,6 +1,7 @@
 """Calibrating transformers' vision towers: observed, resumed, saved, and used as static scales."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from octavo import (
     UnsupportedError,
     calibrate,
     load_scales,
+    save_scales,
 )
 from octavo.calibration import run as run_module
 from octavo.calibration.image_data import open_images
 from octavo.calibration.run import calibrate_to_file
+from octavo.calibration.scale_file import ScaleHeader
 from octavo.calibration.state import state_path
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.observe import layer_names, observe
@@ -250,6 +253,15 @@ def test_a_dynamic_run_is_saved_and_loaded_as_static(tmp_path):
     assert (scales.header.model, scales.header.margin) == ("tiny", 1.5)
     apply_(model, Recipe(vision_attention=STATIC, scales=str(path)))
     assert 0 < relative_rms(features(model, inputs), expected) < 0.05
+
+
+def test_the_scales_of_a_kv_cache_are_refused(tmp_path):
+    model, path = image_models.make_model(), tmp_path / "s.json"
+    scales = calibrate(model, [inputs_of(1)])
+    assert scales.header.kind == "vision_attention"
+    save_scales(path, replace(scales, header=ScaleHeader(kind="kv_cache")))
+    with pytest.raises(CheckpointError, match="expected scales for vision_attention, got a file"):
+        apply_(model, Recipe(vision_attention=STATIC, scales=str(path)))
 
 
 def test_a_folder_without_a_processor(tmp_path):
