@@ -1,6 +1,7 @@
 """octavo calibrate: static scales for vision attention from images, for a KV cache from texts."""
 
 import shlex
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,11 +144,8 @@ def calibrate(
     )
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
     _check_folder(plot)
-    rows = {"split": split, "subset": subset}
-    if is_kv:
-        subject, prompts = _open_texts(model, data, max_length, dtype, device, **rows)
-    else:
-        subject, prompts = _open_images(model, data, max_length, dtype, device, **rows)
+    request = _Request(model, data, split, subset, max_length, dtype, device)
+    subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
         total = min(num_prompts, prompts.num_prompts or num_prompts)
@@ -163,9 +161,7 @@ def calibrate(
             on_prompts=lambda seen: progress.update(task, completed=seen),
         )
         progress.update(task, total=result.num_prompts)
-    words = [*([model] if model else []), *(["--kv"] if is_kv else []), "--data", data]
-    words += ["--max-length", str(max_length)] if max_length else []
-    command = _command(words, scale_save_path, settings, num_prompts)
+    command = _command(request, is_kv, scale_save_path, settings, num_prompts)
     records = calibration_records(result, command)
     print_table(calibration_table(records))
     saved = f"{len(result.scales.layers)} layers, {result.num_prompts} prompts, observer {settings}"
@@ -174,51 +170,60 @@ def calibrate(
         _write_plot(plot, records, command)
 
 
-def _open_images(
-    model: str | None,
-    data: str,
-    max_length: int | None,
-    dtype: str,
-    device: str | None,
-    **rows: Any,
-) -> "tuple[Subject[Any], PromptData[Any]]":
+@dataclass(frozen=True)
+class _Request:
+    """Which model runs on which data, and how."""
+
+    model: str | None
+    data: str
+    split: str
+    subset: str | None
+    max_length: int | None
+    dtype: str
+    device: str | None
+
+
+def _open_images(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
     from octavo.calibration.image_data import open_images
     from octavo.integrations.transformers.calibrate import load_image_model
 
-    if model is None:
+    if request.model is None:
         raise ConfigError("expected a MODEL with a vision tower, got none; or --kv for texts")
-    if max_length is not None:
+    if request.max_length is not None:
         raise ConfigError("expected --kv with --max-length, got images, which have no windows")
-    images = open_images(data, **rows)
-    return load_image_model(model, dtype=dtype, device=device).subject(), images
+    images = open_images(request.data, split=request.split, subset=request.subset)
+    model = load_image_model(request.model, dtype=request.dtype, device=request.device)
+    return model.subject(), images
 
 
-def _open_texts(
-    model: str | None,
-    data: str,
-    max_length: int | None,
-    dtype: str,
-    device: str | None,
-    **rows: Any,
-) -> "tuple[Subject[Any], PromptData[Any]]":
+def _open_texts(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
     from octavo.calibration.text_data import open_texts
     from octavo.integrations.transformers.calibrate_text import load_text_model
 
-    texts = open_texts(data, **rows)
-    text_model = load_text_model(model, dtype=dtype, device=device)
-    return text_model.subject(), text_model.cut_windows(texts, max_length)
+    texts = open_texts(request.data, split=request.split, subset=request.subset)
+    model = load_text_model(request.model, dtype=request.dtype, device=request.device)
+    return model.subject(), model.cut_windows(texts, request.max_length)
 
 
 def _command(
-    words: list[str], path: Path, settings: "CalibrationSettings", num_prompts: int
+    request: _Request,
+    is_kv: bool,
+    path: Path,
+    settings: "CalibrationSettings",
+    num_prompts: int,
 ) -> str:
     """A command line that finds these scales again."""
-    words = ["octavo", "calibrate", *words, "--scale-save-path", str(path)]
+    words = ["octavo", "calibrate"]
+    words += [request.model] if request.model is not None else []
+    words += ["--kv"] if is_kv else []
+    words += ["--data", request.data, "--scale-save-path", str(path)]
     words += ["--observer", settings.observer, "--margin", f"{settings.margin:g}"]
     if settings.observer == "percentile":
         words += ["--percentile", f"{settings.percentile:g}"]
     if settings.granularity == "head":
         words.append("--per-head")
+    if request.max_length is not None:
+        words += ["--max-length", str(request.max_length)]
     return shlex.join([*words, "--num-prompts", str(num_prompts)])
 
 

@@ -143,6 +143,19 @@ def test_the_batch_size_changes_no_scale(tmp_path, texts):
         assert many.scales.layer(name).k == pytest.approx(layer.k, rel=1e-5)
 
 
+@pytest.mark.gpu
+def test_scales_on_a_gpu(tmp_path, texts):
+    on_cpu, on_gpu = text_model(), text_model()
+    on_gpu.model.to("cuda")
+    expected, found = (
+        calibrate_to_file(m.subject(), m.cut_windows(texts, 24), tmp_path / "s.json", EXACT).scales
+        for m in (on_cpu, on_gpu)
+    )
+    for name, layer in expected.layers.items():
+        assert found.layer(name).k == pytest.approx(layer.k, rel=1e-3)
+        assert found.layer(name).v == pytest.approx(layer.v, rel=1e-3)
+
+
 def test_resuming_after_an_interrupt(tmp_path, texts, monkeypatch):
     settings = CalibrationSettings(observer="percentile", percentile=99, granularity="head")
     subject = text_model("gemma3")
