@@ -219,7 +219,7 @@ def test_refused_documents(document, said, path):
         ({"format_version": 2}, "expected format_version 1, got 2; upgrade octavo"),
         ({"format_version": 2, "new": 1}, "upgrade octavo"),
         ({"format_version": 10**4000}, "upgrade octavo"),
-        ({"format_version": 1, "modle": "x"}, "expected only model, data, date"),
+        ({"format_version": 1, "modle": "x"}, "expected only kind, model, data, date"),
         ({"format_version": 1, "model": 7}, "expected model to be a text"),
         ({"format_version": 1, "model": ""}, "expected model to be a text"),
         ({"format_version": 1, "data": "x" * 1001}, "expected data to be a text"),
@@ -433,3 +433,33 @@ def test_a_failed_write_leaves_the_old_file(call, path, monkeypatch):
 def test_the_folder_must_exist(tmp_path):
     with pytest.raises(ConfigError, match="expected an existing folder"):
         save_scales(tmp_path / "none" / "scales.json", PER_TENSOR)
+
+
+def test_a_file_of_another_kind_is_refused(path):
+    layers = {"model.layers.0.self_attn": LayerScales(1.0, 1.0, 1.0)}
+    save_scales(path, ScaleSet(layers, ScaleHeader(kind="kv_cache")))
+    scales = load_scales(path)
+    assert scales.header.kind == "kv_cache"
+    scales.require_kind("kv_cache")
+    with pytest.raises(CheckpointError, match="scales for vision_attention, got a file for kv_cac"):
+        scales.require_kind("vision_attention")
+    vision = ScaleSet(layers, ScaleHeader(kind="vision_attention"))
+    with pytest.raises(CheckpointError, match="octavo calibrate --kv finds those for kv_cache"):
+        vision.require_kind("kv_cache")
+
+
+def test_files_without_a_kind_serve_both(path):
+    """Those of vLLM, and those that were written before there were kinds."""
+    save_scales(path, ScaleSet({"a": LayerScales(1.0, 1.0, 1.0)}, ScaleHeader(model="m")))
+    assert "kind" not in path.read_text()
+    for kind in ("vision_attention", "kv_cache"):
+        load_scales(path).require_kind(kind)
+
+
+@pytest.mark.parametrize("kind", ["linear", "", 1, ["kv_cache"]])
+def test_a_kind_that_does_not_exist(kind, path):
+    message = "expected kind to be one of vision_attention, kv_cache, got"
+    with pytest.raises(ConfigError, match=message):
+        ScaleHeader(kind=kind)
+    header = {"format_version": 1, "kind": kind}
+    assert message in load_error(path, {"octavo": header, "layers": {"a": ENTRY}})

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from octavo.atomic import write_atomically
 from octavo.brief import brief, list_names, unique_keys
@@ -39,6 +39,8 @@ MAX_TEXT_LENGTH = 1000
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # normal float32 numbers, and so are their reciprocals
 
 Scale = float | tuple[float, ...]
+# What scales are for, in the words of a recipe.
+Kind = Literal["vision_attention", "kv_cache"]
 
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys)
@@ -68,8 +70,12 @@ class LayerScales:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleHeader:
-    """Where scales come from; what is not known is None. date is in ISO 8601."""
+    """What scales are for and where they come from; what is not known is None.
 
+    date is in ISO 8601.
+    """
+
+    kind: Kind | None = None
     model: str | None = None
     data: str | None = None
     date: str | None = None
@@ -78,6 +84,10 @@ class ScaleHeader:
     margin: float | None = None
 
     def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in get_args(Kind):
+            raise ConfigError(
+                f"expected kind to be one of {', '.join(get_args(Kind))}, got {brief(self.kind)}"
+            )
         for key in ("model", "data", "date", "observer"):
             if (text := getattr(self, key)) is not None:
                 _check_text(key, text)
@@ -121,6 +131,15 @@ class ScaleSet:
                 f"expected scales for {list_names(missing)}, got none; "
                 f"the {len(self.layers)} layers with scales are "
                 f"{list_names(self._closest_first(missing[0]))}"
+            )
+
+    def require_kind(self, kind: Kind) -> None:
+        """Raise CheckpointError if the header says that these scales are for something else."""
+        if self.header.kind not in (None, kind):
+            command = "octavo calibrate --kv" if kind == "kv_cache" else "octavo calibrate"
+            raise CheckpointError(
+                f"expected scales for {kind}, got a file for {self.header.kind}: {command} finds "
+                f"those for {kind}"
             )
 
     def _closest_first(self, name: str) -> list[str]:

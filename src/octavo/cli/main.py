@@ -51,8 +51,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "calibrate",
         "octavo.cli.calibrate:calibrate",
-        "Static scales for a model's vision attention, from real images.",
-        example="octavo calibrate path/to/model --data images/ --scale-save-path scales.json",
+        "Static scales for vision attention from images, or for a KV cache from texts.",
+        example="octavo calibrate path/to/model --kv --data text.txt --scale-save-path kv.json",
     ),
     Command(
         "demo",
