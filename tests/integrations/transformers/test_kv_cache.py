@@ -18,8 +18,11 @@ from text_models import FAMILIES, make_decoder, make_prompts  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from octavo import Recipe, apply_, restore_  # noqa: E402
+from octavo.calibration.observers import CalibrationSettings  # noqa: E402
+from octavo.calibration.run import Calibration  # noqa: E402
 from octavo.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from octavo.integrations.transformers import kv_cache, text  # noqa: E402
+from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
 from octavo.integrations.transformers.paged_cache import PAGE_SIZE, PagedLayer  # noqa: E402
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken  # noqa: E402
 from octavo.numerics.quantize import quantize  # noqa: E402
@@ -414,6 +417,31 @@ def test_static_scales_by_both_names():
     del tensor[names[3]]
     with pytest.raises(CheckpointError, match=r"expected scales for 'model\.layers\.3\.self_attn'"):
         apply_(model, Recipe(kv_cache={"scaling": "static"}, scales=tensor))
+
+
+@pytest.mark.parametrize("is_per_head", [False, True])
+def test_calibrated_scales_are_better_than_1(is_per_head):
+    model, prompts = make_decoder("llama"), make_prompts(1, 200)
+    for layer in model.model.layers:  # values that 1.0 would round away or cut
+        layer.self_attn.v_proj.weight.data[:16] *= 1e-3
+        layer.self_attn.k_proj.weight.data[16:] *= 3e3
+        layer.self_attn.q_proj.weight.data[32:] /= 3e3
+    exact = model(**prompts).logits
+    layers = text.find_layers(model)
+    calibration = Calibration(
+        list(layers), CalibrationSettings(granularity="head" if is_per_head else "tensor")
+    )
+    with observe_text(model, calibration.see):
+        model(make_prompts(1, 200, seed=7)["input_ids"], use_cache=False)
+    scales = calibration.result().scales
+    errors = {}
+    for scaling in ("unit", "static"):
+        settings = {"granularity": "head" if is_per_head else "tensor", "scaling": scaling}
+        given = {"scales": scales.to_dict()} if scaling == "static" else {}
+        apply_(model, Recipe(kv_cache=settings, **given))
+        errors[scaling] = float((model(**prompts).logits - exact).norm() / exact.norm())
+        restore_(model)
+    assert errors["static"] < 0.1 < errors["unit"]
 
 
 def test_what_is_refused():

@@ -17,6 +17,7 @@ from octavo import ops
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import text
+from octavo.integrations.transformers.kv_scales import kv_scales
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import format_named
@@ -61,10 +62,11 @@ def attach(
     chosen = [name for name in found if settings and name not in skip_layers]
     if settings and not chosen:
         raise ConfigError(f"skip_layers leaves none of the {len(found)} layers: leave kv_cache out")
+    given = _static_scales(chosen, settings, scales)
     made = {
         name: _make_layer(
             *(name, module, windows[name], settings if name in chosen else None),
-            scales,
+            given.get(name, {}),
             promote_every,
         )
         for name, module in found.items()
@@ -123,7 +125,7 @@ def _make_layer(
     module: Any,
     window: int | None,
     settings: KvCacheSettings | None,
-    scales: ScaleSet | None,
+    scales: dict[str, Tensor],
     promote_every: int | None,
 ) -> CachedAttention:
     num_kv_heads = module.config.num_key_value_heads
@@ -134,26 +136,29 @@ def _make_layer(
         softmax_scale=module.scaling,
         promote_every=promote_every if settings is not None else 1,
     )
-    options: dict[str, Any] = {"name": name, "dtype": None}
+    options: dict[str, Any] = {"name": name, "dtype": None, **scales}
     if settings is not None:
         granularity = _GRANULARITIES[settings.granularity]
         options |= {"dtype": format_named(settings.format).dtype, "granularity": granularity}
         options["counts_saturation"] = settings.scaling in ("checkpoint", "unit")
-        if settings.scaling == "static":
-            options |= _static_scales(name, scales, settings.granularity == "head")
     groups = module.num_key_value_groups
     return CachedAttention(groups * num_kv_heads, num_kv_heads, spec, **options)
 
 
-def _static_scales(name: str, scales: ScaleSet | None, is_per_head: bool) -> dict[str, Tensor]:
+def _static_scales(
+    names: list[str], settings: KvCacheSettings | None, scales: ScaleSet | None
+) -> dict[str, dict[str, Tensor]]:
+    """The scales of layers as keywords of their attention, if the settings ask for static ones."""
+    if settings is None or settings.scaling != "static":
+        return {}
     if scales is None:
         raise ConfigError("expected scales for scaling 'static', got none: Recipe(scales=…)")
-    of_vllm = f"{name}.attn"
-    entry = scales.layer(of_vllm if of_vllm in scales.layers else name)
-    if not is_per_head:
-        entry = entry.per_tensor()
-    given = (("query", entry.q), ("key", entry.k), ("value", entry.v))
-    return {f"{which}_scale": torch.tensor(scale) for which, scale in given}
+    given = {}
+    for name, entry in kv_scales(scales, names).items():
+        entry = entry.per_tensor() if settings.granularity == "tensor" else entry
+        parts = (("query", entry.q), ("key", entry.k), ("value", entry.v))
+        given[name] = {f"{which}_scale": torch.tensor(scale) for which, scale in parts}
+    return given
 
 
 def give_pages(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
