@@ -187,6 +187,18 @@ def test_transformers_and_compressed_tensors_load_it(source, scale_set, model, t
         for part in "kv":
             scale = torch.tensor(getattr(scales, part))
             assert found[f"{layer}.{part}_scale"].flatten().equal(scale.reshape(-1).bfloat16())
+    from compressed_tensors.quantization import QuantizationConfig
+
+    loaded.save_pretrained(tmp_path / "theirs")  # without a config: llm-compressor adds it
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    config["quantization_config"] = QuantizationConfig.from_pretrained(loaded).to_dict()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    theirs = read_kv_scales(tmp_path / "theirs", LAYERS)
+    for layer, scales in scale_set.layers.items():
+        rounded = torch.tensor(scales.k).bfloat16().float()
+        assert torch.tensor(theirs.layer(layer).k).equal(rounded)
+        assert theirs.layer(layer).q is None
+
     tokens = torch.arange(12)[None]
     with torch.inference_mode():  # compressed-tensors emulates FP8 keys and values: close, not same
         logits, expected = loaded(tokens).logits, model(tokens).logits

@@ -265,6 +265,13 @@ def test_configs_that_do_not_announce_what_is_there(config, hf_quant_config, sai
     assert said in refusal(tmp_path, kv_scales(), config, hf_quant_config)
 
 
+def test_what_else_compressed_tensors_writes_says_nothing(tmp_path):
+    settings = compressed_tensors(group_size=None, observer="static_minmax", observer_kwargs={})
+    attention = {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 8}}
+    settings |= {"config_groups": {"attention": attention}, "format": "int-quantized"}
+    assert len(read(tmp_path, kv_scales(values={**KV, "q": Q}), settings).layers) == 2
+
+
 def test_two_quantization_configs_must_agree(tmp_path):
     text = {**folders.CONFIG, "quantization_config": compressed_tensors(strategy="attn_head")}
     config = {"text_config": text}
