@@ -36,11 +36,10 @@ def export(
 ) -> None:
     """Write a checkpoint that carries the scales of its KV cache.
 
-    The new folder has every file of the model's, weights unchanged (hard links where the file
-    system allows it), and the scales as k_scale, v_scale and q_scale with a kv_cache_scheme in
-    config.json: scales per tensor, or per head if the file has any. vLLM reads it by
-    --kv-cache-dtype fp8, octavo by Recipe(kv_cache="fp8"), transformers with the package
-    compressed-tensors.
+    The new folder has every file of the model's and the scales beside them, announced in
+    config.json: per tensor, or per head if the scale file has any such. Weights are not changed:
+    they are hard links where the file system allows it. vLLM reads the folder with
+    --kv-cache-dtype fp8, transformers with the package compressed-tensors.
     """
     from rich.progress import Progress
 

@@ -122,7 +122,8 @@ def match_layers(names: Iterable[str], targets: Sequence[str]) -> dict[str, str]
     language_model.model.layers.0.self_attn, model.language_model.layers.0.self_attn and
     model.layers.0.self_attn. CheckpointError if a name has no target, or it is ambiguous.
     """
-    known, by_key = set(targets), dict[tuple[str, ...], list[str]]()
+    known = set(targets)
+    by_key: dict[tuple[str, ...], list[str]] = {}
     for target in targets:
         by_key.setdefault(_layer_key(target), []).append(target)
     found: dict[str, str] = {}
