@@ -144,7 +144,6 @@ def test_the_range_of_float32(value, path):
         ("1e-400", "got 0.0"),
         ("true", "got True"),
         ("false", "got False"),
-        ("null", "got None"),
         ('"1.5"', "got '1.5'"),
         ('""', "got ''"),
         ("{}", "got {}"),
@@ -314,6 +313,28 @@ def test_floats_survive_to_the_bit(value, path):
     assert scales.q.hex() == scales.k[0].hex() == value.hex()
 
 
+@pytest.mark.parametrize("scale", [0.5, (0.5, 0.25)], ids=str)
+def test_a_layer_without_a_scale_for_q_says_so(scale, path):
+    scales = ScaleSet({"a": LayerScales(None, scale, scale)})
+    save_scales(path, scales)
+    assert json.loads(path.read_text())["layers"]["a"]["q"] is None
+    assert load_scales(path) == scales
+    assert scales.layer("a").per_tensor() == LayerScales(None, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"q": 1.5, "k": None, "v": 1.5}, "expected k to be a positive finite number"),
+        ({"q": 1.5, "k": 1.5, "v": None}, "expected v to be a positive finite number"),
+        ({"q": None, "q_heads": [1.5], "k": 1.5, "v": 1.5}, "expected q to be a positive finite"),
+        ({"q": None, "q_scale": 1.5, "k": 1.5, "v": 1.5}, "expected q or q_scale, got both"),
+    ],
+)
+def test_null_stands_only_for_q_alone(entry, said, path):
+    assert said in load_error(path, json.dumps({"a": entry}))
+
+
 @pytest.mark.parametrize(
     "scales",
     [
@@ -323,7 +344,8 @@ def test_floats_survive_to_the_bit(value, path):
         {"q": math.inf},
         {"q": True},
         {"q": "1"},
-        {"q": None},
+        {"k": None},
+        {"v": None},
         {"q": 1e39},
         {"q": ()},
         {"q": (1.0, 0.0)},

@@ -12,7 +12,8 @@ vLLM's loader takes "layers" where there is one, and of each layer q, k and v; i
 else. So the header stands beside "layers", and scales per head stand beside q, k and v, which then
 are the largest of them: the scales that serve all heads. Reading also accepts layers without
 "layers" around them, and q_scale, k_scale and v_scale for q, k and v. Whatever it does not
-understand it refuses, where vLLM's loader passes over it.
+understand it refuses, where vLLM's loader passes over it. "q": null says that there is no scale for
+Q, as in most checkpoints with scales of the KV cache; vLLM's loader fails on it.
 """
 
 import difflib
@@ -49,14 +50,17 @@ _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:
-    """The scales of one attention layer's Q, K and V: one number, or one for each head."""
+    """The scales of one attention layer's Q, K and V: one number, or one for each head.
 
-    q: Scale
+    q is None where only the KV cache has scales.
+    """
+
+    q: Scale | None
     k: Scale
     v: Scale
 
     def __post_init__(self) -> None:
-        for key in ("q", "k", "v"):
+        for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
             object.__setattr__(self, key, _checked_scale(key, getattr(self, key)))
         if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
             raise ConfigError(
@@ -65,7 +69,8 @@ class LayerScales:
 
     def per_tensor(self) -> "LayerScales":
         """The scales that serve all heads: the largest of each."""
-        return LayerScales(_largest(self.q), _largest(self.k), _largest(self.v))
+        q = None if self.q is None else _largest(self.q)
+        return LayerScales(q, _largest(self.k), _largest(self.v))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +258,8 @@ def _read_layer(name: object, entry: object) -> LayerScales:
             raise ConfigError(
                 f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
             )
+        if "q" in entry and entry["q"] is None and not entry.keys() & {"q_scale", "q_heads"}:
+            return LayerScales(None, *[_read_scale(entry, *keys) for keys in _KEYS[1:]])
         return LayerScales(*[_read_scale(entry, *keys) for keys in _KEYS])
     except ConfigError as error:
         raise ConfigError(f"layer {brief(name)}: {error}") from None
@@ -276,9 +283,11 @@ def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) 
     return heads
 
 
-def _layer_entry(scales: LayerScales) -> dict[str, float | list[float]]:
+def _layer_entry(scales: LayerScales) -> dict[str, float | list[float] | None]:
     by_key = {"q": scales.q, "k": scales.k, "v": scales.v}
-    entry: dict[str, float | list[float]] = {key: _largest(by_key[key]) for key in by_key}
+    entry: dict[str, float | list[float] | None] = {
+        key: None if scale is None else _largest(scale) for key, scale in by_key.items()
+    }
     for key, scale in by_key.items():
         if isinstance(scale, tuple):
             entry[f"{key}_heads"] = list(scale)

@@ -73,6 +73,12 @@ COMMANDS: tuple[Command, ...] = (
         example="octavo eval chartqa",
     ),
     Command(
+        "export",
+        "octavo.cli.export:export",
+        "A checkpoint that carries the scales of its KV cache, for vLLM and others.",
+        example="octavo export path/to/model --scales scales.json -o path/to/new",
+    ),
+    Command(
         "warmup",
         "octavo.cli.warmup:warmup",
         "Compile every kernel that a model will need, into a folder that an image can carry.",

@@ -20,6 +20,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 from octavo import Recipe, apply_, restore_  # noqa: E402
 from octavo.calibration.observers import CalibrationSettings  # noqa: E402
 from octavo.calibration.run import Calibration  # noqa: E402
+from octavo.calibration.scale_file import save_scales  # noqa: E402
 from octavo.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from octavo.integrations.transformers import kv_cache, text  # noqa: E402
 from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
@@ -420,7 +421,7 @@ def test_static_scales_by_both_names():
 
 
 @pytest.mark.parametrize("is_per_head", [False, True])
-def test_calibrated_scales_are_better_than_1(is_per_head):
+def test_calibrated_scales_are_better_than_1(tmp_path, is_per_head):
     model, prompts = make_decoder("llama"), make_prompts(1, 200)
     for layer in model.model.layers:  # values that 1.0 would round away or cut
         layer.self_attn.v_proj.weight.data[:16] *= 1e-3
@@ -433,11 +434,12 @@ def test_calibrated_scales_are_better_than_1(is_per_head):
     )
     with observe_text(model, calibration.see):
         model(make_prompts(1, 200, seed=7)["input_ids"], use_cache=False)
-    scales = calibration.result().scales
+    file = tmp_path / "scales.json"
+    save_scales(file, calibration.result().scales)
     errors = {}
     for scaling in ("unit", "static"):
         settings = {"granularity": "head" if is_per_head else "tensor", "scaling": scaling}
-        given = {"scales": scales.to_dict()} if scaling == "static" else {}
+        given = {"scales": file} if scaling == "static" else {}
         apply_(model, Recipe(kv_cache=settings, **given))
         errors[scaling] = float((model(**prompts).logits - exact).norm() / exact.norm())
         restore_(model)

@@ -1,6 +1,7 @@
 """Vision towers of transformers with FP8 attention: found, changed, undone."""
 
 import copy
+import json
 from importlib import import_module
 
 import pytest
@@ -270,6 +271,16 @@ def test_a_layer_without_scales_is_named():
         per_head = {"scaling": "static", "granularity": "head"}
         apply_(model, Recipe(vision_attention=per_head, scales=both))
     assert model.config._attn_implementation != vision.IMPLEMENTATION
+
+
+def test_scales_of_a_kv_cache_are_not_enough(tmp_path):
+    model, _ = make("qwen3_vl")
+    path = tmp_path / "scales.json"
+    entry = {"q": None, "k": 0.1, "v": 0.1}
+    path.write_text(json.dumps({f"blocks.{i}.attn": entry for i in range(2)}))
+    with pytest.raises(ConfigError, match=r"blocks\.0\.attn: expected scales for q, k and v"):
+        apply_(model, Recipe(vision_attention={"scaling": "static"}, scales=str(path)))
+    assert not layers_of(model)
 
 
 def test_scales_go_with_the_model():

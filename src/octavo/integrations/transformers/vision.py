@@ -233,6 +233,8 @@ def _file_name(name: str, scales: ScaleSet) -> str:
 
 def _tensors(scales: LayerScales, settings: AttentionSettings, name: str) -> QkvScales:
     """A scale file's entry as tensors, one scale for each tensor or head as the settings say."""
+    if scales.q is None:
+        raise ConfigError(f"{name}: expected scales for q, k and v, got none for q")
     if settings.granularity == "tensor":
         scales = scales.per_tensor()
     parts = [torch.tensor(x, dtype=torch.float32) for x in (scales.q, scales.k, scales.v)]
