@@ -1,6 +1,7 @@
 """KV caches of transformers models: stock generate() over octavo's pages, plain and in FP8."""
 
 import copy
+import json
 import pickle
 import sys
 import warnings
@@ -14,14 +15,16 @@ pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from image_models import make_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from text_models import FAMILIES, make_decoder, make_prompts  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from octavo import Recipe, apply_, restore_  # noqa: E402
 from octavo.calibration.observers import CalibrationSettings  # noqa: E402
 from octavo.calibration.run import Calibration  # noqa: E402
-from octavo.calibration.scale_file import save_scales  # noqa: E402
+from octavo.calibration.scale_file import ScaleSet, save_scales  # noqa: E402
 from octavo.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError  # noqa: E402
+from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E402
 from octavo.integrations.transformers import kv_cache, text  # noqa: E402
 from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
 from octavo.integrations.transformers.paged_cache import PAGE_SIZE, PagedLayer  # noqa: E402
@@ -444,6 +447,66 @@ def test_calibrated_scales_are_better_than_1(tmp_path, is_per_head):
         errors[scaling] = float((model(**prompts).logits - exact).norm() / exact.norm())
         restore_(model)
     assert errors["static"] < 0.1 < errors["unit"]
+
+
+@pytest.mark.parametrize("is_per_head", [False, True])
+def test_scales_that_come_with_the_weights(tmp_path, is_per_head):
+    model, prompts = make_decoder("llama"), make_prompts(1, 30)
+    model.save_pretrained(tmp_path / "model")
+    names = list(text.find_layers(model))
+    by_layer = {name: {"q": None, "k": 0.5 + i, "v": 0.25} for i, name in enumerate(names)}
+    if is_per_head:
+        heads = {"k_heads": [0.125, 0.5], "v_heads": [0.25, 0.0625]}
+        by_layer = {name: {"q": None, "k": 0.5, "v": 0.25, **heads} for name in names}
+    scales = ScaleSet.from_dict(by_layer)
+    # Made for transformers as it is: compressed-tensors' own form wants that package to load.
+    folder = tmp_path / "exported"
+    if is_per_head:
+        folder = tmp_path / "model"
+        state = load_file(folder / "model.safetensors")
+        for name in names:
+            state[f"{name}.k_scale"] = torch.tensor([0.125, 0.5]).view(2, 1, 1)
+            state[f"{name}.v_scale"] = torch.tensor([0.25, 0.0625]).view(2, 1, 1)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    else:
+        export_checkpoint(tmp_path / "model", scales, folder, format="modelopt")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    if is_per_head:  # said only now: transformers would want compressed-tensors for it
+        config = json.loads((folder / "config.json").read_text())
+        scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "kv_cache_scheme": {**scheme, "symmetric": True},
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_(loaded, Recipe(kv_cache="fp8"))
+    layer = loaded.model.layers[1].self_attn.octavo_attention
+    assert not layer.counts_saturation and layer.query_scale is None
+    expected = scales.layers[names[1]]
+    assert layer.key_scale.tolist() == (list(expected.k) if is_per_head else expected.k)
+    apply_(model, Recipe(kv_cache={"granularity": "head" if is_per_head else "tensor"}))
+    for module, theirs in zip(model.model.layers, loaded.model.layers, strict=True):
+        mine, theirs = module.self_attn.octavo_attention, theirs.self_attn.octavo_attention
+        mine.key_scale.copy_(theirs.key_scale)
+        mine.value_scale.copy_(theirs.value_scale)
+    assert torch.equal(loaded(**prompts).logits, model(**prompts).logits)
+
+
+def test_rounding_by_compressed_tensors_is_off_meanwhile():
+    model = make_decoder("llama")
+    module = model.model.layers[0].self_attn
+    module.quantization_scheme = object()
+    apply_(model, Recipe(kv_cache="fp8"))
+    assert module.quantization_enabled is False
+    assert not hasattr(model.model.layers[1].self_attn, "quantization_enabled")
+    restore_(model)
+    assert module.quantization_enabled is True
+    module.quantization_enabled = False
+    apply_(model, Recipe(kv_cache="fp8"))
+    restore_(model)
+    assert module.quantization_enabled is False
 
 
 def test_what_is_refused():

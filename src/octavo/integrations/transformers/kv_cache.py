@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.calibration.scale_file import ScaleSet
+from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import text
-from octavo.integrations.transformers.kv_scales import kv_scales
+from octavo.integrations.transformers.kv_scales import find_kv_scales
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import format_named
@@ -33,9 +33,14 @@ _GRANULARITIES = {"tensor": PerTensor(), "head": PerHead(), "token": PerToken()}
 
 
 class CachedAttention(DecoderAttention):
-    """The attention of one module; previous: the name of the function that its config had."""
+    """The attention of one module.
+
+    previous: the name of the function that its config had. was_emulated: whether compressed-tensors
+    rounded its keys and values on their way to the cache, which would round them twice.
+    """
 
     previous: str
+    was_emulated: bool
 
 
 def attach(
@@ -62,29 +67,30 @@ def attach(
     chosen = [name for name in found if settings and name not in skip_layers]
     if settings and not chosen:
         raise ConfigError(f"skip_layers leaves none of the {len(found)} layers: leave kv_cache out")
-    given = _static_scales(chosen, settings, scales)
-    made = {
-        name: _make_layer(
-            *(name, module, windows[name], settings if name in chosen else None),
-            given.get(name, {}),
-            promote_every,
-        )
-        for name, module in found.items()
-    }
-    if settings and settings.scaling == "checkpoint":
+    given = find_kv_scales(model, chosen, settings, scales)
+    scaling = None if settings is None else settings.scaling
+    is_unit = scaling in ("checkpoint", "unit") and not given
+    if is_unit and scaling == "checkpoint":
         warnings.warn(
             "the model brings no scales of keys and values: 1.0 is taken, as vLLM does, and values "
-            "beyond 448 are counted. Calibrate: octavo calibrate MODEL --kv --data TEXT",
-            stacklevel=3,
+            "beyond its range are counted. Calibrate: octavo calibrate MODEL --kv --data TEXT",
+            stacklevel=4,
         )
+    made = {}
+    for name, module in found.items():
+        own = settings if name in chosen else None
+        made[name] = _make_layer(name, module, windows[name], own, given.get(name), promote_every)
+        made[name].counts_saturation = is_unit
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
     for name, layer in made.items():
-        module: Any = found[name]
-        layer.previous = module.config._attn_implementation
-        module.add_module(CHILD, layer.to(_device(module)))
-    for module in found.values():
-        module.config._attn_implementation = IMPLEMENTATION
+        attention: Any = found[name]
+        layer.previous = attention.config._attn_implementation
+        layer.was_emulated = _emulate(attention, False)
+        attention.add_module(CHILD, layer.to(_device(attention)))
+    # After the last layer has seen the previous name: they share their config.
+    for attention in found.values():
+        attention.config._attn_implementation = IMPLEMENTATION
     handle = decoder.register_forward_pre_hook(partial(give_pages), with_kwargs=True)
     setattr(decoder, HOOK, handle)
     return chosen
@@ -101,6 +107,8 @@ def detach(model: nn.Module) -> list[str]:
     for name, module in found.items():
         layer: Any = getattr(module, CHILD)
         module.config._attn_implementation = layer.previous
+        if layer.was_emulated:
+            _emulate(module, True)
         undone += [] if layer.dtype is None else [name]
         delattr(module, CHILD)
     for module in model.modules():
@@ -125,7 +133,7 @@ def _make_layer(
     module: Any,
     window: int | None,
     settings: KvCacheSettings | None,
-    scales: dict[str, Tensor],
+    scales: LayerScales | None,
     promote_every: int | None,
 ) -> CachedAttention:
     num_kv_heads = module.config.num_key_value_heads
@@ -136,29 +144,42 @@ def _make_layer(
         softmax_scale=module.scaling,
         promote_every=promote_every if settings is not None else 1,
     )
-    options: dict[str, Any] = {"name": name, "dtype": None, **scales}
+    options: dict[str, Any] = {"name": name, "dtype": None}
+    num_heads = module.num_key_value_groups * num_kv_heads
     if settings is not None:
-        granularity = _GRANULARITIES[settings.granularity]
-        options |= {"dtype": format_named(settings.format).dtype, "granularity": granularity}
-        options["counts_saturation"] = settings.scaling in ("checkpoint", "unit")
-    groups = module.num_key_value_groups
-    return CachedAttention(groups * num_kv_heads, num_kv_heads, spec, **options)
+        options["dtype"] = format_named(settings.format).dtype
+        options["granularity"] = _GRANULARITIES[settings.granularity]
+        if scales is not None:
+            options |= _as_tensors(scales, settings, num_kv_heads)
+    return CachedAttention(num_heads, num_kv_heads, spec, **options)
 
 
-def _static_scales(
-    names: list[str], settings: KvCacheSettings | None, scales: ScaleSet | None
-) -> dict[str, dict[str, Tensor]]:
-    """The scales of layers as keywords of their attention, if the settings ask for static ones."""
-    if settings is None or settings.scaling != "static":
-        return {}
-    if scales is None:
-        raise ConfigError("expected scales for scaling 'static', got none: Recipe(scales=…)")
-    given = {}
-    for name, entry in kv_scales(scales, names).items():
-        entry = entry.per_tensor() if settings.granularity == "tensor" else entry
-        parts = (("query", entry.q), ("key", entry.k), ("value", entry.v))
-        given[name] = {f"{which}_scale": torch.tensor(scale) for which, scale in parts}
+def _as_tensors(
+    scales: LayerScales, settings: KvCacheSettings, num_kv_heads: int
+) -> dict[str, Any]:
+    """A layer's scales as keywords of its attention, per head if the settings or they are so."""
+    is_per_head = settings.granularity == "head"
+    if settings.scaling == "checkpoint":
+        is_per_head = is_per_head or isinstance(scales.k, tuple) or isinstance(scales.v, tuple)
+    elif not is_per_head:
+        scales = scales.per_tensor()
+    given: dict[str, Any] = {"granularity": PerHead() if is_per_head else PerTensor()}
+    for which, scale in (("key", scales.k), ("value", scales.v)):
+        tensor = torch.tensor(scale, dtype=torch.float32)
+        # One scale is good for every head.
+        given[f"{which}_scale"] = tensor.expand(num_kv_heads) if is_per_head else tensor
+    if scales.q is not None:
+        given["query_scale"] = torch.tensor(scales.q, dtype=torch.float32)
     return given
+
+
+def _emulate(module: Any, is_on: bool) -> bool:
+    """Let compressed-tensors round a module's keys and values, or not; returns whether it did."""
+    if not hasattr(module, "quantization_scheme"):
+        return False
+    was_on = bool(getattr(module, "quantization_enabled", True))
+    module.quantization_enabled = is_on
+    return was_on
 
 
 def give_pages(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
