@@ -36,7 +36,8 @@ def make_decoder(family, dtype=torch.float32, **changes):
     """A decoder of a family, for inference."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    # Eager: other stock attention leaves soft-caps out.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -111,6 +111,11 @@ class Sequences:
     def prepare(self, batch: int, device: torch.device, is_static: bool) -> None:
         """Make the tensors, when the first keys arrive."""
         if self.lengths is not None:
+            if self.lengths.device != device:
+                raise UnsupportedError(
+                    f"expected all layers of a cache on one device, got {self.lengths.device} and "
+                    f"{device}"
+                )
             return
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.num_columns = torch.zeros((), dtype=torch.int64, device=device)
@@ -285,7 +290,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         packed = q.flatten(0, 1)
         if step.real is not None:
             packed = packed[step.real]
-        out = self.attention.prefill(packed, view, step.cu_seqlens, step.num_columns, sinks=sinks)
+        # An upper bound that is known without asking the device.
+        room = min(self.capacity, self.num_seen) if self.max_length is None else self.capacity
+        out = self.attention.prefill(
+            *(packed, view, step.cu_seqlens, step.num_columns),
+            sinks=sinks,
+            num_cached_tokens=self.batch_size * room,
+        )
         if step.real is not None:
             out = torch.zeros_like(q.flatten(0, 1)).index_copy_(0, step.real, out)
         return out.view(q.shape)
