@@ -28,6 +28,7 @@ from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E4
 from octavo.integrations.transformers import kv_cache, text  # noqa: E402
 from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
 from octavo.integrations.transformers.paged_cache import PAGE_SIZE, PagedLayer  # noqa: E402
+from octavo.integrations.transformers.saturation import read_saturation  # noqa: E402
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken  # noqa: E402
 from octavo.numerics.quantize import quantize  # noqa: E402
 
@@ -393,6 +394,26 @@ def test_values_beyond_the_range_are_counted():
     assert layers[0].saturated[1] == 0 < layers[1].saturated[1]
     num_values = int(prompts["attention_mask"].sum()) * 2 * 16
     assert layers[1].saturated[1] <= num_values
+    counts = read_saturation(model)
+    assert list(counts) == list(text.find_layers(model))
+    assert counts["model.layers.1.self_attn"] == tuple(layers[1].saturated.tolist())
+
+
+def test_saturation_is_told_once_and_without_being_asked():
+    model, prompts = make_decoder("llama"), make_prompts(2, 20)
+    model.model.layers[1].self_attn.v_proj.weight.data *= 2000
+    apply_(model, Recipe(kv_cache="fp8"))
+    with pytest.warns(UserWarning, match=r"values lie beyond .*'model.layers.1.self_attn'.*wrong"):
+        model.generate(**prompts, max_new_tokens=4, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**prompts, max_new_tokens=80, do_sample=False)
+        copied = copy.deepcopy(model)
+        restore_(model)
+        settings = {"granularity": "token"}
+        apply_(model, Recipe(kv_cache=settings))
+        model.generate(**prompts, max_new_tokens=4, do_sample=False)
+    assert read_saturation(model) == {} != read_saturation(copied)
 
 
 def test_static_scales_by_both_names():

@@ -18,6 +18,7 @@ from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import text
 from octavo.integrations.transformers.kv_scales import find_kv_scales
+from octavo.integrations.transformers.saturation import Watch
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import format_named
@@ -91,7 +92,8 @@ def attach(
     # After the last layer has seen the previous name: they share their config.
     for attention in found.values():
         attention.config._attn_implementation = IMPLEMENTATION
-    handle = decoder.register_forward_pre_hook(partial(give_pages), with_kwargs=True)
+    hook = partial(give_pages, Watch())
+    handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
     setattr(decoder, HOOK, handle)
     return chosen
 
@@ -182,10 +184,11 @@ def _emulate(module: Any, is_on: bool) -> bool:
     return was_on
 
 
-def give_pages(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def give_pages(watch: Watch, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hook: give a call's cache pages, and let attention know the pass."""
     from transformers import DynamicCache
 
+    watch.look(decoder)
     if len(args) > 1:
         raise UnsupportedError("expected the decoder's arguments by name, got them by position")
     cache = kwargs.get("past_key_values")
