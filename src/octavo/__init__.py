@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import apply_ as apply_
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
+    from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
     from octavo.numerics.attention import AttentionSpec as AttentionSpec
     from octavo.numerics.attention import Packing as Packing
@@ -72,6 +73,7 @@ _HOME = {
     "UnsupportedError": "octavo.errors",
     "apply_": "octavo.integrations.apply",
     "calibrate": "octavo.integrations.transformers.calibrate",
+    "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
     "load_scales": "octavo.calibration.scale_file",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",

@@ -144,7 +144,6 @@ def test_the_range_of_float32(value, path):
         ("1e-400", "got 0.0"),
         ("true", "got True"),
         ("false", "got False"),
-        ("null", "got None"),
         ('"1.5"', "got '1.5'"),
         ('""', "got ''"),
         ("{}", "got {}"),
@@ -219,7 +218,7 @@ def test_refused_documents(document, said, path):
         ({"format_version": 2}, "expected format_version 1, got 2; upgrade octavo"),
         ({"format_version": 2, "new": 1}, "upgrade octavo"),
         ({"format_version": 10**4000}, "upgrade octavo"),
-        ({"format_version": 1, "modle": "x"}, "expected only model, data, date"),
+        ({"format_version": 1, "modle": "x"}, "expected only kind, model, data, date"),
         ({"format_version": 1, "model": 7}, "expected model to be a text"),
         ({"format_version": 1, "model": ""}, "expected model to be a text"),
         ({"format_version": 1, "data": "x" * 1001}, "expected data to be a text"),
@@ -314,6 +313,28 @@ def test_floats_survive_to_the_bit(value, path):
     assert scales.q.hex() == scales.k[0].hex() == value.hex()
 
 
+@pytest.mark.parametrize("scale", [0.5, (0.5, 0.25)], ids=str)
+def test_a_layer_without_a_scale_for_q_says_so(scale, path):
+    scales = ScaleSet({"a": LayerScales(None, scale, scale)})
+    save_scales(path, scales)
+    assert json.loads(path.read_text())["layers"]["a"]["q"] is None
+    assert load_scales(path) == scales
+    assert scales.layer("a").per_tensor() == LayerScales(None, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"q": 1.5, "k": None, "v": 1.5}, "expected k to be a positive finite number"),
+        ({"q": 1.5, "k": 1.5, "v": None}, "expected v to be a positive finite number"),
+        ({"q": None, "q_heads": [1.5], "k": 1.5, "v": 1.5}, "expected q to be a positive finite"),
+        ({"q": None, "q_scale": 1.5, "k": 1.5, "v": 1.5}, "expected q or q_scale, got both"),
+    ],
+)
+def test_null_stands_only_for_q_alone(entry, said, path):
+    assert said in load_error(path, json.dumps({"a": entry}))
+
+
 @pytest.mark.parametrize(
     "scales",
     [
@@ -323,7 +344,8 @@ def test_floats_survive_to_the_bit(value, path):
         {"q": math.inf},
         {"q": True},
         {"q": "1"},
-        {"q": None},
+        {"k": None},
+        {"v": None},
         {"q": 1e39},
         {"q": ()},
         {"q": (1.0, 0.0)},
@@ -433,3 +455,33 @@ def test_a_failed_write_leaves_the_old_file(call, path, monkeypatch):
 def test_the_folder_must_exist(tmp_path):
     with pytest.raises(ConfigError, match="expected an existing folder"):
         save_scales(tmp_path / "none" / "scales.json", PER_TENSOR)
+
+
+def test_a_file_of_another_kind_is_refused(path):
+    layers = {"model.layers.0.self_attn": LayerScales(1.0, 1.0, 1.0)}
+    save_scales(path, ScaleSet(layers, ScaleHeader(kind="kv_cache")))
+    scales = load_scales(path)
+    assert scales.header.kind == "kv_cache"
+    scales.require_kind("kv_cache")
+    with pytest.raises(CheckpointError, match="scales for vision_attention, got a file for kv_cac"):
+        scales.require_kind("vision_attention")
+    vision = ScaleSet(layers, ScaleHeader(kind="vision_attention"))
+    with pytest.raises(CheckpointError, match="octavo calibrate --kv finds those for kv_cache"):
+        vision.require_kind("kv_cache")
+
+
+def test_files_without_a_kind_serve_both(path):
+    """Those of vLLM, and those that were written before there were kinds."""
+    save_scales(path, ScaleSet({"a": LayerScales(1.0, 1.0, 1.0)}, ScaleHeader(model="m")))
+    assert "kind" not in path.read_text()
+    for kind in ("vision_attention", "kv_cache"):
+        load_scales(path).require_kind(kind)
+
+
+@pytest.mark.parametrize("kind", ["linear", "", 1, ["kv_cache"]])
+def test_a_kind_that_does_not_exist(kind, path):
+    message = "expected kind to be one of vision_attention, kv_cache, got"
+    with pytest.raises(ConfigError, match=message):
+        ScaleHeader(kind=kind)
+    header = {"format_version": 1, "kind": kind}
+    assert message in load_error(path, {"octavo": header, "layers": {"a": ENTRY}})

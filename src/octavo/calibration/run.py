@@ -4,24 +4,33 @@ Nothing here knows a model: `observe` hooks the place where attention is given q
 `forward` runs one batch (octavo.integrations has both for transformers).
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from octavo.brief import list_names
+from octavo.calibration.autosave import check_scale_paths
+from octavo.calibration.data import Prompt, PromptData, batches
 from octavo.calibration.observers import CalibrationSettings, Histogram, LayerObserver
-from octavo.calibration.scale_file import LayerScales, Scale, ScaleHeader, ScaleSet
-from octavo.calibration.state import StateFile
+from octavo.calibration.scale_file import (
+    Kind,
+    LayerScales,
+    Scale,
+    ScaleHeader,
+    ScaleSet,
+    save_scales,
+)
+from octavo.calibration.state import StateFile, state_path
 from octavo.errors import ConfigError
 from octavo.numerics.formats import E4M3
 from octavo.numerics.scales import amax_to_scale
 
-Prompt = TypeVar("Prompt")
 # Called with a layer's name and its q, k and v, [..., heads, head_dim].
 See = Callable[[str, Tensor, Tensor, Tensor], None]
 Observe = Callable[[See], AbstractContextManager[None]]
@@ -54,14 +63,37 @@ class CalibrationResult:
     num_prompts: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject(Generic[Prompt]):
+    """What is calibrated: a model's name and layers, how they are watched, and how it runs.
+
+    kind: what the scales are for. is_nonfinite_refused: whether NaN or Inf ends the run.
+    """
+
+    name: str
+    kind: Kind
+    layers: Sequence[str]
+    observe: Observe
+    forward: Callable[[Sequence[Prompt]], object]
+    is_nonfinite_refused: bool = False
+
+
 class Calibration:
     """What all layers have seen so far.
 
     layers: the names of those that must be seen, which scale files call them by.
+    is_nonfinite_refused: whether NaN or Inf is an error, not only counted.
     """
 
-    def __init__(self, layers: Sequence[str], settings: CalibrationSettings) -> None:
+    def __init__(
+        self,
+        layers: Sequence[str],
+        settings: CalibrationSettings,
+        *,
+        is_nonfinite_refused: bool = False,
+    ) -> None:
         self.settings = settings
+        self.is_nonfinite_refused = is_nonfinite_refused
         self.layers: dict[str, LayerObserver | None] = dict.fromkeys(layers)
         self.num_prompts = 0
 
@@ -71,6 +103,8 @@ class Calibration:
             raise ConfigError(f"expected one of {list_names(list(self.layers))}, got {name}")
         layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
         layer.see(q, k, v)
+        if self.is_nonfinite_refused:
+            _check_finite(name, layer)
         self.layers[name] = layer
 
     def result(self, header: ScaleHeader | None = None) -> CalibrationResult:
@@ -115,6 +149,59 @@ class Calibration:
                     "no scales are saved; use other data or another observer, or skip the layer"
                 )
         return amax_to_scale(limits, margin=self.settings.margin)
+
+
+def calibrate_to_file(
+    subject: Subject[Prompt],
+    data: PromptData[Prompt],
+    save_path: str | os.PathLike[str],
+    settings: CalibrationSettings,
+    *,
+    num_prompts: int = 100,
+    batch_size: int = 1,
+    save_every: int = 16,
+    is_resumed: bool = True,
+    on_prompts: Callable[[int], None] = lambda num_prompts: None,
+) -> CalibrationResult:
+    """Calibrate on the first prompts of `data` and write the scale file.
+
+    The state of a run that ends too early lies beside the scale file, and the next run goes on from
+    it unless is_resumed is False. on_prompts: called with the number of prompts so far.
+    """
+    check_scale_paths(is_fp8=True, save_path=save_path, margin=settings.margin)
+    if num_prompts < 1:
+        raise ConfigError(f"expected num_prompts from 1 on, got {num_prompts}")
+    calibration = Calibration(
+        subject.layers, settings, is_nonfinite_refused=subject.is_nonfinite_refused
+    )
+    state_file = StateFile(
+        path=state_path(save_path),
+        key=_state_key(subject.name, data, settings),
+        save_every=save_every,
+    )
+    if not is_resumed:
+        state_file.remove()
+    elif load_state(calibration, state_file):
+        on_prompts(calibration.num_prompts)
+    if calibration.num_prompts > num_prompts:
+        raise ConfigError(
+            f"{state_file.path} has seen {calibration.num_prompts} prompts: expected as many or "
+            f"more, got {num_prompts}; start afresh"
+        )
+    prompts = data.prompts(num_prompts, start=calibration.num_prompts)
+    calibrate(
+        calibration,
+        batches(prompts, batch_size),
+        observe=subject.observe,
+        forward=subject.forward,
+        state_file=state_file,
+        on_batch=on_prompts,
+    )
+    header = ScaleHeader(kind=subject.kind, model=subject.name[:1000], data=data.name[:1000])
+    result = calibration.result(header)
+    save_scales(save_path, result.scales)
+    state_file.remove()
+    return result
 
 
 def calibrate(
@@ -168,6 +255,28 @@ def load_state(calibration: Calibration, state_file: StateFile) -> bool:
     for name, layer in state["layers"].items():
         calibration.layers[name] = None if layer is None else LayerObserver.from_state_dict(layer)
     return True
+
+
+def _state_key(
+    model_name: str, data: PromptData[Prompt], settings: CalibrationSettings
+) -> dict[str, str]:
+    return {
+        "model": model_name,
+        "data": f"{data.name} ({data.fingerprint})",
+        "observer": str(settings),
+        "granularity": settings.granularity,
+        "margin": f"{settings.margin:g}",
+    }
+
+
+def _check_finite(name: str, layer: LayerObserver) -> None:
+    for tensor, part in layer.parts.items():
+        if num_bad := int(part.num_nonfinite):  # waits for the device
+            raise ConfigError(
+                f"layer {name}: {tensor}: expected finite values, got {num_bad} that are NaN or "
+                "Inf: no scales are saved; run the model in bfloat16 or float32, or look at its "
+                "weights"
+            )
 
 
 def _statistics(name: str, tensor: str, layer: LayerObserver, scale: Tensor) -> TensorStatistics:

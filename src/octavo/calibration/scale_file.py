@@ -12,7 +12,8 @@ vLLM's loader takes "layers" where there is one, and of each layer q, k and v; i
 else. So the header stands beside "layers", and scales per head stand beside q, k and v, which then
 are the largest of them: the scales that serve all heads. Reading also accepts layers without
 "layers" around them, and q_scale, k_scale and v_scale for q, k and v. Whatever it does not
-understand it refuses, where vLLM's loader passes over it.
+understand it refuses, where vLLM's loader passes over it. "q": null says that there is no scale for
+Q, as in most checkpoints with scales of the KV cache; vLLM's loader fails on it.
 """
 
 import difflib
@@ -26,7 +27,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from octavo.atomic import write_atomically
 from octavo.brief import brief, list_names, unique_keys
@@ -39,6 +40,8 @@ MAX_TEXT_LENGTH = 1000
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # normal float32 numbers, and so are their reciprocals
 
 Scale = float | tuple[float, ...]
+# What scales are for, in the words of a recipe.
+Kind = Literal["vision_attention", "kv_cache"]
 
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys)
@@ -47,14 +50,17 @@ _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:
-    """The scales of one attention layer's Q, K and V: one number, or one for each head."""
+    """The scales of one attention layer's Q, K and V: one number, or one for each head.
 
-    q: Scale
+    q is None where only the KV cache has scales.
+    """
+
+    q: Scale | None
     k: Scale
     v: Scale
 
     def __post_init__(self) -> None:
-        for key in ("q", "k", "v"):
+        for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
             object.__setattr__(self, key, _checked_scale(key, getattr(self, key)))
         if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
             raise ConfigError(
@@ -63,13 +69,18 @@ class LayerScales:
 
     def per_tensor(self) -> "LayerScales":
         """The scales that serve all heads: the largest of each."""
-        return LayerScales(_largest(self.q), _largest(self.k), _largest(self.v))
+        q = None if self.q is None else _largest(self.q)
+        return LayerScales(q, _largest(self.k), _largest(self.v))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleHeader:
-    """Where scales come from; what is not known is None. date is in ISO 8601."""
+    """What scales are for and where they come from; what is not known is None.
 
+    date is in ISO 8601.
+    """
+
+    kind: Kind | None = None
     model: str | None = None
     data: str | None = None
     date: str | None = None
@@ -78,6 +89,10 @@ class ScaleHeader:
     margin: float | None = None
 
     def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in get_args(Kind):
+            raise ConfigError(
+                f"expected kind to be one of {', '.join(get_args(Kind))}, got {brief(self.kind)}"
+            )
         for key in ("model", "data", "date", "observer"):
             if (text := getattr(self, key)) is not None:
                 _check_text(key, text)
@@ -121,6 +136,15 @@ class ScaleSet:
                 f"expected scales for {list_names(missing)}, got none; "
                 f"the {len(self.layers)} layers with scales are "
                 f"{list_names(self._closest_first(missing[0]))}"
+            )
+
+    def require_kind(self, kind: Kind) -> None:
+        """Raise CheckpointError if the header says that these scales are for something else."""
+        if self.header.kind not in (None, kind):
+            command = "octavo calibrate --kv" if kind == "kv_cache" else "octavo calibrate"
+            raise CheckpointError(
+                f"expected scales for {kind}, got a file for {self.header.kind}: {command} finds "
+                f"those for {kind}"
             )
 
     def _closest_first(self, name: str) -> list[str]:
@@ -234,6 +258,8 @@ def _read_layer(name: object, entry: object) -> LayerScales:
             raise ConfigError(
                 f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
             )
+        if "q" in entry and entry["q"] is None and not entry.keys() & {"q_scale", "q_heads"}:
+            return LayerScales(None, *[_read_scale(entry, *keys) for keys in _KEYS[1:]])
         return LayerScales(*[_read_scale(entry, *keys) for keys in _KEYS])
     except ConfigError as error:
         raise ConfigError(f"layer {brief(name)}: {error}") from None
@@ -257,9 +283,11 @@ def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) 
     return heads
 
 
-def _layer_entry(scales: LayerScales) -> dict[str, float | list[float]]:
+def _layer_entry(scales: LayerScales) -> dict[str, float | list[float] | None]:
     by_key = {"q": scales.q, "k": scales.k, "v": scales.v}
-    entry: dict[str, float | list[float]] = {key: _largest(by_key[key]) for key in by_key}
+    entry: dict[str, float | list[float] | None] = {
+        key: None if scale is None else _largest(scale) for key, scale in by_key.items()
+    }
     for key, scale in by_key.items():
         if isinstance(scale, tuple):
             entry[f"{key}_heads"] = list(scale)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.bench_encoder import encoder
+from octavo.cli.bench_generate import generate
 from octavo.cli.bench_mm_processor import mm_processor
 from octavo.cli.console import err, out
 from octavo.cli.tables import print_table
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 app.command("encoder")(encoder)
+app.command("generate")(generate)
 app.command("mm-processor")(mm_processor)
 
 VALUES = (

@@ -1,9 +1,10 @@
-"""octavo calibrate: static scales for a model's vision attention, from real images."""
+"""octavo calibrate: static scales for vision attention from images, for a KV cache from texts."""
 
 import shlex
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,7 +14,9 @@ from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from octavo.calibration.data import PromptData
     from octavo.calibration.observers import CalibrationSettings
+    from octavo.calibration.run import Subject
     from octavo.measure.records import Measurement
 
 
@@ -26,25 +29,32 @@ class ObserverName(StrEnum):
 
 
 def calibrate(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder, or its name on the hub; left out, the small chart reader, or "
+            "with --kv SmolLM2-135M-Instruct.",
+            show_default=False,
+        ),
+    ] = None,
+    is_kv: Annotated[
+        bool,
+        typer.Option("--kv", help="Calibrate the KV cache of a language model, from texts."),
+    ] = False,
     data: Annotated[
         str,
         typer.Option(
             "--data",
             help="A folder of images, a .jsonl or .parquet file with a field image or images, or "
-            "a data set's name such as lmarena-ai/VisionArena-Chat.",
+            "a data set's name such as lmarena-ai/VisionArena-Chat. With --kv: a file or folder of "
+            "text, a .jsonl or .parquet file with a field text, messages or conversations, or a "
+            "data set's name.",
         ),
     ],
     scale_save_path: Annotated[
         Path, typer.Option("--scale-save-path", help="The scale file to write (JSON).")
     ],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
-            "with octavo.",
-            show_default=False,
-        ),
-    ] = None,
     margin: Annotated[
         float, typer.Option("--margin", help="Headroom: every scale is this many times larger.")
     ] = 1.5,
@@ -64,8 +74,22 @@ def calibrate(
         typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
     ] = False,
     num_prompts: Annotated[
-        int, typer.Option("--num-prompts", min=1, help="How many of the data's prompts to use.")
+        int,
+        typer.Option(
+            "--num-prompts",
+            min=1,
+            help="How many of the data's prompts to use; with --kv, windows of text or chats.",
+        ),
     ] = 100,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length",
+            min=1,
+            help="With --kv: tokens of a window, 2048 or the model's context if that is shorter.",
+            show_default=False,
+        ),
+    ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Prompts that run at once.")
     ] = 1,
@@ -91,19 +115,23 @@ def calibrate(
         Path | None, typer.Option("--plot", help="Also write a page with a plot of every number.")
     ] = None,
 ) -> None:
-    """Find static FP8 scales for a model's vision attention, from real images.
+    """Find static FP8 scales: for vision attention from images, for a KV cache from texts (--kv).
 
     The model runs in its own dtype while every attention layer's queries, keys and values are
     counted. Prints amax, headroom and SQNR of each layer and writes the scale file, with vLLM's
-    layer names for the Qwen families. Use it by Recipe(vision_attention={"scaling": "static"},
-    scales="scales.json"), or vLLM's --mm-encoder-fp8-scale-path.
+    layer names for vision towers of the Qwen families. Use it by
+    Recipe(vision_attention={"scaling": "static"}, scales="scales.json"), or vLLM's
+    --mm-encoder-fp8-scale-path; with --kv by Recipe(kv_cache={"scaling": "static"}, scales=…).
+
+    Texts are cut into windows of --max-length tokens by the model's tokenizer; chats ({"messages":
+    …} or ShareGPT's {"conversations": …} per row) go through its chat template. There is no padding
+    and no warm-up pass: nothing but the tokens of the data is counted.
 
     An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it.
     """
     from octavo.calibration.autosave import check_scale_paths
-    from octavo.calibration.data import open_images
     from octavo.calibration.observers import CalibrationSettings
-    from octavo.integrations.transformers.calibrate import calibrate_on_images, load_image_model
+    from octavo.calibration.run import calibrate_to_file
     from octavo.measure.evaluate.calibration import calibration_records
     from octavo.measure.report.calibration import calibration_table
 
@@ -116,15 +144,15 @@ def calibrate(
     )
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
     _check_folder(plot)
-    images = open_images(data, split=split, subset=subset)
-    image_model = load_image_model(model, dtype=dtype, device=device)
+    request = _Request(model, data, split, subset, max_length, dtype, device)
+    subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
-        total = min(num_prompts, images.num_prompts or num_prompts)
+        total = min(num_prompts, prompts.num_prompts or num_prompts)
         task = progress.add_task("calibrating", total=total)
-        result = calibrate_on_images(
-            image_model,
-            images,
+        result = calibrate_to_file(
+            subject,
+            prompts,
             scale_save_path,
             settings,
             num_prompts=num_prompts,
@@ -132,7 +160,8 @@ def calibrate(
             is_resumed=is_resumed,
             on_prompts=lambda seen: progress.update(task, completed=seen),
         )
-    command = _command(model, data, scale_save_path, settings, num_prompts)
+        progress.update(task, total=result.num_prompts)
+    command = _command(request, is_kv, scale_save_path, settings, num_prompts)
     records = calibration_records(result, command)
     print_table(calibration_table(records))
     saved = f"{len(result.scales.layers)} layers, {result.num_prompts} prompts, observer {settings}"
@@ -141,17 +170,58 @@ def calibrate(
         _write_plot(plot, records, command)
 
 
+@dataclass(frozen=True)
+class _Request:
+    """Which model runs on which data, and how."""
+
+    model: str | None
+    data: str
+    split: str
+    subset: str | None
+    max_length: int | None
+    dtype: str
+    device: str | None
+
+
+def _open_images(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
+    from octavo.calibration.image_data import open_images
+    from octavo.integrations.transformers.calibrate import load_image_model
+
+    if request.max_length is not None:
+        raise ConfigError("expected --kv with --max-length, got images, which have no windows")
+    images = open_images(request.data, split=request.split, subset=request.subset)
+    model = load_image_model(request.model, dtype=request.dtype, device=request.device)
+    return model.subject(), images
+
+
+def _open_texts(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
+    from octavo.calibration.text_data import open_texts
+    from octavo.integrations.transformers.calibrate_text import load_text_model
+
+    texts = open_texts(request.data, split=request.split, subset=request.subset)
+    model = load_text_model(request.model, dtype=request.dtype, device=request.device)
+    return model.subject(), model.cut_windows(texts, request.max_length)
+
+
 def _command(
-    model: str | None, data: str, path: Path, settings: "CalibrationSettings", num_prompts: int
+    request: _Request,
+    is_kv: bool,
+    path: Path,
+    settings: "CalibrationSettings",
+    num_prompts: int,
 ) -> str:
     """A command line that finds these scales again."""
-    words = ["octavo", "calibrate", *([model] if model else [])]
-    words += ["--data", data, "--scale-save-path", str(path)]
+    words = ["octavo", "calibrate"]
+    words += [request.model] if request.model is not None else []
+    words += ["--kv"] if is_kv else []
+    words += ["--data", request.data, "--scale-save-path", str(path)]
     words += ["--observer", settings.observer, "--margin", f"{settings.margin:g}"]
     if settings.observer == "percentile":
         words += ["--percentile", f"{settings.percentile:g}"]
     if settings.granularity == "head":
         words.append("--per-head")
+    if request.max_length is not None:
+        words += ["--max-length", str(request.max_length)]
     return shlex.join([*words, "--num-prompts", str(num_prompts)])
 
 

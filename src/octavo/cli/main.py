@@ -51,8 +51,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "calibrate",
         "octavo.cli.calibrate:calibrate",
-        "Static scales for a model's vision attention, from real images.",
-        example="octavo calibrate path/to/model --data images/ --scale-save-path scales.json",
+        "Static scales for vision attention from images, or for a KV cache from texts.",
+        example="octavo calibrate path/to/model --kv --data text.txt --scale-save-path kv.json",
     ),
     Command(
         "demo",
@@ -71,6 +71,12 @@ COMMANDS: tuple[Command, ...] = (
         "octavo.cli.eval:app",
         "What FP8 does to a model's answers, beside BF16 and with confidence intervals.",
         example="octavo eval chartqa",
+    ),
+    Command(
+        "export",
+        "octavo.cli.export:export",
+        "A checkpoint that carries the scales of its KV cache, for vLLM and others.",
+        example="octavo export path/to/model --scales scales.json -o path/to/new",
     ),
     Command(
         "warmup",

@@ -6,6 +6,7 @@ from torch import nn
 
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.patterns import Layer, match_layers
 from octavo.recipe import Recipe
 
 
@@ -13,11 +14,13 @@ from octavo.recipe import Recipe
 class Changes:
     """What was changed in a model: the layers that each field of a recipe reached.
 
-    fused: those of them whose whole forward was replaced, not only the attention in it.
+    fused: those of them whose whole forward was replaced, not only the attention in it. left: the
+    layers of a kind that the field can do nothing to, with that kind.
     """
 
     layers: dict[str, list[str]]
     fused: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -25,6 +28,8 @@ class Changes:
             num_fused = len(self.fused.get(name, ()))
             fused = f", {num_fused} of them fused" if num_fused else ""
             lines.append(f"{name}: {len(layers)} layers{fused}")
+            for layer, kind in self.left.get(name, {}).items():
+                lines.append(f"{name}: {layer} stays as it is ({kind})")
         return "\n".join(lines) or "nothing was changed"
 
 
@@ -33,30 +38,80 @@ def apply_(model: nn.Module, recipe: Recipe) -> Changes:
 
     A field that octavo cannot do to this model is an error, and the model stays as it was.
     """
-    if unknown := sorted(recipe.settings().keys() - {"vision_attention"}):
-        raise UnsupportedError(f"expected a recipe for vision_attention, got {', '.join(unknown)}")
-    if recipe.vision_attention is None:
+    fields = recipe.settings()
+    if unknown := sorted(fields.keys() - {"vision_attention", "kv_cache"}):
+        raise UnsupportedError(
+            f"expected a recipe for vision_attention and kv_cache, got {', '.join(unknown)}"
+        )
+    if not fields:
         raise ConfigError("expected a recipe that changes something, got an empty one")
+    skipped = _skipped(model, recipe)
+    changes = Changes({})
+    try:
+        if recipe.vision_attention is not None:
+            _apply_vision(model, recipe, skipped, changes)
+        if recipe.kv_cache is not None:
+            _apply_kv_cache(model, recipe, skipped, changes)
+    except Exception:
+        if changes.layers:
+            restore_(model)
+        raise
+    return changes
+
+
+def _apply_vision(
+    model: nn.Module, recipe: Recipe, skipped: frozenset[str], changes: Changes
+) -> None:
     from octavo.integrations.transformers import vision
 
-    names = vision.attach(
+    assert recipe.vision_attention is not None
+    changes.layers["vision_attention"] = vision.attach(
         model,
         recipe.vision_attention,
-        skip_layers=recipe.skip_layers,
+        skip_layers=skipped,
         scales=_scales(recipe),
         promote_every=recipe.promote_every,
     )
-    return Changes({"vision_attention": names}, {"vision_attention": vision.find_fused(model)})
+    changes.fused["vision_attention"] = vision.find_fused(model)
+
+
+def _apply_kv_cache(
+    model: nn.Module, recipe: Recipe, skipped: frozenset[str], changes: Changes
+) -> None:
+    from octavo.integrations.transformers import kv_cache, text
+
+    changes.layers["kv_cache"] = kv_cache.attach(
+        model,
+        recipe.kv_cache,
+        skip_layers=skipped,
+        scales=_scales(recipe),
+        promote_every=recipe.promote_every,
+    )
+    changes.left["kv_cache"] = text.find_others(model)
+
+
+def _skipped(model: nn.Module, recipe: Recipe) -> frozenset[str]:
+    """The names of the layers that skip_layers matches, of all attention that the recipe is for."""
+    from octavo.integrations.transformers import text, vision
+
+    layers: list[Layer] = []
+    if recipe.vision_attention is not None:
+        found = vision.find_layers(model)
+        layers += [Layer(name, index) for index, name in enumerate(found)]
+    if recipe.kv_cache is not None:
+        layers += text.as_patterns_see(model)
+    return frozenset(layer.name for layer in match_layers(recipe.skip_layers, layers))
 
 
 def restore_(model: nn.Module) -> Changes:
     """Undo `apply_`; returns what was undone."""
-    from octavo.integrations.transformers import vision
+    from octavo.integrations.transformers import kv_cache, vision
 
-    names = vision.detach(model)
-    if not names:
+    undone = {"vision_attention": vision.detach(model), "kv_cache": kv_cache.detach(model)}
+    undone = {name: layers for name, layers in undone.items() if layers}
+    if not undone:
         raise ConfigError("expected a model that apply_ has changed, got one as it was made")
-    return Changes({"vision_attention": names})
+    return Changes(undone)
 
 
 def _scales(recipe: Recipe) -> ScaleSet | None:

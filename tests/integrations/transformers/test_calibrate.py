@@ -1,6 +1,7 @@
 """Calibrating transformers' vision towers: observed, resumed, saved, and used as static scales."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ from octavo import (
     UnsupportedError,
     calibrate,
     load_scales,
+    save_scales,
 )
-from octavo.calibration.data import open_images
+from octavo.calibration import run as run_module
+from octavo.calibration.image_data import open_images
+from octavo.calibration.run import calibrate_to_file
+from octavo.calibration.scale_file import ScaleHeader
 from octavo.calibration.state import state_path
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.observe import layer_names, observe
@@ -34,7 +39,6 @@ from octavo.integrations.transformers import calibrate as calibrate_module  # no
 from octavo.integrations.transformers.calibrate import (  # noqa: E402
     ImageModel,
     autosave,
-    calibrate_on_images,
     encode,
     load_image_model,
 )
@@ -160,7 +164,7 @@ def image_model():
 
 def test_resuming_after_an_interrupt(tmp_path, images, monkeypatch):
     settings = CalibrationSettings(observer="percentile", percentile=99, granularity="head")
-    expected = calibrate_on_images(image_model(), images, tmp_path / "a.json", settings)
+    expected = calibrate_to_file(image_model().subject(), images, tmp_path / "a.json", settings)
     path = tmp_path / "b.json"
     num_calls = 0
 
@@ -174,11 +178,11 @@ def test_resuming_after_an_interrupt(tmp_path, images, monkeypatch):
 
     monkeypatch.setattr(calibrate_module, "encode", fail_at_the_sixth)
     with pytest.raises(KeyboardInterrupt):
-        calibrate_on_images(image_model(), images, path, settings, save_every=2)
+        calibrate_to_file(image_model().subject(), images, path, settings, save_every=2)
     assert state_path(path).exists() and not path.exists()
     seen = []
-    found = calibrate_on_images(
-        image_model(), images, path, settings, save_every=2, on_prompts=seen.append
+    found = calibrate_to_file(
+        image_model().subject(), images, path, settings, save_every=2, on_prompts=seen.append
     )
     assert seen == [4, 5, 6, 7]
     assert found.scales.layers == expected.scales.layers == load_scales(path).layers
@@ -188,24 +192,32 @@ def test_resuming_after_an_interrupt(tmp_path, images, monkeypatch):
 
 def test_another_request_does_not_resume(tmp_path, images, monkeypatch):
     path = tmp_path / "s.json"
-    save = calibrate_module.save_scales
-    monkeypatch.setattr(calibrate_module, "save_scales", lambda *_: 1 / 0)
+    save = run_module.save_scales
+    monkeypatch.setattr(run_module, "save_scales", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        calibrate_on_images(image_model(), images, path, CalibrationSettings(), save_every=1)
-    monkeypatch.setattr(calibrate_module, "save_scales", save)
+        calibrate_to_file(
+            image_model().subject(), images, path, CalibrationSettings(), save_every=1
+        )
+    monkeypatch.setattr(run_module, "save_scales", save)
     other = CalibrationSettings(margin=2.0)
     with pytest.raises(ConfigError, match=r"expected margin 2, got 1\.5; start afresh"):
-        calibrate_on_images(image_model(), images, path, other)
+        calibrate_to_file(image_model().subject(), images, path, other)
     with pytest.raises(ConfigError, match="has seen 7 prompts: expected as many or more, got 3"):
-        calibrate_on_images(image_model(), images, path, CalibrationSettings(), num_prompts=3)
-    found = calibrate_on_images(image_model(), images, path, other, is_resumed=False, num_prompts=3)
+        calibrate_to_file(
+            image_model().subject(), images, path, CalibrationSettings(), num_prompts=3
+        )
+    found = calibrate_to_file(
+        image_model().subject(), images, path, other, is_resumed=False, num_prompts=3
+    )
     assert found.num_prompts == 3
 
 
 def test_the_batch_size_changes_no_scale(tmp_path, images):
     settings = CalibrationSettings()
-    one = calibrate_on_images(image_model(), images, tmp_path / "a.json", settings)
-    many = calibrate_on_images(image_model(), images, tmp_path / "b.json", settings, batch_size=3)
+    one = calibrate_to_file(image_model().subject(), images, tmp_path / "a.json", settings)
+    many = calibrate_to_file(
+        image_model().subject(), images, tmp_path / "b.json", settings, batch_size=3
+    )
     assert (one.scales.header.passes, many.scales.header.passes) == (7, 3)
     for name, layer in one.scales.layers.items():
         assert many.scales.layer(name).q == pytest.approx(layer.q, rel=0.02)  # BF16 sums
@@ -219,7 +231,7 @@ def test_a_layer_of_zeros_saves_nothing(tmp_path, images):
         qkv.bias.zero_()
     path = tmp_path / "s.json"
     with pytest.raises(ConfigError, match=r"layer visual\.blocks\.1\.attn\.attn: q: .* only zeros"):
-        calibrate_on_images(broken, images, path, CalibrationSettings())
+        calibrate_to_file(broken.subject(), images, path, CalibrationSettings())
     assert not path.exists()
 
 
@@ -241,6 +253,15 @@ def test_a_dynamic_run_is_saved_and_loaded_as_static(tmp_path):
     assert (scales.header.model, scales.header.margin) == ("tiny", 1.5)
     apply_(model, Recipe(vision_attention=STATIC, scales=str(path)))
     assert 0 < relative_rms(features(model, inputs), expected) < 0.05
+
+
+def test_the_scales_of_a_kv_cache_are_refused(tmp_path):
+    model, path = image_models.make_model(), tmp_path / "s.json"
+    scales = calibrate(model, [inputs_of(1)])
+    assert scales.header.kind == "vision_attention"
+    save_scales(path, replace(scales, header=ScaleHeader(kind="kv_cache")))
+    with pytest.raises(CheckpointError, match="expected scales for vision_attention, got a file"):
+        apply_(model, Recipe(vision_attention=STATIC, scales=str(path)))
 
 
 def test_a_folder_without_a_processor(tmp_path):

@@ -1,6 +1,7 @@
 """Vision towers of transformers with FP8 attention: found, changed, undone."""
 
 import copy
+import json
 from importlib import import_module
 
 import pytest
@@ -303,6 +304,16 @@ def test_a_layer_without_scales_is_named():
     assert model.config._attn_implementation != vision.IMPLEMENTATION
 
 
+def test_scales_of_a_kv_cache_are_not_enough(tmp_path):
+    model, _ = make("qwen3_vl")
+    path = tmp_path / "scales.json"
+    entry = {"q": None, "k": 0.1, "v": 0.1}
+    path.write_text(json.dumps({f"blocks.{i}.attn": entry for i in range(2)}))
+    with pytest.raises(ConfigError, match=r"blocks\.0\.attn: expected scales for q, k and v"):
+        apply_(model, Recipe(vision_attention={"scaling": "static"}, scales=str(path)))
+    assert not layers_of(model)
+
+
 def test_scales_go_with_the_model():
     model, inputs = make("siglip")
     apply_(model, Recipe(vision_attention="fp8"))
@@ -341,7 +352,7 @@ def test_models_and_recipes_that_are_refused():
     with pytest.raises(UnsupportedError, match="got LlamaForCausalLM with LlamaAttention"):
         apply_(text, Recipe(vision_attention="fp8"))
     model, _ = make("vit")
-    with pytest.raises(UnsupportedError, match="got kv_cache, linear"):
+    with pytest.raises(UnsupportedError, match="got linear"):
         apply_(model, Recipe(vision_attention="fp8", kv_cache="fp8", linear="fp8"))
     with pytest.raises(ConfigError, match="got an empty one"):
         apply_(model, Recipe())

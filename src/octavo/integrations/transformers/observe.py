@@ -1,6 +1,6 @@
 """Watching what the attention layers of a vision tower are given, while the model runs as it is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import ops
+from octavo.calibration.run import See
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.vision import PACKED, REFUSED, find_layers, scale_name
 from octavo.layers.encoder_attention import EncoderAttention
@@ -16,8 +17,6 @@ from octavo.numerics.attention import AttentionSpec, Packing
 # With "flash" in the name, towers of packed images hand over all of them in one call per layer.
 IMPLEMENTATION = "octavo_flash_observe"
 _ATTRIBUTE = "octavo_see"
-
-See = Callable[[str, Tensor, Tensor, Tensor], None]
 
 
 def layer_names(model: nn.Module) -> list[str]:

@@ -18,7 +18,6 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
-from octavo.patterns import Layer, match_layers
 from octavo.recipe import AttentionSettings, Bf16Settings
 
 IMPLEMENTATION = "octavo_flash_vit"
@@ -115,13 +114,14 @@ def attach(
     model: nn.Module,
     settings: AttentionSettings | Bf16Settings,
     *,
-    skip_layers: tuple[str, ...] = (),
+    skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
     promote_every: int | None = 1,
 ) -> list[str]:
     """Give a vision tower's layers attention in FP8 or BF16; returns their names.
 
-    scales: for static scaling; every layer must be among them, by the model's name or vLLM's.
+    skip_layers: names of layers to leave. scales: for static scaling; every other layer must be
+    among them, by the model's name or vLLM's.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
@@ -129,9 +129,7 @@ def attach(
     found = find_layers(model)
     if any(hasattr(module, CHILD) for module in found.values()):
         raise ConfigError("apply_ has changed the model's vision attention: restore_ it first")
-    layers = [Layer(name, index) for index, name in enumerate(found)]
-    skipped = {layer.name for layer in match_layers(skip_layers, layers)} if skip_layers else set()
-    chosen = {name: module for name, module in found.items() if name not in skipped}
+    chosen = {name: module for name, module in found.items() if name not in skip_layers}
     if not chosen:
         raise ConfigError(
             f"skip_layers leaves none of the {len(found)} layers: leave the recipe out"
@@ -140,6 +138,7 @@ def attach(
     if fp8 is None:
         _check_dtypes(chosen)
     if scales is not None:
+        scales.require_kind("vision_attention")
         scales.require([_file_name(name, scales) for name in chosen])
     forwards = {name: fused_vision.find_forward(module) for name, module in chosen.items()}
     _check_whisper(chosen, forwards)
@@ -252,6 +251,8 @@ def _file_name(name: str, scales: ScaleSet) -> str:
 
 def _tensors(scales: LayerScales, settings: AttentionSettings, name: str) -> QkvScales:
     """A scale file's entry as tensors, one scale for each tensor or head as the settings say."""
+    if scales.q is None:
+        raise ConfigError(f"{name}: expected scales for q, k and v, got none for q")
     if settings.granularity == "tensor":
         scales = scales.per_tensor()
     parts = [torch.tensor(x, dtype=torch.float32) for x in (scales.q, scales.k, scales.v)]

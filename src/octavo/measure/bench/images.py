@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.calibration.data import open_images
+from octavo.calibration.image_data import open_images
 from octavo.errors import ConfigError, UnsupportedError
 
 Bucket = tuple[int, int, int]  # height, width, frames

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from octavo.calibration.data import ImageData, ImagePrompt
+from octavo.calibration.data import PromptData
+from octavo.calibration.image_data import ImagePrompt
 from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.calibrate import ImageModel, calibrate_on_images
+from octavo.integrations.transformers.calibrate import ImageModel
 from octavo.integrations.transformers.chart_reader import ChartReader
 from octavo.measure.evaluate.calibration import calibration_records
 from octavo.measure.evaluate.chartqa import BASELINE, SETTINGS, evaluate, recipe_rows
@@ -85,8 +87,9 @@ class ChartDemo:
             step(num_prompts - num_seen)
             num_seen = num_prompts
 
-        result = calibrate_on_images(
-            ImageModel(self.reader.name, self.reader.model, self.reader.process_images),
+        model = ImageModel(self.reader.name, self.reader.model, self.reader.process_images)
+        result = calibrate_to_file(
+            model.subject(),
             noisy_charts(self.num_images),
             self.scale_path,
             CalibrationSettings(),
@@ -139,7 +142,7 @@ class ChartDemo:
         }
 
 
-def noisy_charts(num_images: int) -> ImageData:
+def noisy_charts(num_images: int) -> PromptData[ImagePrompt]:
     """Charts of the noisy distribution, as images to calibrate on."""
     from octavo.measure.evaluate.chart_drawing import draw_chart
 
@@ -147,7 +150,7 @@ def noisy_charts(num_images: int) -> ImageData:
         for seed in range(start, num_images):
             yield [draw_chart(make_chart(seed, "noisy"))]
 
-    return ImageData("generated noisy charts", f"{num_images} charts", num_images, read)
+    return PromptData("generated noisy charts", f"{num_images} charts", num_images, read)
 
 
 def choose_examples(

@@ -9,7 +9,8 @@ import pytest
 
 from octavo import CheckpointError, ConfigError, UnsupportedError
 from octavo.calibration import data as data_module
-from octavo.calibration.data import batches, open_images
+from octavo.calibration.data import batches
+from octavo.calibration.image_data import open_images
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -1,0 +1,298 @@
+"""Writing a checkpoint folder with the scales of its KV cache, for vLLM and compressed-tensors.
+
+The weights stay as they are, hard-linked where the file system allows it. Beside them come the
+scales in a file of their own, an index that names it, and a config that announces it.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.atomic import write_atomically
+from octavo.brief import brief, list_names
+from octavo.calibration.scale_file import LayerScales, ScaleSet
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.checkpoints.export_json import (
+    Format,
+    make_config,
+    make_hf_quant_config,
+    make_index,
+    to_json,
+)
+from octavo.integrations.checkpoints.kv_names import find_attention, match_layers, missing_layers
+from octavo.integrations.checkpoints.kv_scales import (
+    find_kv_scale_names,
+    head_counts,
+    num_hidden_layers,
+    read_kv_scales,
+)
+from octavo.integrations.checkpoints.kv_scheme import Strategy, read_announcement
+from octavo.integrations.checkpoints.tensor_files import (
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    SINGLE_NAME,
+    CheckpointFiles,
+)
+
+# transformers takes model.safetensors, where there is one, for all there is.
+RENAMED_SINGLE_NAME = "model-00001-of-00001.safetensors"
+SCALES_NAME = "model-kv-scales.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written; has_q: whether scales for queries are among it."""
+
+    folder: Path
+    strategy: Strategy
+    num_layers: int
+    num_files: int
+    num_linked: int
+    has_q: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about an export that can be wrong, found out before anything is written."""
+
+    strategy: Strategy
+    scales: Mapping[str, LayerScales]  # by the checkpoint's names, as they will be read back
+    tensors: Mapping[str, Tensor]
+    contents: Mapping[str, dict[str, Any]]  # of JSON files, by name
+    copies: Mapping[Path, str]  # files that come along, and their names in the new folder
+
+
+def export_checkpoint(
+    source: Path,
+    scale_set: ScaleSet,
+    target: Path,
+    *,
+    format: Format = "compressed-tensors",
+    on_file: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write the checkpoint of `source` with these KV-cache scales to the new folder `target`.
+
+    There is the whole folder at the end, or none. on_file is told how many files are done, of how
+    many. Raises CheckpointError if the source is no checkpoint, or has other layers than the
+    scales; ConfigError if the target is in the way; UnsupportedError if the format has no place
+    for such scales.
+    """
+    _check_target(source, target)
+    plan = _make_plan(source, scale_set, format)
+    temporary = target.absolute().with_name(f".octavo-{secrets.token_hex(8)}.tmp")
+    temporary.mkdir()
+    try:
+        num_linked = _write(plan, temporary, on_file)
+        found = read_kv_scales(temporary)
+        if found is None or dict(found.layers) != dict(plan.scales):
+            raise CheckpointError(f"{temporary}: the scales that were written are not read back")
+        os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Exported(
+        folder=target,
+        strategy=plan.strategy,
+        num_layers=len(plan.scales),
+        num_files=len(plan.copies) + len(plan.contents) + 1,
+        num_linked=num_linked,
+        has_q=any(scales.q is not None for scales in plan.scales.values()),
+    )
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"expected an existing folder for {target}, got none")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ConfigError(f"expected a new folder, got the file or link {target}")
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"expected a new or empty folder, got {target} with files in it")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"expected a folder outside of {source}, got {target}")
+
+
+def _make_plan(source: Path, scale_set: ScaleSet, format: Format) -> _Plan:
+    files = CheckpointFiles.open(source)
+    if not files.weight_paths:
+        present = list_names(sorted(path.name for path in source.iterdir()))
+        raise CheckpointError(
+            f"expected weights in {source}, {SINGLE_NAME} or {INDEX_NAME} with its files, got only "
+            f"{present}; save_pretrained writes them"
+        )
+    announced = read_announcement(files)
+    names = find_kv_scale_names(files, announced)
+    if names or announced.is_announced:
+        raise CheckpointError(
+            f"expected {source} without KV-cache scales, got "
+            f"{list_names([name.tensor for name in names]) or 'a config that announces some'}; "
+            "export the checkpoint it was made from"
+        )
+    by_layer = _by_checkpoint_name(files, scale_set)
+    is_per_head = any(
+        isinstance(scale, tuple) for s in by_layer.values() for scale in (s.q, s.k, s.v)
+    )
+    strategy: Strategy = "attn_head" if is_per_head else "tensor"
+    if format == "modelopt":
+        _check_modelopt(files, by_layer, strategy)
+        by_layer = {name: LayerScales(None, s.k, s.v) for name, s in by_layer.items()}
+    scales = {name: _as_written(files, name, s, strategy) for name, s in by_layer.items()}
+    tensors = _make_tensors(scales, format)
+    if format == "modelopt":
+        contents = {HF_QUANT_CONFIG_NAME: make_hf_quant_config(files)}
+    else:
+        contents = {CONFIG_NAME: make_config(files, strategy)}
+    copies = _files_to_copy(files, {*contents, INDEX_NAME})
+    contents[INDEX_NAME] = make_index(files, copies, tensors, SCALES_NAME)
+    return _Plan(strategy, scales, tensors, contents, copies)
+
+
+def _by_checkpoint_name(files: CheckpointFiles, scale_set: ScaleSet) -> dict[str, LayerScales]:
+    """The scales by the names of the checkpoint, whose every layer must have some."""
+    attention = find_attention(files.tensors)
+    if not attention:
+        raise UnsupportedError(
+            f"expected layers with k_proj, v_proj or qkv_proj in {files.folder}, got none"
+        )
+    targets = match_layers(scale_set.layers, attention)
+    if ends := [name for name in targets.values() if name.endswith(".attn")]:
+        raise UnsupportedError(f"vLLM reads no scales of layers named {list_names(ends)}")
+    missing = missing_layers(targets.values(), attention, num_hidden_layers(files))
+    if missing:
+        raise CheckpointError(
+            f"expected scales for {list_names(missing)} too, got none; readers would take 1.0"
+        )
+    if len({scales.q is None for scales in scale_set.layers.values()}) > 1:
+        raise CheckpointError("expected q scales for all layers or for none, got some")
+    return {targets[name]: scales for name, scales in scale_set.layers.items()}
+
+
+def _check_modelopt(
+    files: CheckpointFiles, by_layer: Mapping[str, LayerScales], strategy: Strategy
+) -> None:
+    if strategy != "tensor":
+        raise UnsupportedError(
+            "ModelOpt's format has one scale per tensor, got scales per head; "
+            "use the format compressed-tensors"
+        )
+    for layer in by_layer:
+        has_proj = all(f"{layer}.{part}_proj.weight" in files.tensors for part in "kv")
+        if not (has_proj and layer.endswith((".self_attn", ".mixer"))):
+            raise UnsupportedError(
+                f"ModelOpt's format needs self_attn.k_proj and v_proj, got {brief(layer)} without; "
+                "use the format compressed-tensors"
+            )
+
+
+def _as_written(
+    files: CheckpointFiles, layer: str, scales: LayerScales, strategy: Strategy
+) -> LayerScales:
+    """The scales in float32, and for each head where any layer has them so."""
+    num_keys = {len(s) for s in (scales.k, scales.v) if isinstance(s, tuple)}
+    written: dict[str, Any] = {"q": None}
+    for part in ("q", "k", "v"):
+        scale = getattr(scales, part)
+        if scale is None:
+            continue
+        if strategy == "tensor":
+            written[part] = _in_float32([scale])[0]
+            continue
+        known = head_counts(files, part)
+        num_heads = len(scale) if isinstance(scale, tuple) else None
+        if num_heads is None:  # one scale for all heads is the same one for each
+            counts = num_keys if part != "q" and num_keys else set(known[:1])
+            if not counts:
+                raise UnsupportedError(f"{layer}: the config does not say how many heads there are")
+            scale = (scale,) * counts.pop()
+        elif known and num_heads not in known:
+            raise CheckpointError(
+                f"{layer}: expected {' or '.join(map(str, known))} scales for the heads of {part}, "
+                f"got {num_heads}"
+            )
+        written[part] = _in_float32(scale)
+    return LayerScales(**written)
+
+
+def _in_float32(numbers: Any) -> tuple[float, ...]:
+    return tuple(torch.tensor(numbers, dtype=torch.float32).tolist())
+
+
+def _make_tensors(scales: Mapping[str, LayerScales], format: Format) -> dict[str, Tensor]:
+    tensors = {}
+    for layer, layer_scales in scales.items():
+        for part in ("q", "k", "v"):
+            scale = getattr(layer_scales, part)
+            if scale is None:
+                continue
+            if format == "modelopt":
+                tensors[f"{layer}.{part}_proj.{part}_scale"] = torch.tensor(scale)
+            else:
+                shape = (-1, 1, 1) if isinstance(scale, tuple) else (1,)
+                tensors[f"{layer}.{part}_scale"] = torch.tensor(scale).reshape(shape)
+    return tensors
+
+
+def _files_to_copy(files: CheckpointFiles, written: set[str]) -> dict[Path, str]:
+    """Every file of the source that comes along, and its new name.
+
+    Not those that are written anew, nor what is in hidden folders, which belongs to git and others.
+    """
+    found: dict[Path, str] = {}
+    for root, folders, names in os.walk(files.folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if links := [name for name in folders if (Path(root) / name).is_symlink()]:
+            raise CheckpointError(f"expected folders in {root}, got links: {list_names(links)}")
+        for path in (Path(root) / name for name in sorted(names)):
+            if not path.is_file():
+                raise CheckpointError(f"expected a file, got a broken link or no file: {path}")
+            name = path.relative_to(files.folder).as_posix()
+            if name not in written:
+                found[path] = RENAMED_SINGLE_NAME if name == SINGLE_NAME else name
+    for name in (SCALES_NAME, RENAMED_SINGLE_NAME):
+        is_taken = name == SCALES_NAME or files.folder / SINGLE_NAME in found
+        if is_taken and (files.folder / name).exists():
+            raise CheckpointError(f"expected no file {name} in {files.folder}, got one; remove it")
+    return found
+
+
+def _write(plan: _Plan, folder: Path, on_file: Callable[[int, int], None]) -> int:
+    """Fill the folder; how many files are hard links."""
+    num_linked, total = 0, len(plan.copies)
+    on_file(0, total)
+    for done, (path, name) in enumerate(plan.copies.items(), 1):
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        # Only weights: whoever edits a tokenizer's file expects it to be the new folder's own.
+        if path.suffix == ".safetensors" and _link(path, copy):
+            num_linked += 1
+        else:
+            shutil.copyfile(path, copy)
+            _sync(copy)
+        on_file(done, total)
+    save_file(dict(plan.tensors), folder / SCALES_NAME, metadata={"format": "pt"})
+    _sync(folder / SCALES_NAME)
+    for name, document in plan.contents.items():
+        write_atomically(folder / name, to_json(document))
+    return num_linked
+
+
+def _sync(path: Path) -> None:
+    # The folder gets its name when all of it is on the disk.
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _link(path: Path, copy: Path) -> bool:
+    try:
+        os.link(path.resolve(), copy)
+    except OSError:  # another file system, or one without hard links
+        return False
+    return True

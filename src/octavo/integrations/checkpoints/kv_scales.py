@@ -1,0 +1,194 @@
+"""The scales of the KV cache that came with a checkpoint, whoever wrote it."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.brief import brief, list_names
+from octavo.calibration.scale_file import (
+    MAX_SCALE,
+    MIN_SCALE,
+    LayerScales,
+    Scale,
+    ScaleSet,
+)
+from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.checkpoints.kv_names import (
+    ScaleName,
+    find_attention,
+    find_scale_names,
+    match_layers,
+    missing_layers,
+)
+from octavo.integrations.checkpoints.kv_scheme import (
+    Announcement,
+    Strategy,
+    check_no_fnuz,
+    read_announcement,
+)
+from octavo.integrations.checkpoints.tensor_files import CheckpointFiles, TensorEntry, read_tensor
+
+
+def read_kv_scales(folder: Path, modules: Sequence[str] | None = None) -> ScaleSet | None:
+    """The KV-cache scales in a checkpoint folder, or None if it neither has nor announces any.
+
+    modules: the model's attention layers, by whose names the scales are returned; by default they
+    have the checkpoint's own. q is None where the checkpoint has no scale for queries. Of the
+    weights only headers are read. Raises CheckpointError for scales that are not understood, not
+    complete or not as announced, and if they are not those of exactly these modules.
+    """
+    try:
+        files = CheckpointFiles.open(folder)
+        announced = read_announcement(files)
+        names = find_kv_scale_names(files, announced)
+        if not names and not announced.is_announced:
+            return None
+        _check_announced(names, announced)
+        check_no_fnuz(files)
+        layers = _read_layers(files, names, announced.strategy)
+        _check_complete(files, layers)
+        if modules is not None:
+            targets = match_layers(layers, modules)
+            layers = {targets[name]: scales for name, scales in layers.items()}
+        scale_set = ScaleSet(layers)
+        scale_set.require(modules or ())
+        return scale_set
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def find_kv_scale_names(files: CheckpointFiles, announced: Announcement) -> list[ScaleName]:
+    """The tensors of a checkpoint that are KV-cache scales or their zero points."""
+    is_output_kv = announced.is_announced
+    names = find_scale_names(files.tensors, is_output_kv=is_output_kv)
+    by_output = [name.tensor for name in names if name.layout == "output"]
+    if by_output and announced.has_output_scales:
+        raise CheckpointError(
+            "expected scales of outputs or of the KV cache, got both announced and "
+            f"{list_names(by_output)}"
+        )
+    return names
+
+
+def _check_announced(names: list[ScaleName], announced: Announcement) -> None:
+    if not names:
+        raise CheckpointError(
+            "expected the KV-cache scales that its config announces, got none in its weights; "
+            "copy the missing files, or remove kv_cache_scheme (kv_cache_quant_algo)"
+        )
+    is_modelopt = all(name.layout == "modelopt" for name in names)
+    if announced.is_announced or (is_modelopt and announced.method is None):
+        return
+    if announced.needs_scheme:
+        method = f"quant_method {announced.method}" if announced.method else "nothing quantized"
+        raise CheckpointError(
+            f"expected a kv_cache_scheme for {list_names([name.tensor for name in names])}, "
+            f"got {method} without one"
+        )
+
+
+def _read_layers(
+    files: CheckpointFiles, names: list[ScaleName], strategy: Strategy | None
+) -> dict[str, LayerScales]:
+    by_layer: dict[str, dict[str, ScaleName]] = {}
+    for name in names:
+        if name.kind == "zero_point":
+            _check_zero(files.tensors[name.tensor])
+            continue
+        parts = by_layer.setdefault(name.layer, {})
+        for part in name.part if name.part == "kv" else (name.part,):
+            if part in parts:
+                raise CheckpointError(
+                    f"expected one scale, got {brief(parts[part].tensor)} and {brief(name.tensor)}"
+                )
+            parts[part] = name
+    if not by_layer:
+        raise CheckpointError(
+            f"expected scales, got only {list_names([name.tensor for name in names])}"
+        )
+    if any(name.part == "kv" for name in names):
+        warnings.warn(
+            f"{files.folder} has kv_scale, which is deprecated: taken for keys and for values",
+            stacklevel=3,
+        )
+    return {layer: _read_layer(files, layer, by_layer[layer], strategy) for layer in by_layer}
+
+
+def _read_layer(
+    files: CheckpointFiles, layer: str, parts: dict[str, ScaleName], strategy: Strategy | None
+) -> LayerScales:
+    if missing := [part for part in "kv" if part not in parts]:
+        raise CheckpointError(
+            f"{layer}: expected scales for k and v, got none for {', '.join(missing)}"
+        )
+    read = {
+        part: _read_scale(files, files.tensors[name.tensor], part, strategy)
+        for part, name in parts.items()
+    }
+    try:
+        return LayerScales(read.get("q"), read["k"], read["v"])
+    except ConfigError as error:  # k and v of different numbers of heads
+        raise CheckpointError(f"{layer}: {error}") from None
+
+
+def _read_scale(
+    files: CheckpointFiles, entry: TensorEntry, part: str, strategy: Strategy | None
+) -> Scale:
+    num_heads = entry.num_elements
+    is_per_head = strategy == "attn_head" or (strategy is None and num_heads > 1)
+    shapes = [(num_heads,), (num_heads, 1, 1)] if is_per_head else [(), (1,)]
+    known = head_counts(files, part)
+    if entry.shape not in shapes or (is_per_head and known and num_heads not in known):
+        heads = " or ".join(map(str, known)) or "heads"
+        expected = f"shape [{heads}, 1, 1] or [{heads}]" if is_per_head else "one number"
+        announced = f" by strategy {strategy}" if strategy else ""
+        raise CheckpointError(
+            f"{brief(entry.name)}: expected {expected}{announced}, got shape {list(entry.shape)}"
+        )
+    numbers = read_tensor(entry).flatten().tolist()
+    if wrong := [number for number in numbers if not MIN_SCALE <= number <= MAX_SCALE]:
+        raise CheckpointError(
+            f"{brief(entry.name)}: expected positive finite scales, 2^-126 to 2^126, "
+            f"got {', '.join(map(str, wrong[:5]))}"
+        )
+    return tuple(map(float, numbers)) if is_per_head else float(numbers[0])
+
+
+def head_counts(files: CheckpointFiles, part: str) -> list[int]:
+    """How many heads a layer may have by the config; none if it does not say."""
+    queries = files.text_value("num_attention_heads")
+    keys = files.text_value("num_key_value_heads")
+    counts = (
+        (queries,)
+        if part == "q"
+        else (queries if keys is None else keys, files.text_value("num_global_key_value_heads"))
+    )
+    return [count for count in counts if isinstance(count, int)]
+
+
+def num_hidden_layers(files: CheckpointFiles) -> int | None:
+    """How many layers the language model has, if the config says so."""
+    count = files.text_value("num_hidden_layers")
+    return count if isinstance(count, int) else None
+
+
+def _check_zero(entry: TensorEntry) -> None:
+    if entry.dtype in ("F8_E4M3", "I8", "U8", "I32", "I64"):
+        with open(entry.path, "rb") as file:
+            file.seek(entry.start)
+            is_zero = not any(file.read(entry.stop - entry.start))
+    else:
+        is_zero = not read_tensor(entry).any()
+    if not is_zero:
+        raise CheckpointError(f"{brief(entry.name)}: expected zeros (symmetric), got others")
+
+
+def _check_complete(files: CheckpointFiles, layers: dict[str, LayerScales]) -> None:
+    attention = find_attention(files.tensors)
+    if missing := missing_layers(layers, attention, num_hidden_layers(files)):
+        raise CheckpointError(f"expected KV-cache scales for {list_names(missing)} too, got none")
+    without = [name for name, scales in layers.items() if scales.q is None]
+    if without and len(without) < len(layers):
+        raise CheckpointError(
+            f"expected q scales for all layers, got none for {list_names(without)}"
+        )

@@ -1,0 +1,186 @@
+"""A checkpoint folder as JSON and headers: which tensors there are, and single ones of them.
+
+The safetensors package maps a whole file into memory for one tensor, which a machine with less
+memory than the model has may refuse. Here a file's header is read, and then only what is asked for.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.brief import brief, list_names, unique_keys
+from octavo.errors import CheckpointError
+
+CONFIG_NAME = "config.json"
+HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors package has it
+MAX_JSON_BYTES = 100_000_000
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor is: its file, its first byte there and the one after its last."""
+
+    name: str
+    path: Path
+    dtype: str  # as safetensors writes it: "BF16"
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers the tensor has."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What a checkpoint folder says without its weights; `index` is None where there is none."""
+
+    folder: Path
+    config: dict[str, Any]
+    hf_quant_config: dict[str, Any] | None
+    index: dict[str, Any] | None
+    weight_paths: tuple[Path, ...]
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, folder: Path) -> "CheckpointFiles":
+        """Read the JSON files and every header; CheckpointError if they contradict each other."""
+        if not folder.is_dir():
+            raise CheckpointError(f"expected a model's folder, got none at {folder}")
+        config = read_json(folder / CONFIG_NAME)
+        if config is None:
+            names = list_names(sorted(path.name for path in folder.iterdir()))
+            raise CheckpointError(f"expected {CONFIG_NAME} in {folder}, got {names or 'nothing'}")
+        index = read_json(folder / INDEX_NAME)
+        paths = _weight_paths(folder, index)
+        tensors: dict[str, TensorEntry] = {}
+        for path in paths:
+            for entry in read_header(path):
+                if entry.name in tensors:
+                    first = tensors[entry.name].path.name
+                    raise CheckpointError(
+                        f"expected {brief(entry.name)} once, got it in {first} and {path.name}"
+                    )
+                tensors[entry.name] = entry
+        _check_index(index, tensors)
+        hf_quant_config = read_json(folder / HF_QUANT_CONFIG_NAME)
+        return cls(folder, config, hf_quant_config, index, paths, tensors)
+
+    def text_value(self, key: str) -> Any:
+        """A setting of the language model: config.json has it at the top or in a section."""
+        sections = (self.config, *(self.config.get(name) for name in ("text_config", "llm_config")))
+        found = (section.get(key) for section in sections if isinstance(section, dict))
+        return next((value for value in found if value is not None), None)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is no file."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path.name}: expected at most {MAX_JSON_BYTES} bytes")
+        document = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: expected JSON in UTF-8: {error}") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path.name}: expected an object, got {brief(document)}")
+    return document
+
+
+def read_header(path: Path) -> Iterator[TensorEntry]:
+    """The tensors of a safetensors file; nothing but its header is read."""
+    try:
+        with open(path, "rb") as file:
+            file_size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES
+            if header_size > min(MAX_HEADER_BYTES, file_size - 8):
+                raise CheckpointError(f"{path.name}: expected a safetensors file, got another one")
+            header = json.loads(file.read(header_size), object_pairs_hook=unique_keys)
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path.name}: expected a header of tensors, got {brief(header)}")
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: expected a safetensors header: {error}") from None
+    header.pop("__metadata__", None)
+    for name, row in header.items():
+        try:
+            start, stop = (8 + header_size + int(offset) for offset in row["data_offsets"])
+            dtype, shape = str(row["dtype"]), tuple(int(size) for size in row["shape"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path.name}: {brief(name)}: got {brief(row)}") from None
+        if not 8 + header_size <= start <= stop <= file_size:
+            raise CheckpointError(f"{path.name}: {brief(name)} goes beyond the end of the file")
+        yield TensorEntry(name, path, dtype, shape, start, stop)
+
+
+def read_tensor(entry: TensorEntry) -> Tensor:
+    """One tensor of floating-point numbers; no other byte of its file is read."""
+    dtype = FLOAT_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"{brief(entry.name)}: expected {', '.join(FLOAT_DTYPES)}, got {entry.dtype}"
+        )
+    num_bytes = entry.stop - entry.start
+    if num_bytes != entry.num_elements * dtype.itemsize:
+        raise CheckpointError(
+            f"{brief(entry.name)}: expected {entry.num_elements} numbers of {entry.dtype}, "
+            f"got {num_bytes} bytes"
+        )
+    with open(entry.path, "rb") as file:
+        file.seek(entry.start)
+        content = bytearray(file.read(num_bytes))
+    if len(content) < num_bytes:
+        raise CheckpointError(f"{brief(entry.name)}: the file {entry.path.name} ends too early")
+    return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
+
+
+def _weight_paths(folder: Path, index: dict[str, Any] | None) -> tuple[Path, ...]:
+    has_single = (folder / SINGLE_NAME).exists()
+    if index is None:
+        return (folder / SINGLE_NAME,) if has_single else ()
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
+        raise CheckpointError(f"{INDEX_NAME}: expected a weight_map of file names")
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{INDEX_NAME}: expected file names, got {list_names(outside)}")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(f"{INDEX_NAME} names files that are missing: {list_names(missing)}")
+    if has_single and SINGLE_NAME not in names:
+        raise CheckpointError(
+            f"expected {SINGLE_NAME} or {INDEX_NAME}, got both; transformers reads the first and "
+            "vLLM the second: remove one"
+        )
+    return tuple(folder / name for name in names)
+
+
+def _check_index(index: dict[str, Any] | None, tensors: Mapping[str, TensorEntry]) -> None:
+    weight_map = index["weight_map"] if index is not None else {}
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].path.name != file_name:
+            raise CheckpointError(
+                f"{INDEX_NAME}: expected {brief(name)} in {file_name}, got none there"
+            )

@@ -1,0 +1,58 @@
+"""Loading models from a folder or the hub, with errors that say what is missing."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.brief import brief, list_names
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def check_dtype(dtype: str) -> str:
+    """The dtype, if a model can be loaded in it: "auto" is the checkpoint's own."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r}")
+    return dtype
+
+
+def choose_device(device: str | None) -> str:
+    """The device that is asked for, if it is here; else the GPU if there is one, or the CPU."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise UnsupportedError(f"expected a device that is here, cpu or a GPU, got {device!r}")
+    return device
+
+
+@contextmanager
+def loading(name: str, expected: str) -> Iterator[None]:
+    """Whatever transformers raises on the way becomes one error with the model's name."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{name}: expected {expected}, got {type(error).__name__}: {brief(str(error))}"
+        ) from error
+
+
+def load_weights(
+    name: str, kind: Any, *, dtype: str, device: str, unused: Sequence[str] = ()
+) -> nn.Module:
+    """The model of an auto class in evaluation mode, all of its weights from the checkpoint.
+
+    unused: modules that are not needed, which checkpoints may lack.
+    """
+    with loading(name, "weights"):
+        model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    # transformers fills in random numbers and goes on.
+    missing = [k for k in info["missing_keys"] if not any(u in k.split(".") for u in unused)]
+    if missing:
+        raise CheckpointError(
+            f"{name}: expected all of the model's weights, got none for {list_names(missing)}"
+        )
+    loaded: nn.Module = model.eval().to(device)
+    return loaded

@@ -1,0 +1,424 @@
+"""Layers of a transformers cache whose keys and values lie in octavo's pages.
+
+A cache of transformers is a list of layers; these take the place of its own. Every sequence of the
+batch has a range of pages to itself, and padding is not stored: a sequence's tokens lie one after
+the other, whatever columns they had. A layer with a sliding window has a ring of pages.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from octavo import ops
+from octavo.cache.view import PagedView
+from octavo.errors import CapacityError, UnsupportedError
+from octavo.layers.decoder_attention import DecoderAttention
+from octavo.numerics.decode_plan import DecodePlan
+from octavo.numerics.granularity import PerToken
+
+PAGE_SIZE = 64
+# Columns that a layer with a window takes at a time: its ring has room for them beside the window.
+WINDOW_COLUMNS = 256
+# A cache that grows makes room for one more token in so many, at least for some pages.
+GROWTH, MIN_GROWTH_TOKENS = 32, 256
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a step lie in layers of one capacity and window."""
+
+    slots: Tensor
+    page_table: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens of every sequence: some columns of the input, padding among them.
+
+    before, lengths: [batch] int32, tokens of each sequence before and after. positions: [batch,
+    columns] int64, a token's place in its sequence, −1 for padding. real: indices of the tokens
+    among batch · columns; None if all are. cu_seqlens: of the real ones.
+    """
+
+    before: Tensor
+    lengths: Tensor
+    positions: Tensor
+    real: Tensor | None
+    cu_seqlens: Tensor
+    places: dict[tuple[int, int | None], Places] = field(default_factory=dict)
+    plans: dict[object, DecodePlan] = field(default_factory=dict)
+
+    @staticmethod
+    def make(before: Tensor, num_columns: int, mask: Tensor | None) -> "Step":
+        """The step after `before`; mask: [batch, columns] bool, False at padding."""
+        batch, device = len(before), before.device
+        if mask is None:
+            position = torch.arange(num_columns, device=device)
+            ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * num_columns
+            return Step(before, before + num_columns, before[:, None] + position, None, ends)
+        count = mask.cumsum(1)
+        positions = torch.where(mask, before[:, None] + count - 1, -1)
+        added = count[:, -1].to(torch.int32)
+        real = None
+        if num_columns > 1:  # a single column has one place for each sequence, padding or not
+            real = mask.flatten().nonzero().squeeze(1)
+        ends = torch.nn.functional.pad(added.cumsum(0), (1, 0)).to(torch.int32)
+        return Step(before, before + added, positions, real, ends)
+
+    @property
+    def num_columns(self) -> int:
+        """How many tokens and paddings each sequence got."""
+        return self.positions.shape[1]
+
+    def places_in(self, capacity: int, window: int | None) -> Places:
+        """Where the tokens lie in layers with `capacity` tokens for each sequence."""
+        key = (capacity, window)
+        if key not in self.places:
+            self.places[key] = self._make_places(capacity, window)
+        return self.places[key]
+
+    def _make_places(self, capacity: int, window: int | None) -> Places:
+        batch, device = len(self.before), self.before.device
+        sequence = torch.arange(batch, device=device)[:, None]
+        num_pages = capacity // PAGE_SIZE
+        page = torch.arange(num_pages, device=device)
+        slots = sequence * capacity + self.positions % capacity
+        slots = torch.where(self.positions < 0, -1, slots).flatten()
+        if window is None:
+            table = sequence * num_pages + page
+            return Places(slots, table.to(torch.int32), self.lengths)
+        # The first page that a query of this step may see comes first: older ones are overwritten.
+        first_page = (self.before - window + 1).clamp(min=0) // PAGE_SIZE
+        table = sequence * num_pages + (first_page[:, None] + page) % num_pages
+        return Places(slots, table.to(torch.int32), self.lengths - PAGE_SIZE * first_page)
+
+
+class Sequences:
+    """The lengths of a batch's sequences, which all layers of a cache share.
+
+    lengths: tokens of each, [batch] int32. num_columns: how many columns a static cache has seen,
+    padding included, on the device, since a compiled step must not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: Tensor | None = None
+        self.num_columns: Tensor | None = None
+
+    def prepare(self, batch: int, device: torch.device, is_static: bool) -> None:
+        """Make the tensors, when the first keys arrive."""
+        if self.lengths is not None:
+            if self.lengths.device != device:
+                raise UnsupportedError(
+                    f"expected all layers of a cache on one device, got {self.lengths.device} and "
+                    f"{device}"
+                )
+            return
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.num_columns = torch.zeros((), dtype=torch.int64, device=device)
+        if is_static:
+            torch._dynamo.mark_static_address(self.lengths)
+            torch._dynamo.mark_static_address(self.num_columns)
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences with these indices, in this order."""
+        if self.lengths is not None:
+            self.lengths = self.lengths.index_select(0, indices.to(self.lengths.device))
+
+
+class Pass:
+    """One forward pass of a model over a cache: what its layers share."""
+
+    def __init__(self, layers: list[Any], sequences: Sequences) -> None:
+        self.layers, self.sequences = layers, sequences
+        self.steps: dict[tuple[int, int], Step] = {}
+
+    def step(self, start: int, stop: int, num_columns: int, mask: Tensor | None) -> Step:
+        """The step of columns start … stop of `num_columns` new ones, made once for all layers.
+
+        mask: [batch, columns so far] bool, False at padding.
+        """
+        whole = (0, num_columns)
+        if mask is not None:
+            mask = mask[:, -num_columns:]
+        if whole not in self.steps:
+            lengths = self.sequences.lengths
+            assert lengths is not None
+            self.steps[whole] = Step.make(lengths.clone(), num_columns, mask)
+            lengths.copy_(self.steps[whole].lengths)
+        if (start, stop) not in self.steps:
+            before = self.steps[whole].before
+            if start > 0:
+                before = self.step(0, start, num_columns, mask).lengths
+            part = None if mask is None else mask[:, start:stop]
+            self.steps[start, stop] = Step.make(before, stop - start, part)
+        return self.steps[start, stop]
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Pages of one layer: a range for each sequence, which grows, or a ring if it has a window.
+
+    max_length: of a static cache, which never moves; None for one that grows.
+    """
+
+    is_croppable = True
+
+    def __init__(
+        self,
+        attention: DecoderAttention,
+        sequences: Sequences,
+        *,
+        is_first: bool,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.attention, self.sequences = attention, sequences
+        self.is_first, self.max_length = is_first, max_length
+        self.window = attention.spec.window
+        self.is_sliding = self.window is not None
+        self.capacity, self.num_seen, self.batch_size = 0, 0, 0
+        self.key_pages: Tensor | None = None
+        self.value_pages: Tensor | None = None
+        self.key_scale, self.value_scale = attention.key_scale, attention.value_scale
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether a compiled step may use the layer: a static one."""
+        return self.max_length is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages, and of scales that lie beside them."""
+        tensors = [self.key_pages, self.value_pages]
+        if isinstance(self.attention.granularity, PerToken):
+            tensors += [self.key_scale, self.value_scale]
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the first pages, for the shapes of these keys."""
+        if key_states.shape[-1] != value_states.shape[-1]:
+            raise UnsupportedError(
+                f"{self.attention.name}: expected keys and values of one head_dim, got "
+                f"{key_states.shape[-1]} and {value_states.shape[-1]}"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self.sequences.prepare(self.batch_size, self.device, self.max_length is not None)
+        # Buffers may have moved with the model since the layer was made.
+        self.key_scale, self.value_scale = self.attention.key_scale, self.attention.value_scale
+        num_heads, _, head_dim = key_states.shape[1:]
+        self._page_shape = (num_heads, PAGE_SIZE, head_dim)
+        self._make_room(self._first_capacity(key_states.shape[2]))
+        self.is_initialized = True
+
+    def _first_capacity(self, num_columns: int) -> int:
+        if self.window is not None:
+            longest = self.window if self.max_length is None else min(self.window, self.max_length)
+            return _whole_pages(longest + WINDOW_COLUMNS) + PAGE_SIZE
+        return _whole_pages(max(1, self.max_length or num_columns))
+
+    def _make_room(self, capacity: int) -> None:
+        """Pages for so many tokens of each sequence; what is there stays."""
+        dtype = self.attention.dtype or self.dtype
+        num_pages = capacity // PAGE_SIZE
+        shape = (self.batch_size * num_pages, *self._page_shape)
+        self.key_pages = self._grown(self.key_pages, shape, dtype)
+        self.value_pages = self._grown(self.value_pages, shape, dtype)
+        if isinstance(self.attention.granularity, PerToken) and self.attention.dtype is not None:
+            old = (self.key_scale, self.value_scale) if self.capacity else (None, None)
+            self.key_scale, self.value_scale = (
+                self._grown(scale, shape[:3], torch.float32) for scale in old
+            )
+        self.capacity = capacity
+
+    def _grown(self, old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros of this shape, the old pages of each sequence first."""
+        new = torch.zeros(shape, dtype=dtype, device=self.device)
+        if self.max_length is not None:
+            torch._dynamo.mark_static_address(new)
+        if old is not None:
+            by_sequence = (self.batch_size, -1, *shape[1:])
+            kept = _bits(old).view(by_sequence)
+            _bits(new).view(by_sequence)[:, : kept.shape[1]] = kept
+        return new
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Make room for new keys and values; attention stores them, since it knows the padding."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_columns = key_states.shape[2]
+        if self.max_length is not None:
+            if self.is_first:
+                assert self.sequences.num_columns is not None
+                self.sequences.num_columns.add_(num_columns)
+            return key_states, value_states
+        self.num_seen += num_columns
+        if self.window is None and self.num_seen > self.capacity:
+            more = self.capacity + max(self.capacity // GROWTH, MIN_GROWTH_TOKENS)
+            self._make_room(_whole_pages(max(self.num_seen, more)))
+        return key_states, value_states
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, run: Pass, sinks: Tensor | None
+    ) -> Tensor:
+        """Store k and v, and attend to all that is stored.
+
+        q, k, v: [batch, columns, heads, head_dim]; mask: [batch, columns so far] or None.
+        """
+        num_columns = q.shape[1]
+        # A window's ring has no room for many new tokens beside those that their queries see.
+        at_once = num_columns if self.window is None else WINDOW_COLUMNS
+        parts = []
+        for start in range(0, num_columns, at_once):
+            stop = min(start + at_once, num_columns)
+            step = run.step(start, stop, num_columns, mask)
+            part = (x[:, start:stop] for x in (q, k, v))
+            parts.append(self._attend(step, sinks, *part))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _attend(self, step: Step, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = step.places_in(self.capacity, self.window)
+        view = self._view(places)
+        self.attention.append(view, k.flatten(0, 1), v.flatten(0, 1), places.slots)
+        if step.num_columns == 1:
+            return self.attention.decode(q, view, sinks=sinks, plan=self._plan(q, view, step))
+        packed = q.flatten(0, 1)
+        if step.real is not None:
+            packed = packed[step.real]
+        # An upper bound that is known without asking the device.
+        room = min(self.capacity, self.num_seen) if self.max_length is None else self.capacity
+        out = self.attention.prefill(
+            *(packed, view, step.cu_seqlens, step.num_columns),
+            sinks=sinks,
+            num_cached_tokens=self.batch_size * room,
+        )
+        if step.real is not None:
+            out = torch.zeros_like(q.flatten(0, 1)).index_copy_(0, step.real, out)
+        return out.view(q.shape)
+
+    def _view(self, places: Places) -> PagedView:
+        assert self.key_pages is not None and self.value_pages is not None
+        return PagedView(
+            self.key_pages,
+            self.value_pages,
+            self.key_scale,
+            self.value_scale,
+            places.page_table,
+            places.lengths,
+        )
+
+    def _plan(self, q: Tensor, view: PagedView, step: Step) -> DecodePlan | None:
+        """The plan of a decode step on a GPU, made once for all layers alike."""
+        if not q.is_cuda:
+            return None
+        spec = self.attention.spec
+        key = (self.capacity, spec, view.dtype, self.attention.num_heads, view.num_kv_heads)
+        if key not in step.plans:
+            step.plans[key] = ops.plan_decode(
+                view, spec, num_heads=q.shape[2], dtype=q.dtype, impl=self.attention.impl
+            )
+        return step.plans[key]
+
+    def get_seq_length(self) -> int:
+        """How many columns the layer has seen, padding included."""
+        if self.max_length is None or not self.is_initialized:
+            return self.num_seen
+        return self.sequences.num_columns  # type: ignore[return-value]  # as StaticLayer does
+
+    def get_max_length(self) -> int:
+        """How many columns there is room for; −1 if that grows."""
+        return -1 if self.max_length is None else self.max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask, all columns: our attention takes what it needs."""
+        if self.max_length is not None:
+            return self.max_length, 0
+        return self.num_seen + query_length, 0
+
+    def reset(self) -> None:
+        """Forget all tokens; the pages stay."""
+        self.num_seen = 0
+        if self.is_first and self.sequences.lengths is not None:
+            assert self.sequences.num_columns is not None
+            self.sequences.lengths.zero_()
+            self.sequences.num_columns.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last −tokens_to_remove columns, none of which is padding.
+
+        A positive number is how many columns stay, as it was in older versions.
+        """
+        if not self.is_initialized or tokens_to_remove == 0:
+            return
+        if self.max_length is not None:
+            raise UnsupportedError("expected a dynamic cache to crop, got a static one")
+        num = -tokens_to_remove if tokens_to_remove < 0 else self.num_seen - tokens_to_remove
+        if num <= 0:
+            return
+        if self.window is not None and self.num_seen > self.capacity:
+            room = self.capacity - self.window - PAGE_SIZE
+            if num > room:
+                raise CapacityError(
+                    f"expected at most {room} tokens to remove from a layer with a window, got "
+                    f"{num}: the older ones are no longer there"
+                )
+        self.num_seen -= num
+        if self.is_first:
+            assert self.sequences.lengths is not None
+            self.sequences.lengths.sub_(num).clamp_(min=0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let sequence i be what sequence beam_idx[i] was."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences with these indices."""
+        index = torch.arange(self.batch_size, device=indices.device)[indices]  # a mask, too
+        self._select(index)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have every sequence `repeats` times."""
+        if self.is_initialized:
+            index = torch.arange(self.batch_size, device=self.device)
+            self._select(index.repeat_interleave(repeats))
+
+    def _select(self, indices: Tensor) -> None:
+        if not self.is_initialized:
+            return
+        index = indices.to(self.device)
+        for name in ("key_pages", "value_pages"):
+            setattr(self, name, self._selected(getattr(self, name), index))
+        if self.key_scale.dim() == 3:
+            self.key_scale = self._selected(self.key_scale, index)
+            self.value_scale = self._selected(self.value_scale, index)
+        self.batch_size = len(index)
+        if self.is_first:
+            self.sequences.select(index)
+
+    def _selected(self, x: Tensor, index: Tensor) -> Tensor:
+        by_sequence = _bits(x).view(self.batch_size, -1, *x.shape[1:])
+        chosen = by_sequence.index_select(0, index).flatten(0, 1).view(x.dtype)
+        if self.max_length is not None and chosen.shape == x.shape:
+            _bits(x).copy_(_bits(chosen))  # a compiled step knows where the pages are
+            return x
+        return chosen
+
+    def offload(self) -> None:
+        """Pages stay on the device: octavo makes the cache small instead."""
+        raise UnsupportedError("expected a cache on the device, got one that is offloaded")
+
+    prefetch = offload
+
+
+def _whole_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
+
+
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as bytes: torch has no indexed writes for it on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

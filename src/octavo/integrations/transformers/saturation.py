@@ -1,0 +1,93 @@
+"""Keys and values beyond the range of their scales: counted on the device, told without waiting."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.brief import list_names
+from octavo.layers.decoder_attention import DecoderAttention
+
+# Passes between two looks at the counters; the first is at the second pass, after the prompt.
+EVERY = 64
+
+
+def read_saturation(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """How many keys and values of each layer saturated so far; waits for the device.
+
+    Only layers that count are there: those with scales of 1.0 that nobody calibrated.
+    """
+    found = _counting(model)
+    if not found:
+        return {}
+    counts = torch.stack([layer.saturated for layer in found.values()]).tolist()
+    return {name: (keys, values) for name, (keys, values) in zip(found, counts, strict=True)}
+
+
+def _counting(model: nn.Module) -> dict[str, DecoderAttention]:
+    return {
+        module.name: module
+        for module in model.modules()
+        if isinstance(module, DecoderAttention) and module.counts_saturation
+    }
+
+
+@dataclass
+class Watch:
+    """Looks at a decoder's counters now and then, and warns once of layers that saturate."""
+
+    num_passes: int = 0
+    pending: tuple[list[str], Tensor, torch.cuda.Event | None] | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def look(self, decoder: nn.Module) -> None:
+        """Before a pass: tell what the last look found, and begin another if it is time."""
+        if torch.compiler.is_compiling() or _is_capturing():
+            return
+        if self.pending is not None:
+            names, counts, event = self.pending
+            if event is None or event.query():
+                self.pending = None
+                self._tell(names, counts)
+        if self.pending is None and self.num_passes % EVERY == 1:
+            self._begin(_counting(decoder))
+        self.num_passes += 1
+
+    def _begin(self, layers: dict[str, DecoderAttention]) -> None:
+        if not layers:
+            return
+        counts = torch.stack([layer.saturated for layer in layers.values()])
+        event = None
+        if counts.is_cuda:
+            counts = counts.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending = (list(layers), counts, event)
+
+    def _tell(self, names: list[str], counts: Tensor) -> None:
+        found = {
+            name: row
+            for name, row in zip(names, counts.tolist(), strict=True)
+            if any(row) and name not in self.warned
+        }
+        if not found:
+            return
+        self.warned |= found.keys()
+        num_keys, num_values = (sum(row[i] for row in found.values()) for i in (0, 1))
+        warnings.warn(
+            f"{num_keys} keys and {num_values} values lie beyond the range of the KV cache's "
+            f"scales and were cut, in {list_names(list(found))}: answers may be wrong. Calibrate "
+            "(octavo calibrate MODEL --kv --data TEXT), use granularity='token', or skip these "
+            "layers",
+            stacklevel=2,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy looks for itself: events stay with the process that made them."""
+        return {**vars(self), "pending": None}
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

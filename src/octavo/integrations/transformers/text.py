@@ -1,0 +1,90 @@
+"""Attention layers of transformers' decoders: which modules they are, and what they have."""
+
+from typing import Any
+
+from torch import nn
+
+from octavo.brief import list_names
+from octavo.errors import UnsupportedError
+from octavo.patterns import Layer
+
+# What the attention of a decoder has, whatever its family; layer_idx is its place in a cache.
+_ATTRIBUTES = ("layer_idx", "head_dim", "scaling", "is_causal", "num_key_value_groups")
+# Attention over a compressed latent: keys and values of their own do not exist there.
+_LATENT = ("kv_lora_rank", "kv_a_proj_with_mqa", "kv_a_layernorm")
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention modules of a decoder by name, in the order of their layers."""
+    found = {name: module for name, module in model.named_modules() if is_attention(module)}
+    if not found:
+        kinds = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "layer_idx")})
+        raise UnsupportedError(
+            "expected a decoder with attention over keys and values of its own (Llama, Qwen3, "
+            f"Mistral, gpt-oss, Gemma, SmolLM, …), got {type(model).__name__} with "
+            f"{list_names(kinds) or 'no such layer'}"
+        )
+    return found
+
+
+def is_attention(module: Any) -> bool:
+    """Whether a module is causal attention with a place in the cache, and no latent attention."""
+    has_all = all(hasattr(module, name) for name in _ATTRIBUTES)
+    if not has_all or any(hasattr(module, name) for name in _LATENT):
+        return False
+    return isinstance(module.layer_idx, int) and module.is_causal is True
+
+
+def find_others(model: nn.Module) -> dict[str, str]:
+    """Modules with a place in the cache that no recipe reaches, by name: their kind."""
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and not is_attention(module)
+        and _is_innermost(module)
+    }
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    """A decoder layer may know its index, too: the module that attends is inside."""
+    inside = (m for m in module.modules() if m is not module)
+    return not any(isinstance(getattr(m, "layer_idx", None), int) for m in inside)
+
+
+def find_decoder(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module that runs the layers, which every call with a cache goes through; its name too."""
+    first = next(iter(find_layers(model)))
+    name = first.rpartition(".layers.")[0] if ".layers." in first else ""
+    decoder = model.get_submodule(name)
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise UnsupportedError(
+            f"expected the layers of a decoder in a list named layers, got {first} in "
+            f"{type(decoder).__name__}"
+        )
+    return name, decoder
+
+
+def find_windows(model: nn.Module) -> dict[str, int | None]:
+    """How many keys the queries of each layer see, their own included, by name; None if all.
+
+    A stock cache knows it: modules keep it in different places, some only in their config.
+    """
+    from transformers import DynamicCache
+
+    found, (_, decoder) = find_layers(model), find_decoder(model)
+    config: Any = decoder.config
+    layers = DynamicCache(config=config).layers
+    return {
+        name: getattr(layers[module.layer_idx], "sliding_window", None)  # type: ignore[index]
+        for name, module in found.items()
+    }
+
+
+def as_patterns_see(model: nn.Module) -> list[Layer]:
+    """The layers as patterns (skip_layers) look at them."""
+    found, windows = find_layers(model), find_windows(model)
+    return [
+        Layer(name, module.layer_idx, windows[name] is not None)  # type: ignore[arg-type]
+        for name, module in found.items()
+    ]

@@ -1,0 +1,86 @@
+"""Windows of tokens to calibrate on, cut from texts and chats by a model's own tokenizer."""
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from octavo.brief import brief
+from octavo.calibration.data import PromptData
+from octavo.calibration.text_data import Chat, Document, Passage, TextData
+from octavo.errors import CheckpointError, ConfigError
+
+Window = list[int]
+
+
+def cut_windows(texts: TextData, tokenizer: Any, max_length: int) -> PromptData[Window]:
+    """Windows of at most `max_length` tokens; the same texts always give the same ones.
+
+    A text becomes consecutive windows, each behind what the tokenizer puts in front of a text (BOS,
+    for many); the last one of each text may be shorter. A chat is one window: the model's chat
+    template is applied, and what is beyond `max_length` is left out.
+    """
+    prefix = _prefix(tokenizer)
+    if max_length <= len(prefix):
+        raise ConfigError(f"expected max_length from {len(prefix) + 1} on, got {max_length}")
+
+    def cut(document: Document) -> Iterator[Window]:
+        match document:
+            case Passage():
+                yield from _passage_windows(document, tokenizer, prefix, max_length)
+            case Chat():
+                if ids := _chat_tokens(document, tokenizer)[:max_length]:
+                    yield ids
+
+    def read(start: int) -> Iterator[Window]:
+        # Tokenizing what was seen before takes no time beside a model's pass over it.
+        return islice(chain.from_iterable(map(cut, texts.read())), start, None)
+
+    return PromptData(texts.name, f"{texts.fingerprint}, windows of {max_length}", None, read)
+
+
+def _passage_windows(
+    passage: Passage, tokenizer: Any, prefix: Window, max_length: int
+) -> Iterator[Window]:
+    size = max_length - len(prefix)
+    rest: Window = []
+    for piece in passage.pieces:
+        rest += _tokens(tokenizer, piece)
+        num_whole = len(rest) // size * size
+        for start in range(0, num_whole, size):
+            yield prefix + rest[start : start + size]
+        rest = rest[num_whole:]
+    if rest:
+        yield prefix + rest
+
+
+def _chat_tokens(chat: Chat, tokenizer: Any) -> Window:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"{chat.where}: expected a tokenizer with a chat template for chats, got one without; "
+            "use plain text or rows of text"
+        )
+    try:
+        text = tokenizer.apply_chat_template([dict(m) for m in chat.messages], tokenize=False)
+    except Exception as error:  # jinja2's kinds, and whatever a template itself raises
+        raise CheckpointError(
+            f"{chat.where}: expected messages that the chat template takes: {brief(str(error))}"
+        ) from error
+    return _tokens(tokenizer, text)
+
+
+def _tokens(tokenizer: Any, text: str) -> Window:
+    # verbose: a text longer than the model's context is cut by us, not a reason to warn.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _prefix(tokenizer: Any) -> Window:
+    """The tokens that a tokenizer puts in front of a text."""
+    plain, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    starts = range(len(full) - len(plain) + 1)
+    start = next((s for s in starts if full[s : s + len(plain)] == plain), None)
+    if start is None:
+        raise CheckpointError(
+            f"expected a tokenizer that leaves a text as it is between special tokens, got {full} "
+            f"for {plain}"
+        )
+    return full[:start]

@@ -1,0 +1,147 @@
+"""Attention of a decoder's layer over a paged KV cache."""
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.cache.view import PagedView
+from octavo.errors import ConfigError
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.buffers import Float32Buffers
+from octavo.numerics.decode_plan import DecodePlan
+from octavo.numerics.formats import E4M3, format_of, is_fp8
+from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
+
+
+class DecoderAttention(Float32Buffers):
+    """How one layer stores keys and values in pages, and attends to them.
+
+    dtype: that of the pages; None is that of the keys, and nothing is quantized.
+    key_scale, value_scale: float32, one for all heads or one for each; 1.0 if left out. A cache of
+    granularity token has none here: every token and head gets its own as it is written.
+    query_scale: for queries of a prefill in FP8; left out, it follows the queries of each call.
+    Decoding keeps queries as they are.
+    saturated: how many keys and values lay beyond the range of their scale, int64 [2] on the
+    device; counted if counts_saturation.
+    """
+
+    key_scale: Tensor
+    value_scale: Tensor
+    query_scale: Tensor | None
+    saturated: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        spec: AttentionSpec,
+        *,
+        dtype: torch.dtype | None = E4M3.dtype,
+        granularity: Granularity = PerTensor(),
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        query_scale: Tensor | None = None,
+        counts_saturation: bool = False,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ConfigError(
+                f"{name}: expected heads that KV heads divide, got {num_heads} and {num_kv_heads}"
+            )
+        if dtype is not None and not is_fp8(dtype):
+            raise ConfigError(f"{name}: expected an FP8 dtype or None, got {dtype}")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.spec, self.dtype, self.granularity, self.name = spec, dtype, granularity, name
+        self.counts_saturation = counts_saturation
+        self.impl: str | None = None
+        shape = (num_kv_heads,) if isinstance(granularity, PerHead) else ()
+        for which, scale in (("key", key_scale), ("value", value_scale)):
+            self.register_buffer(f"{which}_scale", self._checked(which, scale, shape))
+        heads = (num_heads,) if query_scale is not None and query_scale.dim() else ()
+        query = None if query_scale is None else self._checked("query", query_scale, heads)
+        self.register_buffer("query_scale", query)
+        self.register_buffer("saturated", torch.zeros(2, dtype=torch.int64))
+
+    def _checked(self, which: str, scale: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        if scale is None:
+            return torch.ones(shape)
+        if self.dtype is None or (which != "query" and isinstance(self.granularity, PerToken)):
+            kept = "the keys' own dtype" if self.dtype is None else "a scale for each token"
+            raise ConfigError(f"{self.name}: a cache with {kept} takes no {which} scale")
+        if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
+            raise ConfigError(
+                f"{self.name}: expected a float32 {which} scale of shape {list(shape)}, got "
+                f"{scale.dtype} {list(scale.shape)}"
+            )
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise ConfigError(f"{self.name}: expected positive finite scales, got {scale.tolist()}")
+        return scale.detach().clone()
+
+    def extra_repr(self) -> str:
+        """What is not in the buffers."""
+        stored = "as they are" if self.dtype is None else f"{format_of(self.dtype)}"
+        return f"{self.num_heads} heads over {self.num_kv_heads}, keys and values {stored}"
+
+    def append(self, view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write keys and values [tokens, num_kv_heads, head_dim] into their slots.
+
+        Negative slots are padding, which is neither written nor counted.
+        """
+        if self.counts_saturation and self.dtype is not None:
+            self.saturated += torch.stack(
+                [
+                    self._beyond(x, scale, slots)
+                    for x, scale in ((key, self.key_scale), (value, self.value_scale))
+                ]
+            )
+        ops.append_kv(view, key, value, slots)
+
+    def _beyond(self, x: Tensor, scale: Tensor, slots: Tensor) -> Tensor:
+        """How many values saturate; NaN is none of them."""
+        if isinstance(self.granularity, PerToken):
+            return torch.zeros((), dtype=torch.int64, device=x.device)
+        assert self.dtype is not None
+        limit = scale.view(-1, 1) * format_of(self.dtype).max
+        # Half a step above the largest number still rounds to it: that is no saturation.
+        step = 2.0 ** -(format_of(self.dtype).mantissa_bits + 2)
+        return ((x.abs() > limit * (1 + step)) & (slots >= 0).view(-1, 1, 1)).sum()
+
+    def prefill(
+        self,
+        q: Tensor,
+        view: PagedView,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        sinks: Tensor | None = None,
+        num_cached_tokens: int | None = None,
+    ) -> Tensor:
+        """Attention of the newest tokens, packed [tokens, num_heads, head_dim], over the pages.
+
+        With pages in e4m3 queries are quantized as well, and all of attention is in FP8.
+        """
+        scale, out_dtype = None, q.dtype
+        if self.dtype == E4M3.dtype:
+            given = self.query_scale
+            granularity = PerHead() if given is not None and given.dim() else PerTensor()
+            quantized = ops.quantize(q, granularity, E4M3, scale=given)
+            q, scale = quantized.data, quantized.scale
+        return ops.prefill_attention(
+            *(q, view, cu_seqlens, max_seqlen, self.spec, scale),
+            sinks=sinks,
+            num_cached_tokens=num_cached_tokens,
+            out_dtype=out_dtype,
+            impl=self.impl,
+        )
+
+    def decode(
+        self,
+        q: Tensor,
+        view: PagedView,
+        *,
+        sinks: Tensor | None = None,
+        plan: DecodePlan | None = None,
+    ) -> Tensor:
+        """Attention of the newest token of each sequence, [batch, 1, num_heads, head_dim]."""
+        return ops.decode_attention(q, view, self.spec, sinks=sinks, plan=plan, impl=self.impl)

@@ -1,0 +1,43 @@
+"""octavo bench generate on a CPU, with tiny weights."""
+
+import json
+
+import pytest
+
+from octavo.cli.bench_generate import parse_lengths
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.errors import ConfigError
+from octavo.measure import store
+
+pytest.importorskip("transformers")
+
+
+def octavo(*arguments):
+    return run(make_app(COMMANDS), ["bench", "generate", *arguments])
+
+
+def test_a_table_and_records(capsys, tmp_path):
+    file = tmp_path / "records.jsonl"
+    options = ["--context", "64,100", "--recipes", "bf16,fp8", "--layers", "1", "-o", str(file)]
+    assert octavo(*options) == 0
+    text = capsys.readouterr().out
+    assert "1 × 64 tokens; baseline: bf16" in text and "cache ratio" in text
+    records = store.read(file)
+    assert [(r.case["context"], r.case["recipe"]) for r in records] == [
+        (length, recipe) for length in (64, 100) for recipe in ("bf16", "fp8")
+    ]
+    assert records[0].case["layers"] == 1 and "--context 64" in records[0].command
+
+
+def test_json(capsys):
+    options = ["--context", "10", "--recipes", "bf16", "--layers", "1", "--json"]
+    assert octavo(*options) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["op"] == "generate"
+
+
+def test_lengths():
+    assert parse_lengths("512, 32k,512") == [512, 32768]
+    for text in ("", "k", "-1", "1.5k", "0"):
+        with pytest.raises(ConfigError, match="numbers of tokens"):
+            parse_lengths(text)

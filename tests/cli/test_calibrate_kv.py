@@ -1,0 +1,96 @@
+"""octavo calibrate --kv, from texts and chats on disk to a scale file."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import load_scales
+from octavo.cli.main import COMMANDS, make_app, run
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+import tiny_decoders  # noqa: E402
+
+LAYERS = [f"model.layers.{index}.self_attn" for index in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_decoders.write_model(tmp_path_factory.mktemp("calibrate") / "model")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(tiny_decoders.SENTENCES * 5))
+    return path
+
+
+def calibrate(*args):
+    return run(make_app(COMMANDS), ["calibrate", "--kv", *map(str, args)])
+
+
+def test_from_a_text_to_a_scale_file(model, text, tmp_path, capsys):
+    path, page = tmp_path / "kv.json", tmp_path / "page.html"
+    args = (model, "--data", text, "--scale-save-path", path, "--plot", page)
+    assert calibrate(*args, "--max-length", "32", "--num-prompts", "4", "--per-head") == 0
+    shown = capsys.readouterr()
+    for words in (*LAYERS, "headroom", "SQNR", "3 layers, 4 prompts, observer amax, margin 1.5"):
+        assert words in shown.out
+    assert "4/4" in shown.err
+    scales = load_scales(path)
+    assert list(scales.layers) == LAYERS
+    assert (scales.header.kind, scales.header.data) == ("kv_cache", str(text))
+    assert all(len(layer.q) == 4 and len(layer.k) == 2 for layer in scales.layers.values())
+    shown = page.read_text()
+    assert "Signal to quantization noise" in shown
+    assert "--kv" in shown and "--max-length 32" in shown
+
+
+def test_from_chats(model, tmp_path, capsys):
+    rows = [{"conversations": [{"from": "human", "value": s}]} for s in tiny_decoders.SENTENCES]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    path = tmp_path / "kv.json"
+    args = (model, "--data", data, "--scale-save-path", path, "--observer", "mse")
+    assert calibrate(*args) == 0
+    shown = capsys.readouterr()
+    assert "3 layers, 3 prompts, observer mse" in shown.out
+    assert "3/3" in shown.err  # the end of the data is the end of the bar
+    assert load_scales(path).header.observer == "mse"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-length", "257"], "expected max_length up to 256, the context of"),
+        (["--data", "gone.txt"], "expected a file or folder of text"),
+        (["--observer", "percentile", "--percentile", "0"], "expected a percentile above 0"),
+        (["--device", "abacus"], "got 'abacus'"),
+    ],
+)
+def test_requests_that_fail(model, text, tmp_path, capsys, args, message):
+    path = tmp_path / "kv.json"
+    assert calibrate(model, "--data", text, "--scale-save-path", path, *args) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not path.exists()
+
+
+def test_options_that_need_the_other_kind(text, tmp_path, capsys):
+    args = ["calibrate", "--data", str(text), "--scale-save-path", str(tmp_path / "s.json")]
+    assert run(make_app(COMMANDS), args) == 1
+    assert "expected a MODEL with a vision tower, got none" in capsys.readouterr().err
+    assert run(make_app(COMMANDS), [*args, "some-model", "--max-length", "8"]) == 1
+    assert "expected --kv with --max-length" in capsys.readouterr().err
+
+
+def test_without_a_model_it_is_the_small_one(text, tmp_path, capsys, monkeypatch):
+    from octavo.integrations.transformers import calibrate_text
+
+    made = (tiny_decoders.make_model(), tiny_decoders.make_tokenizer())
+    monkeypatch.setattr(calibrate_text, "load_small_model", lambda dtype: made)
+    path = tmp_path / "kv.json"
+    assert calibrate("--data", text, "--scale-save-path", path, "--device", "cpu") == 0
+    assert load_scales(path).header.model == "SmolLM2-135M-Instruct"
