@@ -16,8 +16,8 @@ from octavo.calibration.observers import CalibrationSettings  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.integrations.transformers.text_scales import (  # noqa: E402
     calibrate_text,
-    largest_values,
     observe_text,
+    observe_windows,
 )
 
 WINDOWS = list(make_prompts(1, 40)["input_ids"]) + list(make_prompts(1, 40, seed=2)["input_ids"])
@@ -31,7 +31,7 @@ def test_scales_reach_to_the_largest_value_that_a_cache_would_hold(family):
         caches = [model(w[None], use_cache=True).past_key_values for w in WINDOWS]
     settings = CalibrationSettings(granularity="head", margin=1.0)
     scales = calibrate_text(model, WINDOWS, settings).scales
-    amax = largest_values(model, WINDOWS)
+    seen = observe_windows(model, WINDOWS, settings)
     assert len(scales.layers) == len(caches[0].layers)
     for index, (name, entry) in enumerate(scales.layers.items()):
         if caches[0].layers[index].is_sliding:
@@ -40,7 +40,7 @@ def test_scales_reach_to_the_largest_value_that_a_cache_would_hold(family):
             held = torch.stack([getattr(c.layers[index], kept)[0] for c in caches])
             expected = held.abs().amax(dim=(0, 2, 3)) / 448
             torch.testing.assert_close(torch.tensor(which), expected)
-        assert amax[name] == pytest.approx((448 * max(entry.k), 448 * max(entry.v)))
+            assert float(seen[name].parts[kept[0]].amax.max()) == pytest.approx(448 * max(which))
     with torch.no_grad():
         assert torch.equal(model(WINDOWS[0][None]).logits, before)
 
@@ -49,9 +49,9 @@ def test_not_a_number_is_seen():
     model = make_decoder("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = torch.nan
-    amax = largest_values(model, WINDOWS)
-    assert amax["model.layers.1.self_attn"][1] == float("inf")
-    assert 0 < amax["model.layers.0.self_attn"][1] < 100
+    seen = observe_windows(model, WINDOWS[:1], CalibrationSettings())
+    assert seen["model.layers.1.self_attn"].parts["v"].num_nonfinite == 40
+    assert seen["model.layers.0.self_attn"].parts["v"].num_nonfinite == 0
 
 
 def test_a_model_in_fp8_is_refused():

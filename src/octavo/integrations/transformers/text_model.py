@@ -65,6 +65,15 @@ class TextModel:
         starts = range(own * start, needed, own)
         return [torch.tensor(prefix + ids[first : first + own]) for first in starts]
 
+    def first_window(self, text: str, max_length: int) -> Tensor:
+        """The first tokens of a text, max_length or as many as it has."""
+        prefix = self._prefix()
+        piece = text[: CHARACTERS_PER_TOKEN * max_length]
+        ids = self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            raise ConfigError("expected a text with words in it, got an empty one")
+        return torch.tensor((prefix + ids)[:max_length])
+
     def _prefix(self) -> list[int]:
         first = self.tokenizer("")["input_ids"][:1]
         return first if first and first[0] == self.tokenizer.bos_token_id else []

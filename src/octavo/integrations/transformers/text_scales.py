@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.observers import CalibrationSettings, LayerObserver
 from octavo.calibration.run import Calibration, CalibrationResult, See
 from octavo.calibration.run import calibrate as run_calibration
 from octavo.calibration.scale_file import ScaleHeader
@@ -90,21 +90,13 @@ def _attention_of(module: nn.Module, name: str) -> Callable[..., Any]:
     return function
 
 
-def largest_values(model: nn.Module, windows: Iterable[Tensor]) -> dict[str, tuple[float, float]]:
-    """The largest absolute key and value of each layer, by name; Inf and NaN as they come."""
-    found: dict[str, tuple[float, float]] = {}
-
-    def see(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        key, value = found.get(name, (0.0, 0.0))
-        found[name] = (max(key, _amax(k)), max(value, _amax(v)))
-
+def observe_windows(
+    model: nn.Module, windows: Iterable[Tensor], settings: CalibrationSettings
+) -> dict[str, LayerObserver]:
+    """What each layer's queries, keys and values were in these windows, by name."""
+    calibration = Calibration(list(find_layers(model)), settings)
     device = next(model.parameters()).device
-    with observe_text(model, see), torch.inference_mode():
+    with observe_text(model, calibration.see), torch.inference_mode():
         for window in windows:
             model(input_ids=window.to(device)[None], use_cache=False, logits_to_keep=1)
-    return found
-
-
-def _amax(x: Tensor) -> float:
-    # A NaN would lose every comparison, and go unseen.
-    return float(torch.where(x.isnan(), torch.inf, x.abs()).amax())
+    return {name: layer for name, layer in calibration.layers.items() if layer is not None}
