@@ -143,8 +143,8 @@ def advice(check: KvCheck, model: str) -> list[str]:
     if broken:
         lines.append(
             f"Scales of 1.0 break layers {' '.join(broken)}: what lies beyond {limit:g} is cut "
-            f"off. Calibrate (octavo calibrate {model} --kv --data TEXT), or give every token its own "
-            'scale (granularity "token"), or leave these layers as they are '
+            f"off. Calibrate (octavo calibrate {model} --kv --data TEXT), or give every token its "
+            'own scale (granularity "token"), or leave these layers as they are '
             f"(--kv-cache-dtype-skip-layers {' '.join(broken)})."
         )
     if any(layer.num_nonfinite for layer in check.layers):

@@ -78,7 +78,7 @@ def memory_table(
     num_full = len(model.layers) - num_windows
     rows = [
         (f"bytes per token ({num_full} layers)", full.per_token, fp8.per_token),
-        (f"bytes of a sequence in {num_windows} windows", full.rings, fp8.rings),
+        (f"bytes of the rings of {num_windows} layers with a window", full.rings, fp8.rings),
         (f"bytes of a sequence of {context:,} tokens", full.sequence, fp8.sequence),
         ("of these, scales of tokens and heads", full.token_scales, fp8.token_scales),
         ("static scales (once for the model)", full.static_scales, fp8.static_scales),
