@@ -97,3 +97,11 @@ def test_a_text_is_in_utf_8(tmp_path):
         read_text(tmp_path / "b")
     (tmp_path / "c").write_text("Grüße", "utf-8")
     assert read_text(tmp_path / "c") == "Grüße"
+
+
+def test_the_first_window_is_as_long_as_the_text_or_the_limit():
+    model = TextModel("letters", None, Letters(has_bos=True))
+    assert model.first_window("abcdef", 3).tolist() == [7, 97, 98]
+    assert model.first_window("ab", 100).tolist() == [7, 97, 98]
+    with pytest.raises(ConfigError, match="got an empty one"):
+        model.first_window("", 100)
