@@ -148,13 +148,12 @@ def _count_memory(
 
 def _check_kv(model: str, data: Path | None, num_tokens: int, kv_cache_dtype: KvCacheDtype) -> bool:
     from octavo.integrations.transformers.text_model import load_text_model, read_text
-    from octavo.kernels.device import default_device
     from octavo.measure.advise import kv_check
     from octavo.measure.evaluate.demo import sample_text
 
     text = sample_text() if data is None else read_text(data)
     with err.status("loading the model"):
-        text_model = load_text_model(model, device=default_device().torch_device)
+        text_model = load_text_model(model)
     length = min(num_tokens, text_model.max_length or num_tokens)
     window = text_model.first_window(text, length)
     with err.status(f"{len(window)} tokens, as they are and in FP8"):

@@ -1,20 +1,31 @@
 """Text models: a decoder with its tokenizer, and a text as windows of its tokens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.calibration.data import PromptData
+from octavo.calibration.run import Subject
+from octavo.calibration.text_data import TextData
+from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.transformers.load import (
+    check_dtype,
+    choose_device,
+    load_weights,
+    loading,
+)
+from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.small_model import NAME, load_small_model
+from octavo.integrations.transformers.text import find_layers
+from octavo.integrations.transformers.windows import Window, cut_windows, run_windows
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 # A tokenizer needs much time and memory for a long text; a piece of it is mostly enough.
 CHARACTERS_PER_TOKEN = 8
+CALIBRATION_LENGTH = 2048
 MAX_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
@@ -38,6 +49,28 @@ class TextModel:
         config = self.model.config.get_text_config()
         found = [getattr(config, name, None) for name in MAX_LENGTHS]
         return next((int(length) for length in found if length), None)
+
+    def subject(self) -> Subject[Window]:
+        """The attention layers as calibration takes them."""
+        return Subject(
+            name=self.name,
+            kind="kv_cache",
+            layers=list(find_layers(self.model)),
+            observe=partial(observe_text, self.model),
+            forward=partial(run_windows, self.model),
+            is_nonfinite_refused=True,
+        )
+
+    def cut_windows(self, texts: TextData, max_length: int | None = None) -> PromptData[Window]:
+        """Windows of at most `max_length` tokens; None: 2048, or the model's context if shorter."""
+        context = self.max_length
+        if max_length is None:
+            max_length = min(CALIBRATION_LENGTH, context or CALIBRATION_LENGTH)
+        if context is not None and max_length > context:
+            raise ConfigError(
+                f"expected max_length up to {context}, the context of {self.name}, got {max_length}"
+            )
+        return cut_windows(texts, self.tokenizer, max_length)
 
     def windows(self, text: str, length: int, num_windows: int, start: int = 0) -> list[Tensor]:
         """Windows start, start + 1, … of a text, [length] int64 each, which do not overlap.
@@ -90,42 +123,38 @@ def read_text(path: str | Path) -> str:
 
 
 def load_text_model(
-    name: str | None = None, *, dtype: str = "auto", device: str | torch.device = "cpu"
+    name: str | None = None, *, dtype: str = "auto", device: str | None = None
 ) -> TextModel:
-    """A decoder and its tokenizer from a folder or the hub; left out, SmolLM2-135M-Instruct.
+    """A language model and its tokenizer, from a folder or the hub; None is SmolLM2-135M-Instruct.
 
-    dtype: the checkpoint's own, or such as "bfloat16".
+    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r}")
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    dtype, device = check_dtype(dtype), choose_device(device)
     if name is None:
-        return _small(dtype, device)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+        return _load_small(dtype, device)
+    tokenizers: Any = AutoTokenizer
+    with loading(name, "a model with a config.json"):
+        config = AutoConfig.from_pretrained(name)
+    with loading(name, "a tokenizer beside the model"):
+        tokenizer = tokenizers.from_pretrained(name)
+    # The class that models are served with: its layer names are those of scale files.
+    has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    model = load_weights(name, kind, dtype=dtype, device=device)
+    find_layers(model)
+    return TextModel(name, model, tokenizer)
 
-    with _loading(name, "a decoder with its weights"):
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    with _loading(name, "a tokenizer beside the model"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-    return TextModel(name, model.eval().to(device), tokenizer)
 
-
-def _small(dtype: str, device: str | torch.device) -> TextModel:
-    from octavo.integrations.transformers.small_model import NAME, load_small_model
-
+def _load_small(dtype: str, device: str) -> TextModel:
     # On a CPU float32 is both exact and the faster one.
-    is_cpu = torch.device(device).type == "cpu"
-    chosen = {"auto": "float32" if is_cpu else "bfloat16"}.get(dtype, dtype)
-    model, tokenizer = load_small_model(getattr(torch, chosen))
-    return TextModel(NAME, model.to(device), tokenizer)
-
-
-@contextmanager
-def _loading(name: str, expected: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise UnsupportedError(f"{name}: {brief(str(error))}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{name}: expected {expected}, got {type(error).__name__}: {brief(str(error))}"
-        ) from error
+    own = "float32" if device == "cpu" else "bfloat16"
+    small, tokenizer = load_small_model(getattr(torch, own if dtype == "auto" else dtype))
+    return TextModel(NAME, small.to(device), tokenizer)

@@ -9,9 +9,9 @@ from torch import Tensor
 from octavo.calibration.observers import CalibrationSettings, Histogram
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.transformers.calibrate_text import observe_windows
 from octavo.integrations.transformers.text import as_patterns_see
 from octavo.integrations.transformers.text_model import TextModel
-from octavo.integrations.transformers.text_scales import observe_windows
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.measure.report.tables import Table
 from octavo.numerics.formats import Fp8Format, format_named
@@ -70,7 +70,9 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
     if not windows:
         raise ConfigError("expected one window or more, got none")
     model = text_model.model
-    seen = observe_windows(model, windows, CalibrationSettings())
+    lists = (window.tolist() for window in windows)
+    observed = observe_windows(model, lists, CalibrationSettings()).layers
+    seen = {name: layer for name, layer in observed.items() if layer is not None}
     apply_(model, Recipe(kv_cache={"format": format, "scaling": "unit"}))
     try:
         with torch.inference_mode():

@@ -14,8 +14,8 @@ from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.transformers.calibrate_text import observe_windows
 from octavo.integrations.transformers.text_model import TextModel
-from octavo.integrations.transformers.text_scales import calibrate_text
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.tables import Table
 from octavo.recipe import Recipe
@@ -292,9 +292,10 @@ def calibration_scales(
     Rows per tensor take the largest of the heads.
     """
     settings = CalibrationSettings(granularity="head", margin=margin)
-    header = ScaleHeader(model=text_model.name[:1000], data=data[:1000])
-    result = calibrate_text(text_model.model, windows, settings, header=header, on_window=on_window)
-    return result.scales
+    header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
+    tokens = (window.tolist() for window in windows)
+    seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
+    return seen.result(header).scales
 
 
 def perplexity_table(records: Sequence[Measurement]) -> Table:

@@ -8,7 +8,6 @@ from pathlib import Path
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, read_text
-from octavo.kernels.device import default_device
 from octavo.measure import store
 from octavo.measure.evaluate import perplexity
 from octavo.measure.evaluate.perplexity import BASELINE, Reading
@@ -83,8 +82,7 @@ def run(
         raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
     text = read_text(request.data)
     given = load_scales(request.scales) if request.scales else None
-    device = default_device().torch_device
-    text_model = load_text_model(request.model, dtype=request.dtype, device=device)
+    text_model = load_text_model(request.model, dtype=request.dtype)
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     request.reading.check(context)
     windows = text_model.windows(text, context, request.num_windows)
