@@ -381,6 +381,7 @@ def finish(settings: Settings, reader: ChartReader) -> Measurement:
     """Write the reader's files and a record of the accuracy that they have once loaded again."""
     size = save_chart_reader(reader, settings.output)
     loaded = load_chart_reader(settings.output).to(settings.device)
+    loaded.name = "chart reader"  # as it is called where it is shipped
     questions = generated_questions(settings.final_questions)
     rows = [RecipeRow("bf16", None)]
     command = "python scripts/train_chart_reader.py"

@@ -1,7 +1,10 @@
 """octavo doctor on this machine."""
 
 import platform
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 from octavo.cli.main import COMMANDS, make_app, run
@@ -33,3 +36,61 @@ def test_says_which_gpu(capsys):
         assert torch.cuda.get_device_name() in text
     else:
         assert "none that torch can use" in text
+
+
+def octavo(*args):
+    return run(make_app(COMMANDS), ["doctor", *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model that bears scales of 1.0, and one with an outlier among its keys."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+    from text_models import make_decoder, save_decoder
+
+    made = {}
+    for name, factor in (("good", 1.0), ("bad", 5e4)):
+        model = make_decoder("llama", vocab_size=257)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_proj.weight[0] *= factor
+        made[name] = save_decoder(tmp_path_factory.mktemp(name), model)
+    return made
+
+
+def test_memory_of_a_context(capsys, folders):
+    args = ("--context", "128k", "--gpu-memory", "1GiB", "--kv-cache-dtype-skip-layers", "0")
+    assert octavo(folders["good"] / "config.json", *args, "--granularity", "token") == 0
+    text = capsys.readouterr().out
+    # Four layers of two heads of 16, in FP8 three of them, with a scale for each key and value.
+    assert "131,072 tokens" in text and "512" in text and str(3 * 2 * 2 * (16 + 4) + 128) in text
+    assert "sequences that fit in 1.0 GiB" in text and "e4m3, per token" in text
+    assert "Decoding keeps queries" in text and "made for 1,024 tokens" in " ".join(text.split())
+
+
+def test_a_model_that_breaks_at_one_ends_in_code_1(capsys, folders, tmp_path):
+    assert octavo(folders["good"], "--kv", "--num-tokens", 40) == 0
+    assert "Nothing saturates on these 40 tokens" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "text").write_text("A text of one's own.")
+    assert octavo(folders["bad"], "--kv", "--data", tmp_path / "text") == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "break layers 1:" in text and "octavo calibrate" in text and "20 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--context", "128k"), "expected a MODEL with --context or --kv"),
+        (("MODEL",), "expected a MODEL with --context or --kv"),
+        (("MODEL", "--context", "many"), "such as 4096, 128k or 1M, got 'many'"),
+        (("MODEL", "--context", "1k", "--gpu-memory", "much"), "got 'much'"),
+        (("MODEL", "--context", "1k", "--data", "text"), "--data is for --kv"),
+        (("MODEL", "--kv", "--gpu-memory", "1GB"), "for --context"),
+        (("MODEL", "--context", "1k", "--kv-cache-dtype-skip-layers", "9"), "0-3"),
+        (("MODEL", "--kv", "--data", "nowhere"), "expected a text file"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(capsys, folders, args, message):
+    args = [str(folders["good"]) if arg == "MODEL" else arg for arg in args]
+    assert octavo(*args) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -196,7 +196,7 @@ def _open_images(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
 
 def _open_texts(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
     from octavo.calibration.text_data import open_texts
-    from octavo.integrations.transformers.calibrate_text import load_text_model
+    from octavo.integrations.transformers.text_model import load_text_model
 
     texts = open_texts(request.data, split=request.split, subset=request.subset)
     model = load_text_model(request.model, dtype=request.dtype, device=request.device)

@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.eval_perplexity import perplexity
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
     from octavo.calibration.scale_file import ScaleSet
     from octavo.measure.evaluate.chartqa import Reader
 
-app = typer.Typer(add_completion=False, help="Measure quality: BF16 beside FP8, on one set.")
+app = typer.Typer(add_completion=False, help="Measure quality: BF16 beside FP8, on the same data.")
+
+app.command()(perplexity)
 
 ROWS = ("bf16", "dynamic", "static")
 
 
 @app.callback()
 def evaluate() -> None:
-    """Measure quality: BF16 beside FP8, on the same questions, with what is recovered."""
+    """Measure quality: BF16 beside FP8, on the same data, with what is recovered."""
 
 
 @app.command()

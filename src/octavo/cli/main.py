@@ -63,7 +63,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor",
         "octavo.cli.doctor:doctor",
-        "GPU, versions, and which implementation each op would use and why.",
+        "GPU, versions and implementations; what a model's KV cache takes and bears.",
         example="octavo doctor",
     ),
     Command(

@@ -26,13 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_decoders  # noqa: E402
 
 from octavo.integrations.transformers import calibrate_text as calibrate_module  # noqa: E402
-from octavo.integrations.transformers.calibrate_text import (  # noqa: E402
-    TextModel,
-    load_text_model,
-    run_windows,
-)
+from octavo.integrations.transformers import text_model as text_model_module  # noqa: E402
 from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
 from octavo.integrations.transformers.text import find_layers  # noqa: E402
+from octavo.integrations.transformers.text_model import TextModel, load_text_model  # noqa: E402
+from octavo.integrations.transformers.windows import run_windows  # noqa: E402
 
 EXACT = CalibrationSettings(margin=1.0)
 
@@ -171,7 +169,7 @@ def test_resuming_after_an_interrupt(tmp_path, texts, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(calibrate_module, "run_windows", fail_at_the_sixth)
+        patched.setattr(text_model_module, "run_windows", fail_at_the_sixth)
         with pytest.raises(KeyboardInterrupt):
             calibrate_to_file(subject.subject(), data, path, settings, num_prompts=8, save_every=2)
     assert state_path(path).exists() and not path.exists()

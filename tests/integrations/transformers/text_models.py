@@ -53,3 +53,18 @@ def make_prompts(batch, length, seed=1):
     for row in range(1, batch):
         mask[row, : min(3 * row, length - 1)] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def save_decoder(folder, model):
+    """A model's folder, with a tokenizer that has a token for each byte; the model needs 257."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0} | {letter: index for index, letter in enumerate(letters, 1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder

