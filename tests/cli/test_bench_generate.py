@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from octavo.cli.bench_generate import parse_lengths
 from octavo.cli.main import COMMANDS, make_app, run
-from octavo.errors import ConfigError
 from octavo.measure import store
 
 pytest.importorskip("transformers")
@@ -36,8 +34,6 @@ def test_json(capsys):
     assert json.loads(line)["op"] == "generate"
 
 
-def test_lengths():
-    assert parse_lengths("512, 32k,512") == [512, 32768]
-    for text in ("", "k", "-1", "1.5k", "0"):
-        with pytest.raises(ConfigError, match="numbers of tokens"):
-            parse_lengths(text)
+def test_a_context_that_is_no_number(capsys):
+    assert octavo("--context", "64,k") == 1
+    assert "expected a number of tokens" in capsys.readouterr().err

@@ -87,10 +87,10 @@ def test_options_that_need_the_other_kind(text, tmp_path, capsys):
 
 
 def test_without_a_model_it_is_the_small_one(text, tmp_path, capsys, monkeypatch):
-    from octavo.integrations.transformers import calibrate_text
+    from octavo.integrations.transformers import text_model
 
     made = (tiny_decoders.make_model(), tiny_decoders.make_tokenizer())
-    monkeypatch.setattr(calibrate_text, "load_small_model", lambda dtype: made)
+    monkeypatch.setattr(text_model, "load_small_model", lambda dtype: made)
     path = tmp_path / "kv.json"
     assert calibrate("--data", text, "--scale-save-path", path, "--device", "cpu") == 0
     assert load_scales(path).header.model == "SmolLM2-135M-Instruct"

@@ -21,7 +21,7 @@ app.command("mm-processor")(mm_processor)
 
 VALUES = (
     *("median_ms", "p20_ms", "p80_ms", "tflops", "gb_per_s", "of_ceiling_percent"),
-    *("speedup", "relative_rms"),
+    *("speedup", "relative_rms", "sm_mhz", "watts"),
 )
 
 
@@ -67,6 +67,16 @@ def kernels(
             "every candidate: allow minutes.",
         ),
     ] = False,
+    load_s: Annotated[
+        float | None,
+        typer.Option(
+            "--load",
+            min=0.1,
+            metavar="SECONDS",
+            help="Time each contender after it alone has loaded the GPU for so long, at the clock "
+            "that the power limit leaves it; all in turn, at a clock they share, unless given.",
+        ),
+    ] = None,
 ) -> None:
     """Time each op with each implementation and each peer that is installed.
 
@@ -94,12 +104,13 @@ def kernels(
 
         _precompile([t for name in op or SUITES for t in tasks_of_benchmarks(name, peers)], jobs)
     device = default_device().torch_device
-    command = " ".join(["octavo bench kernels", *(f"--op {name}" for name in op or [])])
+    options = [f"--op {name}" for name in op or []] + ([f"--load {load_s:g}"] if load_s else [])
+    command = " ".join(["octavo bench kernels", *options])
     ceilings = measure_ceilings(device)
     records: list[Measurement] = []
     objections: list[Objection] = []
     for benchmark in track(benchmarks(device, op, peers), description="measuring", console=err):
-        found, objected = run_benchmark(benchmark, device, command, ceilings)
+        found, objected = run_benchmark(benchmark, device, command, ceilings, load_s)
         records += found
         objections += objected
         if output is not None:

@@ -64,6 +64,7 @@ def generate(
     from octavo.integrations.transformers.decoder import make_decoder
     from octavo.kernels.device import default_device
     from octavo.measure import store
+    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.generate import GenerateCase, run_generate
     from octavo.measure.records import Measurement
     from octavo.measure.report.tables import from_records
@@ -71,7 +72,8 @@ def generate(
     device = default_device()
     is_cuda = device.capability is not None
     name = config or ("llama-3.1-8b" if is_cuda else "tiny")
-    lengths = parse_lengths(context or ("32k,128k" if is_cuda else "256"))
+    asked = (context or ("32k,128k" if is_cuda else "256")).split(",")
+    lengths = list(dict.fromkeys(map(parse_tokens, asked)))
     chosen = [part.strip() for part in recipes.split(",") if part.strip()]
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"expected an existing folder for {output}, got none")
@@ -98,18 +100,3 @@ def generate(
         print_table(from_records(of_length, caption=caption, columns=COLUMNS))
     if output is not None:
         out.print(f"Records: {output}", soft_wrap=True)
-
-
-def parse_lengths(text: str) -> list[int]:
-    """Numbers of tokens such as "512,32k": k is 1024."""
-    from octavo.errors import ConfigError
-
-    found = []
-    for part in text.lower().split(","):
-        number = part.strip().removesuffix("k")
-        if not number.isdigit() or int(number) < 1:
-            raise ConfigError(
-                f"expected numbers of tokens such as 512 or 32k, got {part.strip()!r}"
-            )
-        found.append(int(number) * (1024 if part.strip().endswith("k") else 1))
-    return list(dict.fromkeys(found))

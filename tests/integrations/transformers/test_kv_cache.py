@@ -250,6 +250,7 @@ def test_skipped_layers_keep_their_dtype():
     recipe = Recipe(kv_cache="fp8", skip_layers=["sliding_window"])
     assert apply_(model, recipe).layers["kv_cache"] == ["model.layers.5.self_attn"]
     cache = model(**prompts).past_key_values
+    assert list(read_saturation(model)) == ["model.layers.5.self_attn"]
     dtypes = [layer.key_pages.dtype for layer in cache.layers]
     assert dtypes == [torch.float32] * 5 + [torch.float8_e4m3fn]
     restore_(model)
@@ -309,6 +310,17 @@ def test_a_cache_grows_and_keeps_what_it_has():
     assert layer.get_seq_length() == 700 and layer.capacity % PAGE_SIZE == 0
     assert 700 <= layer.capacity <= 700 + 256 + PAGE_SIZE
     assert layer.nbytes == 2 * 2 * layer.capacity * 2 * 16 * 4
+
+
+def test_a_static_cache_that_is_full_takes_no_more():
+    model, prompts = make_decoder("llama"), make_prompts(1, 30)
+    apply_(model, Recipe(kv_cache="fp8"))
+    cache = StaticCache(config=model.config, max_cache_len=31)
+    model(**prompts, past_key_values=cache)
+    token = prompts["input_ids"][:, :1]
+    model(token, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="expected at most 31 tokens, got more"):
+        model(token, past_key_values=cache)
 
 
 def test_a_window_keeps_no_more_than_its_ring():
@@ -546,6 +558,10 @@ def test_what_is_refused():
     if hasattr(transformers, "QuantizedCache") and transformers.utils.is_hqq_available():
         with pytest.raises(UnsupportedError, match="expected a dynamic or static cache"):
             model(**prompts, past_key_values=transformers.QuantizedCache("hqq", model.config))
+    module = model.model.layers[0].self_attn
+    x = torch.zeros(1, 4, 2, 16)
+    with pytest.raises(UnsupportedError, match=r"cap and window \(0.25, None, None\), got"):
+        kv_cache.attend(module, x, x, x, None, scaling=0.25, sliding_window=8)
     model.train()
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:

@@ -135,6 +135,19 @@ def test_the_ceilings_of_this_machine(quantize):
     assert all(record.values["of_ceiling_percent"] > 0 for record in records)
 
 
+def test_load_is_for_gpus(quantize):
+    with pytest.raises(ConfigError, match="expected a GPU to measure under load, got cpu"):
+        run_benchmark(quantize, CPU, "pytest", load_s=1.0)
+
+
+@pytest.mark.gpu
+def test_records_under_load_say_so():
+    device = torch.device("cuda")
+    records, _ = run_benchmark(benchmarks(device, ["quantize"])[0], device, "pytest", load_s=0.2)
+    assert records and all(record.case["load_s"] == 0.2 for record in records)
+    assert all(record.values["watts"] > 30 for record in records)
+
+
 def test_an_op_without_benchmarks():
     with pytest.raises(ConfigError, match="expected an op, one of .*; got 'flatten'"):
         benchmarks(CPU, ["flatten"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.timing import sample_ms
+from octavo.measure.bench.timing import sample_ms, sample_sustained_ms
 
 CPU = torch.device("cpu")
 
@@ -41,3 +41,17 @@ def test_a_gpu_is_timed_by_its_own_clock():
     cycles = 10_000_000
     samples = sample_ms(lambda: torch.cuda._sleep(cycles), torch.device("cuda"), budget_ms=50)
     assert 1 < min(samples) <= max(samples) < 100
+
+
+def test_a_load_takes_time():
+    with pytest.raises(ConfigError, match="more than 0 seconds, got 0"):
+        sample_sustained_ms(lambda: None, load_s=0)
+
+
+@pytest.mark.gpu
+def test_under_load_the_clock_and_the_power_are_read():
+    x = torch.randn(4096, 4096, device="cuda").bfloat16()
+    found = sample_sustained_ms(lambda: x @ x, load_s=0.3)
+    assert len(found.samples_ms) == 15 and all(0.01 < ms < 100 for ms in found.samples_ms)
+    assert 300 < found.sm_mhz < 4000
+    assert 30 < found.watts < 2000

@@ -81,7 +81,7 @@ def attach(
     for name, module in found.items():
         own = settings if name in chosen else None
         made[name] = _make_layer(name, module, windows[name], own, given.get(name), promote_every)
-        made[name].counts_saturation = is_unit
+        made[name].counts_saturation = is_unit and own is not None
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
     for name, layer in made.items():
@@ -224,12 +224,15 @@ def convert(cache: Any, decoder: Any) -> Any:
         for module in decoder.modules()
         if isinstance(getattr(module, CHILD, None), CachedAttention)
     }
-    first = min(modules)
+    full = [i for i, module in modules.items() if getattr(module, CHILD).spec.window is None]
+    max_lengths = {index: _static_length(cache.layers[index], cache) for index in modules}
     for index, module in modules.items():
-        layer = cache.layers[index]
-        max_length = _static_length(layer, cache)
         cache.layers[index] = PagedLayer(
-            getattr(module, CHILD), sequences, is_first=index == first, max_length=max_length
+            getattr(module, CHILD),
+            sequences,
+            is_first=index == min(modules),
+            checks_room=index == min(full, default=None),
+            max_length=max_lengths[index],
         )
     return sequences
 
@@ -293,7 +296,7 @@ def attend(
     layer = getattr(module, CHILD, None)
     if not isinstance(layer, CachedAttention):
         raise UnsupportedError(f"{type(module).__name__}: expected a layer that apply_ reached")
-    _check_call(layer, attention_mask, dropout, scaling, softcap, is_causal)
+    _check_call(layer, attention_mask, dropout, is_causal, (scaling, softcap, sliding_window))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     run = kwargs.get(PASS)
     if run is None:  # without a cache nothing is stored, and nothing quantized
@@ -307,9 +310,8 @@ def _check_call(
     layer: CachedAttention,
     mask: Tensor | None,
     dropout: float,
-    scaling: float | None,
-    softcap: float | None,
     is_causal: bool | None,
+    given: tuple[float | None, float | None, int | None],
 ) -> None:
     """Whatever the layer would not do is refused, never dropped."""
     if mask is not None and mask.dim() != 2:
@@ -320,8 +322,8 @@ def _check_call(
         raise UnsupportedError(f"{layer.name}: this attention is for inference, got dropout")
     if is_causal is False:
         raise UnsupportedError(f"{layer.name}: expected a causal call, got one that is not")
-    expected = (layer.spec.softmax_scale, layer.spec.softcap)
-    if (scaling, softcap) != expected:
+    expected = (layer.spec.softmax_scale, layer.spec.softcap, layer.spec.window)
+    if given != expected:
         raise UnsupportedError(
-            f"{layer.name}: expected softmax scale and cap {expected}, got {(scaling, softcap)}"
+            f"{layer.name}: expected softmax scale, cap and window {expected}, got {given}"
         )

@@ -161,7 +161,9 @@ class Pass:
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Pages of one layer: a range for each sequence, which grows, or a ring if it has a window.
 
-    max_length: of a static cache, which never moves; None for one that grows.
+    is_first: whether it keeps what all layers share. checks_room: whether it refuses more tokens
+    than there is room for, which is the first layer without a window. max_length: of a static
+    cache, which never moves; None for one that grows.
     """
 
     is_croppable = True
@@ -172,11 +174,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         sequences: Sequences,
         *,
         is_first: bool,
+        checks_room: bool = False,
         max_length: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.attention, self.sequences = attention, sequences
-        self.is_first, self.max_length = is_first, max_length
+        self.is_first, self.checks_room, self.max_length = is_first, checks_room, max_length
         self.window = attention.spec.window
         self.is_sliding = self.window is not None
         self.capacity, self.num_seen, self.batch_size = 0, 0, 0
@@ -253,9 +256,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         num_columns = key_states.shape[2]
         if self.max_length is not None:
+            seen = self.sequences.num_columns
+            assert seen is not None
             if self.is_first:
-                assert self.sequences.num_columns is not None
-                self.sequences.num_columns.add_(num_columns)
+                seen.add_(num_columns)
+            if self.checks_room:
+                # On the device, without waiting: what is too much would land in another's place.
+                fits = seen <= self.max_length
+                torch._assert_async(fits, f"expected at most {self.max_length} tokens, got more")
             return key_states, value_states
         self.num_seen += num_columns
         if self.window is None and self.num_seen > self.capacity:

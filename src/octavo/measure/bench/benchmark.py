@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.device import describe
 from octavo.measure.bench.ceilings import Ceilings
-from octavo.measure.bench.timing import capture, sample_in_turn_ms, sample_ms
+from octavo.measure.bench.timing import capture, sample_in_turn_ms, sample_ms, sample_sustained_ms
 from octavo.measure.records import Machine, Measurement, Scalar, timing
 from octavo.numerics.error import relative_rms
 from octavo.ops.select import impl_names
@@ -76,19 +76,34 @@ class Objection:
     reason: str
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """Milliseconds of a contender's calls, and what else was seen meanwhile."""
+
+    ms: list[float]
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
 def timed_impls(op: str, device: torch.device) -> list[str]:
     """The implementations to time: on a GPU all but the reference, which stops to wait for it."""
     return [name for name in impl_names(op) if name != "reference" or device.type == "cpu"]
 
 
 def run_benchmark(
-    benchmark: Benchmark, device: torch.device, command: str, ceilings: Ceilings | None = None
+    benchmark: Benchmark,
+    device: torch.device,
+    command: str,
+    ceilings: Ceilings | None = None,
+    load_s: float | None = None,
 ) -> tuple[list[Measurement], list[Objection]]:
     """The records of all who took part, and who could not.
 
     Each record has the speed-up over the fastest BF16 contender of the same run, and names it; and,
-    if the ceilings are known, how much of the nearer one it reached.
+    if the ceilings are known, how much of the nearer one it reached. load_s: time each contender
+    after it alone has loaded the GPU for so long, instead of all of them in turn.
     """
+    if load_s is not None and device.type != "cuda":
+        raise ConfigError(f"expected a GPU to measure under load, got {device.type}")
     inputs = benchmark.make_inputs(0)
     truth = benchmark.truth(inputs)
     entered: list[tuple[Contender, Callable[[], Any], float]] = []
@@ -111,12 +126,15 @@ def run_benchmark(
     results = [
         (
             contender,
-            timing(samples, flops=benchmark.flops, bytes=contender.bytes) | {"relative_rms": error},
+            timing(sampled.ms, flops=benchmark.flops, bytes=contender.bytes)
+            | {"relative_rms": error, **sampled.values},
         )
-        for (contender, _, error), samples in zip(
-            entered, _sample_all(benchmark, entered, device), strict=True
+        for (contender, _, error), sampled in zip(
+            entered, _sample_all(benchmark, entered, device, load_s), strict=True
         )
     ]
+    if load_s is not None:
+        benchmark = replace(benchmark, case={**benchmark.case, "load_s": load_s})
     records = list(_records(benchmark, results, device, command))
     if ceilings is not None:
         records = [_with_ceiling(record, ceilings) for record in records]
@@ -127,14 +145,25 @@ def _sample_all(
     benchmark: Benchmark,
     entered: list[tuple[Contender, Callable[[], Any], float]],
     device: torch.device,
-) -> list[list[float]]:
-    """Milliseconds of every contender's calls, taken in turn."""
+    load_s: float | None,
+) -> list[Sampled]:
+    """Milliseconds of every contender's calls, taken in turn unless under load."""
     if device.type != "cuda":
-        return [sample_ms(call, device) for _, call, _ in entered]
+        return [Sampled(sample_ms(call, device)) for _, call, _ in entered]
     sets = [_calls(benchmark, contender, call) for contender, call, _ in entered]
     sets = [calls * _num_rounds(calls) for calls in sets]
-    samples = sample_in_turn_ms([capture(calls) for calls in sets], device)
-    return [[ms / len(calls) for ms in of_one] for calls, of_one in zip(sets, samples, strict=True)]
+    graphs = [capture(calls) for calls in sets]
+    if load_s is None:
+        sampled = [Sampled(samples) for samples in sample_in_turn_ms(graphs, device)]
+    else:
+        loads = [sample_sustained_ms(graph, load_s=load_s) for graph in graphs]
+        sampled = [
+            Sampled(load.samples_ms, {"sm_mhz": load.sm_mhz, "watts": load.watts}) for load in loads
+        ]
+    return [
+        replace(one, ms=[ms / len(calls) for ms in one.ms])
+        for calls, one in zip(sets, sampled, strict=True)
+    ]
 
 
 def _num_rounds(calls: list[Callable[[], Any]]) -> int:

@@ -1,11 +1,13 @@
 """How long a call takes: warm-up, then repeated samples on the device's own clock."""
 
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 
 
 def sample_ms(
@@ -57,7 +59,7 @@ def sample_graph_ms(calls: list[Callable[[], object]]) -> list[float]:
 
 
 def sample_in_turn_ms(
-    calls: list[Callable[[], object]],
+    calls: Sequence[Callable[[], object]],
     device: torch.device,
     *,
     warmup_ms: float = 60.0,
@@ -73,6 +75,53 @@ def sample_in_turn_ms(
         spent += sum(once(call) for call in calls)
     rounds = [[once(call) for call in calls] for _ in range(num_samples)]
     return [list(samples) for samples in zip(*rounds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Milliseconds of single calls under load, and the GPU's clock and power meanwhile."""
+
+    samples_ms: list[float]
+    sm_mhz: float
+    watts: float
+
+
+def sample_sustained_ms(
+    call: Callable[[], object], *, load_s: float, num_samples: int = 15
+) -> Sustained:
+    """Times of a call that has had the GPU to itself for `load_s` seconds.
+
+    By then the clock is what the power limit leaves for this call, as in a model that makes no
+    other. In turn with others a call gets the clock that they all leave it together.
+    """
+    if load_s <= 0:
+        raise ConfigError(f"expected a load of more than 0 seconds, got {load_s}")
+    started = time.monotonic()
+    while time.monotonic() - started < load_s:
+        _once_cuda(call)
+    samples = [_once_cuda(call) for _ in range(num_samples)]
+    sm_mhz, watts = _meter(call)
+    return Sustained(samples, sm_mhz, watts)
+
+
+def _meter(call: Callable[[], object]) -> tuple[float, float]:
+    """The GPU's clock in MHz and its power in W, read while `call` runs again and again."""
+    uuid = torch.cuda.get_device_properties().uuid
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,power.draw"]
+    try:
+        meter = subprocess.Popen(
+            [*query, "--format=csv,noheader,nounits"], stdout=subprocess.PIPE, text=True
+        )
+    except FileNotFoundError:
+        raise UnsupportedError("expected nvidia-smi to read the clock, got none in PATH") from None
+    while meter.poll() is None:
+        _once_cuda(call)
+    text, _ = meter.communicate()
+    try:
+        sm_mhz, watts = map(float, text.split(","))
+    except ValueError:
+        raise UnsupportedError(f"expected clock and power of nvidia-smi, got {text!r}") from None
+    return sm_mhz, watts
 
 
 def _repeat(

@@ -301,7 +301,8 @@ def calibration_scales(
 def perplexity_table(records: Sequence[Measurement]) -> Table:
     """The rows as a table, with what each recovers of the first."""
     first = records[0].case
-    read = f"{first['num_windows']} windows of {first['context']} tokens of {first['data']}"
+    windows = "window" if first["num_windows"] == 1 else "windows"
+    read = f"{first['num_windows']} {windows} of {first['context']} tokens of {first['data']}"
     return Table(
         caption=f"perplexity: {first['model']}, {read}, {first['chunk']} at a time "
         f"(predictions counted: {first['count']})",
