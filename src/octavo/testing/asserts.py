@@ -1,11 +1,32 @@
 """Asserts whose limits are derived: from a float64 truth and a model with the same rounding."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 # What another order of float32 sums or a fast exponential costs, relative to the result.
 FLOAT32_SLACK = 2.0**-20
+
+
+@contextmanager
+def assert_no_waiting() -> Iterator[None]:
+    """What runs inside must not wait for the GPU: a call that would raises RuntimeError."""
+    _set_sync_mode("error")
+    try:
+        yield
+    finally:
+        _set_sync_mode("default")
+
+
+def _set_sync_mode(mode: Literal["error", "default"]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def assert_within_budget(actual: Tensor, *, truth: Tensor, model: Tensor) -> None:

@@ -15,7 +15,7 @@ from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import fused_vision, vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms
-from octavo.testing.asserts import assert_same_bits
+from octavo.testing.asserts import assert_no_waiting, assert_same_bits
 
 transformers = pytest.importorskip("transformers")
 
@@ -515,8 +515,5 @@ def test_a_fused_tower_on_a_gpu(family, scaling):
     }
     with torch.inference_mode():
         module(**call)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with assert_no_waiting():
             module(**call)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from octavo import Recipe, apply_, restore_  # noqa: E402
 from octavo.integrations.transformers import kv_cache  # noqa: E402
+from octavo.testing.asserts import assert_no_waiting  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,11 +95,8 @@ def test_a_decode_step_waits_for_nothing(family):
         "position_ids": torch.full((2, 1), 30, device="cuda"),
     }
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with assert_no_waiting():
         model(**step, past_key_values=cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

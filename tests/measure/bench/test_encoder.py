@@ -89,7 +89,7 @@ def test_wrong_attention_is_not_timed(tower, monkeypatch):
     monkeypatch.setattr(
         EncoderAttention, "forward", lambda self, query, *_, **__: torch.zeros_like(query)
     )
-    with pytest.raises(UnsupportedError, match="octavo, dynamic is wrong"):
+    with pytest.raises(UnsupportedError, match="octavo, dynamic eagerly is wrong"):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["dynamic"])
 
 
@@ -112,7 +112,7 @@ def test_wrong_attention_in_bf16_is_held_to_its_own_budget(tower, monkeypatch):
         return forward(self, *args, **options) * 1.03
 
     monkeypatch.setattr(EncoderAttention, "forward", blurred)
-    with pytest.raises(UnsupportedError, match="octavo, fused-bf16 is wrong"):
+    with pytest.raises(UnsupportedError, match="octavo, fused-bf16 eagerly is wrong"):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["fused-bf16"])
 
 

@@ -166,7 +166,7 @@ def _enter(
             objections.append(Objection("encoder", name, contender.recipe, plan.reason))
             continue
         replay = partial(graphs, **inputs, is_required=True)
-        entered.append((contender, True, replay, _check(contender, truth, replay())))
+        entered.append((contender, True, replay, _check(contender, truth, replay(), "by graphs")))
     return entered, objections
 
 
@@ -259,7 +259,9 @@ def _scales(tower: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-def _check(contender: _Contender, truth: _Truth, result: Any) -> dict[str, float]:
+def _check(
+    contender: _Contender, truth: _Truth, result: Any, how: str = "eagerly"
+) -> dict[str, float]:
     """How far attention and the whole tower are from stock; raises if attention is wrong."""
     errors = []
     for name, (args, kwargs, expected) in truth.layers.items():
@@ -270,9 +272,9 @@ def _check(contender: _Contender, truth: _Truth, result: Any) -> dict[str, float
     of_tower = relative_rms(result.pooler_output, truth.result)
     if not worst <= limit or math.isnan(of_tower):
         raise UnsupportedError(
-            f"encoder with {contender.name}, {contender.recipe} is wrong: expected attention with "
-            f"a relative error of at most {limit} and a finite result, got {worst:.3g} and "
-            f"{of_tower:.3g}"
+            f"encoder with {contender.name}, {contender.recipe} {how} is wrong: expected "
+            f"attention with a relative error of at most {limit} and a finite result, got "
+            f"{worst:.3g} and {of_tower:.3g}"
         )
     return {"relative_rms": worst, "tower_relative_rms": of_tower}
 

@@ -74,7 +74,10 @@ def _run(
         raise UnsupportedError(
             f"a peer is called with the softmax scale 1/√head_dim, got {spec.scale_for(head_dim)}"
         )
-    out = prepare(folder, False, q, k, v, False, packing)()
+    # Rows of no sequence are zeros, as our op promises: FlashAttention-3 reads values beyond the
+    # end of a sequence, and 0 · NaN would reach its result.
+    given = None if packing is None else torch.zeros_like(q)
+    out = prepare(folder, False, q, k, v, False, packing, given)()
     return out.to(out_dtype), q.new_empty(0, dtype=torch.float32)
 
 

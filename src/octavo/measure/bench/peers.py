@@ -93,11 +93,16 @@ def fa3_fwd(
     v: Tensor,
     is_causal: bool,
     packing: Packing | None = None,
+    out: Tensor | None = None,
 ) -> Call:
-    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`."""
+    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`.
+
+    out: where the result goes, like q; rows of no sequence are left as they are.
+    """
     library, head_dim = load("fa3_fwd", folder), q.shape[-1]
     (q, k, v), (q_scale, k_scale, v_scale) = _operands(q, k, v, fp8, packing)
-    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
     sequences: dict[str, Tensor | int] = {}
     if packing is not None:
         sequences |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
@@ -128,8 +133,12 @@ def vllm_fa3(
     v: Tensor,
     is_causal: bool,
     packing: Packing | None = None,
+    out: Tensor | None = None,
 ) -> Call:
-    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it."""
+    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it.
+
+    out: where the result of packed sequences goes, like q; rows of none are left as they are.
+    """
     if packing is None:
         batch, length = q.shape[:2]
         if k.shape[1] != length:
@@ -140,7 +149,8 @@ def vllm_fa3(
         return lambda: packed().unflatten(0, (batch, length))
     library, head_dim = load("_vllm_fa3_C", folder), q.shape[-1]
     (q, k, v), scales = _operands(q, k, v, fp8, packing)
-    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
     def call() -> Tensor:
         vllm_fwd(

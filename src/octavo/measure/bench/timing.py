@@ -44,7 +44,8 @@ def capture(calls: list[Callable[[], object]]) -> Callable[[], None]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # so that no result takes another's memory
+        results = [call() for call in calls]  # kept, so that none takes another's memory
+    kept = (calls, results)  # what the calls read must stay where it was
 
     def replay(graph: torch.cuda.CUDAGraph = graph, kept: object = kept) -> None:
         graph.replay()
