@@ -5,9 +5,10 @@
 
 Worker processes draw charts and ask questions about them; the model reads each batch of images a
 few times, with other questions. A sequence is an image, several questions with their answers, and
-at last the whole chart in words, or questions of one or two words: dense practice. Only answers
-count in the loss. Every image of a batch has one size, so that whole batches go through the vision
-tower without loops.
+at last the whole chart in words, or questions of one or two words: dense practice. Questions do not
+see each other. Answers count in the loss, and what the vision tower knows at the places of labels
+and values (guides, which are not part of the reader). Every image of a batch has one size, so that
+whole batches go through the tower without loops.
 
 The folder of --state gets checkpoint.pt, from which the next run goes on, and progress.jsonl. At
 the end that of --output gets the reader's files in bfloat16, and record.jsonl with its accuracy on
@@ -50,16 +51,18 @@ from octavo.integrations.transformers.chart_reader import (
 from octavo.integrations.transformers.chart_reader_training import (
     IGNORED,
     ChartReaderLoss,
+    Guides,
     equal_images,
 )
 from octavo.measure import store
-from octavo.measure.evaluate.chart_drawing import draw_chart
+from octavo.measure.evaluate.chart_drawing import Place, draw_with_places
 from octavo.measure.evaluate.chartqa import RecipeRow, evaluate
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
 from octavo.measure.evaluate.chartqa_scores import relaxed_accuracy
 from octavo.measure.evaluate.charts import (
     KINDS,
     SIZES,
+    Chart,
     description,
     make_chart,
     make_questions,
@@ -68,11 +71,15 @@ from octavo.measure.evaluate.charts import (
 )
 from octavo.measure.records import Machine, Measurement, Scalar
 
-Reading = tuple[Tensor, ...]  # images, ids, labels
+Reading = tuple[Tensor, ...]  # images, ids, labels, segments, places
 
 FIRST_SEED = 10**9  # held-out charts have seeds below
 QUESTIONS, SHORT = 5, 7
 TEXT_TOKENS = 112  # after the image: questions with answers, and the description or short ones
+# What belongs to a place: names, and the digits of the value in the first or only series, in the
+# second one.
+FACTS = ("label", "series", "color", "tens", "ones", "second tens", "second ones")
+MAX_PLACES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +107,13 @@ class Settings:
 class Batch:
     """Images of one size, uint8 [batch, height, width, 3], and texts for each reading of them.
 
-    ids, labels: int64 [reuse, batch, tokens]; labels are IGNORED except on answers.
+    texts: int64 [reuse, 3, batch, tokens]: ids; labels, IGNORED except on answers; segments, the
+    number of each question. places: int64 [batch, MAX_PLACES, 1 + FACTS].
     """
 
     images: np.ndarray[Any, Any]
-    ids: np.ndarray[Any, Any]
-    labels: np.ndarray[Any, Any]
+    texts: np.ndarray[Any, Any]
+    places: np.ndarray[Any, Any]
 
 
 @cache
@@ -120,12 +128,14 @@ def make_batch(seed: int, settings: Settings) -> Batch:
     width, height = rng.choice(SIZES["plain"])
     num_tokens = (width // PATCH // MERGE) * (height // PATCH // MERGE)
     images = np.empty((settings.batch, height, width, 3), np.uint8)
-    texts: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(settings.reuse)]
+    places = np.empty((settings.batch, MAX_PLACES, 1 + len(FACTS)), np.int64)
+    texts: list[list[list[list[int]]]] = [[] for _ in range(settings.reuse)]
     for i in range(settings.batch):
         chart_seed = FIRST_SEED + seed * settings.batch + i
         chart = make_chart(chart_seed, kinds=settings.kinds)  # type: ignore[arg-type]
         chart = replace(chart, style=replace(chart.style, width=width, height=height))
-        images[i] = np.asarray(draw_chart(chart))
+        image, written = draw_with_places(chart)
+        images[i], places[i] = np.asarray(image), _places(chart, written)
         for turn in range(settings.reuse):
             asked = make_questions(chart, chart_seed * settings.reuse + turn, QUESTIONS)
             pairs = [(question.text, question.answer) for question in asked]
@@ -133,24 +143,65 @@ def make_batch(seed: int, settings: Settings) -> Batch:
             more = [description(chart)] if turn == 0 else practice(chart, chart_seed + turn, SHORT)
             pairs += [(question.text, question.answer) for question in more]
             texts[turn].append(_conversation(pairs, num_tokens))
-    ids = np.array([[ids for ids, _ in row] for row in texts])
-    return Batch(images, ids, np.array([[labels for _, labels in row] for row in texts]))
+    return Batch(images, np.array(texts).swapaxes(1, 2), places)
 
 
-def _conversation(pairs: list[tuple[str, str]], num_tokens: int) -> tuple[list[int], list[int]]:
-    """Tokens and labels of an image and what is said about it, padded to one length."""
+def _places(chart: Chart, written: list[Place]) -> np.ndarray[Any, Any]:
+    """The token of the image at each place, and the facts there as tokens of text."""
+    found = np.full((MAX_PLACES, 1 + len(FACTS)), IGNORED, np.int64)
+    found[:, 0] = 0
+    side, across = PATCH * MERGE, chart.style.width // (PATCH * MERGE)
+    for row, place in zip(found, written, strict=False):
+        row[0] = int(place.y) // side * across + int(place.x) // side
+        for name, text in _facts(chart, place).items():
+            row[1 + FACTS.index(name)] = _reader_of_texts().encode(text)[0]
+    return found
+
+
+def _facts(chart: Chart, place: Place) -> dict[str, str]:
+    """What belongs to a place, by the names in FACTS."""
+    facts: dict[str, str] = {}
+    series = chart.series[place.series]
+    if place.kind != "series":
+        facts["label"] = chart.labels[place.label]
+    if place.kind != "label" and series:
+        facts["series"] = series
+    if place.kind != "label" or chart.is_colored_by_label or not series:
+        facts["color"] = chart.colors[place.label if chart.is_colored_by_label else place.series]
+    if place.kind == "value":
+        facts |= _digits(chart.values[place.series][place.label])
+    if place.kind == "label":
+        for prefix, row in zip(("", "second "), chart.values, strict=False):
+            facts |= _digits(row[place.label], prefix)
+    return facts
+
+
+def _digits(value: int, prefix: str = "") -> dict[str, str]:
+    """Both digits of a value below 100; one without tens has the mark of the end there."""
+    tens = str(value // 10) if value > 9 else END
+    return {f"{prefix}tens": tens, f"{prefix}ones": str(value % 10)}
+
+
+def _conversation(pairs: list[tuple[str, str]], num_tokens: int) -> list[list[int]]:
+    """Tokens, labels and segments of an image and what is said about it, padded to one length."""
     reader = _reader_of_texts()
     ids = reader.prompt("", num_tokens)
-    labels = [IGNORED] * len(ids)
+    labels, segments = [IGNORED] * len(ids), [0] * len(ids)
     total = len(ids) + TEXT_TOKENS
-    for question, answer in pairs:
+    for number, (question, answer) in enumerate(pairs, start=1):
         asked, said = reader.encode(question), [*reader.encode(answer), SPECIAL.index(END)]
         ids += asked + said
         labels += [IGNORED] * len(asked) + said
+        segments += [number] * len(asked + said)
     if len(ids) > total:
         raise ConfigError(f"expected at most {TEXT_TOKENS} tokens of text, got {pairs}")
     num_missing = total - len(ids)
-    return ids + [0] * num_missing, labels + [IGNORED] * num_missing
+    padding = len(pairs) + 1
+    return [
+        ids + [0] * num_missing,
+        labels + [IGNORED] * num_missing,
+        segments + [padding] * num_missing,
+    ]
 
 
 class Feed:
@@ -175,10 +226,9 @@ class Feed:
 
     def _take(self, batch: Batch) -> None:
         device = self.settings.device
-        images = torch.from_numpy(batch.images).to(device)
-        for ids, labels in zip(batch.ids, batch.labels, strict=True):
-            texts = (torch.from_numpy(x).to(device) for x in (ids, labels))
-            self.readings.append((images, *texts))
+        images, places = (torch.from_numpy(x).to(device) for x in (batch.images, batch.places))
+        for texts in torch.from_numpy(batch.texts).to(device):
+            self.readings.append((images, *texts, places))
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
@@ -217,7 +267,10 @@ class Run:
             first = load_chart_reader(settings.start, torch.float32)
             self.reader.model.load_state_dict(first.model.state_dict())
         self.reader.to(settings.device)
-        self.loss = ChartReaderLoss(self.reader.model)
+        text = self.reader.model.config.text_config
+        self.guides = Guides(text.hidden_size, text.vocab_size, len(FACTS)).to(settings.device)
+        self.loss = ChartReaderLoss(self.reader.model, self.guides)
+        self.parameters = [*self.reader.model.parameters(), *self.guides.parameters()]
         self.is_cuda = settings.device.startswith("cuda")
         self.learning_rate = torch.tensor(0.0, device=settings.device)
         self.optimizer = self._make_optimizer()
@@ -227,7 +280,7 @@ class Run:
             self._resume()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        parameters = list(self.reader.model.parameters())
+        parameters = self.parameters
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # in place from now on: graphs know where
         groups: list[dict[str, Any]] = [
@@ -249,6 +302,7 @@ class Run:
     def _resume(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.settings.device, weights_only=True)
         self.reader.model.load_state_dict(state["model"])
+        self.guides.load_state_dict(state["guides"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
@@ -260,6 +314,7 @@ class Run:
         content = io.BytesIO()
         state = {
             "model": self.reader.model.state_dict(),
+            "guides": self.guides.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
@@ -287,7 +342,7 @@ class Run:
         return self.graphs[shape](reading)
 
     def _learn(self, reading: Reading) -> Tensor:
-        for parameter in self.reader.model.parameters():
+        for parameter in self.parameters:
             assert parameter.grad is not None
             parameter.grad.zero_()
         device_type = "cuda" if self.is_cuda else "cpu"
@@ -297,7 +352,7 @@ class Run:
         ):
             loss = self.loss(*reading)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.reader.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         return loss.detach()
 

@@ -27,6 +27,7 @@ from octavo.integrations.transformers.chart_reader import (
 from octavo.integrations.transformers.chart_reader_training import (
     IGNORED,
     ChartReaderLoss,
+    Guides,
     equal_images,
 )
 
@@ -224,14 +225,16 @@ def conversation(reader, batch):
     ids = torch.tensor([[*prompt, *reader.encode(f"{i}"), 2] for i in range(batch)])
     labels = ids.clone()
     labels[:, :-2] = IGNORED
-    return images, ids, labels
+    segments = torch.ones_like(ids)
+    segments[:, :4] = 0  # the image and what surrounds it
+    return images, ids, labels, segments, torch.zeros(batch, 0, 1, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_loss_is_that_of_transformers(reader, batch):
-    images, ids, labels = conversation(reader, batch)
+    images, ids, labels, *rest = conversation(reader, batch)
     with equal_images(reader.model):
-        loss = ChartReaderLoss(reader.model)(images, ids, labels)
+        loss = ChartReaderLoss(reader.model)(images, ids, labels, *rest)
     grid = torch.tensor([[1, 2, 4]]).expand(batch, 3)
     theirs = reader.model(
         input_ids=ids,
@@ -243,6 +246,38 @@ def test_the_loss_is_that_of_transformers(reader, batch):
     torch.testing.assert_close(loss, theirs.loss, rtol=1e-5, atol=1e-6)
     assert reader.model.config.vision_config._attn_implementation != "octavo_flash_equal"
     assert len(chart_reader.cut_patches(images)) == batch * 2 * MERGE**2
+
+
+def test_questions_do_not_see_each_other(reader):
+    """Two in one sequence have the losses that each has alone."""
+    images, *_, places = conversation(reader, 1)
+    prompt = reader.prompt("", 2)
+    pairs = [(reader.encode("How many bars?"), 3), (reader.encode("Apple, Pear 7"), 2)]
+
+    def loss_of(chosen):
+        ids, labels, segments = list(prompt), [IGNORED] * len(prompt), [0] * len(prompt)
+        for number, (text, num_said) in enumerate(chosen, start=1):
+            ids += text
+            labels += [IGNORED] * (len(text) - num_said) + text[-num_said:]
+            segments += [number] * len(text)
+        rows = (torch.tensor([row]) for row in (ids, labels, segments))
+        with equal_images(reader.model), torch.no_grad():
+            return float(ChartReaderLoss(reader.model)(images, *rows, places))
+
+    alone = [loss_of([pair]) for pair in pairs]
+    expected = (3 * alone[0] + 2 * alone[1]) / 5
+    assert loss_of(pairs) == pytest.approx(expected, rel=1e-5)
+    assert abs(alone[0] - alone[1]) > 0.01
+
+
+def test_guides_learn_what_stands_at_a_place():
+    torch.manual_seed(0)
+    guides, of_images = Guides(8, 5, 2), torch.randn(3, 4, 8)
+    places = torch.tensor([[[1, 4, IGNORED], [0, IGNORED, IGNORED]]] * 3)
+    first = guides(of_images, places)
+    logits = guides.predict(of_images[:, 1]).unflatten(-1, (2, 5))[:, 0]
+    expected = torch.nn.functional.cross_entropy(logits, torch.full((3,), 4))
+    torch.testing.assert_close(first, expected)
 
 
 def test_the_loss_in_bfloat16_is_near(reader):

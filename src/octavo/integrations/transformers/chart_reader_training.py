@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.integrations.transformers.chart_reader import IMAGE, MERGE, PATCH, SPECIAL, cut_patches
 
@@ -61,22 +61,54 @@ def _add_to_images(hidden: Tensor, _: Tensor, features: Tensor) -> Tensor:
     return hidden + F.pad(features, (0, 0, 1, hidden.shape[1] - 1 - features.shape[1]))
 
 
+class Guides(nn.Module):
+    """What the tower is taught at the places of an image where something is written.
+
+    At the name of a label it should know the value and the color that belong to it, and at a value
+    its label: what questions ask for is then one step away. `facts` of each place are predicted
+    from the image's token there, each by a layer of its own. For training only.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_facts: int) -> None:
+        super().__init__()
+        self.num_facts = num_facts
+        self.predict = nn.Linear(hidden_size, num_facts * vocab_size)
+
+    def forward(self, of_images: Tensor, places: Tensor) -> Tensor:
+        """The mean cross entropy of all facts that are not IGNORED.
+
+        of_images: [batch, image tokens, hidden]; places: int64 [batch, places, 1 + facts], the
+        index of an image's token and the facts there.
+        """
+        index = places[..., :1].expand(-1, -1, of_images.shape[-1])
+        logits = self.predict(of_images.gather(1, index)).unflatten(-1, (self.num_facts, -1))
+        return F.cross_entropy(
+            logits.flatten(0, 2).float(), places[..., 1:].flatten(), ignore_index=IGNORED
+        )
+
+
 class ChartReaderLoss:
     """The loss of a chart reader on whole batches of one image size, positions computed once.
 
     transformers' own forward pass loops over images and sequences; this one has no loop, so that
-    hundreds of images make a step.
+    hundreds of images make a step. A sequence has several questions about its image. Each sees the
+    image and itself alone, at the positions that it would have if it were the only one: otherwise
+    answers would be copied from those before, and the image left unread.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, guides: Guides | None = None) -> None:
+        self.model, self.guides = model, guides
         self.places: dict[tuple[int, ...], dict[str, Any]] = {}
 
-    def __call__(self, images: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross entropy of the labels that are not IGNORED.
+    def __call__(
+        self, images: Tensor, ids: Tensor, labels: Tensor, segments: Tensor, places: Tensor
+    ) -> Tensor:
+        """The mean cross entropy of the labels that are not IGNORED, and that of the guides.
 
         images: uint8 [batch, height, width, 3]; ids, labels: int64 [batch, tokens], the image's
-        tokens from 1 on in every row; needs `equal_images`.
+        tokens from 1 on in every row; segments: int64 [batch, tokens], 0 for what all see and the
+        number of its question elsewhere, which grows; places: as `Guides` takes them. Needs
+        `equal_images`.
         """
         inner = self.model.model
         place = self._place(images, ids)
@@ -87,15 +119,17 @@ class ChartReaderLoss:
         embedded = torch.cat([embedded[:, :1], of_images, embedded[:, stop:]], 1)
         hidden = inner.language_model(
             inputs_embeds=embedded,
-            position_ids=place["text"],
+            attention_mask=visible(segments),
+            position_ids=restarted(place["text"], segments),
             visual_pos_masks=place["mask"],
             deepstack_visual_embeds=seen.deepstack_features,
             use_cache=False,
         ).last_hidden_state
         logits = self.model.lm_head(hidden[:, stop - 1 : -1])  # images have no labels
-        return F.cross_entropy(
+        loss = F.cross_entropy(
             logits.flatten(0, 1).float(), labels[:, stop:].flatten(), ignore_index=IGNORED
         )
+        return loss if self.guides is None else loss + self.guides(of_images, places)
 
     def _place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
         """Everything about positions, which batches of one shape share."""
@@ -137,3 +171,21 @@ class ChartReaderLoss:
             "text": text.expand(3, num_images, -1).to(images.device),
             "mask": kinds.bool().expand(num_images, -1).to(images.device),
         }
+
+
+def visible(segments: Tensor) -> Tensor:
+    """Which tokens each may see, bool [batch, 1, tokens, tokens]: earlier ones of its own question,
+    and those of segment 0."""
+    same = segments[:, :, None] == segments[:, None, :]
+    earlier = torch.ones(segments.shape[1], segments.shape[1], device=segments.device).tril().bool()
+    return ((same | (segments[:, None, :] == 0)) & earlier).unsqueeze(1)
+
+
+def restarted(positions: Tensor, segments: Tensor) -> Tensor:
+    """Positions [3, batch, tokens], where every question begins as if it were the first."""
+    is_first = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    index = torch.arange(segments.shape[1], device=segments.device)
+    begins = torch.where(is_first, index, 0).cummax(1).values
+    first = (segments == 0).sum(1, keepdim=True)  # where the first question begins
+    shift = torch.where(segments == 0, 0, begins - first)
+    return positions - shift

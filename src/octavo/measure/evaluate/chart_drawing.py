@@ -4,8 +4,9 @@ Every value is printed where it is shown: a small model reads numbers more easil
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -17,8 +18,28 @@ UP = 2  # drawn larger by this, then reduced: smooth edges
 GRID: Rgb = (215, 215, 215)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a text stands, the middle of it in pixels, and what it names or tells.
+
+    series, label: indices of the chart's; a label's own text belongs to all series, and that of a
+    series to all labels: 0 then.
+    """
+
+    kind: Literal["label", "series", "value"]
+    series: int
+    label: int
+    x: float
+    y: float
+
+
 def draw_chart(chart: Chart) -> Image.Image:
     """The picture of a chart, RGB, of its style's size."""
+    return draw_with_places(chart)[0]
+
+
+def draw_with_places(chart: Chart) -> tuple[Image.Image, list[Place]]:
+    """The picture of a chart, and where its labels, series and values are written."""
     style = chart.style
     image = Image.new("RGB", (style.width * UP, style.height * UP), style.background)
     if style.is_noisy:
@@ -33,7 +54,7 @@ def draw_chart(chart: Chart) -> Image.Image:
             pen.line()
         case "pie":
             pen.pie()
-    return image.reduce(UP)
+    return image.reduce(UP), pen.places
 
 
 @cache
@@ -66,6 +87,7 @@ class _Pen:
         self.width, self.height = image.size
         self.font = _font(self.style.font_px * UP)
         self.line_px = self.style.font_px * UP
+        self.places: list[Place] = []
         title = _font((self.style.font_px + 1) * UP)
         self.text((self.width / 2, self.line_px * 0.25), chart.title, "ma", font=title)
 
@@ -74,6 +96,28 @@ class _Pen:
     ) -> None:
         ink = self.style.ink if fill is None else fill
         self.draw.text(xy, text, fill=ink, font=font or self.font, anchor=anchor)
+
+    def name(
+        self,
+        kind: Literal["label", "series", "value"],
+        series: int,
+        label: int,
+        xy: tuple[float, float],
+        anchor: str,
+        *,
+        fill: Any = None,
+    ) -> None:
+        """Write a label, the name of a series or a value, and note its place."""
+        chart = self.chart
+        text = {
+            "label": chart.labels[label],
+            "series": chart.series[series],
+            "value": str(chart.values[series][label]),
+        }[kind]
+        self.text(xy, text, anchor, fill=fill)
+        left, top, right, bottom = self.draw.textbbox(xy, text, font=self.font, anchor=anchor)
+        x, y = (left + right) / 2 / UP, (top + bottom) / 2 / UP
+        self.places.append(Place(kind, series, label, x, y))
 
     def color(self, series: int, label: int) -> Rgb:
         name = self.chart.colors[label if self.chart.is_colored_by_label else series]
@@ -84,10 +128,11 @@ class _Pen:
         size = self.line_px * 0.7
         widths = [self.font.getlength(name) + 2 * self.line_px for name in self.chart.series]
         x = (self.width - sum(widths)) / 2
-        for series, name in enumerate(self.chart.series):
+        for series in range(len(self.chart.series)):
             y = top + self.line_px * 0.3
             self.draw.rectangle((x, y, x + size, y + size), fill=self.color(series, 0))
-            self.text((x + size + self.line_px * 0.3, top + self.line_px * 0.1), name, "la")
+            at = (x + size + self.line_px * 0.3, top + self.line_px * 0.1)
+            self.name("series", series, 0, at, "la")
             x += widths[series]
         return top + self.line_px * 1.2
 
@@ -113,14 +158,14 @@ class _Pen:
         num_series = len(self.chart.series)
         slot = (right - left) / len(self.chart.labels)
         width = slot * self.style.bar_percent / 100 / num_series
-        for i, label in enumerate(self.chart.labels):
+        for i in range(len(self.chart.labels)):
             center = left + (i + 0.5) * slot
-            self.text((center, bottom + self.line_px * 0.3), label, "ma")
+            self.name("label", 0, i, (center, bottom + self.line_px * 0.3), "ma")
             for s, row in enumerate(self.chart.values):
                 x = center + (s - num_series / 2) * width
                 y = bottom - (bottom - top) * row[i] / self.chart.axis_max
                 self.draw.rectangle((x, y, x + width - UP, bottom), fill=self.color(s, i))
-                self.text((x + width / 2, y - self.line_px * 0.1), str(row[i]), "md")
+                self.name("value", s, i, (x + width / 2, y - self.line_px * 0.1), "md")
 
     def horizontal_bars(self) -> None:
         line, labels = self.line_px, self.chart.labels
@@ -129,12 +174,12 @@ class _Pen:
         slot = (bottom - top) / len(labels)
         half = slot * self.style.bar_percent / 200
         self.draw.line((left, top, left, bottom), fill=self.style.ink, width=UP)
-        for i, (label, value) in enumerate(zip(labels, self.chart.values[0], strict=True)):
+        for i, value in enumerate(self.chart.values[0]):
             y = top + (i + 0.5) * slot
             x = left + (right - left) * value / self.chart.axis_max
             self.draw.rectangle((left + UP, y - half, x, y + half), fill=self.color(0, i))
-            self.text((left - line * 0.3, y), label, "rm")
-            self.text((x + line * 0.3, y), str(value), "lm")
+            self.name("label", 0, i, (left - line * 0.3, y), "rm")
+            self.name("value", 0, i, (x + line * 0.3, y), "lm")
 
     def line(self) -> None:
         left, top, right, bottom = self.frame()
@@ -145,11 +190,10 @@ class _Pen:
             for i, value in enumerate(self.chart.values[0])
         ]
         self.draw.line(points, fill=color, width=2 * UP, joint="curve")
-        named = zip(points, self.chart.labels, self.chart.values[0], strict=True)
-        for (x, y), label, value in named:
+        for i, (x, y) in enumerate(points):
             self.draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
-            self.text((x, bottom + self.line_px * 0.3), label, "ma")
-            self.text((x, y - self.line_px * 0.4), str(value), "md")
+            self.name("label", 0, i, (x, bottom + self.line_px * 0.3), "ma")
+            self.name("value", 0, i, (x, y - self.line_px * 0.4), "md")
 
     def pie(self) -> None:
         line = self.line_px
@@ -158,19 +202,17 @@ class _Pen:
         x, y = line * 0.8 + radius, top + radius
         start = -90.0
         right = x + radius + line * 1.2
-        for i, (label, value) in enumerate(
-            zip(self.chart.labels, self.chart.values[0], strict=True)
-        ):
+        for i, value in enumerate(self.chart.values[0]):
             end = start + 3.6 * value
             box = (x - radius, y - radius, x + radius, y + radius)
             self.draw.pieslice(box, start, end, fill=self.color(0, i))
             middle = math.radians((start + end) / 2)
             at = (x + 0.62 * radius * math.cos(middle), y + 0.62 * radius * math.sin(middle))
-            self.text(at, str(value), "mm", fill=(255, 255, 255))
+            self.name("value", 0, i, at, "mm", fill=(255, 255, 255))
             row = top + (i + 0.5) * line * 1.6
             size = line * 0.7
             self.draw.rectangle(
                 (right, row - size / 2, right + size, row + size / 2), fill=self.color(0, i)
             )
-            self.text((right + size + line * 0.3, row), label, "lm")
+            self.name("label", 0, i, (right + size + line * 0.3, row), "lm")
             start = end
