@@ -115,24 +115,44 @@ def _rate(records: list[Measurement], impl: str | None, operands: str) -> str:
 
 
 def encoder() -> str:
-    """Attention of a vision tower with quantization included, beside BF16."""
+    """Attention of a vision tower with quantization included, beside BF16, all timed in turn."""
     found = [r for r in store.read(RESULTS / "kernels_h200.jsonl") if r.op == "encoder_attention"]
+    return (
+        "Milliseconds from BF16 to BF16, quantization of q, k and v included, and the speed-up "
+        f"over the fastest BF16, on an {found[0].machine.gpu}; calls of all of them in turn.\n\n"
+        f"{to_markdown(_encoder_table(found))}\n"
+    )
+
+
+def load() -> str:
+    """The same under load: each alone, at the clock that the power limit leaves it."""
+    found = store.read(RESULTS / "kernels_load_h200.jsonl")
+    seconds = found[0].case["load_s"]
+    return (
+        f"The same after {seconds:g} s of nothing else, with the clock in MHz that was left.\n\n"
+        f"{to_markdown(_encoder_table(found))}\n"
+    )
+
+
+def _encoder_table(records: list[Measurement]) -> Table:
     rows = []
-    for shape in dict.fromkeys(str(r.case["shape"]) for r in found):
-        of_shape = [r for r in found if r.case["shape"] == shape]
+    for shape in dict.fromkeys(str(r.case["shape"]) for r in records):
+        of_shape = [r for r in records if r.case["shape"] == shape]
         bf16 = _fastest([r for r in of_shape if r.case["operands"] == "BF16"])
         ours = {r.case["scaling"]: r for r in of_shape if r.case["operands"] == "FP8"}
         cells = [
-            f"{ours[name].values['median_ms']:.2f} ({ours[name].values['speedup']:.2f}×)"
+            f"{_time_at_clock(ours[name])} ({ours[name].values['speedup']:.2f}×)"
             for name in ("static", "dynamic with history")
         ]
-        rows.append((shape, *cells, f"{bf16.values['median_ms']:.2f} ({bf16.impl})"))
+        rows.append((shape, *cells, f"{_time_at_clock(bf16)} ({bf16.impl})"))
     header = ("", "octavo FP8, static scales", "dynamic scales", "fastest BF16")
-    table = Table(caption="", header=header, rows=tuple(rows))
-    return (
-        "Milliseconds from BF16 to BF16, quantization of q, k and v included, and the speed-up "
-        f"over the fastest BF16, on an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
-    )
+    return Table(caption="", header=header, rows=tuple(rows))
+
+
+def _time_at_clock(record: Measurement) -> str:
+    """Milliseconds, and the clock where it was read."""
+    clock = record.values.get("sm_mhz")
+    return f"{record.values['median_ms']:.2f}" + ("" if clock is None else f" at {clock:.0f}")
 
 
 def towers() -> str:
@@ -253,6 +273,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "decode": decode,
     "encoder": encoder,
+    "load": load,
     "speeds": speeds,
     "structures": structures,
     "towers": towers,
