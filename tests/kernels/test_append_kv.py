@@ -128,6 +128,96 @@ def test_unusual_values(granularity, device):
     check(case, query, key, value, SLOTS[:3], rotary=draw_rotary(3, 64, device))
 
 
+def count_both(case, key, value, slots, device, run=append_kv, **options):
+    """What the kernel and the reference add to a count that begins at (10, 2^40)."""
+    slots, counts = torch.tensor(slots, device=device), []
+    for each in (run, reference):
+        view = make_paged_view(case, device=device)
+        saturated = torch.tensor([10, 2**40], device=device)
+        each(view, key, value, slots, saturated=saturated, **options)
+        counts.append((saturated[0].item() - 10, saturated[1].item() - 2**40))
+    return counts
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerHead()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_saturated_values_are_counted(dtype, granularity, fmt, device):
+    case = PagedCase(granularity=granularity, dtype=fmt.dtype, num_kv_heads=3, num_heads=3)
+    view = make_paged_view(case, device=device)
+    _, key, value = (x.contiguous() for x in draw_tokens(case, 5, device, dtype))
+    expected = []
+    for x, scale in ((key, view.key_scale), (value, view.value_scale)):
+        x *= scale.view(-1, 1) * fmt.max * (0.6 if x is key else 0.4)
+        x[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38], device=device)
+        x[1] = torch.inf  # padding
+        limit = scale.double().view(-1, 1) * fmt.max * (1 + 2.0 ** -(fmt.mantissa_bits + 2))
+        is_beyond = x.double().abs() > limit
+        expected.append(int(is_beyond.sum() - is_beyond[1].sum()))
+    assert 3 < expected[1] < expected[0]
+    found = count_both(case, key, value, SLOTS, device)
+    assert found == [tuple(expected)] * 2
+    check(case, None, key, value, SLOTS)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_where_saturation_begins(fmt, device):
+    """At the last number that is no saturation, 0; one bit above it, 1: in every place."""
+    case = PagedCase(granularity=PerHead(), dtype=fmt.dtype, num_kv_heads=2, head_dim=33)
+    _, key, value = (torch.zeros_like(x) for x in draw_tokens(case, 1, device, torch.float32))
+    scale = make_paged_view(case, device=device).key_scale
+    edge = scale * (fmt.max * (1 + 2.0 ** -(fmt.mantissa_bits + 2)))
+    key[0] = edge[:, None]
+    assert count_both(case, key, value, (3,), device) == [(0, 0)] * 2
+    beyond = torch.nextafter(edge, edge.new_tensor(torch.inf))
+    for head, place in ((0, 0), (1, 32)):
+        one = key.clone()
+        one[0, head, place] = -beyond[head]
+        assert count_both(case, one, value, (3,), device) == [(1, 0)] * 2
+    key[0] = beyond[:, None]
+    assert count_both(case, key, value, (3,), device) == [(66, 0)] * 2
+
+
+def test_turned_keys_are_counted(device):
+    """What is stored counts: here a turn takes the values of a pair across the limit."""
+    case = PagedCase(granularity=PerTensor())
+    _, key, value = (torch.zeros_like(x) for x in draw_tokens(case, 2, device, torch.float32))
+    scale = make_paged_view(case, device=device).key_scale
+    key[:, :, 0], key[:, :, 32] = 400 * scale, -400 * scale
+    angle = torch.full((2, 32), torch.pi / 4, device=device)
+    rotary = Rotary(angle.cos(), angle.sin())
+    assert count_both(case, key, value, (0, 1), device) == [(0, 0)] * 2
+    assert count_both(case, key, value, (0, 1), device, rotary=rotary) == [(4, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    "case", [PagedCase(granularity=PerToken()), PagedCase(dtype=torch.bfloat16)], ids=str
+)
+def test_what_has_no_static_scale_does_not_saturate(case, device):
+    _, key, value = (x.contiguous() for x in draw_tokens(case, 5, device))
+    key[0], value[1] = torch.inf, 3e38
+    assert count_both(case, key, value, SLOTS, device) == [(0, 0)] * 2
+    no_tokens = key[:0]
+    assert count_both(PagedCase(), no_tokens, no_tokens, (), device) == [(0, 0)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", candidates(H200), ids=str)
+def test_counts_of_many_tokens_on_a_gpu(config):
+    """Every program adds to the same two numbers."""
+    case = PagedCase(
+        lengths=(3001,), q_lens=(1,), num_heads=9, num_kv_heads=3, granularity=PerHead()
+    )
+    _, key, value = (x.contiguous() for x in draw_tokens(case, 3001, "cuda"))
+    view = make_paged_view(case, device="cuda")
+    key *= 500 * view.key_scale.view(-1, 1)
+    value.fill_(torch.inf)
+    slots = torch.randperm(3001).tolist()
+    run = partial(append_kv, config=config)
+    first, second = count_both(case, key, value, slots, "cuda", run=run)
+    assert first == second and first[0] > 1000 and first[1] == value.numel()
+
+
 def test_padding_is_not_written(device):
     case = PagedCase(granularity=PerToken())
     query, key, value = draw_tokens(case, 3, device)

@@ -39,17 +39,22 @@ SHAPE = {
     "BLOCK_PAIRS": 64,
     "BLOCK_HEADS": 4,
     "BLOCK_QUERIES": 16,
+    "LARGEST": None,
 }
 
 
 def compile_append(capability, page, **changes):
-    pages = {"key_pages_ptr": page, "value_pages_ptr": page}
+    others = {"key_pages_ptr": page, "value_pages_ptr": page}
     constants = SHAPE | changes
+    if constants["LARGEST"] is None:
+        constants["saturated_ptr"] = None
+    else:
+        others["saturated_ptr"] = "*i64"
     options = {"launch_pdl": True} if constants["IS_DEPENDENT"] else {}
     return compile_for(
         capability,
         KERNEL,
-        SIGNATURE | pages,
+        SIGNATURE | others,
         constants,
         aligned=ALIGNED,
         num_warps=4,
@@ -79,3 +84,17 @@ def test_bf16_pages_on_older_gpus():
     assert "griddepcontrol" not in compiled.ptx
     assert "ld.global.v4.b32" in compiled.ptx
     assert compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"HAS_QUERY": False, "ROTARY_DIM": 0}], ids=str)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_counts_of_saturated_values(capability, changes):
+    """A reduction without a result or an order; who does not count has none of it."""
+    plain = compile_append(capability, "*fp8e4nv", **changes)
+    counting = compile_append(capability, "*fp8e4nv", LARGEST=462.0, **changes)
+    assert "atom" not in plain.ptx and "atom" in counting.ptx
+    assert "saturated" not in plain.ptx
+    assert "atom.global.gpu.acq_rel" not in counting.ptx
+    assert counting.opcodes.get("MEMBAR", 0) == 0
+    assert counting.stack_bytes == 0
+    assert counting.num_registers <= plain.num_registers + 16

@@ -110,6 +110,10 @@ def call(**changes):
         ({"query": None, "q_scale": torch.ones(())}, "q_scale quantizes the query"),
         ({"q_scale": torch.ones(2)}, r"query \[3, 4, 64\] needs a float32 scale of shape \[4\]"),
         ({"q_scale": torch.ones(()).double()}, "needs a float32 scale"),
+        ({"saturated": torch.zeros(2)}, r"saturated as contiguous int64 \[2\].*got torch.float32"),
+        ({"saturated": torch.zeros(3, dtype=torch.int64)}, r"got torch.int64 \[3\]"),
+        ({"saturated": torch.zeros(2, 2, dtype=torch.int64)[:, 0]}, r"with strides \[2\]"),
+        ({"saturated": torch.zeros(2, dtype=torch.int64, device="meta")}, "saturated on cpu like"),
         ({"rotary": tables(2)}, "rows divide the 3 tokens, got 2 rows"),
         ({"rotary": tables(3, 33)}, "at most head_dim / 2 = 32 columns, got 33"),
         ({"rotary": Rotary(*(torch.ones(3, 4).to("meta"),) * 2)}, "cos on cpu like key"),
@@ -150,6 +154,26 @@ def test_fake_results_have_the_same_strides(options):
     ((operator, args),) = calls.found
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(operator, args, test_utils=checks)
+
+
+def test_counts_are_added_up_when_compiled():
+    torch._dynamo.reset()
+
+    def step(view, key, value, slots, saturated):
+        ops.append_kv(view, key * 1e4, value, slots, saturated=saturated)
+        return saturated * 2
+
+    counts = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        view = make_paged_view(PagedCase())
+        _, key, value = draw()
+        saturated = torch.tensor([5, 7])
+        for _ in range(2):
+            doubled = run(view, key, value, SLOTS, saturated)
+        assert doubled.tolist() == [2 * n for n in saturated.tolist()]
+        counts.append(saturated.tolist())
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 5 and counts[0][1] == 7
 
 
 def test_compiled():

@@ -124,6 +124,9 @@ CALLS = {
     ),
     "append": lambda: ops.append_kv(**append_inputs()),
     "append-token": lambda: ops.append_kv(**append_inputs(granularity=PerToken())),
+    "append-counted": lambda: ops.append_kv(
+        **append_inputs(), saturated=torch.zeros(2, dtype=torch.int64)
+    ),
     "append-bf16": lambda: ops.append_kv(**append_inputs(dtype=torch.bfloat16)),
     "quantize": lambda: ops.quantize(Draw(0).normal(3, 40)),
     "quantize-strided": lambda: ops.quantize(Draw(0).normal(3, 40).t(), PerToken()),
@@ -175,7 +178,7 @@ def test_what_is_written_to_is_declared():
         for name in OPERATORS
     }
     assert {name: names for name, names in writes.items() if names} == {
-        "append_kv": ["pages_and_scales"],
+        "append_kv": ["pages_and_scales", "saturated"],
         "quantize_qkv_dynamic": ["history"],
     }
 

@@ -36,8 +36,11 @@ def generate(
         str,
         typer.Option(
             "--recipes",
-            help="Of bf16, fp8, fp8-head, fp8-token, stock, with commas between; the first is the "
-            "baseline. bf16 is octavo's own attention over pages that are not quantized, stock is "
+            help="Of bf16, fp8, fp8-head, fp8-token, fp8-unit, stock, with commas between; the "
+            "first is the baseline. bf16 is octavo's own attention over pages that are not "
+            "quantized. fp8 has a calibrated scale for the keys and one for the values of each "
+            "layer, fp8-head one for each head, fp8-token one for each token and head; fp8-unit "
+            "has scales of 1.0, as without calibration, and counts what they cannot hold. stock is "
             "transformers with a static cache.",
         ),
     ] = "bf16,fp8,fp8-token,stock",
@@ -54,9 +57,9 @@ def generate(
 ) -> None:
     """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
 
-    Everyone has the same weights and the same tokens in the cache; steps are CUDA graphs on a GPU
-    and are timed in turn. Logits of the token after the context are compared with the baseline's
-    first (relative_rms); wrong ones end the run.
+    Everyone has the same weights, and the same random keys and values in the cache; steps are CUDA
+    graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
+    the baseline's first (relative_rms); wrong ones end the run.
     """
     from rich.progress import track
 

@@ -88,24 +88,8 @@ class DecoderAttention(Float32Buffers):
 
         Negative slots are padding, which is neither written nor counted.
         """
-        if self.counts_saturation and self.dtype is not None:
-            self.saturated += torch.stack(
-                [
-                    self._beyond(x, scale, slots)
-                    for x, scale in ((key, self.key_scale), (value, self.value_scale))
-                ]
-            )
-        ops.append_kv(view, key, value, slots)
-
-    def _beyond(self, x: Tensor, scale: Tensor, slots: Tensor) -> Tensor:
-        """How many values saturate; NaN is none of them."""
-        if isinstance(self.granularity, PerToken):
-            return torch.zeros((), dtype=torch.int64, device=x.device)
-        assert self.dtype is not None
-        limit = scale.view(-1, 1) * format_of(self.dtype).max
-        # Half a step above the largest number still rounds to it: that is no saturation.
-        step = 2.0 ** -(format_of(self.dtype).mantissa_bits + 2)
-        return ((x.abs() > limit * (1 + step)) & (slots >= 0).view(-1, 1, 1)).sum()
+        saturated = self.saturated if self.counts_saturation else None
+        ops.append_kv(view, key, value, slots, saturated=saturated)
 
     def prefill(
         self,

@@ -27,6 +27,7 @@ def append_kv(
     query: Tensor | None = None,
     rotary: Rotary | None = None,
     q_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor | None:
     """Write new keys and values into their pages, quantized as the cache is.
@@ -38,10 +39,18 @@ def append_kv(
     rotary: turns keys and queries first, in float32. query: [num_tokens, num_heads, head_dim]; with
     it the turned queries are returned, padding's too: in their own dtype, or in e4m3 with the
     q_scale, [] or [num_heads], that is given.
+    saturated: int64 [2], to which the numbers of keys and values are added that lie beyond the
+    range of their static scale, infinities among them; NaN and padding are not counted.
     """
     _check_new(view, key, value, slots)
     check_one_device(
-        pages=view.key_pages, key=key, value=value, slots=slots, query=query, q_scale=q_scale
+        pages=view.key_pages,
+        key=key,
+        value=value,
+        slots=slots,
+        query=query,
+        q_scale=q_scale,
+        saturated=saturated,
     )
     if query is not None:
         _check_query(view, query, len(slots))
@@ -53,6 +62,8 @@ def append_kv(
         check_float("cos and sin", rotary.cos)
         check_one_device(key=key, cos=rotary.cos, sin=rotary.sin)
         rotary.check(len(key), key.shape[-1])
+    if saturated is not None:
+        _check_saturated(saturated)
     turned: Tensor = torch.ops.octavo.append_kv(
         view.tensors[:4],
         view.tensors[4:],
@@ -63,6 +74,7 @@ def append_kv(
         *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
         rotary is not None and rotary.is_interleaved,
         q_scale,
+        saturated,
         impl,
     )
     return None if query is None else turned
@@ -81,6 +93,15 @@ def _check_new(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> No
                 f"expected {name} of shape {list(expected)} [tokens, num_kv_heads, head_dim], got "
                 f"{list(x.shape)}"
             )
+
+
+def _check_saturated(saturated: Tensor) -> None:
+    is_good = saturated.dtype == torch.int64 and tuple(saturated.shape) == (2,)
+    if not is_good or not saturated.is_contiguous():
+        raise ConfigError(
+            f"expected saturated as contiguous int64 [2] (keys, values), got {saturated.dtype} "
+            f"{list(saturated.shape)} with strides {list(saturated.stride())}"
+        )
 
 
 def _check_query(view: PagedView, query: Tensor, num_tokens: int) -> None:
@@ -105,6 +126,7 @@ def _run(
     sin: Tensor | None,
     is_interleaved: bool,
     q_scale: Tensor | None,
+    saturated: Tensor | None,
     impl: str | None,
 ) -> Tensor:
     view = PagedView(*pages_and_scales, *tables)
@@ -113,6 +135,7 @@ def _run(
         "fp8-query": q_scale is not None,
         "rotary": cos is not None,
         "interleaved": is_interleaved,
+        "saturated": saturated is not None,
     }
     request = Request(
         op="append_kv",
@@ -127,7 +150,7 @@ def _run(
     )
     rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
     turned: Tensor | None = find_run(request, impl)(
-        view, key, value, slots, query=query, rotary=rotary, q_scale=q_scale
+        view, key, value, slots, query=query, rotary=rotary, q_scale=q_scale, saturated=saturated
     )
     if turned is None:
         return key.new_empty(0)
@@ -147,6 +170,7 @@ def _fake(
     sin: Tensor | None,
     is_interleaved: bool,
     q_scale: Tensor | None,
+    saturated: Tensor | None,
     impl: str | None,
 ) -> Tensor:
     if query is None:
@@ -158,7 +182,7 @@ def _fake(
 define(
     "append_kv(Tensor(a!)[] pages_and_scales, Tensor[] tables, Tensor key, Tensor value, "
     "Tensor slots, Tensor? query, Tensor? cos, Tensor? sin, bool is_interleaved, Tensor? q_scale, "
-    "str? impl) -> Tensor",
+    "Tensor(b!)? saturated, str? impl) -> Tensor",
     _run,
     _fake,
 )

@@ -25,6 +25,7 @@ def append_kv(
     query: Tensor | None = None,
     rotary: Rotary | None = None,
     q_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor | None:
     """Write new keys and values into their slots, quantized as the cache is.
 
@@ -32,17 +33,22 @@ def append_kv(
     offset, and negative for tokens that are not written. Scales per token and head are computed
     here and stored beside the page; others are the cache's own. rotary turns keys, and the `query`
     of every token, which is returned: in its own dtype, or with a q_scale in e4m3.
+    saturated: int64 [2], to which the numbers of saturated keys and values are added.
     """
     if rotary is not None:
         key = rotate(key, rotary)
     used = slots >= 0
     page = (slots[used] // view.page_size).long()
     offset = (slots[used] % view.page_size).long()
-    for x, pages, scale in (
-        (key[used], view.key_pages, view.key_scale),
-        (value[used], view.value_pages, view.value_scale),
+    for i, (x, pages, scale) in enumerate(
+        (
+            (key[used], view.key_pages, view.key_scale),
+            (value[used], view.value_pages, view.value_scale),
+        )
     ):
         if is_fp8(pages.dtype):
+            if saturated is not None:
+                saturated[i] += _num_saturated(x, pages, scale)
             quantized = _quantize_like(x, pages, scale)
             data = quantized.data
             if scale.dim() == 3:
@@ -124,6 +130,16 @@ def _quantize_like(x: Tensor, pages: Tensor, scale: Tensor) -> Quantized:
     if scale.dim() == 3:
         return quantize(x, PerToken(), fmt)
     return quantize(x, PerHead() if scale.dim() == 1 else PerTensor(), fmt, scale=scale)
+
+
+def _num_saturated(x: Tensor, pages: Tensor, scale: Tensor) -> Tensor | int:
+    """How many of x lie beyond the range of a static scale; NaN is none of them."""
+    if scale.dim() == 3:  # a token's own scale reaches its largest finite value
+        return 0
+    fmt = format_of(pages.dtype)
+    # Less than half a step above the largest number still rounds to it: that is no saturation.
+    largest = fmt.max * (1 + 2.0 ** -(fmt.mantissa_bits + 2))
+    return (x.float().abs() > scale.view(-1, 1) * largest).sum()
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Whole towers by token budget: padding changes no result and no history."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -239,6 +241,42 @@ def test_replays_count_for_who_saves_scales(tower, monkeypatch, tmp_path):
     assert savers_of(padded) == savers_of(other) == []
     graphs(**make_pixels(tower, REQUESTS[0]))  # saved: nobody counts any more
     assert saver._num_steps == 16
+
+
+def test_graphs_are_forgotten_when_the_tower_changed(tower, monkeypatch):
+    other = twin(tower)
+    graphs = VisionGraphs(other, BUDGETS)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def is_forgotten():
+        graphs._captured[64] = None
+        graphs._forget_if_changed()
+        return 64 not in graphs._captured
+
+    apply_(other, RECIPES["dynamic"])
+    assert is_forgotten() and not is_forgotten()
+    for layer in (m for m in other.modules() if isinstance(m, EncoderAttention)):
+        layer.impl = "reference"
+        assert is_forgotten() and not is_forgotten()
+    other.to(torch.float64)
+    assert is_forgotten() and not is_forgotten()
+    restore_(other)
+    assert is_forgotten() and not is_forgotten()
+
+
+def test_new_layers_at_old_addresses_are_noticed(tower, monkeypatch):
+    """As after restore_ and apply_, where an allocator gives away again what was freed."""
+    other = twin(tower)
+    apply_(other, RECIPES["dynamic"])
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 0)
+    before = vision_graphs._fingerprint(other)
+    old = [weakref.ref(m) for m in other.modules() if isinstance(m, EncoderAttention)]
+    assert vision_graphs._fingerprint(other) == before
+    restore_(other)
+    apply_(other, RECIPES["dynamic"])
+    gc.collect()
+    assert vision_graphs._fingerprint(other) != before
+    assert len(old) == 2 and all(layer() is not None for layer in old)  # their memory is not free
 
 
 def on_gpu():

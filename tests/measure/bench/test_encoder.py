@@ -120,7 +120,7 @@ def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
     """A peer that is there takes part by its name, in every layer; one that is not is left out."""
     seen = []
 
-    def fast(folder, fp8, q, k, v, is_causal, packing):
+    def fast(folder, fp8, q, k, v, is_causal, packing, out):
         seen.append(folder)
         return lambda: ops.attention(q, k, v, packing=packing, impl="reference")
 

@@ -289,6 +289,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             parts.append(self._attend(step, sinks, *part))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def store(self, k: Tensor, v: Tensor, run: Pass) -> None:
+        """Store k and v, [batch, columns, heads, head_dim] without padding; attend to nothing."""
+        if self.window is not None:
+            raise UnsupportedError(f"{self.attention.name}: expected a layer that sees all keys")
+        num_columns = k.shape[1]
+        places = run.step(0, num_columns, num_columns, None).places_in(self.capacity, None)
+        self.attention.append(self._view(places), k.flatten(0, 1), v.flatten(0, 1), places.slots)
+
     def _attend(self, step: Step, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = step.places_in(self.capacity, self.window)
         view = self._view(places)

@@ -226,12 +226,7 @@ class VisionGraphs:
 
     def _forget_if_changed(self) -> None:
         """Drop graphs that read memory which is no longer the tower's."""
-        first = next(self.tower.parameters())
-        state = (x for block in self.tower.blocks for x in block.attn.buffers())
-        pointers = (x.data_ptr() for x in chain([first], state))
-        layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
-        impls = (layer.impl for layer in layers)
-        found = (self.tower.config._attn_implementation, *impls, *pointers)
+        found = _fingerprint(self.tower)
         if found != self._fingerprint:
             self._captured.clear()
             # Graphs share memory: none is replayed before the last one's result is copied.
@@ -251,6 +246,20 @@ class VisionGraphs:
             return x
 
         return type(result)(**{name: cut(x) for name, x in result.items()})
+
+
+def _fingerprint(tower: Any) -> tuple[object, ...]:
+    """What a graph of the tower depends on; equal as long as its graphs are good.
+
+    The layers themselves are in it, and compare by identity: new ones may lie where old ones lay,
+    once those are gone, and while they are held here they are not.
+    """
+    first = next(tower.parameters())
+    state = (x for block in tower.blocks for x in block.attn.buffers())
+    pointers = (x.data_ptr() for x in chain([first], state))
+    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
+    impls = (layer.impl for layer in layers)
+    return (tower.config._attn_implementation, *layers, *impls, *pointers)
 
 
 def _count(grid_thw: Tensor) -> tuple[int, int]:

@@ -46,6 +46,7 @@ def _append_kernel(
     key_scale_ptr,
     value_scale_ptr,
     q_scale_ptr,
+    saturated_ptr,
     factor,
     num_slots,
     key_token,
@@ -88,8 +89,12 @@ def _append_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
-    """Program (token, KV heads). A slot that is negative, or beyond the pages, is not written."""
+    """Program (token, KV heads). A slot that is negative, or beyond the pages, is not written.
+
+    LARGEST: beyond so many scales a value is saturated, and counted; None counts nothing.
+    """
     if IS_DEPENDENT:
         # The next kernel may start now and wait for this one; this one waits for the one before.
         tl.extra.cuda.gdc_launch_dependents()
@@ -159,6 +164,16 @@ def _append_kernel(
             tl.store(scale_at, scale, mask=is_written)
         else:
             scale = tl.load(scale_at, mask=is_head, other=1.0)
+            if LARGEST is not None:
+                limit = (scale * LARGEST)[:, None]
+                is_first_beyond = tl.abs(first.to(tl.float32)) > limit
+                is_second_beyond = tl.abs(second.to(tl.float32)) > limit
+                num_beyond = is_first_beyond.to(tl.int32) + is_second_beyond.to(tl.int32)
+                num_beyond = tl.sum(num_beyond, axis=1)
+                at = saturated_ptr + tl.where(is_key, 0, 1)
+                # Hardly any row has some: rows without them touch no memory.
+                has_some = is_written & (num_beyond > 0)
+                tl.atomic_add(at, num_beyond.to(tl.int64), mask=has_some, sem="relaxed")
         by = divisor(scale[:, None], HAS_FMA)
         first, second = divide(first, by, HAS_FMA), divide(second, by, HAS_FMA)
     row = tl.where(
@@ -181,6 +196,7 @@ def append_kv(
     query: Tensor | None = None,
     rotary: Rotary | None = None,
     q_scale: Tensor | None = None,
+    saturated: Tensor | None = None,
     config: AppendConfig | None = None,
 ) -> Tensor | None:
     """Write keys and values into pages, as `octavo.ops.append_kv` promises, in one launch."""
@@ -202,6 +218,7 @@ def append_kv(
     rotary_dim = 0 if rotary is None else rotary.rotary_dim
     scale_strides = (view.key_scale, view.value_scale)
     num_pairs = rotary_dim // 2 + (head_dim - rotary_dim + 1) // 2
+    largest = None if saturated is None else _largest(view)
     options = {"launch_pdl": True} if config.is_dependent else {}
     _append_kernel[(num_tokens, triton.cdiv(num_kv_heads, config.block_heads))](
         key,
@@ -216,6 +233,7 @@ def append_kv(
         view.key_scale,
         view.value_scale,
         view.key_scale if q_scale is None else q_scale,
+        None if largest is None else saturated,
         1 / format_of(view.dtype).max if view.is_fp8 else 1.0,
         view.num_pages * view.page_size,
         *(stride for x in (key, value, queries) for stride in x.stride()[:2]),
@@ -240,6 +258,7 @@ def append_kv(
         BLOCK_PAIRS=triton.next_power_of_2(num_pairs),
         BLOCK_HEADS=config.block_heads,
         BLOCK_QUERIES=triton.next_power_of_2(config.block_heads * group),
+        LARGEST=largest,
         num_warps=config.num_warps,
         # Products of rotary embedding are rounded one by one, as everywhere else.
         enable_fp_fusion=False,
@@ -251,6 +270,17 @@ def append_kv(
 def _rows(x: Tensor) -> Tensor:
     """x with its last dimension contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _largest(view: PagedView) -> float | None:
+    """How many scales a value must exceed to saturate; None if none can.
+
+    What is less than half a step above the largest number still rounds to it.
+    """
+    if not view.is_fp8 or view.key_scale.dim() == 3:
+        return None
+    fmt = format_of(view.dtype)
+    return fmt.max * (1 + 2.0 ** -(fmt.mantissa_bits + 2))
 
 
 def _scale_strides(scale: Tensor) -> tuple[int, int, int]:
