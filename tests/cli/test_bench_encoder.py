@@ -31,7 +31,6 @@ def test_encoder_prints_and_records(capsys, tmp_path):
     records = store.read(path)
     assert [(r.impl, r.case["recipe"]) for r in records] == [
         ("sdpa", "bf16"),
-        ("octavo", "bf16"),
         ("octavo", "fused-bf16"),
         ("octavo", "dynamic"),
     ]

@@ -78,9 +78,10 @@ def encoder(
 ) -> None:
     """Time the whole vision tower of one model, stock and with attention in FP8.
 
-    Everyone has the same weights and gets the same images; calls are timed in turn. Attention of
-    the first, the middle and the last layer is first compared with stock transformers' on the same
-    inputs (relative_rms is the worst of them); a wrong one ends the run. The speed-up is that over
+    Everyone has the same weights and gets the same images. Attention of the first, the middle and
+    the last layer is first compared with stock transformers' on the same inputs (relative_rms is
+    the worst of them); a wrong one ends the run. On a GPU each is timed after a second of nothing
+    else, at the clock that the power limit leaves it. The speed-up is that over
     the fastest stock tower in BF16, without graphs; the fused speed-up is that over octavo's own
     path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
     of the images that are timed.

@@ -61,7 +61,7 @@ def test_all_recipes_side_by_side(tower):
     assert not objections
     rows = {(record.impl, record.case["recipe"]): record for record in records}
     assert set(rows) == {
-        *(("sdpa", "bf16"), ("octavo", "bf16"), ("octavo", "fused-bf16")),
+        *(("sdpa", "bf16"), ("octavo", "fused-bf16")),
         *(("octavo", "dynamic"), ("octavo", "static")),
     }
     for record in records:
@@ -78,7 +78,7 @@ def test_all_recipes_side_by_side(tower):
     for record in records:
         expected = fused["median_ms"] / record.values["median_ms"]
         assert record.values["fused_speedup"] == pytest.approx(expected)
-    assert 0 < fused["relative_rms"] == rows["octavo", "bf16"].values["relative_rms"] < 0.01
+    assert 0 < fused["relative_rms"] < 0.01
     for fp8 in (dynamic, static):
         assert 0.01 < fp8.values["relative_rms"] < 0.07
         assert 0 < fp8.values["tower_relative_rms"] < 0.07
@@ -219,7 +219,7 @@ def test_graphs_are_timed_too():
     assert {
         ("octavo", "static", True),
         ("octavo", "dynamic", True),
-        ("octavo", "bf16", True),
+        ("octavo", "fused-bf16", True),
     } <= rows
     fused = [r for r in records if r.case["recipe"] == "fused-bf16"]
     assert [r.case["graphs"] for r in fused] == [False, True]

@@ -176,11 +176,9 @@ class VisionGraphs:
         ends = _cu_seqlens(grid_thw)
         ends += [num_tokens] * (self.max_sequences + 1 - len(ends))
         padded["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-        # A smaller request would have a smaller budget, so these are all that can be padding; the
-        # last row always is.
+        # A smaller request would have a smaller budget, so only these rows can be padding.
         smaller = max((b for b in self.budgets if b < budget), default=0)
-        rows = torch.arange(num_rows - smaller, device=device) + num_tokens
-        padded["padding_rows"] = rows.clamp(max=num_rows - 1)
+        padded["is_padding"] = torch.arange(smaller, num_rows, device=device) >= num_tokens
         return padded
 
     def _tables(self, grid_thw: Tensor) -> dict[str, Tensor]:
@@ -203,11 +201,10 @@ class VisionGraphs:
 
     def _forward(self, inputs: Mapping[str, Tensor], budget: int) -> Any:
         """The tower's pass over padded inputs; nothing in it waits for the device."""
-        given = {name: x for name, x in inputs.items() if name != "padding_rows"}
-        num_rows = self._num_rows(budget)
+        given = {name: x for name, x in inputs.items() if name != "is_padding"}
         # With all tables given, the tower does not look at the grid.
         grid = torch.zeros(0, 3, dtype=torch.int64)
-        with _padding_zeroed(self.tower, inputs["padding_rows"], num_rows):
+        with _padding_zeroed(self.tower, inputs["is_padding"], self._num_rows(budget)):
             return self.tower(**given, grid_thw=grid, max_seqlen=budget)
 
     def _capture(self, inputs: Mapping[str, Tensor], budget: int) -> _Captured:
@@ -288,15 +285,21 @@ def _dynamic_layers(tower: nn.Module) -> list[EncoderAttention]:
 
 
 @contextmanager
-def _padding_zeroed(tower: nn.Module, rows: Tensor, num_rows: int) -> Iterator[None]:
-    """Inside, layers with dynamic scales get queries, keys and values with zeros in these rows."""
+def _padding_zeroed(tower: nn.Module, is_padding: Tensor, num_rows: int) -> Iterator[None]:
+    """Inside, layers with dynamic scales get queries, keys and values with zeros for padding.
+
+    is_padding: of the last rows out of num_rows.
+    """
+    first = num_rows - len(is_padding)
     layers = _dynamic_layers(tower)
     reached: set[EncoderAttention] = set()
 
     def zero(layer: EncoderAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
         for x in (*args[:3], *named):
-            x.index_fill_(0 if len(x) == num_rows else 1, rows, 0.0)
+            rows = x if len(x) == num_rows else x.squeeze(0)
+            mask = is_padding.view(-1, *[1] * (rows.dim() - 1))
+            rows[first:].masked_fill_(mask, 0.0)
         reached.add(layer)
 
     handles = [layer.register_forward_pre_hook(zero, with_kwargs=True) for layer in layers]
