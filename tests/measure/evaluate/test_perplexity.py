@@ -16,7 +16,13 @@ from octavo import Recipe  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
 from octavo.measure.evaluate import perplexity as task  # noqa: E402
-from octavo.measure.evaluate.perplexity import Reading, RecipeRow, window_loss  # noqa: E402
+from octavo.measure.evaluate.perplexity import Reading, window_loss  # noqa: E402
+from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
+    PLAIN,
+    RecipeRow,
+    calibration_scales,
+    recipe_rows,
+)
 
 WINDOWS = [make_prompts(1, 70, seed)["input_ids"][0] for seed in (1, 2, 3)]
 
@@ -73,9 +79,9 @@ def evaluate(model, rows, **options):
 
 def test_recovery_is_the_ratio_of_perplexities():
     model = make_decoder("llama")
-    scales = task.calibration_scales(TextModel("tiny", model, None), WINDOWS[2:], data="words")
+    scales = calibration_scales(TextModel("tiny", model, None), WINDOWS[2:], data="words")
     names = ["baseline", "tensor", "head", "token", "unit", "head+skip=0-1", "token+skip=1+skip=3"]
-    rows = task.recipe_rows(names, scales, dtype="float32")
+    rows = recipe_rows(names, {PLAIN: scales}, dtype="float32")
     assert rows[5].recipe.skip_layers == ("0-1",) and rows[6].recipe.skip_layers == ("1", "3")
     seen, steps = [], []
     records = evaluate(model, rows, on_record=seen.append, on_step=steps.append)
@@ -143,17 +149,14 @@ def test_one_window_has_no_standard_error():
 )
 def test_wrong_rows(names, message):
     with pytest.raises(ConfigError, match=message):
-        task.recipe_rows(names, None)
+        recipe_rows(names, {})
 
 
 def test_a_row_of_a_recipe_file(tmp_path):
     recipe = Recipe(kv_cache="fp8_e5m2", skip_layers=["0"])
     recipe.save(tmp_path / "r.toml")
-    rows = task.recipe_rows([f"{tmp_path}/r.toml", f"{tmp_path}/r.toml+skip=2"], None)
+    rows = recipe_rows([f"{tmp_path}/r.toml", f"{tmp_path}/r.toml+skip=2"], {})
     assert rows[0].recipe == recipe and rows[1].recipe.skip_layers == ("0", "2")
-    assert (
-        task.recipe_rows(["unit"], None, kv_cache_dtype="fp8_e5m2")[0].recipe.kv_cache.format
-        == "e5m2"
-    )
+    assert recipe_rows(["unit"], {}, kv_cache_dtype="fp8_e5m2")[0].recipe.kv_cache.format == "e5m2"
     with pytest.raises(ConfigError, match="got 'int8'"):
-        task.recipe_rows(["unit"], None, kv_cache_dtype="int8")
+        recipe_rows(["unit"], {}, kv_cache_dtype="int8")
