@@ -32,6 +32,14 @@ RECIPES = {
     "e5m2": {"kv_cache": "fp8_e5m2", "skip_layers": ["sliding_window", "0-3"]},
     "per head": {"kv_cache": {"granularity": "head", "scaling": "static"}, "scales": "s.json"},
     "per token": {"kv_cache": {"granularity": "token"}},
+    "rotated": {"kv_cache": {"scaling": "unit", "rotate_keys": True}},
+    "centered": {
+        "kv_cache": {"granularity": "token", "rotate_keys": True, "center_keys": True},
+        "scales": {
+            "octavo": {"format_version": 1, "rotate_keys": True},
+            "layers": {"a.0": {"q": 0.5, "k": 1, "v": 2.5, "k_mean": [[1, -2.5], [0, 0.5]]}},
+        },
+    },
     "weight only": {"linear": {"activation": None}, "ignored_layers": ["re:^a.*\\.b$", "*.x"]},
     "block": {"linear": {"weight": "block 128x128", "activation": "block 1x128"}},
     "one level": {"attention": "fp8", "promote_every": None},
@@ -565,3 +573,39 @@ def test_any_json_is_a_recipe_or_a_config_error(document):
 @settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_a_recipe_or_a_config_error_for_long(document):
     check_document(document)
+
+
+def test_rotated_and_centered_keys():
+    settings = KvCacheSettings(granularity="token", rotate_keys=True)
+    assert str(settings).endswith("rotate_keys True") and "center" not in str(settings)
+    recipe = Recipe(**RECIPES["centered"])
+    assert recipe.is_static and "scales: of 1 layers" in recipe.describe()
+    assert recipe.scales["layers"]["a.0"]["k_mean"] == ((1.0, -2.5), (0.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kv_cache": {"center_keys": True}}, "expected scaling 'static' or 'dynamic', got 'check"),
+        ({"kv_cache": {"center_keys": True, "scaling": "unit"}}, "got 'unit'"),
+        ({"kv_cache": {"granularity": "token", "center_keys": True}}, "center_keys needs scales"),
+        ({"kv_cache": {"rotate_keys": "yes"}}, "rotate_keys: expected a valid boolean, got 'yes'"),
+        ({"kv_cache": {"granularity": "token"}, "scales": "s"}, "'static' or center_keys; set one"),
+    ],
+)
+def test_keys_that_contradict(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        Recipe(**fields)
+
+
+@pytest.mark.parametrize("mean", [1.0, None, [1.0], [[float("nan")]], [[True]], [["1"]]])
+def test_means_that_are_none(mean):
+    entry = {"a": {"q": 1.0, "k": 1.0, "v": 1.0, "k_mean": mean}}
+    settings = {"granularity": "token", "center_keys": True}
+    with pytest.raises(ConfigError, match="layer 'a': expected k_mean to be a list of finite"):
+        Recipe(kv_cache=settings, scales=entry)
+
+
+def test_a_scale_file_without_layers():
+    with pytest.raises(ConfigError, match="expected a path or"):
+        Recipe(kv_cache={"scaling": "static"}, scales={"octavo": 1, "layers": {}})

@@ -24,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -33,7 +34,9 @@ from octavo.brief import brief, unique_keys
 from octavo.errors import ConfigError
 from octavo.patterns import parse_pattern
 
-InlineScales = Mapping[str, Mapping[str, float | tuple[float, ...]]]
+# What a layer has in a scale file: a scale, one for each head, or a mean key of each head.
+LayerEntry = Mapping[str, float | tuple[float, ...] | tuple[tuple[float, ...], ...]]
+InlineScales = Mapping[str, Any]
 Shorthands = Mapping[str, Mapping[str, str]]
 
 
@@ -111,21 +114,39 @@ def _read_scales(value: object) -> str | InlineScales | None:
         return None
     if isinstance(value, str | os.PathLike) and (path := os.fsdecode(value)):
         return path
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value.keys() == {"octavo", "layers"}:  # a whole scale file
+        header, layers = value["octavo"], _read_scales(value["layers"])
+        if isinstance(header, Mapping) and isinstance(layers, Mapping):
+            return MappingProxyType({"octavo": MappingProxyType(dict(header)), "layers": layers})
+    elif isinstance(value, Mapping) and value:
         return MappingProxyType({str(layer): _read_layer(layer, value[layer]) for layer in value})
     raise ConfigError(f"expected a path or {{layer: {{'q': 0.1, …}}}}, got {brief(value)}")
 
 
-def _read_layer(layer: object, entry: object) -> Mapping[str, float | tuple[float, ...]]:
+def _read_layer(layer: object, entry: object) -> LayerEntry:
     # Only what any scale must be: which keys a layer has is the business of octavo.calibration.
-    scales: dict[str, float | tuple[float, ...]] = {}
+    scales: dict[str, Any] = {}
     for key, value in entry.items() if isinstance(entry, Mapping) else [("", None)]:
+        if key == "k_mean":
+            scales[key] = _read_mean(layer, value)
+            continue
         numbers = value if isinstance(value, list | tuple) else (value,)
         if not all(type(n) in (int, float) and 0 < n <= sys.float_info.max for n in numbers):
             expected = "expected positive finite scales such as {'q': 0.1}"
             raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(entry)}")
         scales[str(key)] = tuple(map(float, numbers)) if numbers is value else float(numbers[0])
     return MappingProxyType(scales)
+
+
+def _read_mean(layer: object, value: object) -> tuple[tuple[float, ...], ...]:
+    rows: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
+    numbers: list[Any] = [
+        n for row in rows for n in (row if isinstance(row, list | tuple) else [None])
+    ]
+    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
+        expected = "expected k_mean to be a list of finite numbers for each head"
+        raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(value)}")
+    return tuple(tuple(map(float, row)) for row in rows)
 
 
 class AttentionSettings(_Settings):
@@ -156,12 +177,18 @@ class KvCacheSettings(_Settings):
     there are none; "static" takes the recipe's; "unit" is 1.0; "dynamic" stores the scale of each
     token and head beside its page. Granularity "token" is always dynamic and no other is: a page
     keeps the scale it was written with, so that of a whole tensor or head cannot follow the data.
+    rotate_keys: keys and queries are multiplied by one Hadamard matrix, which spreads large
+    channels over all; their products stay. center_keys: the mean key of each head, from the
+    recipe's scales, is taken off every key, which softmax does not see. Both leave less for FP8 to
+    round. Static scales must have been found on such keys.
     """
 
     shorthands: ClassVar[Shorthands] = {"fp8": {}, "fp8_e5m2": {"format": "e5m2"}}
     format: Literal["e4m3", "e5m2"] = "e4m3"
     granularity: Literal["tensor", "head", "token"] = "tensor"
     scaling: Literal["checkpoint", "static", "unit", "dynamic"] = "checkpoint"
+    rotate_keys: StrictBool = False
+    center_keys: StrictBool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -174,6 +201,11 @@ class KvCacheSettings(_Settings):
         if (self.granularity == "token") != (self.scaling == "dynamic"):
             got = f"got {self.granularity!r} and {self.scaling!r}"
             raise ConfigError(f"granularity 'token' and scaling 'dynamic' go together, {got}")
+        if self.center_keys and self.scaling in ("checkpoint", "unit"):
+            raise ConfigError(
+                "center_keys takes the means of the recipe's scales: expected scaling 'static' or "
+                f"'dynamic', got {self.scaling!r}"
+            )
         return self
 
 
@@ -235,8 +267,11 @@ class ComponentRecipe(_Settings):
 
     @property
     def is_static(self) -> bool:
-        """Whether something takes its scales from the recipe."""
-        return any(settings.scaling == "static" for settings in self.quantized().values())
+        """Whether something takes its scales, or the means of its keys, from the recipe."""
+        return any(
+            settings.scaling == "static" or getattr(settings, "center_keys", False)
+            for settings in self.quantized().values()
+        )
 
     @model_validator(mode="after")
     def _check_patterns(self) -> Self:
@@ -258,7 +293,8 @@ class Recipe(ComponentRecipe):
     skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
-    scales: the path of a scale file or {layer: {"q": …, "k": …, "v": …}}, for scaling "static".
+    scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, for scaling
+    "static" and the means of center_keys.
     margin: what calibration multiplies scales by before it saves them.
     """
 
@@ -286,9 +322,11 @@ class Recipe(ComponentRecipe):
     @model_validator(mode="after")
     def _check_scales(self) -> Self:
         if self.is_static and self.scales is None:
-            raise ConfigError("scaling 'static' needs scales, got none; set scales")
+            raise ConfigError("scaling 'static' or center_keys needs scales, got none; set scales")
         if self.scales is not None and not self.is_static:
-            raise ConfigError("scales are given, but nothing has scaling 'static'; set it")
+            raise ConfigError(
+                "scales are given, but nothing has scaling 'static' or center_keys; set one"
+            )
         return self
 
     def for_component(self, name: str, *, is_text_encoder: bool = False) -> "Recipe":
@@ -317,8 +355,10 @@ class Recipe(ComponentRecipe):
         if lines and self.promote_every != 1:
             lines.append(f"promote_every: {self.promote_every}")
         if self.scales is not None:
-            is_path = isinstance(self.scales, str)
-            lines.append(f"scales: {self.scales if is_path else f'of {len(self.scales)} layers'}")
+            what = self.scales
+            if not isinstance(what, str):
+                what = f"of {len(what.get('layers', what))} layers"
+            lines.append(f"scales: {what}")
         return "\n".join(lines) or "nothing is quantized"
 
     __str__ = describe

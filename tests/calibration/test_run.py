@@ -2,15 +2,26 @@
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
-from octavo import CheckpointError, ConfigError
+from octavo import CheckpointError, ConfigError, UnsupportedError
+from octavo.calibration.data import PromptData
 from octavo.calibration.observers import CalibrationSettings
-from octavo.calibration.run import Calibration, calibrate, load_state, save_state
-from octavo.calibration.scale_file import ScaleHeader
+from octavo.calibration.run import (
+    Calibration,
+    Subject,
+    calibrate,
+    calibrate_in_passes,
+    calibrate_to_file,
+    load_state,
+    save_state,
+)
+from octavo.calibration.scale_file import ScaleHeader, load_scales
 from octavo.calibration.state import StateFile, state_path
+from octavo.numerics.hadamard import hadamard
 
 LAYERS = ["blocks.0", "blocks.1"]
 HEADS = 2
@@ -189,3 +200,108 @@ def test_where_the_state_lies():
     assert str(state_path("out/s.json")) == "out/s.json.partial"
     with pytest.raises(ConfigError, match="save_every from 1 on, got 0"):
         StateFile(path=state_path("s.json"), key={}, save_every=0)
+
+
+BOTH = CalibrationSettings(granularity="head", margin=1.0, rotate_keys=True, center_keys=True)
+
+
+def run_in_passes(model=None, given=None, state_file=None, calibration=None, settings=BOTH):
+    model, given = model or Model(), prompts() if given is None else given
+    return calibrate_in_passes(
+        calibration or Calibration(LAYERS, settings),
+        lambda start: ([prompt] for prompt in given[start:]),
+        observe=model.observe,
+        forward=model.forward,
+        state_file=state_file,
+    )
+
+
+def test_scales_of_rotated_and_centered_keys():
+    model = Model()
+    found = run_in_passes(model).result()
+    k = torch.cat(prompts()).double() * 3 / 2
+    mean, matrix = k.mean(0), hadamard(8).double()
+    layer = found.scales.layer("blocks.1")
+    torch.testing.assert_close(torch.tensor(layer.k_mean), mean.float(), rtol=1e-6, atol=1e-7)
+    amax = ((k - mean) @ matrix).abs().amax(dim=(0, 2))
+    assert layer.k == pytest.approx(tuple((amax / 448).tolist()), rel=1e-5)
+    assert layer.q == pytest.approx(
+        tuple(((2 * k) @ matrix).abs().amax(dim=(0, 2)).div(448).tolist()), rel=1e-5
+    )
+    assert layer.v == pytest.approx(tuple((4 * k).abs().amax(dim=(0, 2)).div(448).tolist()))
+    assert found.scales.header.rotate_keys and model.num_calls == 12
+    assert (found.num_prompts, found.scales.header.passes) == (6, 6)
+
+
+def test_a_mean_is_exact_beside_large_keys():
+    # In float32 the sum of these would be off by more than what is left of them.
+    given = [torch.full((4, HEADS, 8), 1e7) + p for p in prompts()]
+    mean = run_in_passes(given=given).result().scales.layer("blocks.0").k_mean
+    expected = torch.cat(given).div(2).double().mean(0)
+    torch.testing.assert_close(torch.tensor(mean), expected.float(), rtol=0, atol=0.5)
+
+
+def test_nothing_is_centered_or_rotated_by_default():
+    result = run().result()
+    assert result.scales.layer("blocks.0").k_mean is None and not result.scales.header.rotate_keys
+
+
+@pytest.mark.parametrize("fails_at", [4, 6, 8, 12])
+def test_resuming_in_either_pass(tmp_path, fails_at):
+    expected = run_in_passes().result()
+    model, state_file = Model(), key_file(tmp_path)
+    model.fails_at = fails_at
+    with pytest.raises(KeyboardInterrupt):
+        run_in_passes(model, state_file=state_file)
+    resumed, again = Calibration(LAYERS, BOTH), Model()
+    assert load_state(resumed, state_file)
+    # Saved every two prompts, and at the end of the first pass.
+    num_saved = {4: 2, 6: 4, 8: 6, 12: 10}[fails_at]
+    assert resumed.num_seen == num_saved and resumed.is_first_pass == (fails_at <= 6)
+    run_in_passes(again, calibration=resumed, state_file=state_file)
+    assert again.num_calls == 12 - num_saved
+    assert resumed.result().scales.layers == expected.scales.layers
+
+
+def test_one_pass_is_not_enough_for_means():
+    with pytest.raises(ConfigError, match="expected two passes over the data to center keys"):
+        run(BOTH).result()
+
+
+def test_means_of_nothing_and_of_nan():
+    with pytest.raises(ConfigError, match="got no pass of 'blocks.2'"):
+        run_in_passes(calibration=Calibration([*LAYERS, "blocks.2"], BOTH))
+    with pytest.raises(ConfigError, match=r"layer blocks\.0: k: expected finite keys"):
+        run_in_passes(given=[torch.full((4, HEADS, 8), math.nan)])
+    with pytest.raises(ConfigError, match="expected prompts to calibrate on, got none"):
+        run_in_passes(given=[])
+
+
+def test_what_a_subject_cannot_do():
+    options = {"name": "m", "layers": LAYERS, "observe": None, "forward": None}
+    with pytest.raises(ConfigError, match="expected a KV cache .* got vision_attention"):
+        Subject(kind="vision_attention", **options).check(CalibrationSettings(rotate_keys=True))
+    subject = Subject(kind="kv_cache", uncentered={"blocks.1": "it has sinks"}, **options)
+    subject.check(CalibrationSettings(rotate_keys=True))
+    with pytest.raises(UnsupportedError, match=r"blocks\.1: it has sinks"):
+        subject.check(CalibrationSettings(center_keys=True))
+
+
+def test_means_of_more_prompts_are_another_run(tmp_path):
+    model = Model()
+    model.fails_at = 8
+    data = PromptData("d", "f", None, lambda start: iter(prompts()[start:]))
+    subject = Subject(
+        name="m", kind="kv_cache", layers=LAYERS, observe=model.observe, forward=model.forward
+    )
+    path = tmp_path / "s.json"
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_to_file(subject, data, path, BOTH, num_prompts=5, save_every=1)
+    with pytest.raises(ConfigError, match="expected num_prompts 6, got 5; start afresh"):
+        calibrate_to_file(subject, data, path, BOTH, num_prompts=6)
+    with pytest.raises(ConfigError, match="means not given, got of keys"):
+        calibrate_to_file(subject, data, path, replace(BOTH, center_keys=False), num_prompts=5)
+    seen = []
+    result = calibrate_to_file(subject, data, path, BOTH, num_prompts=5, on_prompts=seen.append)
+    assert seen == [7, 8, 9, 10] and result.num_prompts == 5
+    assert load_scales(path) == result.scales and not state_path(path).exists()

@@ -485,3 +485,78 @@ def test_a_kind_that_does_not_exist(kind, path):
         ScaleHeader(kind=kind)
     header = {"format_version": 1, "kind": kind}
     assert message in load_error(path, {"octavo": header, "layers": {"a": ENTRY}})
+
+
+MEANS = LayerScales(0.1, (0.2, 0.3), 0.4, k_mean=((1.5, -2e-7, 0.0), (-300.25, 1 / 3, 4)))
+
+
+def test_means_and_rotation_survive(path):
+    scales = ScaleSet({"a": MEANS, "b": SCALES}, ScaleHeader(kind="kv_cache", rotate_keys=True))
+    save_scales(path, scales)
+    assert load_scales(path) == scales and pickle.loads(pickle.dumps(scales)) == scales
+    document = json.loads(path.read_text())
+    assert document["octavo"]["rotate_keys"] is True and "k_mean" not in document["layers"]["b"]
+    assert MEANS.per_tensor() == LayerScales(0.1, 0.3, 0.4, k_mean=MEANS.k_mean)
+    settings = {"scaling": "static", "rotate_keys": True, "center_keys": True}
+    recipe = Recipe(kv_cache=settings, scales=scales.to_dict())
+    assert ScaleSet.from_dict(Recipe.from_toml(recipe.to_toml()).scales) == scales
+
+
+def test_plain_keys_are_not_mentioned(path):
+    save_scales(path, PER_HEAD)
+    assert "rotate" not in path.read_text() and "mean" not in path.read_text()
+    PER_HEAD.require_plain_keys("vLLM")
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        (ScaleSet({"a": MEANS}), "for vLLM, got those of keys that were centered"),
+        (ScaleSet({"a": SCALES}, ScaleHeader(rotate_keys=True)), "that were rotated, which"),
+        (ScaleSet({"a": MEANS}, ScaleHeader(rotate_keys=True)), "were rotated and centered"),
+    ],
+)
+def test_other_keys_than_plain_ones(scales, said):
+    with pytest.raises(CheckpointError, match=said):
+        scales.require_plain_keys("vLLM")
+
+
+@pytest.mark.parametrize(
+    ("mean", "said"),
+    [
+        ("null", "got null"),
+        ("1.0", "head_dim numbers for each head"),
+        ("[]", "head_dim numbers for each head"),
+        ("[[], []]", "head_dim numbers for each head"),
+        ("[1.0, 2.0]", "head_dim numbers for each head"),
+        ("[[1.0, 2.0], [1.0]]", "all of one length"),
+        ("[[1.0], [NaN]]", "finite numbers up to 2\\^127, got nan"),
+        ("[[1.0], [1e39]]", "finite numbers"),
+        ("[[1.0], [true]]", "finite numbers up to 2\\^127, got True"),
+        ('[[1.0], ["1"]]', "finite numbers"),
+        ("[[1.0], [2.0], [3.0]]", "as many heads in k_mean as in k, got 3, 2"),
+    ],
+)
+def test_refused_means(mean, said, path):
+    entry = f'{{"q": 1.0, "k": 2.0, "v": 1.0, "k_heads": [2.0, 1.0], "k_mean": {mean}}}'
+    path.write_text(f'{{"a": {entry}}}')
+    with pytest.raises(CheckpointError, match=f"layer 'a': .*{said}"):
+        load_scales(path)
+
+
+@pytest.mark.parametrize("value", ['"yes"', "1", "null"])
+def test_rotate_keys_is_true_or_false(value, path):
+    path.write_text(
+        '{"octavo": {"format_version": 1, "rotate_keys": ' + value + '}, "layers": '
+        '{"a": {"q": 1, "k": 1, "v": 1}}}'
+    )
+    with pytest.raises(CheckpointError, match="expected rotate_keys to be true or false"):
+        load_scales(path)
+
+
+def test_means_of_a_large_model_fit(path):
+    # 126 layers with 16 KV heads of 128, twice those of the largest Llama.
+    row = tuple((n - 64) / 7 for n in range(128))
+    scales = LayerScales((0.1,) * 128, (0.1,) * 16, (0.1,) * 16, k_mean=(row,) * 16)
+    save_scales(path, ScaleSet({f"layers.{n}": scales for n in range(126)}))
+    assert len(load_scales(path).layers) == 126

@@ -62,6 +62,21 @@ def test_from_chats(model, tmp_path, capsys):
     assert load_scales(path).header.observer == "mse"
 
 
+def test_rotated_and_centered_keys(model, text, tmp_path, capsys):
+    path, page = tmp_path / "kv.json", tmp_path / "page.html"
+    args = (model, "--data", text, "--scale-save-path", path, "--max-length", "32")
+    args = (*args, "--num-prompts", "4", "--rotate-keys", "--center-keys", "--plot", page)
+    assert calibrate(*args) == 0
+    shown = capsys.readouterr()
+    assert "3 layers, 4 prompts" in shown.out and "8/8" in shown.err  # two passes
+    scales = load_scales(path)
+    assert scales.header.rotate_keys
+    assert all(len(layer.k_mean) == 2 for layer in scales.layers.values())
+    assert "--rotate-keys --center-keys" in page.read_text()
+    assert run(make_app(COMMANDS), ["calibrate", "--help"]) == 0
+    assert "--center-keys" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -84,6 +99,8 @@ def test_options_that_need_the_other_kind(text, tmp_path, capsys):
     assert "expected a MODEL with a vision tower, got none" in capsys.readouterr().err
     assert run(make_app(COMMANDS), [*args, "some-model", "--max-length", "8"]) == 1
     assert "expected --kv with --max-length" in capsys.readouterr().err
+    assert run(make_app(COMMANDS), [*args, "some-model", "--rotate-keys"]) == 1
+    assert "expected --kv with --rotate-keys or --center-keys" in capsys.readouterr().err
 
 
 def test_without_a_model_it_is_the_small_one(text, tmp_path, capsys, monkeypatch):

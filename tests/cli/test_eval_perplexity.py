@@ -74,6 +74,25 @@ def test_a_scale_file_other_text_and_pure_decoding(capsys, folder, tmp_path):
     assert "fp8 head+skip=0-2" in capsys.readouterr().out
 
 
+def test_rows_with_rotated_and_centered_keys(capsys, folder, tmp_path):
+    path = tmp_path / "kv.json"
+    args = ("--data", folder / "text", "--scale-save-path", path, "--max-length", 60)
+    words = ["calibrate", str(folder), "--kv", "--per-head", "--rotate-keys", "--center-keys"]
+    assert run(make_app(COMMANDS), [*words, *map(str, args)]) == 0
+    names = ["baseline", "token+rotate+center", "head+rotate+center", "tensor+rotate+center"]
+    rows = [word for name in names for word in ("--recipe", name)]
+    args = ("--data", folder / "text", "--context", 40, "--chunk", 4, "-n", 1, *rows)
+    assert octavo(folder, *args, "--calibration-windows", 1) == 0
+    assert octavo(folder, *args, "--scales", path) == 0
+    text = capsys.readouterr().out
+    assert all(f"fp8 {name}" in text for name in names[1:])
+    # Scales of other keys are refused before a model is loaded.
+    args = ("nowhere", "--data", folder / "text", "--recipe", "head+rotate", "--scales", path)
+    assert octavo(*args) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert "scales for the row head+rotate, of keys with rotate, got keys with rotate" in message
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -82,6 +101,7 @@ def test_a_scale_file_other_text_and_pure_decoding(capsys, folder, tmp_path):
         (("--data", "text", "--recipe", "int8"), "baseline, unit, tensor, head, token"),
         (("--data", "text", "--scales", "nowhere.json"), "nowhere.json"),
         (("--data", "text", "--recipe", "token", "--scales", "s.json"), "are not asked for"),
+        (("--data", "text", "--recipe", "unit+center"), "center needs calibrated means"),
         (("--data", "text", "--context", 16), "predictions to count"),
         (("--data", "text", "--context", 900, "-n", 4), "use a longer text"),
         (("--data", "text", "--context", 100, "-n", 8, "--chunk", 8), "12 windows of 100"),
@@ -106,4 +126,5 @@ def test_without_the_small_model_the_way_to_get_it_is_named(capsys, folder, monk
 def test_help_teaches(capsys):
     assert octavo("--help") == 0
     text = capsys.readouterr().out
-    assert "decoding" in text and "head+skip=0-1" in text and "Recovery" in text
+    assert "1 to 4 are decoding" in " ".join(text.replace("│", " ").split())
+    assert "+rotate" in text and "head+skip=0-1" in text and "Recovery" in text

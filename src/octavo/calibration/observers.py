@@ -35,13 +35,16 @@ _MSE_STEPS = tuple(2.0 ** (-step / 16) for step in range(6 * 16 + 1))
 class CalibrationSettings:
     """How scales are found: which observer, for how many values at once, with how much headroom.
 
-    percentile: of the observer of that name. granularity: "tensor" or "head".
+    percentile: of the observer of that name. granularity: "tensor" or "head". rotate_keys,
+    center_keys: of a KV cache whose recipe says so; then scales are those of such keys.
     """
 
     observer: Observer = "amax"
     percentile: float = 99.99
     granularity: Literal["tensor", "head"] = "tensor"
     margin: float = 1.5
+    rotate_keys: bool = False
+    center_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.observer not in OBSERVERS:

@@ -5,9 +5,9 @@ Nothing here knows a model: `observe` hooks the place where attention is given q
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Generic
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.brief import list_names
 from octavo.calibration.autosave import check_scale_paths
 from octavo.calibration.data import Prompt, PromptData, batches
+from octavo.calibration.key_means import KeyMeans
 from octavo.calibration.observers import CalibrationSettings, Histogram, LayerObserver
 from octavo.calibration.scale_file import (
     Kind,
@@ -27,8 +28,9 @@ from octavo.calibration.scale_file import (
     save_scales,
 )
 from octavo.calibration.state import StateFile, state_path
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.formats import E4M3
+from octavo.numerics.hadamard import hadamard
 from octavo.numerics.scales import amax_to_scale
 
 # Called with a layer's name and its q, k and v, [..., heads, head_dim].
@@ -68,6 +70,7 @@ class Subject(Generic[Prompt]):
     """What is calibrated: a model's name and layers, how they are watched, and how it runs.
 
     kind: what the scales are for. is_nonfinite_refused: whether NaN or Inf ends the run.
+    uncentered: layers whose keys cannot be centered, with the reason.
     """
 
     name: str
@@ -76,10 +79,25 @@ class Subject(Generic[Prompt]):
     observe: Observe
     forward: Callable[[Sequence[Prompt]], object]
     is_nonfinite_refused: bool = False
+    uncentered: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, settings: CalibrationSettings) -> None:
+        """Raise if these settings are not for such layers."""
+        if self.kind != "kv_cache" and (settings.rotate_keys or settings.center_keys):
+            raise ConfigError(
+                "expected a KV cache to rotate or center the keys of, got "
+                f"{self.kind}: leave rotate_keys and center_keys out"
+            )
+        if settings.center_keys:
+            for name, reason in self.uncentered.items():
+                raise UnsupportedError(f"{name}: {reason}")
 
 
 class Calibration:
     """What all layers have seen so far.
+
+    To center keys takes two passes over the data: the first finds their means, the second what is
+    left of them. num_prompts: those of the pass that is under way.
 
     layers: the names of those that must be seen, which scale files call them by.
     is_nonfinite_refused: whether NaN or Inf is an error, not only counted.
@@ -96,19 +114,54 @@ class Calibration:
         self.is_nonfinite_refused = is_nonfinite_refused
         self.layers: dict[str, LayerObserver | None] = dict.fromkeys(layers)
         self.num_prompts = 0
+        self.means = KeyMeans(layers) if settings.center_keys else None
+        self._rotations: dict[tuple[int, torch.device], Tensor] = {}
+
+    @property
+    def is_first_pass(self) -> bool:
+        """Whether the means of keys are still to be found."""
+        return self.means is not None and not self.means.is_complete
+
+    @property
+    def num_seen(self) -> int:
+        """Prompts of all passes."""
+        return self.num_prompts + (self.means.num_prompts if self.means else 0)
+
+    def start_second_pass(self) -> None:
+        """Take the means of what was seen; from now on, keys are seen without them."""
+        assert self.means is not None
+        self.means.complete(self.num_prompts)
+        self.num_prompts = 0
 
     def see(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """One pass of one layer."""
         if name not in self.layers:
             raise ConfigError(f"expected one of {list_names(list(self.layers))}, got {name}")
+        if self.means is not None and not self.means.is_complete:
+            self.means.see(name, k)
+            return
+        q, k = self._as_stored(name, q, k)
         layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
         layer.see(q, k, v)
         if self.is_nonfinite_refused:
             _check_finite(name, layer)
         self.layers[name] = layer
 
+    def _as_stored(self, name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as attention over the cache has them, in float32 if that is other."""
+        if self.means is not None:
+            k = k.float() - self.means.of(name).to(k.device)
+        if self.settings.rotate_keys:
+            key = (k.shape[-1], k.device)
+            if key not in self._rotations:
+                self._rotations[key] = hadamard(k.shape[-1]).to(k.device)
+            q, k = (x.float() @ self._rotations[key] for x in (q, k))
+        return q, k
+
     def result(self, header: ScaleHeader | None = None) -> CalibrationResult:
         """Scales for every layer; ConfigError names a layer that saw nothing, or only zeros."""
+        if self.is_first_pass:
+            raise ConfigError("expected two passes over the data to center keys, got one")
         seen = {name: layer for name, layer in self.layers.items() if layer is not None}
         if missing := [name for name in self.layers if name not in seen]:
             raise ConfigError(
@@ -121,13 +174,15 @@ class Calibration:
             for tensor, part in layer.parts.items():
                 found[tensor] = self._scale(f"layer {name}: {tensor}", part)
                 statistics.append(_statistics(name, tensor, layer, found[tensor]))
-            scales[name] = LayerScales(*(_as_numbers(scale) for scale in found.values()))
+            mean = self.means.numbers(name) if self.means else None
+            scales[name] = LayerScales(*map(_as_numbers, found.values()), k_mean=mean)
         header = replace(
             header or ScaleHeader(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             observer=str(self.settings),
             passes=min(layer.num_passes for layer in seen.values()),
             margin=self.settings.margin,
+            rotate_keys=self.settings.rotate_keys,
         )
         return CalibrationResult(
             scales=ScaleSet(scales, header),
@@ -166,8 +221,10 @@ def calibrate_to_file(
     """Calibrate on the first prompts of `data` and write the scale file.
 
     The state of a run that ends too early lies beside the scale file, and the next run goes on from
-    it unless is_resumed is False. on_prompts: called with the number of prompts so far.
+    it unless is_resumed is False. on_prompts: called with the number of prompts so far; those of
+    both passes count, where keys are centered.
     """
+    subject.check(settings)
     check_scale_paths(is_fp8=True, save_path=save_path, margin=settings.margin)
     if num_prompts < 1:
         raise ConfigError(f"expected num_prompts from 1 on, got {num_prompts}")
@@ -176,22 +233,21 @@ def calibrate_to_file(
     )
     state_file = StateFile(
         path=state_path(save_path),
-        key=_state_key(subject.name, data, settings),
+        key=_state_key(subject.name, data, settings, num_prompts),
         save_every=save_every,
     )
     if not is_resumed:
         state_file.remove()
     elif load_state(calibration, state_file):
-        on_prompts(calibration.num_prompts)
+        on_prompts(calibration.num_seen)
     if calibration.num_prompts > num_prompts:
         raise ConfigError(
             f"{state_file.path} has seen {calibration.num_prompts} prompts: expected as many or "
             f"more, got {num_prompts}; start afresh"
         )
-    prompts = data.prompts(num_prompts, start=calibration.num_prompts)
-    calibrate(
+    calibrate_in_passes(
         calibration,
-        batches(prompts, batch_size),
+        lambda start: batches(data.prompts(num_prompts, start=start), batch_size),
         observe=subject.observe,
         forward=subject.forward,
         state_file=state_file,
@@ -204,6 +260,35 @@ def calibrate_to_file(
     return result
 
 
+def calibrate_in_passes(
+    calibration: Calibration,
+    batches_from: Callable[[int], Iterable[Sequence[Prompt]]],
+    *,
+    observe: Observe,
+    forward: Callable[[Sequence[Prompt]], object],
+    state_file: StateFile | None = None,
+    on_batch: Callable[[int], None] = lambda num_prompts: None,
+) -> Calibration:
+    """Let a model see the data as often as its settings need: twice to center keys, else once.
+
+    batches_from: called at the start of each pass with how many prompts to leave out.
+    """
+    while True:
+        calibrate(
+            calibration,
+            batches_from(calibration.num_prompts),
+            observe=observe,
+            forward=forward,
+            state_file=state_file,
+            on_batch=on_batch,
+        )
+        if not calibration.is_first_pass:
+            return calibration
+        calibration.start_second_pass()
+        if state_file is not None:
+            save_state(calibration, state_file)
+
+
 def calibrate(
     calibration: Calibration,
     batches: Iterable[Sequence[Prompt]],
@@ -213,7 +298,7 @@ def calibrate(
     state_file: StateFile | None = None,
     on_batch: Callable[[int], None] = lambda num_prompts: None,
 ) -> Calibration:
-    """Let a model see all batches; returns `calibration`, which has seen them.
+    """Let a model see all batches, one pass; returns `calibration`, which has seen them.
 
     state_file: written now and then, between batches; the caller has loaded it, and left out the
     prompts that were seen before. on_batch: called with the number of prompts so far.
@@ -223,7 +308,7 @@ def calibrate(
         for batch in batches:
             forward(batch)
             calibration.num_prompts += len(batch)
-            on_batch(calibration.num_prompts)
+            on_batch(calibration.num_seen)
             if state_file and calibration.num_prompts - num_saved >= state_file.save_every:
                 save_state(calibration, state_file)
                 num_saved = calibration.num_prompts
@@ -238,7 +323,10 @@ def save_state(calibration: Calibration, state_file: StateFile) -> None:
         name: None if layer is None else layer.state_dict()
         for name, layer in calibration.layers.items()
     }
-    state_file.save({"num_prompts": calibration.num_prompts, "layers": layers})
+    state = {"num_prompts": calibration.num_prompts, "layers": layers}
+    if calibration.means is not None:
+        state["means"] = calibration.means.state_dict()
+    state_file.save(state)
 
 
 def load_state(calibration: Calibration, state_file: StateFile) -> bool:
@@ -252,21 +340,29 @@ def load_state(calibration: Calibration, state_file: StateFile) -> bool:
             f"model has, got {len(state['layers'])} others; start afresh"
         )
     calibration.num_prompts = state["num_prompts"]
+    if calibration.means is not None:
+        calibration.means.load_state_dict(state["means"])
     for name, layer in state["layers"].items():
         calibration.layers[name] = None if layer is None else LayerObserver.from_state_dict(layer)
     return True
 
 
 def _state_key(
-    model_name: str, data: PromptData[Prompt], settings: CalibrationSettings
+    model_name: str, data: PromptData[Prompt], settings: CalibrationSettings, num_prompts: int
 ) -> dict[str, str]:
-    return {
+    key = {
         "model": model_name,
         "data": f"{data.name} ({data.fingerprint})",
         "observer": str(settings),
         "granularity": settings.granularity,
         "margin": f"{settings.margin:g}",
     }
+    if settings.rotate_keys:
+        key["keys"] = "rotated"
+    if settings.center_keys:
+        # Means of more prompts would be others, and those that were seen were seen without them.
+        key |= {"means": "of keys", "num_prompts": f"{num_prompts}"}
+    return key
 
 
 def _check_finite(name: str, layer: LayerObserver) -> None:

@@ -14,6 +14,11 @@ are the largest of them: the scales that serve all heads. Reading also accepts l
 "layers" around them, and q_scale, k_scale and v_scale for q, k and v. Whatever it does not
 understand it refuses, where vLLM's loader passes over it. "q": null says that there is no scale for
 Q, as in most checkpoints with scales of the KV cache; vLLM's loader fails on it.
+
+Scales of a KV cache may be those of keys to which something was done first: "rotate_keys": true in
+the header says that keys and queries were multiplied by a Hadamard matrix, and "k_mean" in a layer
+is the mean key of each KV head, [num_kv_heads][head_dim], that was subtracted before. Such scales
+are for octavo alone: for plain keys, which vLLM stores, they are wrong.
 """
 
 import difflib
@@ -23,7 +28,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from itertools import islice
 from types import MappingProxyType
@@ -37,14 +42,16 @@ FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
 MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
 MAX_TEXT_LENGTH = 1000
+MAX_MEAN = 2.0**127  # a float32 number
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # normal float32 numbers, and so are their reciprocals
 
 Scale = float | tuple[float, ...]
+KeyMean = tuple[tuple[float, ...], ...]
 # What scales are for, in the words of a recipe.
 Kind = Literal["vision_attention", "kv_cache"]
 
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
-_ALL_KEYS = frozenset(key for keys in _KEYS for key in keys)
+_ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 
 
@@ -52,12 +59,14 @@ _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 class LayerScales:
     """The scales of one attention layer's Q, K and V: one number, or one for each head.
 
-    q is None where only the KV cache has scales.
+    q is None where only the KV cache has scales. k_mean: the mean key of each KV head, which was
+    subtracted from all keys before k was found; None if nothing was.
     """
 
     q: Scale | None
     k: Scale
     v: Scale
+    k_mean: KeyMean | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
@@ -66,18 +75,20 @@ class LayerScales:
             raise ConfigError(
                 f"expected as many heads in k as in v, got {len(self.k)} and {len(self.v)}"
             )
+        if self.k_mean is not None:
+            object.__setattr__(self, "k_mean", _checked_mean(self.k_mean, self.k))
 
     def per_tensor(self) -> "LayerScales":
         """The scales that serve all heads: the largest of each."""
         q = None if self.q is None else _largest(self.q)
-        return LayerScales(q, _largest(self.k), _largest(self.v))
+        return LayerScales(q, _largest(self.k), _largest(self.v), k_mean=self.k_mean)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleHeader:
     """What scales are for and where they come from; what is not known is None.
 
-    date is in ISO 8601.
+    date is in ISO 8601. rotate_keys: whether keys and queries were rotated before they were seen.
     """
 
     kind: Kind | None = None
@@ -87,6 +98,7 @@ class ScaleHeader:
     observer: str | None = None
     passes: int | None = None
     margin: float | None = None
+    rotate_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in get_args(Kind):
@@ -98,6 +110,10 @@ class ScaleHeader:
                 _check_text(key, text)
         if self.passes is not None:
             _checked_count("passes", self.passes)
+        if not isinstance(self.rotate_keys, bool):
+            raise ConfigError(
+                f"expected rotate_keys to be true or false, got {brief(self.rotate_keys)}"
+            )
         if self.margin is not None:
             object.__setattr__(self, "margin", _checked_number("margin", self.margin))
         try:
@@ -147,6 +163,17 @@ class ScaleSet:
                 f"those for {kind}"
             )
 
+    def require_plain_keys(self, use: str) -> None:
+        """Raise CheckpointError if these are scales of rotated or centered keys."""
+        done = ["rotated"] if self.header.rotate_keys else []
+        done += ["centered"] if any(x.k_mean is not None for x in self.layers.values()) else []
+        if done:
+            raise CheckpointError(
+                f"expected scales of keys as they are for {use}, got those of keys that were "
+                f"{' and '.join(done)}, which only octavo's KV cache does: calibrate without "
+                "--rotate-keys and --center-keys"
+            )
+
     def _closest_first(self, name: str) -> list[str]:
         candidates = list(islice(self.layers, _NUM_SUGGESTION_CANDIDATES))
         close = difflib.get_close_matches(name[:200], candidates, n=3)
@@ -173,7 +200,9 @@ class ScaleSet:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a scale file, which `from_dict` reads."""
-        known = {key: value for key, value in asdict(self.header).items() if value is not None}
+        header = asdict(self.header)
+        # What is not known, or not done, is not written.
+        known = {key: x for key, x in header.items() if x is not None and x is not False}
         return {
             "octavo": {"format_version": FORMAT_VERSION, **known},
             "layers": {name: _layer_entry(scales) for name, scales in self.layers.items()},
@@ -240,7 +269,7 @@ def _read_header(entry: object) -> ScaleHeader:
             f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
         )
     values = {key: value for key, value in entry.items() if key != "format_version"}
-    known = [field.name for field in fields(ScaleHeader)]
+    known = [each.name for each in fields(ScaleHeader)]
     unknown = [key for key in values if key not in known]
     if unknown:
         raise ConfigError(
@@ -259,8 +288,13 @@ def _read_layer(name: object, entry: object) -> LayerScales:
                 f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
             )
         if "q" in entry and entry["q"] is None and not entry.keys() & {"q_scale", "q_heads"}:
-            return LayerScales(None, *[_read_scale(entry, *keys) for keys in _KEYS[1:]])
-        return LayerScales(*[_read_scale(entry, *keys) for keys in _KEYS])
+            q = None
+        else:
+            q = _read_scale(entry, *_KEYS[0])
+        others = [_read_scale(entry, *keys) for keys in _KEYS[1:]]
+        if "k_mean" in entry and entry["k_mean"] is None:
+            raise ConfigError("expected k_mean to be a list for each head, got null")
+        return LayerScales(q, *others, k_mean=entry.get("k_mean"))
     except ConfigError as error:
         raise ConfigError(f"layer {brief(name)}: {error}") from None
 
@@ -283,14 +317,16 @@ def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) 
     return heads
 
 
-def _layer_entry(scales: LayerScales) -> dict[str, float | list[float] | None]:
+def _layer_entry(scales: LayerScales) -> dict[str, Any]:
     by_key = {"q": scales.q, "k": scales.k, "v": scales.v}
-    entry: dict[str, float | list[float] | None] = {
+    entry: dict[str, Any] = {
         key: None if scale is None else _largest(scale) for key, scale in by_key.items()
     }
     for key, scale in by_key.items():
         if isinstance(scale, tuple):
             entry[f"{key}_heads"] = list(scale)
+    if scales.k_mean is not None:
+        entry["k_mean"] = [list(row) for row in scales.k_mean]
     return entry
 
 
@@ -302,6 +338,25 @@ def _checked_scale(key: str, value: object) -> Scale:
     if not value:
         raise ConfigError(f"expected a scale for each head in {key}, got none")
     return tuple(_checked_number(key, number) for number in value)
+
+
+def _checked_mean(mean: object, k: Scale) -> KeyMean:
+    rows = mean if isinstance(mean, list | tuple) else ()
+    lengths = {len(row) if isinstance(row, list | tuple) else 0 for row in rows}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigError(
+            "expected k_mean to be a list of head_dim numbers for each head, all of one length, "
+            f"got {brief(mean)}"
+        )
+    if isinstance(k, tuple) and len(k) != len(rows):
+        raise ConfigError(f"expected as many heads in k_mean as in k, got {len(rows)}, {len(k)}")
+    for number in (number for row in rows for number in row):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not abs(number) <= MAX_MEAN:
+            raise ConfigError(
+                f"expected k_mean to be finite numbers up to 2^127, got {brief(number)}"
+            )
+    return tuple(tuple(map(float, row)) for row in rows)
 
 
 def _checked_number(key: str, value: object) -> float:

@@ -73,6 +73,22 @@ def calibrate(
         bool,
         typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
     ] = False,
+    rotate_keys: Annotated[
+        bool,
+        typer.Option(
+            "--rotate-keys",
+            help="With --kv: scales of keys and queries that are multiplied by a Hadamard matrix, "
+            'for Recipe(kv_cache={…, "rotate_keys": true}).',
+        ),
+    ] = False,
+    center_keys: Annotated[
+        bool,
+        typer.Option(
+            "--center-keys",
+            help="With --kv: scales of keys without their mean, and the mean, found by a pass over "
+            'the data of its own, for Recipe(kv_cache={…, "center_keys": true}).',
+        ),
+    ] = False,
     num_prompts: Annotated[
         int,
         typer.Option(
@@ -127,7 +143,11 @@ def calibrate(
     …} or ShareGPT's {"conversations": …} per row) go through its chat template. There is no padding
     and no warm-up pass: nothing but the tokens of the data is counted.
 
-    An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it.
+    Scales of rotated or centered keys are for octavo's KV cache alone: vLLM stores keys as they
+    are, and octavo export refuses such a file.
+
+    An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it,
+    in whichever pass it was.
     """
     from octavo.calibration.autosave import check_scale_paths
     from octavo.calibration.observers import CalibrationSettings
@@ -141,14 +161,19 @@ def calibrate(
         percentile=percentile,
         granularity="head" if per_head else "tensor",
         margin=margin,
+        rotate_keys=rotate_keys,
+        center_keys=center_keys,
     )
+    if (rotate_keys or center_keys) and not is_kv:
+        raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
     _check_folder(plot)
     request = _Request(model, data, split, subset, max_length, dtype, device)
     subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
-        total = min(num_prompts, prompts.num_prompts or num_prompts)
+        num_passes = 2 if center_keys else 1
+        total = num_passes * min(num_prompts, prompts.num_prompts or num_prompts)
         task = progress.add_task("calibrating", total=total)
         result = calibrate_to_file(
             subject,
@@ -160,7 +185,7 @@ def calibrate(
             is_resumed=is_resumed,
             on_prompts=lambda seen: progress.update(task, completed=seen),
         )
-        progress.update(task, total=result.num_prompts)
+        progress.update(task, total=num_passes * result.num_prompts)
     command = _command(request, is_kv, scale_save_path, settings, num_prompts)
     records = calibration_records(result, command)
     print_table(calibration_table(records))
@@ -220,6 +245,8 @@ def _command(
         words += ["--percentile", f"{settings.percentile:g}"]
     if settings.granularity == "head":
         words.append("--per-head")
+    words += ["--rotate-keys"] if settings.rotate_keys else []
+    words += ["--center-keys"] if settings.center_keys else []
     if request.max_length is not None:
         words += ["--max-length", str(request.max_length)]
     return shlex.join([*words, "--num-prompts", str(num_prompts)])

@@ -46,7 +46,8 @@ def perplexity(
             "--chunk",
             min=1,
             help="Tokens of one pass. The first chunk of a window fills the cache, later ones "
-            "attend to what it holds; 1 is pure decoding.",
+            "attend to what it holds. 1 to 4 are decoding: queries are never quantized. More are a "
+            "prefill, where an e4m3 cache quantizes queries as well.",
         ),
     ] = 512,
     num_windows: Annotated[
@@ -71,7 +72,10 @@ def perplexity(
             "tensor or head (static scales), token (one for each token and head), or a recipe's "
             ".json or .toml file; may be given more than once, and is baseline, tensor, head and "
             "token if left out. The first is what the others are compared with. "
-            "NAME+skip=PATTERN leaves layers in the model's dtype: head+skip=0-1.",
+            "A name may go on: NAME[+rotate][+center][+skip=PATTERN]…, such as head+rotate+center "
+            "or head+skip=0-1. rotate multiplies keys and queries by a Hadamard matrix, "
+            "center takes the calibrated mean off keys, skip leaves layers in the model's dtype. "
+            "A recipe's file takes +skip alone.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +86,8 @@ def perplexity(
         Path | None,
         typer.Option(
             "--scales",
-            help="Scale file for the rows tensor and head; left out, scales are calibrated first.",
+            help="Scale file for rows with static scales or +center, found on keys such as theirs; "
+            "left out, scales are calibrated first, for every kind of keys among the rows.",
             show_default=False,
         ),
     ] = None,

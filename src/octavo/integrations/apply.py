@@ -119,4 +119,4 @@ def _scales(recipe: Recipe) -> ScaleSet | None:
         return None
     if isinstance(recipe.scales, str):
         return load_scales(recipe.scales)
-    return ScaleSet.from_dict({name: dict(entry) for name, entry in recipe.scales.items()})
+    return ScaleSet.from_dict(recipe.scales)

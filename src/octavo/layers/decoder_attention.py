@@ -5,12 +5,24 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.cache.view import PagedView
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.decode_plan import DecodePlan
 from octavo.numerics.formats import E4M3, format_of, is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
+from octavo.numerics.hadamard import hadamard
+
+
+def why_not_centered(*, has_softcap: bool, has_sinks: bool) -> str | None:
+    """Why a mean must not be taken off the keys of such a layer; None if it may be."""
+    if not (has_softcap or has_sinks):
+        return None
+    return (
+        "expected softmax over keys alone to center keys, got "
+        f"{'a soft-cap' if has_softcap else 'sinks'}, for which it matters how large scores are: "
+        "leave center_keys out (rotate_keys is exact here, too), or skip the layer"
+    )
 
 
 class DecoderAttention(Float32Buffers):
@@ -21,6 +33,11 @@ class DecoderAttention(Float32Buffers):
     granularity token has none here: every token and head gets its own as it is written.
     query_scale: for queries of a prefill in FP8; left out, it follows the queries of each call.
     Decoding keeps queries as they are.
+    rotates_keys: keys are multiplied by `hadamard` before they are rounded, and queries as well, so
+    that their products stay. Needs head_dim.
+    key_mean: float32 [num_kv_heads, head_dim], subtracted from every key before it is stored. All
+    scores of a query become smaller by the same number, which softmax does not see; a sink or a
+    soft-cap would, so layers with one are refused.
     saturated: how many keys and values lay beyond the range of their scale, int64 [2] on the
     device; counted if counts_saturation.
     """
@@ -28,6 +45,8 @@ class DecoderAttention(Float32Buffers):
     key_scale: Tensor
     value_scale: Tensor
     query_scale: Tensor | None
+    key_mean: Tensor | None
+    rotation: Tensor | None
     saturated: Tensor
 
     def __init__(
@@ -41,6 +60,9 @@ class DecoderAttention(Float32Buffers):
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
         query_scale: Tensor | None = None,
+        rotates_keys: bool = False,
+        key_mean: Tensor | None = None,
+        head_dim: int | None = None,
         counts_saturation: bool = False,
         name: str = "",
     ) -> None:
@@ -61,6 +83,15 @@ class DecoderAttention(Float32Buffers):
         heads = (num_heads,) if query_scale is not None and query_scale.dim() else ()
         query = None if query_scale is None else self._checked("query", query_scale, heads)
         self.register_buffer("query_scale", query)
+        if dtype is None and (rotates_keys or key_mean is not None):
+            raise ConfigError(f"{name}: a cache with the keys' own dtype changes no keys")
+        mean = None if key_mean is None else self._checked_mean(key_mean, head_dim)
+        self.register_buffer("key_mean", mean)
+        if rotates_keys and head_dim is None:
+            raise ConfigError(f"{name}: expected a head_dim to rotate keys, got none")
+        matrix = hadamard(head_dim) if rotates_keys and head_dim is not None else None
+        # Not in a state dict: every layer of this version has the same one.
+        self.register_buffer("rotation", matrix, persistent=False)
         self.register_buffer("saturated", torch.zeros(2, dtype=torch.int64))
 
     def _checked(self, which: str, scale: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -78,9 +109,29 @@ class DecoderAttention(Float32Buffers):
             raise ConfigError(f"{self.name}: expected positive finite scales, got {scale.tolist()}")
         return scale.detach().clone()
 
+    def _checked_mean(self, mean: Tensor, head_dim: int | None) -> Tensor:
+        if reason := why_not_centered(has_softcap=self.spec.softcap is not None, has_sinks=False):
+            raise UnsupportedError(f"{self.name}: {reason}")
+        expected = [self.num_kv_heads, head_dim or mean.shape[-1]]
+        if mean.dtype != torch.float32 or list(mean.shape) != expected:
+            raise ConfigError(
+                f"{self.name}: expected a float32 key mean of shape {expected} [num_kv_heads, "
+                f"head_dim], got {mean.dtype} {list(mean.shape)}"
+            )
+        if not bool(mean.isfinite().all()):
+            raise ConfigError(f"{self.name}: expected a finite key mean, got NaN or Inf in it")
+        return mean.detach().clone()
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys and queries are multiplied by a Hadamard matrix."""
+        return self.rotation is not None
+
     def extra_repr(self) -> str:
         """What is not in the buffers."""
         stored = "as they are" if self.dtype is None else f"{format_of(self.dtype)}"
+        stored += ", keys rotated" if self.rotates_keys else ""
+        stored += ", keys centered" if self.key_mean is not None else ""
         return f"{self.num_heads} heads over {self.num_kv_heads}, keys and values {stored}"
 
     def append(self, view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -88,8 +139,25 @@ class DecoderAttention(Float32Buffers):
 
         Negative slots are padding, which is neither written nor counted.
         """
+        key = self._stored(key)
         saturated = self.saturated if self.counts_saturation else None
         ops.append_kv(view, key, value, slots, saturated=saturated)
+
+    def _stored(self, key: Tensor) -> Tensor:
+        """Keys as they are quantized, in float32 if something is done to them.
+
+        A mean may be large beside what is left without it: rounding comes after both.
+        """
+        if self.key_mean is not None:
+            key = key.float() - self.key_mean
+        return key if self.rotation is None else key.float() @ self.rotation
+
+    def _rotated(self, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """Queries for stored keys, in float32 if rotated."""
+        if sinks is not None and self.key_mean is not None:
+            reason = why_not_centered(has_softcap=False, has_sinks=True)
+            raise UnsupportedError(f"{self.name}: {reason}")
+        return q if self.rotation is None else q.float() @ self.rotation
 
     def prefill(
         self,
@@ -106,11 +174,14 @@ class DecoderAttention(Float32Buffers):
         With pages in e4m3 queries are quantized as well, and all of attention is in FP8.
         """
         scale, out_dtype = None, q.dtype
+        q = self._rotated(q, sinks)
         if self.dtype == E4M3.dtype:
             given = self.query_scale
             granularity = PerHead() if given is not None and given.dim() else PerTensor()
             quantized = ops.quantize(q, granularity, E4M3, scale=given)
             q, scale = quantized.data, quantized.scale
+        else:
+            q = q.to(out_dtype)
         return ops.prefill_attention(
             *(q, view, cu_seqlens, max_seqlen, self.spec, scale),
             sinks=sinks,
@@ -127,5 +198,9 @@ class DecoderAttention(Float32Buffers):
         sinks: Tensor | None = None,
         plan: DecodePlan | None = None,
     ) -> Tensor:
-        """Attention of the newest token of each sequence, [batch, 1, num_heads, head_dim]."""
+        """Attention of the newest 1 … 4 tokens of each sequence, whose queries stay as they are.
+
+        q: [batch, q_len, num_heads, head_dim].
+        """
+        q = self._rotated(q, sinks).to(q.dtype)
         return ops.decode_attention(q, view, self.spec, sinks=sinks, plan=plan, impl=self.impl)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.calibration.scale_file import LayerScales, ScaleSet
+from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.checkpoints import export as export_module
 from octavo.integrations.checkpoints.export import export_checkpoint
@@ -454,3 +454,15 @@ def test_links_that_lead_nowhere_or_to_folders(tmp_path):
     (source / "folder").symlink_to(tmp_path / "folder")
     with pytest.raises(CheckpointError, match="got links: 'folder'"):
         export_checkpoint(source, PER_TENSOR, tmp_path / "out")
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_scales_of_rotated_or_centered_keys_are_not_exported(format, is_rotated, tmp_path):
+    mean = None if is_rotated else ((0.5, -0.5),)
+    layers = {layer: LayerScales(0.1, 0.2, 0.3, k_mean=mean) for layer in LAYERS}
+    scale_set = ScaleSet(layers, ScaleHeader(kind="kv_cache", rotate_keys=is_rotated))
+    said = f"for a checkpoint, got those of keys that were {'rotat' if is_rotated else 'center'}ed"
+    with pytest.raises(CheckpointError, match=said):
+        export_checkpoint(tmp_path, scale_set, tmp_path.with_name("out"), format=format)
+    assert not tmp_path.with_name("out").exists()

@@ -277,3 +277,27 @@ def test_weights_that_are_missing(tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"got none for 'model\.layers\.1\.self_attn\.k_pr"):
         load_text_model(str(folder))
+
+
+def test_means_are_those_of_stock_caches():
+    model = tiny_decoders.make_model("llama")
+    windows = [torch.arange(2, 20), torch.arange(5, 35)]
+    settings = CalibrationSettings(center_keys=True)
+    scales = calibrate_kv(model, [{"input_ids": window[None]} for window in windows], settings)
+    keys = []
+    for window in windows:
+        cache = transformers.DynamicCache()
+        with torch.inference_mode():
+            model(input_ids=window[None], past_key_values=cache, use_cache=True)
+        keys.append([layer.keys[0].double() for layer in cache.layers])
+    for index, layer in enumerate(scales.layers.values()):
+        expected = torch.cat([k[index] for k in keys], 1).mean(1)
+        torch.testing.assert_close(torch.tensor(layer.k_mean), expected.float())
+        left = max(float((k[index] - expected[:, None]).abs().max()) for k in keys)
+        assert layer.k == pytest.approx(1.5 * left / E4M3.max, rel=1e-5)
+
+
+def test_batches_that_can_be_read_once_are_not_enough_for_means():
+    batches = iter([{"input_ids": torch.arange(2, 20)[None]}])
+    with pytest.raises(ConfigError, match="center_keys needs two passes: expected a list"):
+        calibrate_kv(tiny_decoders.make_model(), batches, CalibrationSettings(center_keys=True))

@@ -27,7 +27,8 @@ from octavo.errors import CapacityError, CheckpointError, ConfigError, Unsupport
 from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E402
 from octavo.integrations.transformers import kv_cache, text  # noqa: E402
 from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
-from octavo.integrations.transformers.paged_cache import PAGE_SIZE, PagedLayer  # noqa: E402
+from octavo.integrations.transformers.paged_cache import PagedLayer  # noqa: E402
+from octavo.integrations.transformers.paged_steps import PAGE_SIZE  # noqa: E402
 from octavo.integrations.transformers.saturation import read_saturation  # noqa: E402
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken  # noqa: E402
 from octavo.numerics.quantize import quantize  # noqa: E402

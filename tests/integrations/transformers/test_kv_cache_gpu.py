@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from text_models import make_decoder, make_prompts  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
-from octavo import Recipe, apply_, restore_  # noqa: E402
+from octavo import CalibrationSettings, Recipe, apply_, calibrate_kv, restore_  # noqa: E402
 from octavo.integrations.transformers import kv_cache  # noqa: E402
 from octavo.testing.asserts import assert_no_waiting  # noqa: E402
 
@@ -27,6 +27,7 @@ SETTINGS = {
     "e5m2": "fp8_e5m2",
     "head": {"granularity": "head", "scaling": "unit"},
     "token": {"granularity": "token"},
+    "rotated": {"granularity": "token", "rotate_keys": True},
 }
 
 
@@ -149,3 +150,20 @@ def test_generate_compiles_a_static_cache():
     first = torch.stack(eager.scores)[0], torch.stack(compiled.scores)[0]
     torch.testing.assert_close(*first, rtol=0, atol=0.05)
     assert restore_(model).layers["kv_cache"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_centered_keys_in_passes_of_a_few_tokens(size):
+    prompts = {name: x[:1] for name, x in make_prompts(2, 40).items()}
+    exact = forward_in_parts(make("llama", torch.float32), prompts, ())
+    batches = [{"input_ids": make_prompts(1, 100, seed)["input_ids"]} for seed in (7, 8)]
+    options = {"rotate_keys": True, "center_keys": True}
+    scales = calibrate_kv(make("llama", torch.float32), batches, CalibrationSettings(**options))
+    recipe = Recipe(kv_cache={"scaling": "static", **options}, scales=scales.to_dict())
+    errors = []
+    for device in ("cpu", "cuda"):
+        model = make("llama").to(device)
+        apply_(model, recipe)
+        splits = tuple(range(20, 40, size))
+        errors.append(error(forward_in_parts(model, prompts, splits), exact, prompts))
+    assert 0 < errors[1] < 1.3 * errors[0] < 0.2

@@ -16,7 +16,15 @@ from octavo import Recipe  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
 from octavo.measure.evaluate import perplexity as task  # noqa: E402
-from octavo.measure.evaluate.perplexity import Reading, RecipeRow, window_loss  # noqa: E402
+from octavo.measure.evaluate.perplexity import Reading, window_loss  # noqa: E402
+from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
+    PLAIN,
+    Keys,
+    RecipeRow,
+    RowName,
+    calibration_scales,
+    recipe_rows,
+)
 
 WINDOWS = [make_prompts(1, 70, seed)["input_ids"][0] for seed in (1, 2, 3)]
 
@@ -73,9 +81,9 @@ def evaluate(model, rows, **options):
 
 def test_recovery_is_the_ratio_of_perplexities():
     model = make_decoder("llama")
-    scales = task.calibration_scales(TextModel("tiny", model, None), WINDOWS[2:], data="words")
+    scales = calibration_scales(TextModel("tiny", model, None), WINDOWS[2:], data="words")
     names = ["baseline", "tensor", "head", "token", "unit", "head+skip=0-1", "token+skip=1+skip=3"]
-    rows = task.recipe_rows(names, scales, dtype="float32")
+    rows = recipe_rows(names, {PLAIN: scales}, dtype="float32")
     assert rows[5].recipe.skip_layers == ("0-1",) and rows[6].recipe.skip_layers == ("1", "3")
     seen, steps = [], []
     records = evaluate(model, rows, on_record=seen.append, on_step=steps.append)
@@ -137,23 +145,68 @@ def test_one_window_has_no_standard_error():
         (["head", "head"], "different rows"),
         (["int8"], "one of baseline, unit, tensor, head, token, or a recipe's"),
         (["baseline+skip=1"], "for rows in FP8"),
+        (["baseline+rotate"], "for rows in FP8"),
+        (["unit+center"], "center needs calibrated means"),
+        (["head+turn"], r"head\+turn: expected NAME\[\+rotate\]"),
+        (["head+rotate+rotate"], "each of the first two once, got rotate"),
+        (["nowhere.json+rotate"], "got 'nowhere.json'"),
+        (["token+center"], r"row token\+center, of keys with center, got none"),
         (["head"], "expected scales for the row head"),
         (["nowhere.json"], "nowhere.json"),
     ],
 )
 def test_wrong_rows(names, message):
     with pytest.raises(ConfigError, match=message):
-        task.recipe_rows(names, None)
+        recipe_rows(names, {})
 
 
 def test_a_row_of_a_recipe_file(tmp_path):
     recipe = Recipe(kv_cache="fp8_e5m2", skip_layers=["0"])
     recipe.save(tmp_path / "r.toml")
-    rows = task.recipe_rows([f"{tmp_path}/r.toml", f"{tmp_path}/r.toml+skip=2"], None)
+    rows = recipe_rows([f"{tmp_path}/r.toml", f"{tmp_path}/r.toml+skip=2"], {})
     assert rows[0].recipe == recipe and rows[1].recipe.skip_layers == ("0", "2")
-    assert (
-        task.recipe_rows(["unit"], None, kv_cache_dtype="fp8_e5m2")[0].recipe.kv_cache.format
-        == "e5m2"
-    )
+    assert recipe_rows(["unit"], {}, kv_cache_dtype="fp8_e5m2")[0].recipe.kv_cache.format == "e5m2"
     with pytest.raises(ConfigError, match="got 'int8'"):
-        task.recipe_rows(["unit"], None, kv_cache_dtype="int8")
+        recipe_rows(["unit"], {}, kv_cache_dtype="int8")
+
+
+def test_rows_with_rotated_and_centered_keys():
+    model = make_decoder("llama")
+    both, rotated = Keys(rotate_keys=True, center_keys=True), Keys(rotate_keys=True)
+    text_model, told = TextModel("tiny", model, None), []
+    scales = {
+        keys: calibration_scales(
+            *(text_model, WINDOWS[2:], keys), data="words", on_window=told.append
+        )
+        for keys in (both, rotated)
+    }
+    num = len(WINDOWS[2:])
+    assert told == [*range(1, 2 * num + 1), *range(1, num + 1)]
+    assert [Keys.of(found) for found in scales.values()] == [both, rotated]
+    names = ["baseline", "tensor+rotate+center", "head+center+rotate+skip=0", "head+rotate"]
+    names += ["token+rotate+center", "token+center", "token+rotate", "unit+rotate"]
+    rows = recipe_rows(names, scales)
+    settings = [row.recipe.kv_cache for row in rows[1:]]
+    assert [s.center_keys for s in settings] == [True, True, False, True, True, False, False]
+    assert [s.rotate_keys for s in settings] == [True, True, True, True, False, True, True]
+    assert rows[2].name == "fp8 head+center+rotate+skip=0" and rows[2].recipe.skip_layers == ("0",)
+    assert [row.recipe.is_static for row in rows[1:]] == [True] * 5 + [False] * 2
+    for record in evaluate(model, rows)[1:]:
+        assert 0 < abs(record.values["perplexity_ratio"] - 1) < 0.05
+    with pytest.raises(ConfigError, match="of keys as they are, got keys with rotate and center"):
+        recipe_rows(["head"], scales)
+    assert RowName.parse("a+b.json+skip=1").kind == "a+b.json"
+
+
+def test_up_to_four_tokens_at_a_time_are_decoded():
+    model = make_decoder("llama")
+    row = RecipeRow("token", Recipe(kv_cache={"granularity": "token"}))
+    found = {}
+    for chunk in (1, 4, 5):
+        reading = Reading(chunk=chunk, count="all")
+        text_model = TextModel("tiny", model, None)
+        options = {"data": "words", "command": "c"}
+        (record,) = task.evaluate(text_model, WINDOWS[:1], [row], reading, **options)
+        found[chunk] = record.values["perplexity"]
+    assert found[4] == pytest.approx(found[1], rel=1e-6)
+    assert abs(found[5] / found[1] - 1) > 1e-5

@@ -87,6 +87,7 @@ def export_checkpoint(
     for such scales.
     """
     _check_target(source, target)
+    scale_set.require_plain_keys("a checkpoint")
     plan = _make_plan(source, scale_set, format)
     temporary = target.absolute().with_name(f".octavo-{secrets.token_hex(8)}.tmp")
     temporary.mkdir()

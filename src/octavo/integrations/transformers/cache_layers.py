@@ -10,7 +10,8 @@ import torch
 from octavo.brief import brief
 from octavo.errors import CheckpointError
 from octavo.integrations.transformers import text
-from octavo.integrations.transformers.paged_cache import PAGE_SIZE, WINDOW_COLUMNS
+from octavo.integrations.transformers.paged_cache import WINDOW_COLUMNS
+from octavo.integrations.transformers.paged_steps import PAGE_SIZE
 from octavo.patterns import Layer
 
 

@@ -1,6 +1,6 @@
 """Static scales for the keys, values and queries of a language model, from texts."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.calibration.observers import CalibrationSettings
-from octavo.calibration.run import Calibration
-from octavo.calibration.run import calibrate as run_calibration
+from octavo.calibration.run import Calibration, calibrate_in_passes
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.observe_text import observe_text
-from octavo.integrations.transformers.text import find_layers
+from octavo.integrations.transformers.text import find_layers, find_uncentered
 from octavo.integrations.transformers.windows import Window, run_windows
 
 
@@ -26,13 +25,18 @@ def calibrate_kv(
 
     The model runs in its own dtype, without a cache, and is left as it was. Positions that an
     attention_mask leaves out do not count. `octavo calibrate --kv` does the same with texts and
-    chats, prints what was seen and can be resumed.
+    chats, prints what was seen and can be resumed. To center keys the batches are gone over twice:
+    a list then, no generator.
     """
-    calibration = run_calibration(
-        Calibration(
-            list(find_layers(model)), settings or CalibrationSettings(), is_nonfinite_refused=True
-        ),
-        ([inputs] for inputs in batches),
+    settings = settings or CalibrationSettings()
+    _check_centered(model, settings)
+    if settings.center_keys and isinstance(batches, Iterator):
+        raise ConfigError(
+            "center_keys needs two passes: expected a list of batches, got a generator"
+        )
+    calibration = calibrate_in_passes(
+        Calibration(list(find_layers(model)), settings, is_nonfinite_refused=True),
+        lambda start: ([inputs] for inputs in batches),
         observe=partial(observe_text, model),
         forward=lambda batch: run_inputs(model, batch[0]),
     )
@@ -41,19 +45,29 @@ def calibrate_kv(
 
 def observe_windows(
     model: nn.Module,
-    windows: Iterable[Window],
+    windows: Sequence[Window],
     settings: CalibrationSettings,
     *,
     on_window: Callable[[int], None] = lambda num_windows: None,
 ) -> Calibration:
-    """What every attention layer saw in these windows; on_window is told how many are done."""
-    return run_calibration(
+    """What every attention layer saw in these windows; on_window is told how many are done.
+
+    Where keys are centered, windows of both passes count.
+    """
+    _check_centered(model, settings)
+    return calibrate_in_passes(
         Calibration(list(find_layers(model)), settings),
-        ([window] for window in windows),
+        lambda start: ([window] for window in windows),
         observe=partial(observe_text, model),
         forward=partial(run_windows, model),
         on_batch=on_window,
     )
+
+
+def _check_centered(model: nn.Module, settings: CalibrationSettings) -> None:
+    if settings.center_keys:
+        for name, reason in find_uncentered(model).items():
+            raise UnsupportedError(f"{name}: {reason}")
 
 
 def run_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ def fill_cache(model: Any, cache: Any, source: KeysAndValues, length: int) -> No
 
     The cache is transformers' own, or ours if `kv_cache.attach` gave the model one.
     """
-    from octavo.integrations.transformers.paged_cache import Pass
+    from octavo.integrations.transformers.paged_steps import Pass
 
     _, decoder = text.find_decoder(model)
     has_pages = hasattr(decoder, kv_cache.HOOK)

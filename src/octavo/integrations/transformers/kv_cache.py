@@ -68,6 +68,10 @@ def attach(
     chosen = [name for name in found if settings and name not in skip_layers]
     if settings and not chosen:
         raise ConfigError(f"skip_layers leaves none of the {len(found)} layers: leave kv_cache out")
+    if settings and settings.center_keys:
+        for name, reason in text.find_uncentered(model).items():
+            if name in chosen:
+                raise UnsupportedError(f"{name}: {reason}")
     given = find_kv_scales(model, chosen, settings, scales)
     scaling = None if settings is None else settings.scaling
     is_unit = scaling in ("checkpoint", "unit") and not given
@@ -151,8 +155,11 @@ def _make_layer(
     if settings is not None:
         options["dtype"] = format_named(settings.format).dtype
         options["granularity"] = _GRANULARITIES[settings.granularity]
-        if scales is not None:
+        options |= {"rotates_keys": settings.rotate_keys, "head_dim": module.head_dim}
+        if scales is not None and settings.scaling != "dynamic":
             options |= _as_tensors(scales, settings, num_kv_heads)
+        if scales is not None and settings.center_keys:
+            options["key_mean"] = torch.tensor(scales.k_mean, dtype=torch.float32)
     return CachedAttention(num_heads, num_kv_heads, spec, **options)
 
 
@@ -197,7 +204,7 @@ def give_pages(watch: Watch, decoder: Any, args: tuple[Any, ...], kwargs: dict[s
         if not (decoder.config.use_cache if asked is None else asked):
             return None
         cache = kwargs["past_key_values"] = DynamicCache(config=decoder.config)
-    from octavo.integrations.transformers.paged_cache import Pass
+    from octavo.integrations.transformers.paged_steps import Pass
 
     sequences = convert(cache, decoder)
     kwargs[PASS] = Pass(cache.layers, sequences)
@@ -208,7 +215,8 @@ def convert(cache: Any, decoder: Any) -> Any:
     """Give a cache our layers, unless it has them; returns what they share."""
     from transformers import DynamicCache
 
-    from octavo.integrations.transformers.paged_cache import PagedLayer, Sequences
+    from octavo.integrations.transformers.paged_cache import PagedLayer
+    from octavo.integrations.transformers.paged_steps import Sequences
 
     paged = [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
     if paged:

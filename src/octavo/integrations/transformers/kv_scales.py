@@ -1,7 +1,7 @@
 """Where the scales of a decoder's keys and values come from: a scale file, or its checkpoint."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,64 @@ def find_kv_scales(
     settings: KvCacheSettings | None,
     scales: ScaleSet | None,
 ) -> dict[str, LayerScales]:
-    """The scales that the settings ask for, by layer; none if they are 1.0 or made on the way."""
-    if settings is None or settings.scaling in ("unit", "dynamic"):
+    """The scales that the settings ask for, by layer; none if they are 1.0 or made on the way.
+
+    Scales made on the way may need the means of keys: then layers are here for their k_mean.
+    """
+    if settings is None:
         return {}
-    if settings.scaling == "static":
+    if settings.scaling == "static" or settings.center_keys:
         if scales is None:
-            raise ConfigError("expected scales for scaling 'static', got none: Recipe(scales=…)")
-        return kv_scales(scales, names)
+            raise ConfigError(
+                "expected scales for scaling 'static' or center_keys, got none: Recipe(scales=…)"
+            )
+        found = kv_scales(scales, names)
+        check_keys(settings, scales.header.rotate_keys, found)
+        return found
+    if settings.scaling in ("unit", "dynamic"):
+        return {}
     folder = _folder(model)
-    found = None if folder is None else read_kv_scales(folder, list(text.find_layers(model)))
-    return {} if found is None else kv_scales(found, names)
+    brought = None if folder is None else read_kv_scales(folder, list(text.find_layers(model)))
+    if brought is not None and settings.rotate_keys:
+        raise ConfigError(
+            "rotate_keys: expected a model without scales of keys, got a checkpoint with some, "
+            "which are for keys as they are: calibrate with octavo calibrate --kv --rotate-keys, "
+            "and set scaling='static'"
+        )
+    return {} if brought is None else kv_scales(brought, names)
+
+
+def check_keys(
+    settings: KvCacheSettings, is_rotated: bool, layers: Mapping[str, LayerScales]
+) -> None:
+    """Raise ConfigError unless scales were found on keys such as the settings store.
+
+    is_rotated: whether the file's keys were. Scales per token are found on the way, and means are
+    taken before keys are rotated: then only the means must be there.
+    """
+    problems = []
+    if settings.scaling == "static" and settings.rotate_keys != is_rotated:
+        problems.append(_difference("rotate_keys", "rotated", settings.rotate_keys))
+    for name, scales in layers.items():
+        if settings.center_keys != (scales.k_mean is not None):
+            problem = _difference("center_keys", "centered", settings.center_keys)
+            problems.append(f"{name}: {problem}")
+            break
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _difference(setting: str, done: str, is_asked: bool) -> str:
+    option = f"--{setting.replace('_', '-')}"
+    if is_asked:
+        return (
+            f"{setting} is set: expected a scale file of {done} keys, got one of keys that were "
+            f"not: octavo calibrate --kv {option} makes one"
+        )
+    return (
+        f"{setting} is not set: expected a scale file of keys that were not {done}, got one of "
+        f"{done} keys: set {setting}, or calibrate without {option}"
+    )
 
 
 def _folder(model: Any) -> Path | None:

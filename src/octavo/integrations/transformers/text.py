@@ -6,6 +6,7 @@ from torch import nn
 
 from octavo.brief import list_names
 from octavo.errors import UnsupportedError
+from octavo.layers.decoder_attention import why_not_centered
 from octavo.patterns import Layer
 
 # What the attention of a decoder has, whatever its family; layer_idx is its place in a cache.
@@ -79,6 +80,17 @@ def find_windows(model: nn.Module) -> dict[str, int | None]:
         name: getattr(layers[module.layer_idx], "sliding_window", None)  # type: ignore[index]
         for name, module in found.items()
     }
+
+
+def find_uncentered(model: nn.Module) -> dict[str, str]:
+    """Layers of whose keys no mean may be taken, by name: why."""
+    found = {}
+    for name, module in find_layers(model).items():
+        has_softcap = getattr(module, "attn_logit_softcapping", None) is not None
+        has_sinks = getattr(module, "sinks", None) is not None
+        if reason := why_not_centered(has_softcap=has_softcap, has_sinks=has_sinks):
+            found[name] = reason
+    return found
 
 
 def as_patterns_see(model: nn.Module) -> list[Layer]:

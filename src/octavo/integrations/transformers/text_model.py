@@ -20,7 +20,7 @@ from octavo.integrations.transformers.load import (
 )
 from octavo.integrations.transformers.observe_text import observe_text
 from octavo.integrations.transformers.small_model import NAME, load_small_model
-from octavo.integrations.transformers.text import find_layers
+from octavo.integrations.transformers.text import find_layers, find_uncentered
 from octavo.integrations.transformers.windows import Window, cut_windows, run_windows
 
 # A tokenizer needs much time and memory for a long text; a piece of it is mostly enough.
@@ -59,6 +59,7 @@ class TextModel:
             observe=partial(observe_text, self.model),
             forward=partial(run_windows, self.model),
             is_nonfinite_refused=True,
+            uncentered=find_uncentered(self.model),
         )
 
     def cut_windows(self, texts: TextData, max_length: int | None = None) -> PromptData[Window]:

@@ -139,6 +139,7 @@ def attach(
         _check_dtypes(chosen)
     if scales is not None:
         scales.require_kind("vision_attention")
+        scales.require_plain_keys("vision_attention")
         scales.require([_file_name(name, scales) for name in chosen])
     forwards = {name: fused_vision.find_forward(module) for name, module in chosen.items()}
     _check_whisper(chosen, forwards)

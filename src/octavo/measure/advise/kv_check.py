@@ -70,7 +70,7 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
     if not windows:
         raise ConfigError("expected one window or more, got none")
     model = text_model.model
-    lists = (window.tolist() for window in windows)
+    lists = [window.tolist() for window in windows]
     observed = observe_windows(model, lists, CalibrationSettings()).layers
     seen = {name: layer for name, layer in observed.items() if layer is not None}
     apply_(model, Recipe(kv_cache={"format": format, "scaling": "unit"}))

@@ -4,32 +4,19 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from octavo.calibration.observers import CalibrationSettings
-from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.transformers.calibrate_text import observe_windows
 from octavo.integrations.transformers.text_model import TextModel
+from octavo.measure.evaluate.perplexity_rows import RecipeRow
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.tables import Table
 from octavo.recipe import Recipe
 
-BASELINE = "baseline"
-# Row -> what its recipe says about the cache, besides its format.
-SETTINGS: dict[str, dict[str, str]] = {
-    "unit": {"scaling": "unit"},
-    "tensor": {"scaling": "static"},
-    "head": {"granularity": "head", "scaling": "static"},
-    "token": {"granularity": "token"},
-}
-SKIP = "+skip="
-FORMATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2"}
 # Logits of so many tokens become losses at a time: their softmax needs a copy.
 LOSS_ROWS = 128
 
@@ -42,8 +29,9 @@ class Reading:
     """How a text is read: in chunks that go through the cache, and which predictions count.
 
     chunk: tokens of one pass; the first one of a window fills the cache, and all later ones attend
-    to what it holds; 1 is pure decoding. count: "later" leaves out what the first chunk predicts,
-    "all" counts every prediction, "last" those of the last chunk alone.
+    to what it holds. Up to 4 are decoded, their queries as they are; more are a prefill, whose
+    queries an e4m3 cache quantizes as well. count: "later" leaves out what the first chunk
+    predicts, "all" counts every prediction, "last" those of the last chunk alone.
     """
 
     chunk: int = 512
@@ -82,14 +70,6 @@ class Reading:
         """The chunks of a window, and whether their predictions count."""
         for chunk in self.chunks(context):
             yield chunk, self._counted(chunk, context)
-
-
-@dataclass(frozen=True)
-class RecipeRow:
-    """A row of the table: its name, and what is done to the model; None leaves it as it is."""
-
-    name: str
-    recipe: Recipe | None
 
 
 def window_loss(
@@ -217,85 +197,6 @@ def _standard_error(numbers: Sequence[float]) -> float | None:
     if len(numbers) < 2:
         return None
     return statistics.stdev(numbers) / math.sqrt(len(numbers))
-
-
-def check_rows(names: Sequence[str]) -> None:
-    """ConfigError unless these are different rows that `recipe_rows` can make."""
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"expected different rows, got {list(names)}")
-    for name in names:
-        kind, *skipped = name.split(SKIP)
-        if kind == BASELINE and skipped:
-            raise ConfigError(f"{name}: skipped layers are for rows in FP8, not for {BASELINE}")
-        if kind not in (BASELINE, *SETTINGS) and Path(kind).suffix not in (".json", ".toml"):
-            known = ", ".join((BASELINE, *SETTINGS))
-            raise ConfigError(
-                f"expected a row, one of {known}, or a recipe's .json or .toml file, got {kind!r}"
-            )
-
-
-def is_static(name: str) -> bool:
-    """Whether a row of this name takes scales that are not its own."""
-    return SETTINGS.get(name.split(SKIP)[0], {}).get("scaling") == "static"
-
-
-def recipe_rows(
-    names: Sequence[str],
-    scales: ScaleSet | None,
-    *,
-    dtype: str = "baseline",
-    kv_cache_dtype: str = "fp8",
-) -> list[RecipeRow]:
-    """The rows with these names; dtype: what the baseline is called.
-
-    A name may go on with +skip=PATTERN, more than once: layers that this row leaves as they are.
-    """
-    check_rows(names)
-    if kv_cache_dtype not in FORMATS:
-        raise ConfigError(
-            f"expected a KV cache dtype, one of {', '.join(FORMATS)}, got {kv_cache_dtype!r}"
-        )
-    rows = []
-    for name in names:
-        kind, *skipped = name.split(SKIP)
-        if kind == BASELINE:
-            rows.append(RecipeRow(dtype, None))
-        elif kind in SETTINGS:
-            settings = {"format": FORMATS[kv_cache_dtype], **SETTINGS[kind]}
-            recipe = Recipe(kv_cache=settings, skip_layers=skipped, scales=_given(kind, scales))
-            rows.append(RecipeRow(f"{kv_cache_dtype} {name}", recipe))
-        else:
-            recipe = Recipe.load(kind)
-            layers = [*recipe.skip_layers, *skipped]
-            rows.append(RecipeRow(name, recipe.replace(skip_layers=layers) if skipped else recipe))
-    return rows
-
-
-def _given(kind: str, scales: ScaleSet | None) -> Any:
-    if not is_static(kind):
-        return None
-    if scales is None:
-        raise ConfigError(f"expected scales for the row {kind}, got none")
-    return scales.to_dict()["layers"]
-
-
-def calibration_scales(
-    text_model: TextModel,
-    windows: Sequence[Tensor],
-    *,
-    data: str,
-    margin: float = 1.5,
-    on_window: Callable[[int], None] = lambda num_windows: None,
-) -> ScaleSet:
-    """Static scales per head by the largest values in these windows.
-
-    Rows per tensor take the largest of the heads.
-    """
-    settings = CalibrationSettings(granularity="head", margin=margin)
-    header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
-    tokens = (window.tolist() for window in windows)
-    seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
-    return seen.result(header).scales
 
 
 def perplexity_table(records: Sequence[Measurement]) -> Table:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from octavo.calibration.scale_file import ScaleSet, load_scales
@@ -10,7 +11,15 @@ from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, read_text
 from octavo.measure import store
 from octavo.measure.evaluate import perplexity
-from octavo.measure.evaluate.perplexity import BASELINE, Reading
+from octavo.measure.evaluate.perplexity import Reading
+from octavo.measure.evaluate.perplexity_rows import (
+    BASELINE,
+    Keys,
+    RowName,
+    calibration_scales,
+    check_rows,
+    recipe_rows,
+)
 from octavo.measure.records import Measurement
 
 DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
@@ -24,8 +33,9 @@ class Request:
     """What is measured.
 
     model: None is SmolLM2-135M-Instruct. context: None is 8192, or what the model was made for.
-    scales: a file for static rows; None calibrates them on calibration_data, or where that is None
-    on the windows of `data` right after those that are measured.
+    scales: a file for rows with static scales or centered keys; None calibrates them on
+    calibration_data, or where that is None on the windows of `data` right after those that are
+    measured.
     """
 
     data: Path
@@ -42,18 +52,19 @@ class Request:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        perplexity.check_rows(self.rows)
-        if self.scales is not None and not self.is_static:
-            raise ConfigError("--scales is for the rows tensor and head, which are not asked for")
+        if not self.rows_with_scales and self.scales is not None:
+            raise ConfigError(
+                "--scales is for rows with static scales or centered keys, which are not asked for"
+            )
         if self.scales is not None and self.calibration_data is not None:
             raise ConfigError("expected --scales or --calibration-data, got both")
         if self.context is not None:
             self.reading.check(self.context)
 
     @property
-    def is_static(self) -> bool:
-        """Whether a row needs static scales."""
-        return any(map(perplexity.is_static, self.rows))
+    def rows_with_scales(self) -> list[RowName]:
+        """The rows that need scales, or the means of keys."""
+        return [row for row in check_rows(self.rows) if row.needs_scales]
 
     @property
     def command(self) -> str:
@@ -66,7 +77,7 @@ class Request:
         words += ["--kv-cache-dtype", self.kv_cache_dtype, "--dtype", self.dtype]
         if self.scales is not None:
             words += ["--scales", str(self.scales)]
-        elif self.is_static:
+        elif self.rows_with_scales:
             words += ["--calibration-windows", str(self.calibration_windows)]
             words += ["--margin", f"{self.margin:g}"]
             if self.calibration_data is not None:
@@ -81,14 +92,19 @@ def run(
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
     text = read_text(request.data)
-    given = load_scales(request.scales) if request.scales else None
+    given = {}
+    if request.scales is not None:
+        scales = load_scales(request.scales)
+        given[Keys.of(scales)] = scales
+        for row in request.rows_with_scales:  # before a model is loaded
+            row.choose(given)
     text_model = load_text_model(request.model, dtype=request.dtype)
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     request.reading.check(context)
     windows = text_model.windows(text, context, request.num_windows)
-    if request.is_static and given is None:
+    if request.rows_with_scales and not given:
         given = _calibrate(request, text_model, text, context, watch)
-    rows = perplexity.recipe_rows(
+    rows = recipe_rows(
         request.rows, given, dtype=text_model.dtype, kv_cache_dtype=request.kv_cache_dtype
     )
     num_read, total = 0, len(rows) * len(windows) * (context - 1)
@@ -112,8 +128,8 @@ def run(
 
 def _calibrate(
     request: Request, text_model: TextModel, text: str, context: int, watch: Watch
-) -> ScaleSet:
-    """Static scales from text that is not measured."""
+) -> dict[Keys, ScaleSet]:
+    """Static scales from text that is not measured, for all kinds of keys that rows have."""
     num_windows = request.calibration_windows
     source, start = request.data, request.num_windows
     if request.calibration_data is not None:
@@ -122,10 +138,21 @@ def _calibrate(
         if source.resolve() == request.data.resolve():
             raise ConfigError("expected --calibration-data to be another text than --data")
     windows = text_model.windows(text, context, num_windows, start)
-    return perplexity.calibration_scales(
-        text_model,
-        windows,
-        data=f"{source.name}, windows {start} to {start + num_windows - 1} of {context} tokens",
-        margin=request.margin,
-        on_window=lambda done: watch("calibrating", done, num_windows),
-    )
+    kinds = list(dict.fromkeys(row.keys for row in request.rows_with_scales))
+    total = num_windows * sum(keys.num_passes for keys in kinds)
+    scales, num_before = {}, 0
+    for keys in kinds:
+        scales[keys] = calibration_scales(
+            text_model,
+            windows,
+            keys,
+            data=f"{source.name}, windows {start} to {start + num_windows - 1} of {context} tokens",
+            margin=request.margin,
+            on_window=partial(_tell, watch, num_before, total),
+        )
+        num_before += num_windows * keys.num_passes
+    return scales
+
+
+def _tell(watch: Watch, num_before: int, total: int, num_windows: int) -> None:
+    watch("calibrating", num_before + num_windows, total)

@@ -1,0 +1,147 @@
+"""Where the tokens of a step lie in a paged cache: what the layers of one forward pass share."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedError
+from octavo.numerics.decode_plan import DecodePlan
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a step lie in layers of one capacity and window."""
+
+    slots: Tensor
+    page_table: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens of every sequence: some columns of the input, padding among them.
+
+    before, lengths: [batch] int32, tokens of each sequence before and after. positions: [batch,
+    columns] int64, a token's place in its sequence, −1 for padding. real: indices of the tokens
+    among batch · columns; None if all are. cu_seqlens: of the real ones.
+    """
+
+    before: Tensor
+    lengths: Tensor
+    positions: Tensor
+    real: Tensor | None
+    cu_seqlens: Tensor
+    places: dict[tuple[int, int | None], Places] = field(default_factory=dict)
+    plans: dict[object, DecodePlan] = field(default_factory=dict)
+
+    @staticmethod
+    def make(before: Tensor, num_columns: int, mask: Tensor | None) -> "Step":
+        """The step after `before`; mask: [batch, columns] bool, False at padding."""
+        batch, device = len(before), before.device
+        if mask is None:
+            position = torch.arange(num_columns, device=device)
+            ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * num_columns
+            return Step(before, before + num_columns, before[:, None] + position, None, ends)
+        count = mask.cumsum(1)
+        positions = torch.where(mask, before[:, None] + count - 1, -1)
+        added = count[:, -1].to(torch.int32)
+        real = None
+        if num_columns > 1:  # a single column has one place for each sequence, padding or not
+            real = mask.flatten().nonzero().squeeze(1)
+            # Eager code has waited for how many there are; compiled code must not ask.
+            if not torch.compiler.is_compiling() and len(real) == mask.numel():
+                real = None
+        ends = torch.nn.functional.pad(added.cumsum(0), (1, 0)).to(torch.int32)
+        return Step(before, before + added, positions, real, ends)
+
+    @property
+    def num_columns(self) -> int:
+        """How many tokens and paddings each sequence got."""
+        return self.positions.shape[1]
+
+    def places_in(self, capacity: int, window: int | None) -> Places:
+        """Where the tokens lie in layers with `capacity` tokens for each sequence."""
+        key = (capacity, window)
+        if key not in self.places:
+            self.places[key] = self._make_places(capacity, window)
+        return self.places[key]
+
+    def _make_places(self, capacity: int, window: int | None) -> Places:
+        batch, device = len(self.before), self.before.device
+        sequence = torch.arange(batch, device=device)[:, None]
+        num_pages = capacity // PAGE_SIZE
+        page = torch.arange(num_pages, device=device)
+        slots = sequence * capacity + self.positions % capacity
+        slots = torch.where(self.positions < 0, -1, slots).flatten()
+        if window is None:
+            table = sequence * num_pages + page
+            return Places(slots, table.to(torch.int32), self.lengths)
+        # The first page that a query of this step may see comes first: older ones are overwritten.
+        first_page = (self.before - window + 1).clamp(min=0) // PAGE_SIZE
+        table = sequence * num_pages + (first_page[:, None] + page) % num_pages
+        return Places(slots, table.to(torch.int32), self.lengths - PAGE_SIZE * first_page)
+
+
+class Sequences:
+    """The lengths of a batch's sequences, which all layers of a cache share.
+
+    lengths: tokens of each, [batch] int32. num_columns: how many columns a static cache has seen,
+    padding included, on the device, since a compiled step must not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: Tensor | None = None
+        self.num_columns: Tensor | None = None
+
+    def prepare(self, batch: int, device: torch.device, is_static: bool) -> None:
+        """Make the tensors, when the first keys arrive."""
+        if self.lengths is not None:
+            if self.lengths.device != device:
+                raise UnsupportedError(
+                    f"expected all layers of a cache on one device, got {self.lengths.device} and "
+                    f"{device}"
+                )
+            return
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.num_columns = torch.zeros((), dtype=torch.int64, device=device)
+        if is_static:
+            torch._dynamo.mark_static_address(self.lengths)
+            torch._dynamo.mark_static_address(self.num_columns)
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences with these indices, in this order."""
+        if self.lengths is not None:
+            self.lengths = self.lengths.index_select(0, indices.to(self.lengths.device))
+
+
+class Pass:
+    """One forward pass of a model over a cache: what its layers share."""
+
+    def __init__(self, layers: list[Any], sequences: Sequences) -> None:
+        self.layers, self.sequences = layers, sequences
+        self.steps: dict[tuple[int, int], Step] = {}
+
+    def step(self, start: int, stop: int, num_columns: int, mask: Tensor | None) -> Step:
+        """The step of columns start … stop of `num_columns` new ones, made once for all layers.
+
+        mask: [batch, columns so far] bool, False at padding.
+        """
+        whole = (0, num_columns)
+        if mask is not None:
+            mask = mask[:, -num_columns:]
+        if whole not in self.steps:
+            lengths = self.sequences.lengths
+            assert lengths is not None
+            self.steps[whole] = Step.make(lengths.clone(), num_columns, mask)
+            lengths.copy_(self.steps[whole].lengths)
+        if (start, stop) not in self.steps:
+            before = self.steps[whole].before
+            if start > 0:
+                before = self.step(0, start, num_columns, mask).lengths
+            part = None if mask is None else mask[:, start:stop]
+            self.steps[start, stop] = Step.make(before, stop - start, part)
+        return self.steps[start, stop]
