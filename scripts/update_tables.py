@@ -36,6 +36,14 @@ SPEEDS = (
 )
 
 
+# Whole models: of the encoder's records the resolution, of generate's the context and the batch.
+TOWERS = (("fullhd", "vision tower of Qwen3-VL-30B-A3B, 3 FullHD images"), ("4k", "3 4K images"))
+DECODERS = (
+    (131072, 1, "Llama-3.1-8B-shaped decoder, one token after 1 × 128k"),
+    (32768, 8, "8 × 32k"),
+)
+
+
 def accumulator() -> str:
     """What one-level accumulation loses on a real GPU, and how well the model predicts it."""
     records = store.read(RESULTS / "accumulator_h200.jsonl")
@@ -67,14 +75,20 @@ def accumulator() -> str:
 def speeds() -> str:
     """octavo's FP8 beside the fastest BF16 and the fastest FP8 with the same accumulation."""
     records = store.read(RESULTS / "kernels_h200.jsonl")
-    rows = tuple(_speed(op, shape, words, records) for op, shape, words in SPEEDS)
+    rows = (
+        *(_tower_speed(resolution, words) for resolution, words in TOWERS),
+        *(_generate_speed(context, batch, words) for context, batch, words in DECODERS),
+        *(_speed(op, shape, words, records) for op, shape, words in SPEEDS),
+    )
     header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
     machine = records[0].machine
     table = Table(caption="", header=header, rows=rows)
     return (
-        f"Kernels on an {machine.gpu}, medians, each row one run, results checked against float64 "
-        f"(torch {machine.versions['torch']}, Triton {machine.versions['triton']}); operands are "
-        "quantized before the clock starts. The other FP8: FlashAttention-3 with two-level "
+        f"Whole models, then kernels, on an {machine.gpu}; medians, each row one run, results "
+        f"checked first (torch {machine.versions['torch']}, Triton {machine.versions['triton']}). "
+        "Models have random weights; the tower's BF16 is stock transformers with the fastest "
+        "attention, the decoder's is octavo's BF16 pages. Operands of kernels are quantized before "
+        "the clock starts. The other FP8: FlashAttention-3 with two-level "
         "accumulation, as vLLM builds it; cuDNN, whose result is rounded to FP8 as well; "
         "`torch._scaled_mm` with one scale per token and channel, which octavo itself runs where "
         f"it is the fastest.\n\n{to_markdown(table)}\n"
@@ -259,12 +273,86 @@ def _speed(op: str, shape: str, words: str, records: list[Measurement]) -> tuple
     )
 
 
+def _tower_speed(resolution: str, words: str) -> tuple[str, ...]:
+    """A whole vision tower with static scales, by graphs or not, over the fastest stock one."""
+    records = store.read(RESULTS / "encoder_h200.jsonl")
+    of_size = [r for r in records if r.case["resolution"] == resolution]
+    ours = _fastest([r for r in of_size if r.case["recipe"] == "static"])
+    stock = _fastest([r for r in of_size if r.case["recipe"] == "bf16" and not r.case["graphs"]])
+    return _whole(words, ours, stock, stock.impl)
+
+
+def _generate_speed(context: int, batch: int, words: str) -> tuple[str, ...]:
+    """One token of a whole decoder with static scales, over BF16 pages."""
+    records = store.read(RESULTS / "generate_h200.jsonl")
+    found = [r for r in records if (r.case["context"], r.case["batch"]) == (context, batch)]
+    ours, bf16 = (
+        _fastest([r for r in found if r.case["recipe"] == recipe]) for recipe in ("fp8", "bf16")
+    )
+    return _whole(words, ours, bf16, "octavo's")
+
+
+def _whole(words: str, ours: Measurement, bf16: Measurement, who: str) -> tuple[str, ...]:
+    ratio = bf16.values["median_ms"] / ours.values["median_ms"]
+    return words, _time(ours), f"{_time(bf16)} ({who})", "", f"{ratio:.2f}×", ""
+
+
+def generate() -> str:
+    """One token of a whole decoder after a long context, by what the cache holds."""
+    found = store.read(RESULTS / "generate_h200.jsonl")
+    recipes = list(dict.fromkeys(str(r.case["recipe"]) for r in found))
+    rows = []
+    for context, batch in dict.fromkeys((r.case["context"], r.case["batch"]) for r in found):
+        times = {
+            r.case["recipe"]: f"{r.values['median_ms']:.2f} ({r.values['speedup']:.2f}×)"
+            for r in found
+            if (r.case["context"], r.case["batch"]) == (context, batch)
+        }
+        cells = (times.get(recipe, "") for recipe in recipes)
+        rows.append((f"{batch} × {int(context) // 1024}k", *cells))
+    table = Table(caption="", header=("", *recipes), rows=tuple(rows))
+    ratios = {r.case["recipe"]: r.values["cache_ratio"] for r in found}
+    return (
+        f"Milliseconds of one token of a decoder shaped like {found[0].case['model']}, random "
+        f"weights, CUDA graphs, on an {found[0].machine.gpu}, and the speed-up over BF16 pages. "
+        f"The cache takes {ratios['fp8']:.3f} of BF16's bytes with static scales, "
+        f"{ratios['fp8-token']:.3f} with those of each token.\n\n{to_markdown(table)}\n\n"
+        f"{_break_even(found)}\n"
+    )
+
+
+def _break_even(records: list[Measurement]) -> str:
+    """What a token costs by the length of one sequence, and where FP8 begins to gain."""
+    fits = {}
+    for recipe in ("bf16", "fp8"):
+        of_one = [r for r in records if (r.case["recipe"], r.case["batch"]) == (recipe, 1)]
+        (x0, y0), (x1, y1) = sorted((float(r.case["context"]), _ms(r)) for r in of_one)
+        slope = (y1 - y0) / (x1 - x0)
+        fits[recipe] = (y0 - slope * x0, slope)
+    (bf16, per_token), (fp8, fp8_per_token) = fits["bf16"], fits["fp8"]
+    if not (fp8 < bf16 and fp8_per_token < per_token):
+        raise ValueError(f"the text is about FP8 that is never slower, got {fits}")
+    share = 0.05
+    length = (share * bf16 - (bf16 - fp8)) / (per_token - fp8_per_token - share * per_token)
+    return (
+        f"One sequence: BF16 takes {bf16:.2f} ms and {1024e3 * per_token:.1f} µs for each 1024 "
+        f"tokens in the cache, FP8 {fp8:.2f} ms and {1024e3 * fp8_per_token:.1f} µs. FP8 is slower "
+        f"at no length; a gain of {share:.0%} takes {length / 1024:.0f}k tokens."
+    )
+
+
+def _ms(record: Measurement) -> float:
+    return record.values["median_ms"]
+
+
 def _fastest(records: list[Measurement]) -> Measurement:
     return min(records, key=lambda record: record.values["median_ms"])
 
 
 def _time(record: Measurement) -> str:
     ms = record.values["median_ms"]
+    if ms >= 10:
+        return f"{ms:.3g} ms" if ms < 1000 else f"{ms:.0f} ms"
     return f"{ms:.2f} ms" if ms >= 1 else f"{1e3 * ms:.3g} µs"
 
 
@@ -273,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "decode": decode,
     "encoder": encoder,
+    "generate": generate,
     "load": load,
     "speeds": speeds,
     "structures": structures,
