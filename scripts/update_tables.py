@@ -218,6 +218,28 @@ def _named_time(records: list[Measurement]) -> str:
     return f"{record.values['median_ms']:.1f} ({record.impl})"
 
 
+def chartqa() -> str:
+    """What FP8 does to the chart reader's answers."""
+    found = store.read(RESULTS / "chartqa_cpu.jsonl")
+    rows = []
+    for record in found:
+        values = record.values
+        scores = ("relaxed_accuracy", "anywhere_accuracy", "exact_match")
+        cells = [f"{values[f'{name}_percent']:.1f}" for name in scores]
+        interval = ""
+        if "difference_points" in values:
+            low, high = (values[f"difference_{end}_points"] for end in ("low", "high"))
+            interval = f"{values['difference_points']:+.1f} ({low:+.1f} to {high:+.1f})"
+        rows.append((str(record.case["recipe"]), *cells, interval))
+    header = ("", "relaxed accuracy", "anywhere accuracy", "exact match", "points, 95 % interval")
+    table = Table(caption="", header=header, rows=tuple(rows))
+    return (
+        f"Percent of {found[0].case['num_questions']} held-out questions; static scales are those of "
+        "charts with other colors, sizes and backgrounds. By the reference ops on a CPU.\n\n"
+        f"{to_markdown(table)}\n"
+    )
+
+
 def structures() -> str:
     """What the inside of Hopper's kernel was tried to be, and how long each took."""
     records = store.read(RESULTS / "attention_structures_h200.jsonl")
@@ -359,6 +381,7 @@ def _time(record: Measurement) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "attention": attention,
+    "chartqa": chartqa,
     "decode": decode,
     "encoder": encoder,
     "generate": generate,
