@@ -234,8 +234,8 @@ def chartqa() -> str:
     header = ("", "relaxed accuracy", "anywhere accuracy", "exact match", "points, 95 % interval")
     table = Table(caption="", header=header, rows=tuple(rows))
     return (
-        f"Percent of {found[0].case['num_questions']} held-out questions; static scales are those of "
-        "charts with other colors, sizes and backgrounds. By the reference ops on a CPU.\n\n"
+        f"Percent of {found[0].case['num_questions']} held-out questions; static scales are those "
+        "of charts with other colors, sizes and backgrounds. By the reference ops on a CPU.\n\n"
         f"{to_markdown(table)}\n"
     )
 

@@ -139,6 +139,7 @@ def test_decode_steps_in_a_cuda_graph(family, settings):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own compiler
 def test_generate_compiles_a_static_cache():
     model, prompts = make("llama").to("cuda"), make_prompts(2, 40)
     apply_(model, Recipe(kv_cache="fp8"))
