@@ -6,8 +6,9 @@ so by turns. The sums of one tile start from zero and are added up in float32: t
 accumulation, which costs no more than the rescaling it replaces.
 """
 
+from functools import cache
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -993,7 +994,7 @@ def attention(
     max_q_len = num_tokens if packing is None else max(1, packing.max_seqlen_q)
     config = config or default_gluon(head_dim, spec)
     assert is_valid_gluon(config)
-    num_row_tiles = triton.cdiv(max_q_len, NUM_CONSUMERS.value * ROWS.value)
+    num_row_tiles = -(-max_q_len // (NUM_CONSUMERS.value * ROWS.value))
     num_sequences = q.shape[0]
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -1068,8 +1069,13 @@ def attention(
 def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A tensor [batch, heads, …, …] for the copy engine, in tiles [1, 1, rows, columns]."""
     block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(rows, columns))
+
+
+@cache
+def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """How tiles lie in shared memory; kept, since to find it takes longer than to launch."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.float8e4nv)
 
 
 def _aligned(x: Tensor) -> Tensor:
