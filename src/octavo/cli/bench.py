@@ -9,6 +9,7 @@ from octavo.cli.bench_encoder import encoder
 from octavo.cli.bench_generate import generate
 from octavo.cli.bench_mm_processor import mm_processor
 from octavo.cli.console import err, out
+from octavo.cli.options import AsJson, RecordsFile
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -46,13 +47,8 @@ def kernels(
             file_okay=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
-    ] = False,
+    output: RecordsFile = None,
+    as_json: AsJson = False,
     jobs: Annotated[
         int,
         typer.Option(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.options import AsJson, RecordsFile
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -68,13 +69,8 @@ def encoder(
             file_okay=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
-    ] = False,
+    output: RecordsFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time the whole vision tower of one model, stock and with attention in FP8.
 

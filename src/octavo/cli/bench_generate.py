@@ -1,11 +1,11 @@
 """octavo bench generate: a token after a long context, the KV cache in BF16 and in FP8."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.options import AsJson, RecordsFile
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -47,13 +47,8 @@ def generate(
     layers: Annotated[
         int | None, typer.Option("--layers", min=1, help="Only so many layers.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
-    ] = False,
+    output: RecordsFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
 

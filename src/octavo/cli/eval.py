@@ -8,6 +8,7 @@ import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.eval_perplexity import perplexity
+from octavo.cli.options import RecordsFile
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -66,10 +67,7 @@ def chartqa(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Questions in one call of the model.")
     ] = 16,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
-    ] = None,
+    output: RecordsFile = None,
 ) -> None:
     """Ask a model about charts, in BF16 and with FP8 vision attention.
 
