@@ -232,7 +232,7 @@ def test_work_counts_every_value_once():
     ("device", "head_dim", "features", "message"),
     [
         (CPU, 64, (), "needs a CUDA GPU, got CPU"),
-        (Device("cuda", "L4", (8, 9)), 64, (), "9.0 or newer, got 8.9"),
+        (Device("cuda", "A100", (8, 0)), 64, (), "8.9 or newer, got 8.0"),
         (H200, 512, (), "head_dim must be 1 to 256, got 512"),
         (H200, 33, ("interleaved",), "need an even head_dim, got 33"),
     ],

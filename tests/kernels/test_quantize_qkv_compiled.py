@@ -74,7 +74,7 @@ def compile_cast(capability, **changes):
     )
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [89, 90, 100])
 def test_static(capability):
     compiled = compile_cast(capability, ROTARY=0, ROTARY_DIM=0)
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx

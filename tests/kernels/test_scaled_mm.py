@@ -253,11 +253,14 @@ def test_work():
         (CPU, False, None, "needs a CUDA GPU, got CPU"),
         (Device("cuda", "T4", (7, 5)), False, None, "8.0 or newer, got 7.5"),
         (A100, True, None, "FP8 by FP8 needs compute capability 8.9 or newer, got 8.0"),
-        (L4, True, PerToken(), "casts rounded once need compute capability 9.0"),
     ],
 )
 def test_objections(device, is_fp8, activation, message):
     assert message in objection(device, is_fp8=is_fp8, activation=activation)
+
+
+def test_no_objection_on_ada():
+    assert objection(L4, is_fp8=True, activation=PerToken()) is None
 
 
 @pytest.mark.parametrize(

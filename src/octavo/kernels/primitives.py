@@ -39,9 +39,29 @@ def amax_to_scale(amax, margin_over_max, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def to_fp8(x, scale, dtype: tl.constexpr):
-    """x / scale in FP8: sm_90 and newer convert with saturation and keep NaN."""
-    return tl.div_rn(x.to(tl.float32), scale).to(dtype)
+def cast_fp8(x, dtype: tl.constexpr, HAS_ASM: tl.constexpr):
+    """float32 in `dtype`; in FP8 rounded once, saturating, NaN kept.
+
+    The instruction is written out because Triton 3.6 takes another way on sm_89, through float16,
+    which rounds twice. HAS_ASM: off in the interpreter.
+    """
+    if HAS_ASM and dtype == tl.float8e4nv:
+        return _cast_four(x, _PACK_E4M3).to(dtype, bitcast=True)
+    elif HAS_ASM and dtype == tl.float8e5:
+        return _cast_four(x, _PACK_E5M2).to(dtype, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _cast_four(x, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(CODE, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def to_fp8(x, scale, dtype: tl.constexpr, HAS_ASM: tl.constexpr):
+    """x / scale in FP8."""
+    return cast_fp8(tl.div_rn(x.to(tl.float32), scale), dtype, HAS_ASM)
 
 
 @triton.jit

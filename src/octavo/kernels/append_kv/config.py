@@ -8,8 +8,7 @@ from octavo.kernels import tuning
 from octavo.kernels.device import Device
 from octavo.numerics.formats import is_fp8
 
-# On sm_89 Triton 3.6 casts float32 to FP8 by way of float16, cut off: rounded twice.
-MIN_FP8_CAPABILITY = (9, 0)
+MIN_FP8_CAPABILITY = (8, 9)
 MIN_CAPABILITY = (8, 0)
 # A kernel may start before the one in front of it has ended.
 MIN_DEPENDENT_LAUNCH = (9, 0)
@@ -49,7 +48,7 @@ def objection(
         return f"bfloat16 needs compute capability 8.0 or newer, got {major}.{minor}"
     has_fp8 = is_fp8_query or (page_dtype is not None and is_fp8(page_dtype))
     if has_fp8 and device.capability < MIN_FP8_CAPABILITY:
-        return f"casts rounded once need compute capability 9.0 or newer, got {major}.{minor}"
+        return f"FP8 casts need compute capability 8.9 or newer, got {major}.{minor}"
     if head_dim is None or not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be 1 to {MAX_HEAD_DIM}, got {head_dim}"
     if query_values(group, head_dim) > MAX_QUERY_VALUES:

@@ -10,6 +10,7 @@ from octavo.kernels.append_kv.config import AppendConfig, choose
 from octavo.kernels.device import describe
 from octavo.kernels.primitives import (
     amax_to_scale,
+    cast_fp8,
     divide,
     divisor,
     finite_magnitude,
@@ -147,8 +148,8 @@ def _append_kernel(
             q_scale = tl.load(q_scale_ptr + q_head * q_scale_head, mask=is_query, other=1.0)
             by = divisor(q_scale[:, None], HAS_FMA)
             q_first, q_second = divide(q_first, by, HAS_FMA), divide(q_second, by, HAS_FMA)
-        tl.store(at + first_at, q_first.to(dtype), mask=q_first_mask)
-        tl.store(at + second_at, q_second.to(dtype), mask=q_second_mask)
+        tl.store(at + first_at, cast_fp8(q_first, dtype, HAS_FMA), mask=q_first_mask)
+        tl.store(at + second_at, cast_fp8(q_second, dtype, HAS_FMA), mask=q_second_mask)
 
     is_written = is_head & (slot >= 0) & (slot < num_slots)
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
@@ -183,8 +184,10 @@ def _append_kernel(
     )
     row = (row + head * tl.where(is_key, key_page_head, value_page_head))[:, None]
     dtype = key_pages_ptr.dtype.element_ty
-    tl.store(row + first_at, first.to(dtype), mask=is_written[:, None] & first_mask)
-    tl.store(row + second_at, second.to(dtype), mask=is_written[:, None] & second_mask)
+    tl.store(row + first_at, cast_fp8(first, dtype, HAS_FMA), mask=is_written[:, None] & first_mask)
+    tl.store(
+        row + second_at, cast_fp8(second, dtype, HAS_FMA), mask=is_written[:, None] & second_mask
+    )
 
 
 def append_kv(

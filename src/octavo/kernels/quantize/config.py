@@ -8,8 +8,7 @@ from octavo.numerics.granularity import Granularity, PerBlock, PerChannel, PerTo
 
 # A block of this many values still fits into the registers of one program of 16 warps.
 MAX_BLOCK = 32768
-# On sm_89 Triton 3.6 casts float32 to FP8 by way of float16, cut off: rounded twice.
-MIN_CAPABILITY = (9, 0)
+MIN_CAPABILITY = (8, 9)
 # Warps for a row that is padded to so many values, and the widest that stays in registers.
 WARPS_OF_ROW = {1024: 1, 2048: 1, 4096: 2, 8192: 4, 16384: 8}
 MAX_ROW = 16384
@@ -41,7 +40,7 @@ def objection(device: Device, granularity: Granularity) -> str | None:
         return f"Triton needs a CUDA GPU, got {device.name}"
     if device.capability < MIN_CAPABILITY:
         major, minor = device.capability
-        return f"casts rounded once need compute capability 9.0 or newer, got {major}.{minor}"
+        return f"FP8 casts need compute capability 8.9 or newer, got {major}.{minor}"
     if isinstance(granularity, PerBlock):
         block = _power_of_two(granularity.rows) * _power_of_two(granularity.columns)
         if block > MAX_BLOCK:

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.device import describe
-from octavo.kernels.primitives import amax_to_scale, finite_magnitude, to_fp8
+from octavo.kernels.primitives import amax_to_scale, cast_fp8, finite_magnitude, to_fp8
 from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, choose, default
 from octavo.numerics.formats import Fp8Format, format_of
 from octavo.numerics.granularity import Granularity, PerBlock, PerHead, PerTensor
@@ -39,7 +39,7 @@ def cast_rows(x, scale, dtype: tl.constexpr, MAX: tl.constexpr, HAS_FMA: tl.cons
         quotient = tl.where(tl.abs(product) < 2 * MAX, quotient, product)
     else:
         quotient = tl.div_rn(numerator, scale[:, None])
-    return quotient.to(dtype)
+    return cast_fp8(quotient, dtype, HAS_FMA)
 
 
 @triton.jit
@@ -129,6 +129,7 @@ def _quantize_blocks_kernel(
     IS_STATIC: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
+    HAS_ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -155,7 +156,7 @@ def _quantize_blocks_kernel(
             amax = tl.max(finite_magnitude(x), axis=1)
             scale = amax_to_scale(amax, margin_over_max, POWER_OF_TWO)
             tl.store(place, scale, mask=row_mask)
-        data = to_fp8(x, scale[:, None], data_ptr.dtype.element_ty)
+        data = to_fp8(x, scale[:, None], data_ptr.dtype.element_ty, HAS_ASM)
     else:
         place = scale_ptr + (matrix * num_row_groups + row_block) * num_column_groups + column_group
         if IS_STATIC:
@@ -164,7 +165,7 @@ def _quantize_blocks_kernel(
             amax = tl.max(tl.max(finite_magnitude(x), axis=1), axis=0)
             scale = amax_to_scale(amax, margin_over_max, POWER_OF_TWO)
             tl.store(place, scale)
-        data = to_fp8(x, scale, data_ptr.dtype.element_ty)
+        data = to_fp8(x, scale, data_ptr.dtype.element_ty, HAS_ASM)
     tl.store(data_ptr + row[:, None] * num_columns + column[None, :], data, mask=mask)
 
 
@@ -207,6 +208,7 @@ def _cast_heads_kernel(
     margin_over_max,
     NUM_PARTIALS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    HAS_ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -228,7 +230,7 @@ def _cast_heads_kernel(
     column = tl.program_id(2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = (token < num_tokens)[:, None] & (column < num_columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0)
-    data = to_fp8(x, scale, data_ptr.dtype.element_ty)
+    data = to_fp8(x, scale, data_ptr.dtype.element_ty, HAS_ASM)
     tl.store(data_ptr + row[:, None] * num_columns + column[None, :], data, mask=mask)
 
 
@@ -342,6 +344,7 @@ def _run_blocks(
         IS_STATIC=is_static,
         POWER_OF_TWO=power_of_two,
         GROUP_ROWS=group_rows,
+        HAS_ASM=x.is_cuda,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         num_warps=config.num_warps,
@@ -387,6 +390,7 @@ def _run_heads(
         factor,
         NUM_PARTIALS=num_partials,
         POWER_OF_TWO=power_of_two,
+        HAS_ASM=x.is_cuda,
         **block,
         num_warps=config.num_warps,
     )

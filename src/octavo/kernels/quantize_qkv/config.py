@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.device import Device
 
-# On sm_89 Triton 3.6 casts float32 to FP8 by way of float16, cut off: rounded twice.
-MIN_CAPABILITY = (9, 0)
+MIN_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
 # Passes of a history: the kernel finds the current one's slot in 32 bits.
 MAX_RING_LENGTH = 2**16 - 1
@@ -40,7 +39,7 @@ def objection(device: Device, head_dim: int | None, features: frozenset[str]) ->
         return f"Triton needs a CUDA GPU, got {device.name}"
     if device.capability < MIN_CAPABILITY:
         major, minor = device.capability
-        return f"casts rounded once need compute capability 9.0 or newer, got {major}.{minor}"
+        return f"FP8 casts need compute capability 8.9 or newer, got {major}.{minor}"
     if head_dim is None or not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be 1 to {MAX_HEAD_DIM}, got {head_dim}"
     if "interleaved" in features and head_dim % 2:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from octavo.kernels.primitives import (
     amax_to_scale,
+    cast_fp8,
     count_nonfinite,
     divide,
     divisor,
@@ -271,9 +272,11 @@ def cast_rows(
     num_scales = num_heads if PER_HEAD else 1
     by = divisor(find_scale(which, is_first, num_scales, given, ring, SCALING), HAS_FMA)
     dtype = data_ptr.dtype.element_ty
-    tl.store(data_ptr + first_at, divide(first, by, HAS_FMA).to(dtype), mask=inside)
+    quotient = divide(first, by, HAS_FMA)
+    tl.store(data_ptr + first_at, cast_fp8(quotient, dtype, HAS_FMA), mask=inside)
     if TURN[0] == HALVES:
-        tl.store(data_ptr + second_at, divide(second, by, HAS_FMA).to(dtype), mask=inside)
+        quotient = divide(second, by, HAS_FMA)
+        tl.store(data_ptr + second_at, cast_fp8(quotient, dtype, HAS_FMA), mask=inside)
 
 
 @triton.jit
