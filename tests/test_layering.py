@@ -77,6 +77,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/bench/peers.py": {"cudnn"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
+    "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},
     "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},

@@ -122,8 +122,8 @@ class Scheduler:
         most = self.allocator.num_pages * self.allocator.page_size + 1
         return most if self.settings.max_context is None else min(most, self.settings.max_context)
 
-    def add(self, request: Request, *, seed: int = 0, salt: bytes = b"") -> Sequence:
-        """Put a request at the end of the line; CapacityError if that is full."""
+    def check(self, request: Request) -> None:
+        """ConfigError for a request that can never run."""
         if request.request_id in self._open:
             raise ConfigError(f"expected a new request_id, got {request.request_id!r} again")
         num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
@@ -132,6 +132,10 @@ class Scheduler:
                 f"expected prompt and max_tokens within the context of {self.max_context} tokens, "
                 f"got {num_prompt} + {max_tokens}: shorten the prompt or set max_tokens lower"
             )
+
+    def add(self, request: Request, *, seed: int = 0, salt: bytes = b"") -> Sequence:
+        """Put a request at the end of the line; CapacityError if that is full, else as `check`."""
+        self.check(request)
         if len(self.waiting) >= self.settings.max_queue:
             raise CapacityError(
                 f"expected room in the queue, got {len(self.waiting)} requests that wait "
@@ -180,8 +184,12 @@ class Scheduler:
         single += [chunk for chunk in chunks if chunk.num_tokens == 1]
         return Batch((*single, *(chunk for chunk in chunks if chunk.num_tokens > 1)))
 
-    def advance(self, batch: Batch, tokens: AnySequence[int]) -> None:
-        """Note that a pass was computed; tokens: the next one of each sequence that it sampled."""
+    def advance(self, batch: Batch, tokens: AnySequence[int | None]) -> None:
+        """Note that a pass was computed.
+
+        tokens: the next one of each sequence that it sampled; None for one that gets none, and must
+        be finished.
+        """
         sampled = batch.sampled
         if len(tokens) != len(sampled):
             raise ConfigError(f"expected {len(sampled)} tokens, got {len(tokens)}")
@@ -189,7 +197,8 @@ class Scheduler:
             chunk.sequence.num_computed = chunk.stop
             self._publish(chunk.sequence)
         for sequence, token in zip(sampled, tokens, strict=True):
-            sequence.tokens.append(token)
+            if token is not None:
+                sequence.tokens.append(token)
 
     def check_invariants(self) -> None:
         """Assert that the line is in order and that pages and sequences agree."""
