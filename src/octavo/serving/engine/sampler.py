@@ -5,16 +5,17 @@ min_tokens, the allowed tokens, temperature, top_k, top_p, min_p, the draw. Cuts
 tokens that are equal to the last one inside stay inside.
 
 A draw depends on the row's own logits, its seed and the new token's position, and on nothing else
-in the batch: the token is argmax(logit / temperature - log E), which has the probabilities of a
-softmax when E is exponential (Gumbel's trick). E = -log(1 - v), v a hash of seed, position, token:
+in the batch: the token is argmax(logit / temperature + g), which has the probabilities of a softmax
+when g = -log(-log(1 - v)) and v is uniform (Gumbel's trick). v is a hash of seed, position, token:
 
     mix(z)  = splitmix64's: z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27;
               z *= 0x94D049BB133111EB; z ^= z >> 31          (modulo 2**64, shifts fill with zeros)
     key     = mix(mix(seed + GOLDEN) + position * GOLDEN)    GOLDEN = 0x9E3779B97F4A7C15
-    v       = mix(key + (token + 1) * GOLDEN) mod 2**63 / 2**63, as float32 in [2**-64, 1 - 2**-24]
+    v       = mix(key + (token + 1) * GOLDEN) mod 2**63 / 2**63, as float64 in [2**-64, 1 - 2**-53]
 
-v has the same bits on every device; its logarithms may differ in their last bit. What decides a cut
-is a maximum, an order or a sum of integers, which no batch size and no order of summing can change.
+v has the same bits on every device. Logarithms and exponentials are taken in float64 and rounded:
+how a device rounds their last bit, which may depend on the place in a tensor, is not seen. What
+decides a cut is an order or a sum of integers, which no batch and no order of summing can change.
 """
 
 import math
@@ -31,11 +32,13 @@ GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 MASK64 = 2**64 - 1
-MIN_UNIFORM, MAX_UNIFORM = 2.0**-64, 1 - 2.0**-24
+MIN_UNIFORM, MAX_UNIFORM = 2.0**-64, 1 - 2.0**-53
 # Weights exp(logit - peak) as integers: MAX_VOCAB of them have a sum of 2**62 at most.
 MAX_VOCAB, WEIGHT_ONE = 2**20, 2.0**42
 # Beyond these float32 has no quotient; the draw is then the likeliest token, or any token.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+# Numbers that a CPU makes at once: they stay in its cache.
+CACHED_NUMBERS = 2**17
 OK, NOT_FINITE, NOTHING_LEFT = range(3)
 REASONS = {
     NOT_FINITE: "expected logits that are finite or -inf, one finite at least, got others",
@@ -129,7 +132,7 @@ class Sampler:
             scores = logits if len(indices) == len(rows) else logits.index_select(0, where)
             scores = self._edit(scores, chosen)
             peak, best = scores.max(dim=-1)  # the first of equals
-            tokens[where] = best if indices is greedy else self._draw_all(scores, peak, chosen)
+            tokens[where] = best if indices is greedy else self._draw(scores, peak, chosen)
             peaks[where] = peak.float()
         is_finite = logits.amax(dim=-1).isfinite()
         state = torch.where(peaks == -math.inf, NOTHING_LEFT, OK)
@@ -250,18 +253,8 @@ class Sampler:
                 )
         return is_allowed
 
-    def _draw_all(self, scores: Tensor, peak: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-        """A token for each row of scores with a temperature above 0.
-
-        A CPU's exp and log round the last elements of a tensor in another way than the rest, which
-        would let the batch decide; row by row they are always the same ones, and stay in its cache.
-        """
-        if self.device.type != "cpu":
-            return self._draw(scores, peak, rows)
-        lines = [slice(line, line + 1) for line in range(len(rows))]
-        return torch.cat([self._draw(scores[at], peak[at], rows[at]) for at in lines])
-
     def _draw(self, scores: Tensor, peak: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+        """A token for each row of scores with a temperature above 0."""
         temperature = self._column([_clamped(row.sampling.temperature) for row in rows])
         scaled = (scores.float() - peak.float()[:, None]) / temperature  # the likeliest one has 0
         cut = [index for index, row in enumerate(rows) if _has_cut(row.sampling)]
@@ -271,7 +264,7 @@ class Sampler:
             threshold = self._threshold(part, [rows[index].sampling for index in cut])
             scaled[where] = part.masked_fill(part < threshold, -math.inf)
         keys = self._ints([_signed(draw_key(row.seed, len(row.output))) for row in rows])
-        return scaled.sub_(self._exponential(keys).log_()).argmax(dim=-1)
+        return scaled.add_(self._gumbel(keys)).argmax(dim=-1)
 
     def _threshold(self, scaled: Tensor, settings: Sequence[Sampling]) -> Tensor:
         """The lowest score that top_k, top_p and min_p leave: float32 [len(settings), 1]."""
@@ -298,7 +291,7 @@ class Sampler:
             best = scaled.sort(dim=-1, descending=True).values
         last = self._ints(num_kept)[:, None] - 1
         if has_top_p:
-            weights = (best.exp().double() * WEIGHT_ONE).to(torch.int64)
+            weights = (best.double().exp() * WEIGHT_ONE).to(torch.int64)
             weights *= torch.arange(best.shape[1], device=self.device) <= last
             sums = weights.cumsum(dim=-1)
             share = self._column([one.top_p for one in settings], torch.float64)
@@ -306,18 +299,22 @@ class Sampler:
             last = torch.minimum(last, is_short.sum(dim=-1, keepdim=True))
         return best.gather(1, last)
 
-    def _exponential(self, keys: Tensor) -> Tensor:
-        """Exponential numbers for each key and token: float32 [len(keys), vocab]."""
-        return self._uniform(keys).neg_().log1p_().neg_()
+    def _gumbel(self, keys: Tensor) -> Tensor:
+        """g of the module's text for each key and token: float32 [len(keys), vocab]."""
+        is_cpu = self.device.type == "cpu"
+        num_keys = max(CACHED_NUMBERS // self.vocab_size, 1) if is_cpu else len(keys)
+        parts = (self._uniform(part) for part in keys.split(num_keys))
+        return torch.cat([part.neg_().log1p_().neg_().log_().neg_().float() for part in parts])
 
     def _uniform(self, keys: Tensor) -> Tensor:
-        """v of the module's text for each key and token: float32 [len(keys), vocab]."""
+        """v of the module's text for each key and token: float64 [len(keys), vocab]."""
         bits = keys[:, None] + self._steps
         for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
             bits ^= (bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)
             if multiplier != 1:
                 bits *= _signed(multiplier)
-        return bits.bitwise_and_(2**63 - 1).float().mul_(2.0**-63).clamp_(MIN_UNIFORM, MAX_UNIFORM)
+        values = bits.bitwise_and_(2**63 - 1).double().mul_(2.0**-63)
+        return values.clamp_(MIN_UNIFORM, MAX_UNIFORM)
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, rows: Sequence[SamplerRow]
