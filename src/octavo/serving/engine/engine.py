@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from octavo.cache.pages import PageAllocator
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.recipe import Recipe
@@ -24,10 +24,19 @@ from octavo.serving.engine.text import TextStream
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass
+class _Answer:
+    """The text of an open request, and its place in its grammar; None if it has none."""
+
+    stream: TextStream | None = None
+    grammar: Any = None
+
+
 class Engine:
     """Many requests, one forward pass at a time; one thread owns it.
 
-    Every request that was added ends with exactly one Delta that has a finish_reason.
+    Every request that was added ends with exactly one Delta that has a finish_reason. Tokens that
+    end an answer (EOS, stop_token_ids, those of a stop text) are among its tokens, without text.
     tokenizer: as transformers' are; None if prompts are tokens and nobody needs text.
     """
 
@@ -50,7 +59,7 @@ class Engine:
         self._runner: Runner | None = Runner(model, spec, num_pages)
         self._sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
         self._seeds = random.Random(settings.seed)
-        self._streams: dict[str, TextStream] = {}
+        self._answers: dict[str, _Answer] = {}
         self._ended: list[Delta] = []  # by abort and close: for the next step
         self._num_completion_tokens = self._num_finished = self._num_steps = 0
 
@@ -66,8 +75,11 @@ class Engine:
         name, sampling = request.request_id, request.sampling
         if request.images:
             raise UnsupportedError(f"request {name}: expected a prompt of text, got images in it")
-        if sampling.grammar is not None:
-            raise UnsupportedError(f"request {name}: expected an answer without a grammar")
+        if sampling.grammar is not None and not hasattr(sampling.grammar, "start"):
+            raise ConfigError(
+                f"request {name}: expected a grammar such as guided.Grammar makes, got "
+                f"{type(sampling.grammar).__name__}"
+            )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError(f"request {name}: stop texts need a tokenizer, got none")
         low, high = min(request.prompt), max(request.prompt)
@@ -83,10 +95,13 @@ class Engine:
         self.check(request)
         own = request.sampling.seed
         seed = self._seeds.getrandbits(63) if own is None else own
-        self._scheduler.add(request, seed=seed)
+        answer = _Answer()
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, request.sampling.stop)
-            self._streams[request.request_id] = stream
+            answer.stream = TextStream(self.tokenizer, request.sampling.stop)
+        if request.sampling.grammar is not None:
+            answer.grammar = request.sampling.grammar.start()
+        self._scheduler.add(request, seed=seed)
+        self._answers[request.request_id] = answer
 
     def abort(self, request_id: str) -> None:
         """End a request; its last Delta comes with the next step. Unknown ids are ignored."""
@@ -152,38 +167,57 @@ class Engine:
     def _compute(self, batch: Batch) -> tuple[list[Sampled | None], dict[int, str]]:
         """The next token of each sampled sequence, None where there is none, and why."""
         assert self._runner is not None
-        rows = [
-            SamplerRow(s.request.sampling, s.request.prompt, s.output, s.seed)
-            for s in batch.sampled
-        ]
         logits = self._runner.run(batch)
+        reasons: dict[int, str] = {}
+        rows = [self._row(index, s, reasons) for index, s in enumerate(batch.sampled)]
         if not rows:
             return [], {}
+        sampled: list[Sampled | None]
         try:
-            return list(self._sampler.sample(logits, rows)), {}
+            sampled = list(self._sampler.sample(logits, rows))
         except LogitsError as error:
-            return error.sampled, error.reasons
+            sampled = error.sampled
+            reasons = error.reasons | reasons
+        for index, (sequence, one) in enumerate(zip(batch.sampled, sampled, strict=True)):
+            grammar = self._answers[sequence.request_id].grammar
+            if one is not None and grammar is not None and index not in reasons:
+                try:
+                    grammar.advance(one.token)
+                except OctavoError as error:
+                    reasons[index] = str(error)
+        return [None if i in reasons else one for i, one in enumerate(sampled)], reasons
+
+    def _row(self, index: int, sequence: Sequence, reasons: dict[int, str]) -> SamplerRow:
+        """What the sampler needs; a grammar that has failed gives its request a reason to end."""
+        request = sequence.request
+        grammar, allowed = self._answers[request.request_id].grammar, None
+        if grammar is not None:
+            try:
+                allowed = grammar.allowed("cpu")
+            except OctavoError as error:
+                reasons[index] = str(error)
+        return SamplerRow(request.sampling, request.prompt, sequence.output, sequence.seed, allowed)
 
     def _note(self, sequence: Sequence, sampled: Sampled) -> Delta:
         """What a new token adds to its request, and whether it ends it."""
         self._num_completion_tokens += 1
         sampling, token = sequence.request.sampling, sampled.token
+        answer, text = self._answers[sequence.request_id], ""
         is_end = token in sampling.stop_token_ids
         is_end |= not sampling.ignore_eos and token in self._model.eos_tokens
-        stream, text = self._streams.get(sequence.request_id), ""
         is_stopped = False
-        if stream is not None and not is_end:
-            delta = stream.add([token])
+        if answer.stream is not None and not is_end:
+            delta = answer.stream.add([token])
             text, is_stopped = delta.text, delta.is_stopped
         reason: FinishReason | None = None
-        if is_end or is_stopped:
+        if is_end or is_stopped or (answer.grammar is not None and answer.grammar.is_finished):
             reason = "stop"
         elif sequence.num_output_tokens >= sampling.max_tokens:
             reason = "length"
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-            if stream is not None and not is_stopped:
-                text += stream.finish()
+            if answer.stream is not None:
+                text += answer.stream.finish()
         logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
         return self._delta(sequence, (token,), text, logprobs=logprobs)
 
@@ -193,7 +227,7 @@ class Engine:
 
     def _end(self, sequence: Sequence, error: str | None = None) -> Delta:
         """The last Delta of a request that ends without another token."""
-        stream = self._streams.get(sequence.request_id)
+        stream = self._answers[sequence.request_id].stream
         text = "" if stream is None else stream.finish()
         return self._delta(sequence, (), text, error=error)
 
@@ -201,7 +235,7 @@ class Engine:
         self, sequence: Sequence, tokens: tuple[int, ...], text: str, **others: Any
     ) -> Delta:
         if sequence.finish_reason is not None:
-            self._streams.pop(sequence.request_id, None)
+            del self._answers[sequence.request_id]
             self._num_finished += 1
         return Delta(
             request_id=sequence.request_id,

@@ -198,7 +198,7 @@ class Scheduler:
             self._publish(chunk.sequence)
         for sequence, token in zip(sampled, tokens, strict=True):
             if token is not None:
-                sequence.tokens.append(token)
+                sequence.append(token)
 
     def check_invariants(self) -> None:
         """Assert that the line is in order and that pages and sequences agree."""

@@ -10,16 +10,18 @@ State = Literal["waiting", "running", "finished"]
 class Sequence:
     """A request's tokens and pages; no tensors.
 
-    arrival: its place among all requests, first come first served. seed: what its samples are drawn
-    by. salt: what else decides its keys and values, such as the content of its images; part of its
-    pages' hashes. num_computed: how many tokens have their keys and values in pages. num_cached:
-    how many of the prompt others had filled when it first ran. hashes: of its full pages, as far as
-    they were needed.
+    tokens: of the prompt and the answer; output: of the answer alone, so far. arrival: its place
+    among all requests, first come first served. seed: what its samples are drawn by. salt: what
+    else decides its keys and values, such as the content of its images; part of its pages' hashes.
+    num_computed: how many tokens have their keys and values in pages. num_cached: how many of the
+    prompt others had filled when it first ran. hashes: of its full pages, as far as they were
+    needed; the first num_published of them can be found.
     """
 
     def __init__(self, request: Request, arrival: int, *, seed: int = 0, salt: bytes = b"") -> None:
         self.request, self.arrival, self.seed, self.salt = request, arrival, seed, salt
         self.tokens = list(request.prompt)
+        self.output: list[int] = []
         self.pages: list[int] = []
         self.hashes: list[bytes] = []
         self.num_computed = 0
@@ -46,17 +48,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.output)
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens that the next step may compute: 1 when decoding."""
         return len(self.tokens) - self.num_computed
-
-    @property
-    def output(self) -> list[int]:
-        """The tokens generated so far."""
-        return self.tokens[len(self.request.prompt) :]
 
     @property
     def usage(self) -> Usage:
@@ -66,6 +63,11 @@ class Sequence:
             completion_tokens=self.num_output_tokens,
             cached_tokens=self.num_cached or 0,
         )
+
+    def append(self, token: int) -> None:
+        """Take a new token, which is not computed yet."""
+        self.tokens.append(token)
+        self.output.append(token)
 
     def __repr__(self) -> str:
         return (
