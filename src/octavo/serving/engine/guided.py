@@ -78,6 +78,8 @@ class Grammar:
         \d is 0-9 and \w a-z, A-Z, 0-9 and _, as in JSON schemas.
         """
         library = _llguidance()
+        if (len(regex) - len(regex.rstrip("\\"))) % 2:  # which it would drop
+            raise ConfigError(f"expected a regular expression, got a backslash at the end: {regex}")
         rule = library.regex_to_lark(regex, "dw")
         text = library.LLMatcher.grammar_from_lark(f"start: /{rule}/")
         return cls._make("regular expression", text, tokenizer, eos_tokens)
