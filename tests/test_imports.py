@@ -7,7 +7,7 @@ import sys
 import pytest
 
 OPTIONAL = ["triton", "transformers", "diffusers", "vllm", "fastapi", "uvicorn", "plotly", "jinja2"]
-OPTIONAL += ["typer", "rich", "gguf", "datasets", "PIL"]
+OPTIONAL += ["typer", "rich", "gguf", "datasets", "PIL", "llguidance"]
 WITHOUT_TORCH = [
     "octavo",
     "octavo.env",

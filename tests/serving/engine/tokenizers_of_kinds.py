@@ -22,7 +22,7 @@ def byte_level():
     return tiny_decoders.make_tokenizer()
 
 
-def byte_level_with_eos(num_added=0):
+def byte_level_with_eos():
     """The same kind with an EOS token, bare."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,7 +32,6 @@ def byte_level_with_eos(num_added=0):
         vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.add_tokens([f"<added {i}>" for i in range(num_added)])
     return tokenizer
 
 

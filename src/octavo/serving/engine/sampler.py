@@ -235,7 +235,7 @@ class Sampler:
         is_allowed = torch.zeros(len(masks), self.vocab_size, dtype=torch.bool, device=self.device)
         given = [mask for mask in masks if mask is not None]
         if all(mask.dtype == torch.int32 and mask.shape == given[0].shape for mask in given):
-            words = torch.stack(given).to(self.device, non_blocking=True)
+            words = self._put(torch.stack(given))
             bits = (words[:, :, None] >> torch.arange(32, device=self.device)) & 1
             packed = bits.flatten(1)[:, : self.vocab_size].bool()
             is_allowed[:, : packed.shape[1]] = packed
@@ -244,7 +244,7 @@ class Sampler:
             if mask.dtype == torch.int32:
                 is_allowed[line] = self._is_allowed([mask])[0]
             elif mask.dtype == torch.bool and mask.ndim == 1:
-                part = mask[: self.vocab_size].to(self.device, non_blocking=True)
+                part = self._put(mask[: self.vocab_size])
                 is_allowed[line, : part.shape[0]] = part
             else:
                 raise ConfigError(
@@ -348,7 +348,7 @@ class Sampler:
 
     def _put(self, values: Tensor) -> Tensor:
         """Values of the host on the device; from pinned memory, so that nobody waits."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and values.device.type == "cpu":
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
