@@ -1,5 +1,6 @@
 """The engine's step API: what it refuses, how requests end, what fails alone."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -268,3 +269,18 @@ def test_a_second_turn_finds_the_first(engine):
     (alone,) = run(fresh, make_request("b", prompt=prompt))
     assert alone.tokens == second.tokens and alone.usage.cached_tokens == 0
     fresh.close()
+
+
+def test_an_answer_follows_its_grammar(engine):
+    pytest.importorskip("llguidance")
+    from octavo.serving.engine.guided import Grammar
+
+    grammar = Grammar.from_regex("[0-9]{3}-(yes|no)", tokenizer(), eos_tokens=[0])
+    requests = [
+        make_request(str(i), grammar=grammar, temperature=1.0, seed=i, max_tokens=12)
+        for i in range(3)
+    ]
+    answers = run(engine, *requests, make_request("free", which=1))
+    assert all(re.fullmatch("[0-9]{3}-(yes|no)", done.text) for done in answers[:3])
+    assert [done.finish_reason for done in answers] == ["stop"] * 3 + ["length"]
+    assert len({done.text for done in answers[:3]}) > 1

@@ -7,7 +7,15 @@ import pytest
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import SETTINGS, finish, make_model, make_prompt, save_decoder, tokenizer
+from tiny_engine import (
+    SETTINGS,
+    finish,
+    make_model,
+    make_prompt,
+    make_request,
+    save_decoder,
+    tokenizer,
+)
 
 import octavo
 from octavo.errors import ConfigError, OctavoError
@@ -59,11 +67,16 @@ def test_a_failure_raises_and_leaves_the_engine_clean(llm, monkeypatch):
         patch.setattr(llm.engine._runner, "run", lambda batch: 1 / 0)
         with pytest.raises(OctavoError, match="division by zero"):
             llm.generate([make_prompt(5)] * 6, GREEDY)
-    names = [delta.request_id for delta in llm.engine.step()]
-    assert len(names) == len(set(names))
-    finish(llm.engine, [])
     assert llm.engine.stats().num_pages_in_use == 0
     assert len(llm.generate([make_prompt(5)], GREEDY)[0].tokens) == 5
+
+
+def test_open_requests_are_not_lost(llm):
+    llm.engine.add(make_request("mine"))
+    with pytest.raises(ConfigError, match="without open requests"):
+        llm.generate([make_prompt(5)], GREEDY)
+    (done,) = finish(llm.engine, ["mine"])
+    assert done.finish_reason == "length"
 
 
 def test_progress_is_shown_when_asked_for(llm, capsys):

@@ -49,17 +49,21 @@ class LLM:
         if isinstance(prompts, str):
             raise ConfigError("expected a list of prompts, got one text: put it in a list")
         requests = self._requests(prompts, sampling)
+        stats = self.engine.stats()
+        if stats.num_running or stats.num_waiting:
+            raise ConfigError("expected an engine without open requests, got some: step it first")
         for request in requests:
             self.engine.check(request)
         deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
         try:
             with _progress(len(requests), show_progress) as advance:
                 for delta in self._run(requests):
+                    if delta.request_id not in deltas:
+                        continue  # the end of one that an earlier call gave up
                     if delta.finish_reason == "error":
                         raise OctavoError(f"request {delta.request_id} failed: {delta.error}")
-                    if delta.request_id in deltas:
-                        deltas[delta.request_id].append(delta)
-                        advance(int(delta.finish_reason is not None), len(delta.tokens))
+                    deltas[delta.request_id].append(delta)
+                    advance(int(delta.finish_reason is not None), len(delta.tokens))
         except BaseException:
             for request in requests:
                 self.engine.abort(request.request_id)
