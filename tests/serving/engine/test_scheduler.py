@@ -103,7 +103,7 @@ def test_the_latest_is_preempted_and_keeps_its_tokens():
     while scheduler.num_preemptions == 0:
         run_step(scheduler)
     assert scheduler.waiting[0] is latest and first.state == "running"
-    assert latest.pages == [] and latest.num_computed == 0
+    assert not latest.pages and latest.num_computed == 0
     kept = list(latest.tokens)
     assert latest.num_output_tokens > 0
     run_all(scheduler)

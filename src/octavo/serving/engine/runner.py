@@ -1,5 +1,6 @@
 """One forward pass over the chunks of a batch: the model, its pages, and what a pass shares."""
 
+from array import array
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 
@@ -64,16 +65,17 @@ class Step:
         sinks: Tensor | None,
     ) -> Tensor:
         """Store k and v of a layer in their pages, and attend with q to all that is stored."""
-        views = [self._view(layer, group) for group in (self.single, self.multi)]
-        attention.append(views[0], k, v, self.slots)
         num_single, parts = self.single.num_sequences, []
+        view = self._view(layer, self.single if num_single else self.multi)
+        attention.append(view, k, v, self.slots)
         if num_single:
-            view, own = views[0], q[:num_single, None]
+            own = q[:num_single, None]
             plan = self._plan(attention, own, view)
             parts.append(attention.decode(own, view, sinks=sinks, plan=plan)[:, 0])
         if self.multi.num_sequences:
+            view = self._view(layer, self.multi) if num_single else view
             out = attention.prefill(
-                *(q[num_single:], views[1], self.cu_seqlens, self.max_seqlen),
+                *(q[num_single:], view, self.cu_seqlens, self.max_seqlen),
                 sinks=sinks,
                 num_cached_tokens=self.num_cached_tokens,
             )
@@ -168,27 +170,29 @@ def _tokens(batch: Batch, page_size: int) -> tuple[list[int], list[int], list[in
     return ids, positions, slots, rows
 
 
-def _page_table(chunks: AnySequence[Chunk], page_size: int) -> list[int]:
+def _page_table(chunks: AnySequence[Chunk], page_size: int) -> "array[int]":
     """The pages of each chunk's sequence, rows of one width after each other."""
     counts = [-(-chunk.stop // page_size) for chunk in chunks]
     width = MIN_WIDTH
     while width < max(counts, default=0):
         width *= 2
-    table: list[int] = []
+    table, empty = array("i"), array("i", [0])
     for chunk, count in zip(chunks, counts, strict=True):
         table += chunk.sequence.pages[:count]
-        table += [0] * (width - count)
+        table += empty * (width - count)
     return table
 
 
-def _upload(parts: list[list[int]], device: torch.device) -> list[Tensor]:
-    """Lists of numbers as int32 tensors on the device, in one copy without waiting for it."""
-    numbers: list[int] = []
+def _upload(parts: AnySequence[AnySequence[int]], device: torch.device) -> list[Tensor]:
+    """Numbers as int32 tensors on the device, in one copy without waiting for it."""
+    numbers = array("i")
     places = []
     for part in parts:
         places.append((len(numbers), len(part)))
-        numbers += part
-        numbers += [0] * (-len(numbers) % ALIGNMENT)
-    host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+        numbers.extend(part)
+        numbers.extend(array("i", [0]) * (-len(numbers) % ALIGNMENT))
+    host = torch.frombuffer(numbers, dtype=torch.int32)
+    if device.type == "cuda":
+        host = host.pin_memory()
     together = host.to(device, non_blocking=True)
     return [together[start : start + length] for start, length in places]

@@ -11,6 +11,7 @@ its pages are still there). Layers with a sliding window keep all of their token
 table serves every layer, and what a window does not see is not read.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
@@ -230,7 +231,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
                 was_preempted = True
             if sequence.state == "running":
-                sequence.pages += self.allocator.allocate(missing)
+                sequence.pages.extend(self.allocator.allocate(missing))
         return was_preempted
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -242,18 +243,19 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Let the first that waits run, if there is room for it; None if not."""
-        if not self.waiting or len(self.running) >= self.settings.max_num_seqs:
+        # A page for each that runs, or the newcomer would soon have to give its own back.
+        reserve = len(self.running)
+        is_full = reserve >= self.settings.max_num_seqs or self.allocator.num_free <= reserve
+        if not self.waiting or is_full:
             return None
         sequence = self.waiting[0]
         matched = self._match(sequence)
         missing = self._num_pages(sequence.num_tokens) - len(matched)
-        # A page for each that runs, or the newcomer would soon have to give its own back.
-        reserve = len(self.running)
         if self.allocator.num_free < missing + reserve:
             self.allocator.free(matched)
             return None
         self.waiting.popleft()
-        sequence.pages = matched + self.allocator.allocate(missing)
+        sequence.pages = array("i", matched + self.allocator.allocate(missing))
         sequence.num_computed = len(matched) * self.allocator.page_size
         sequence.num_published = len(matched)
         sequence.state = "running"
@@ -292,7 +294,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(sequence.pages)
-        sequence.pages, sequence.num_computed, sequence.num_published = [], 0, 0
+        sequence.pages = array("i")
+        sequence.num_computed = sequence.num_published = 0
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)

@@ -1,5 +1,6 @@
 """A request in the engine: its tokens, how many of them are computed, and where they lie."""
 
+from array import array
 from typing import Literal
 
 from octavo.serving.engine.request import FinishReason, Request, Usage
@@ -22,7 +23,7 @@ class Sequence:
         self.request, self.arrival, self.seed, self.salt = request, arrival, seed, salt
         self.tokens = list(request.prompt)
         self.output: list[int] = []
-        self.pages: list[int] = []
+        self.pages = array("i")  # a step's page table is made of copies of their memory
         self.hashes: list[bytes] = []
         self.num_computed = 0
         self.num_published = 0

@@ -77,7 +77,7 @@ def _try_largest(model: EngineModel, spec: CacheSpec, settings: EngineSettings) 
         length = num_tokens // num_seqs + (index < num_tokens % num_seqs)
         request = Request(request_id="", prompt=(0,) * length, sampling=Sampling())
         sequence = Sequence(request, index)
-        sequence.pages = [next(page) for _ in range(spec.num_pages_for(length))]
+        sequence.pages.extend(next(page) for _ in range(spec.num_pages_for(length)))
         chunks.append(Chunk(sequence, 0, length, True))
     chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
     Runner(model, spec, next(page)).run(Batch(tuple(chunks)))
