@@ -57,9 +57,9 @@ def make_engine(family, **options):
 
 def draw_request(chance, name, max_length):
     own = tuple(chance.randrange(2, VOCABULARY) for _ in range(chance.choice([0, 1, 5])))
-    length = chance.choice([1, 15, 16, 17, 33, chance.randrange(1, 60)])
+    length = chance.choice([1, 15, 16, 17, 20, chance.randrange(1, 60)])
     prompt = (root(chance.randrange(ROOTS))[:length] + own)[: max_length - 1]
-    num_tokens = min(chance.choice([1, 4, 12, 20]), max_length - len(prompt))
+    num_tokens = min(chance.choice([1, 4, 20, 40]), max_length - len(prompt))
     sampling = Sampling(max_tokens=num_tokens, temperature=0)
     return Request(request_id=name, prompt=prompt, sampling=sampling)
 
@@ -68,7 +68,7 @@ def run_randomly(engine, chance, num_requests):
     """Add requests at random times, abort some; returns requests and their deltas."""
     requests, deltas = [], {}
     while len(requests) < num_requests or engine.has_work:
-        if len(requests) < num_requests and chance.random() < 0.6:
+        if len(requests) < num_requests and chance.random() < 0.8:
             request = draw_request(chance, str(len(requests)), engine.max_context)
             engine.add(request)
             requests.append(request)
@@ -93,14 +93,14 @@ def check(family, requests, completions):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_random_schedules(family, data):
-    max_num_seqs = data.draw(st.integers(1, 5), "max_num_seqs")
+    max_num_seqs = data.draw(st.integers(1, 6), "max_num_seqs")
     engine = make_engine(
         family,
         page_size=PAGE_SIZE,
-        num_pages=data.draw(st.integers(4, 12), "num_pages"),
+        num_pages=data.draw(st.integers(4, 10), "num_pages"),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=data.draw(st.sampled_from([max_num_seqs, 7, 40, 200]), "budget"),
         enable_prefix_caching=data.draw(st.booleans(), "caching"),
@@ -114,7 +114,7 @@ def test_random_schedules(family, data):
         engine.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_preemption_and_prefix_hits_happen_and_change_nothing(family):
     engine = make_engine(
         family, page_size=PAGE_SIZE, num_pages=7, max_num_seqs=4, max_num_batched_tokens=64
