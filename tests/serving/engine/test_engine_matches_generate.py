@@ -107,7 +107,7 @@ def test_random_schedules(family, data):
     )
     chance = random.Random(data.draw(st.integers(0, 2**16), "seed"))
     try:
-        requests, completions = run_randomly(engine, chance, num_requests=6)
+        requests, completions = run_randomly(engine, chance, num_requests=5)
         check(family, requests, completions)
         assert engine.stats().num_pages_in_use == 0
     finally:
