@@ -45,7 +45,7 @@ def apply_(model: nn.Module, recipe: Recipe) -> Changes:
         )
     if not fields:
         raise ConfigError("expected a recipe that changes something, got an empty one")
-    skipped = _skipped(model, recipe)
+    skipped = skipped_layers(model, recipe)
     changes = Changes({})
     try:
         if recipe.vision_attention is not None:
@@ -69,7 +69,7 @@ def _apply_vision(
         model,
         recipe.vision_attention,
         skip_layers=skipped,
-        scales=_scales(recipe),
+        scales=read_scales(recipe),
         promote_every=recipe.promote_every,
     )
     changes.fused["vision_attention"] = vision.find_fused(model)
@@ -84,13 +84,13 @@ def _apply_kv_cache(
         model,
         recipe.kv_cache,
         skip_layers=skipped,
-        scales=_scales(recipe),
+        scales=read_scales(recipe),
         promote_every=recipe.promote_every,
     )
     changes.left["kv_cache"] = text.find_others(model)
 
 
-def _skipped(model: nn.Module, recipe: Recipe) -> frozenset[str]:
+def skipped_layers(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     """The names of the layers that skip_layers matches, of all attention that the recipe is for."""
     from octavo.integrations.transformers import text, vision
 
@@ -114,7 +114,8 @@ def restore_(model: nn.Module) -> Changes:
     return Changes(undone)
 
 
-def _scales(recipe: Recipe) -> ScaleSet | None:
+def read_scales(recipe: Recipe) -> ScaleSet | None:
+    """The scales that a recipe brings, from their file if it names one."""
     if recipe.scales is None:
         return None
     if isinstance(recipe.scales, str):
