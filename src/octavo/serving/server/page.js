@@ -5,7 +5,7 @@ const NUM_SAMPLES = 120; // of the plot: two minutes
 const WINDOW = 30; // samples that latencies are means of
 
 const byId = (id) => document.getElementById(id);
-const conversation = []; // what is sent with the next question
+let conversation = []; // what is sent with the next question
 const samples = []; // of /stats, newest last
 let running = null; // AbortController of the answer that streams
 
@@ -69,8 +69,9 @@ async function failure(response) {
 
 async function ask(text) {
   const controller = new AbortController();
+  const asked = conversation; // Clear begins another one
   setRunning(controller);
-  conversation.push({ role: "user", content: text });
+  asked.push({ role: "user", content: text });
   show("user", text);
   const content = show("assistant", "");
   const start = performance.now();
@@ -82,7 +83,7 @@ async function ask(text) {
       headers: headers(),
       signal: controller.signal,
       body: JSON.stringify({
-        messages: conversation,
+        messages: asked,
         temperature: Number(byId("temperature").value),
         max_tokens: Number(byId("max-tokens").value),
         stream: true,
@@ -104,8 +105,8 @@ async function ask(text) {
     note(content, isStopped ? "stopped" : error.message, !isStopped);
   }
   // A question without an answer would confuse the next turn.
-  if (answer) conversation.push({ role: "assistant", content: answer });
-  else conversation.pop();
+  if (answer) asked.push({ role: "assistant", content: answer });
+  else asked.pop();
   setRunning(null);
   byId("prompt").focus();
 }
@@ -202,7 +203,7 @@ document.addEventListener("keydown", (event) => {
 byId("stop").addEventListener("click", () => running?.abort());
 byId("clear").addEventListener("click", () => {
   running?.abort();
-  conversation.length = 0;
+  conversation = [];
   byId("messages").replaceChildren();
   byId("prompt").focus();
 });
