@@ -238,7 +238,9 @@ def serve(
         enable_prefix_caching=has_prefix_caching,
     )
     err.print(f"{engine.model_name}: {recipe}", soft_wrap=True)
-    err.print(f"http://{host}:{port}/ (the page), http://{host}:{port}/v1 (the API)")
+    shown = f"[{host}]" if ":" in host else host
+    if port:  # a free one is chosen later, and logged
+        err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
 
     from octavo.serving.server.app import create_app
     from octavo.serving.server.run import run

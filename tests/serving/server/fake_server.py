@@ -26,10 +26,10 @@ async def serving(engine=None, settings=None):
 
 
 @contextlib.contextmanager
-def listening(engine=None, settings=None):
+def listening(engine=None, settings=None, make_grammar=FakeGrammar):
     """(base URL, engine, server) of one that listens on a free port, in a thread."""
     engine = engine or FakeEngine()
-    app = create_app(engine, settings or ServerSettings(), FakeGrammar)
+    app = create_app(engine, settings or ServerSettings(), make_grammar)
     config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

@@ -52,7 +52,7 @@ def test_chat_and_numbers(tmp_path):
         page.wait_for(f"{LAST}.endsWith('stopped')")
         page.wait_for(f"{text('requests')}.startsWith('0 running')")
         assert "abort" in engine.ended.values()
-        # An error is shown; the next question goes without it.
+        # An error is shown below what came before it.
         page.type("fail: now, please")
         page.press("Enter")
         page.wait_for(f"{LAST}.includes('cannot go on')")

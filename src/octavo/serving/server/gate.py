@@ -1,5 +1,6 @@
 """What every request passes before a route sees it: an id, the key, the size of its body."""
 
+import asyncio
 import hmac
 import json
 import logging
@@ -56,6 +57,9 @@ class Gate:
             await self.app(scope, limited, send_with_id)
         except ApiError as error:
             await self._refuse(error, record, send_with_id)
+        except asyncio.CancelledError:  # a server that is made to end at once
+            record.outcome = record.outcome or "aborted"
+            raise
         except Exception as error:
             logger.exception("request %s failed", record.request_id)
             failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
@@ -85,8 +89,7 @@ class Gate:
         limit = self._settings.max_body_bytes
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > limit:
-            error = too_large(limit)
-            raise error
+            raise too_large(limit)
         num_bytes = 0
 
         async def receive_limited() -> Message:

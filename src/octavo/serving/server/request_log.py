@@ -42,6 +42,7 @@ class RequestRecord:
     usage: Usage | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    is_sent: bool = False  # all that there is to say has gone out
 
     def saw(self, delta: Delta) -> None:
         """Note a delta: its tokens, its time, and how the answer ended if it did."""
@@ -66,8 +67,9 @@ class RequestRecord:
             self.outcome = _outcome_of(error)
 
     def left(self) -> None:
-        """Note that the client went away before it had everything."""
-        self.outcome = "cancelled"
+        """Note that the client went away; clients do so at [DONE], which is no cancellation."""
+        if not self.is_sent:
+            self.outcome = "cancelled"
 
     def end(self) -> None:
         """Count the request and write its line; called once, when nothing more can happen."""

@@ -57,6 +57,7 @@ async def events(answer: Answer, job: Job, record: RequestRecord) -> AsyncIterat
             if delta.finish_reason is not None and job.has_usage_chunk:
                 yield event(job.writer.usage_chunk(delta.usage))
         yield DONE
+        record.is_sent = True
     except ApiError as error:
         record.failed(error)
         yield event(error.body())
@@ -83,7 +84,8 @@ class EventStream(Response):
                 await until_client_leaves(receive, self._send(send))
             except ApiError as error:  # nobody to tell
                 self._record.left()
-                self._record.error = error.message
+                if not self._record.is_sent:
+                    self._record.error = error.message
 
     async def _send(self, send: Send) -> None:
         await send(
