@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_engine import FakeEngine  # noqa: E402
 from fake_server import serving  # noqa: E402
 
+from octavo.errors import ConfigError  # noqa: E402
+from octavo.serving.server.app import create_app  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -449,3 +451,18 @@ def test_openapi_describes_the_routes():
     document = get("/openapi.json").json()
     assert {CHAT, TEXT, "/v1/models", "/tokenize", "/detokenize"} <= document["paths"].keys()
     assert get("/docs").status_code == 404
+
+
+def test_one_tool_call_if_no_more_are_allowed():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": [{"role": "user", "content": f"say:{call}{call}"}], "tools": [tool]}
+    for fields, num_calls in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+        message = post(CHAT, {**asked, **fields}).json()["choices"][0]["message"]
+        assert len(message["tool_calls"]) == num_calls
+        assert message["content"] is None
+
+
+def test_an_engine_without_a_tokenizer_cannot_be_served():
+    with pytest.raises(ConfigError, match="tokenizer"):
+        create_app(FakeEngine(tokenizer=None), ServerSettings())

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from octavo.brief import brief
+from octavo.errors import ConfigError
 from octavo.serving.engine.request import gather
 from octavo.serving.server.api_error import ApiError, bad_request
 from octavo.serving.server.async_engine import AsyncEngine, Engine
@@ -45,6 +46,8 @@ class Server:
     """What the routes share."""
 
     def __init__(self, engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar) -> None:
+        if engine.tokenizer is None:
+            raise ConfigError("a server needs an engine with a tokenizer, got one without")
         self.settings = settings
         self.started_at = int(time.time())
         self.metrics = Metrics()

@@ -156,6 +156,10 @@ class AsyncEngine:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         return not self._answers
 
+    def stop_waiting(self) -> None:
+        """Make `drain` return now, whatever is open."""
+        self._idle.set()
+
     async def close(self) -> None:
         """End the thread; requests that are still open end with an error."""
         self.is_closing = True

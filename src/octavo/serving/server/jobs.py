@@ -22,6 +22,7 @@ from octavo.serving.server.guidance import (
 )
 from octavo.serving.server.images import read_image
 from octavo.serving.server.message_reader import (
+    CLOSING,
     AnyCallReader,
     AutoCallReader,
     MessageReader,
@@ -96,6 +97,7 @@ class Jobs:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema,
             param=param,
+            more_stops=_one_call_only(body, is_forced=bool(forced)),
         )
         writer = ChatWriter(
             request_id, self._name(body), self._token_texts, lambda: _reader(body, len(forced))
@@ -189,18 +191,19 @@ class Jobs:
         logprobs: int | None,
         schema: Schema | None,
         param: str,
+        more_stops: tuple[str, ...] = (),
     ) -> Sampling:
         grammar = None
         if schema is not None:
             grammar = await self._in_thread(grammar_of, schema, self._make_grammar, param)
         given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
-        stop = body.stop or []
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         try:
             return Sampling(
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 top_k=max(body.top_k or 0, 0),  # vLLM writes -1 for all
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                stop=(*stop, *more_stops),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 grammar=grammar,
                 **given,
@@ -233,6 +236,12 @@ def _asked_tokens(body: ChatRequest) -> int | None:
     if len(asked) > 1:
         raise bad_request("expected max_tokens or max_completion_tokens, got both", "max_tokens")
     return asked.pop() if asked else None
+
+
+def _one_call_only(body: ChatRequest, *, is_forced: bool) -> tuple[str, ...]:
+    """The text at which the answer ends if it may make one call and no more."""
+    is_auto = bool(body.tools) and body.tool_choice != "none" and not is_forced
+    return (CLOSING,) if is_auto and body.parallel_tool_calls is False else ()
 
 
 def _request(

@@ -19,7 +19,7 @@ FLUSH_S = 2
 class DrainingServer(uvicorn.Server):
     """Listens on after the first signal, to refuse with 503, until open requests have ended.
 
-    A second signal ends it at once.
+    A second signal aborts them at once; a third one waits for nothing.
     """
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
@@ -27,17 +27,21 @@ class DrainingServer(uvicorn.Server):
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._num_signals = 0
 
     async def startup(self, *args: object, **kwargs: object) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(*args, **kwargs)  # type: ignore[arg-type]  # handed on as they came
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or not self.started or self._server.engine.is_closing:
+        self._num_signals += 1
+        if self._loop is None or not self.started or self._num_signals > 2:
             super().handle_exit(sig, frame)
-            return
-        self._server.engine.is_closing = True
-        self._loop.call_soon_threadsafe(self._start_to_drain)
+        elif self._num_signals == 2:
+            self._loop.call_soon_threadsafe(self._server.engine.stop_waiting)
+        else:
+            self._server.engine.is_closing = True
+            self._loop.call_soon_threadsafe(self._start_to_drain)
 
     def _start_to_drain(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
