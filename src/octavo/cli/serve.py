@@ -198,12 +198,8 @@ def serve(
     from octavo.serving.server.settings import ImageLimits, ServerSettings
 
     if quantization is not None or ignored_layers:
-        raise UnsupportedError(
-            "octavo serve has no quantized linear layers yet: leave --quantization and "
-            "--ignored-layers out"
-        )
-    if log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"expected debug, info, warning or error, got {log_level!r}")
+        _refuse_quantized_linears()
+    _check_log_level(log_level)
     encoder = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
@@ -311,3 +307,15 @@ def _need_server() -> None:
             f"octavo serve needs {' and '.join(missing)}, not installed here: "
             "pip install 'octavo[server]'"
         )
+
+
+def _refuse_quantized_linears() -> None:
+    raise UnsupportedError(
+        "octavo serve has no quantized linear layers yet: leave --quantization and "
+        "--ignored-layers out"
+    )
+
+
+def _check_log_level(level: str) -> None:
+    if level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"expected debug, info, warning or error, got {level!r}")

@@ -466,3 +466,29 @@ def test_one_tool_call_if_no_more_are_allowed():
 def test_an_engine_without_a_tokenizer_cannot_be_served():
     with pytest.raises(ConfigError, match="tokenizer"):
         create_app(FakeEngine(tokenizer=None), ServerSettings())
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_has_cancelled(caplog):
+    caplog.set_level(logging.INFO, "octavo.requests")
+
+    async def scenario(client):
+        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": CHAT,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+
+        async def receive():
+            return next(parts, {"type": "http.disconnect"})
+
+        async def send(message):
+            pass
+
+        await client._transport.app(scope, receive, send)
+
+    with_client(scenario)
+    (line,) = [json.loads(record.getMessage()) for record in caplog.records]
+    assert line["outcome"] == "cancelled"
