@@ -1,8 +1,6 @@
 """The routes, one by one: what they answer, and what they refuse."""
 
 import asyncio
-import json
-import logging
 import sys
 from pathlib import Path
 
@@ -13,49 +11,11 @@ pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine  # noqa: E402
-from fake_server import serving  # noqa: E402
+from fake_server import CHAT, HELLO, TEXT, events, get, post, serving, with_client  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.serving.server.app import create_app  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "say:hello"}]
-
-
-def with_client(scenario, engine=None, **settings):
-    """Run a scenario against an application; afterwards no request may be open."""
-
-    async def run():
-        async with serving(engine, ServerSettings(**settings)) as client:
-            result = await asyncio.wait_for(scenario(client), 20)
-            assert client.server.engine.num_open == 0
-        assert client.engine.num_open == 0
-        return result
-
-    return asyncio.run(run())
-
-
-def post(path, body, engine=None, headers=None, **settings):
-    async def scenario(client):
-        return await client.post(path, json=body, headers=headers)
-
-    return with_client(scenario, engine, **settings)
-
-
-def get(path, headers=None, **settings):
-    async def scenario(client):
-        return await client.get(path, headers=headers)
-
-    return with_client(scenario, **settings)
-
-
-def events(response):
-    """The documents of a stream, and whether it ended with [DONE]."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    parts = [part.removeprefix("data: ") for part in response.text.strip().split("\n\n")]
-    is_done = parts[-1] == "[DONE]"
-    return [json.loads(part) for part in (parts[:-1] if is_done else parts)], is_done
 
 
 def test_chat():
@@ -235,40 +195,6 @@ def test_completion_refuses(fields, message):
     assert message in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"null", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000],
-    ids=lambda content: repr(content[:20]),
-)
-def test_bodies_that_are_no_request(content):
-    async def scenario(client):
-        headers = {"content-type": "application/json"}
-        return await client.post(CHAT, content=content, headers=headers)
-
-    response = with_client(scenario)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"]
-
-
-def test_half_a_surrogate_pair_is_refused():
-    async def scenario(client):
-        headers = {"content-type": "application/json"}
-        for path, body in (
-            (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
-            (
-                CHAT,
-                b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": '
-                b'"function", "function": {"name": "f", "parameters": {"\\ud800": 1}}}]}',
-            ),
-            (TEXT, b'{"prompt": "\\udfff"}'),
-            ("/tokenize", b'{"prompt": "\\udfff"}'),
-        ):
-            response = await client.post(path, content=body, headers=headers)
-            assert response.status_code in (200, 400), response.text
-
-    with_client(scenario)
-
-
 def test_models():
     names = ("a", "b/c")
     listed = get("/v1/models", model_names=names).json()
@@ -318,73 +244,6 @@ def test_a_stream_that_fails_says_so_and_has_no_done():
     assert documents[-1]["error"]["message"] == "this request cannot go on"
 
 
-def test_metrics_and_stats():
-    async def scenario(client):
-        await client.post(CHAT, json={"messages": HELLO})
-        await client.post(TEXT, json={"prompt": "long:", "max_tokens": 4})
-        await client.post(CHAT, json={"messages": []})
-        await client.get("/nowhere")
-        return (await client.get("/metrics")), (await client.get("/stats")).json()
-
-    metrics, stats = with_client(scenario)
-    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = metrics.text.splitlines()
-    for line in (
-        'octavo_requests_total{route="/v1/chat/completions",outcome="stop"} 1',
-        'octavo_requests_total{route="/v1/chat/completions",outcome="refused"} 1',
-        'octavo_requests_total{route="/v1/completions",outcome="length"} 1',
-        'octavo_requests_total{route="unmatched",outcome="refused"} 1',
-        "octavo_completion_tokens_total 9",
-        "octavo_pages 100",
-        "octavo_requests_waiting 0",
-        "octavo_time_to_first_token_seconds_count 2",
-        'octavo_time_to_first_token_seconds_bucket{le="+Inf"} 2',
-        "octavo_inter_token_latency_seconds_count 7",
-        "octavo_request_seconds_count 2",
-    ):
-        assert line in lines
-    assert stats["engine"]["completion_tokens"] == 9
-    assert stats["times"]["itl"]["count"] == 7
-
-
-def test_unknown_paths_and_methods():
-    missing = get("/v2/chat")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-    wrong = get(CHAT)
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-
-
-def test_api_key():
-    keys = {"api_keys": ("secret", "other")}
-    for headers in (None, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
-        response = post(CHAT, {"messages": HELLO}, headers=headers, **keys)
-        assert response.status_code == 401
-        assert response.json()["error"]["code"] == "invalid_api_key"
-        assert get("/metrics", headers=headers, **keys).status_code == 401
-    for key in keys["api_keys"]:
-        headers = {"Authorization": f"Bearer {key}"}
-        assert post(CHAT, {"messages": HELLO}, headers=headers, **keys).status_code == 200
-    for path in ("/", "/page.js", "/page.css", "/health"):
-        assert get(path, **keys).status_code == 200
-
-
-def test_body_limit():
-    large = {"messages": [{"role": "user", "content": "x" * 2000}]}
-    response = post(CHAT, large, max_body_bytes=1000)
-    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-
-    async def scenario(client):
-        async def parts():
-            for _ in range(100):
-                yield b" " * 100
-
-        headers = {"content-type": "application/json"}
-        return await client.post(CHAT, content=parts(), headers=headers)
-
-    response = with_client(scenario, max_body_bytes=1000)  # no Content-Length
-    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
-
-
 def test_token_limit():
     refused = post(CHAT, {"messages": HELLO, "max_tokens": 11}, max_tokens=10)
     assert "at most 10" in refused.json()["error"]["message"]
@@ -413,40 +272,6 @@ def test_time_out():
     assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
 
 
-def test_request_ids_and_log_lines(caplog):
-    caplog.set_level(logging.DEBUG, "octavo.requests")
-    given = post(CHAT, {"messages": HELLO}, headers={"X-Request-Id": "mine-1"})
-    assert given.headers["x-request-id"] == "mine-1"
-    made = post(CHAT, {"messages": HELLO}, headers={"X-Request-Id": "bad id\u00e9".encode()})
-    assert made.headers["x-request-id"].startswith("req-")
-    refused = post(CHAT, {}, headers={"X-Request-Id": "mine-2"})
-    assert refused.headers["x-request-id"] == "mine-2"
-    lines = [json.loads(record.getMessage()) for record in caplog.records]
-    assert [line["outcome"] for line in lines] == ["stop", "stop", "refused"]
-    assert lines[0]["id"] == "mine-1"
-    assert lines[0]["answer_id"] == given.json()["id"]
-    assert lines[0]["completion_tokens"] == 5
-    assert 0 < lines[0]["ttft_s"] <= lines[0]["duration_s"]
-    assert lines[2]["status"] == 400 and lines[2]["error"]
-
-
-def test_cors_is_off_unless_asked_for():
-    headers = {"Origin": "http://page"}
-    assert "access-control-allow-origin" not in get("/health", headers=headers).headers
-    allowed = get("/health", headers=headers, cors_origins=("http://page",))
-    assert allowed.headers["access-control-allow-origin"] == "http://page"
-
-
-def test_the_page_asks_nobody_else():
-    page = get("/")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    for path in ("/", "/page.js", "/page.css"):
-        text = get(path).text
-        assert text
-        assert "http://" not in text and "https://" not in text
-
-
 def test_openapi_describes_the_routes():
     document = get("/openapi.json").json()
     assert {CHAT, TEXT, "/v1/models", "/tokenize", "/detokenize"} <= document["paths"].keys()
@@ -466,29 +291,3 @@ def test_one_tool_call_if_no_more_are_allowed():
 def test_an_engine_without_a_tokenizer_cannot_be_served():
     with pytest.raises(ConfigError, match="tokenizer"):
         create_app(FakeEngine(tokenizer=None), ServerSettings())
-
-
-def test_a_client_that_leaves_before_its_body_is_complete_has_cancelled(caplog):
-    caplog.set_level(logging.INFO, "octavo.requests")
-
-    async def scenario(client):
-        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": CHAT,
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-
-        async def receive():
-            return next(parts, {"type": "http.disconnect"})
-
-        async def send(message):
-            pass
-
-        await client._transport.app(scope, receive, send)
-
-    with_client(scenario)
-    (line,) = [json.loads(record.getMessage()) for record in caplog.records]
-    assert line["outcome"] == "cancelled"
