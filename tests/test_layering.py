@@ -74,6 +74,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets"},
     "calibration/image_data.py": {"PIL"},
     "measure/bench/images.py": {"PIL"},
+    "serving/server/images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
