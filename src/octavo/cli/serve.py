@@ -287,10 +287,10 @@ def load(
     model: str | None, recipe: "Recipe", *, dtype: str, device: str | None, **settings: Any
 ) -> Any:
     """The engine of a model; settings are those of EngineSettings."""
-    from octavo.serving.engine.engine import (  # type: ignore[import-not-found, unused-ignore]
+    from octavo.serving.engine.engine import (
         load_engine,
     )
-    from octavo.serving.engine.settings import (  # type: ignore[import-not-found, unused-ignore]
+    from octavo.serving.engine.settings import (
         EngineSettings,
     )
 

@@ -87,11 +87,13 @@ def test_the_schema_of_several_tools_keeps_their_definitions_apart():
         definitions={"t": {"$ref": "#/definitions/t"}},
     )
     schema = call_schema([first, second, tool("c")])
-    assert schema["$defs"] == {"tool0_t": {}, "tool1_t": {"$ref": "#/$defs/tool1_t"}}
     calls = [call["properties"] for call in schema["anyOf"]]
     assert [call["name"] for call in calls] == [{"const": "a"}, {"const": "b"}, {"const": "c"}]
-    assert calls[0]["arguments"]["properties"] == {"x": {"$ref": "#/$defs/tool0_t"}}
-    assert calls[1]["arguments"]["properties"] == {"x": {"items": [{"$ref": "#/$defs/tool1_t"}]}}
+    at = "#/anyOf/{}/properties/arguments/{}/t"
+    first_ref, second_ref = ({"$ref": at.format(*x)} for x in ((0, "$defs"), (1, "definitions")))
+    assert calls[0]["arguments"]["properties"] == {"x": first_ref}
+    assert calls[1]["arguments"]["properties"] == {"x": {"items": [second_ref]}}
+    assert calls[1]["arguments"]["definitions"] == {"t": second_ref}
     assert calls[2]["arguments"] == {"type": "object"}
     assert call_schema([first]) == first.function.parameters
 

@@ -11,13 +11,13 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 pytest.importorskip("gguf")
 pytest.importorskip("llguidance")
-engine_module = pytest.importorskip("octavo.serving.engine.engine")
-engine_settings = pytest.importorskip("octavo.serving.engine.settings")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_server import listening  # noqa: E402
 
 from octavo.integrations.transformers.small_model import find_weights  # noqa: E402
+from octavo.serving.engine import engine as engine_module  # noqa: E402
+from octavo.serving.engine import settings as engine_settings  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 pytestmark = pytest.mark.slow

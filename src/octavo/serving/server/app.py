@@ -100,7 +100,7 @@ def guided_grammar(engine: Engine) -> MakeGrammar:
     """What makes the engine's grammars; its library is imported when the first one is asked for."""
 
     def make(schema: dict[str, Any]) -> Any:
-        from octavo.serving.engine.guided import (  # type: ignore[import-not-found, unused-ignore]
+        from octavo.serving.engine.guided import (
             Grammar,
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.errors import OctavoError
+from octavo.serving.engine.guided import tool_call_schema
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
 
@@ -51,43 +52,18 @@ def forced_tools(body: ChatRequest) -> tuple[Tool, ...]:
 
 def call_schema(tools: Sequence[Tool]) -> Schema:
     """The arguments of one tool; of several, {"name": …, "arguments": …} of one of them."""
-    if len(tools) == 1:
-        return tools[0].function.parameters or ANY_ARGUMENTS
-    definitions: Schema = {}
-    calls = []
-    for index, tool in enumerate(tools):
-        parameters = dict(tool.function.parameters or ANY_ARGUMENTS)
-        prefix = f"tool{index}_"
-        for key in ("$defs", "definitions"):
-            for name, value in (parameters.pop(key, None) or {}).items():
-                definitions[prefix + name] = _with_prefix(value, prefix)
-        name_schema = {"const": tool.function.name}
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": name_schema, "arguments": _with_prefix(parameters, prefix)},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    return {"anyOf": calls, **({"$defs": definitions} if definitions else {})}
+    schemas = {tool.function.name: tool.function.parameters or ANY_ARGUMENTS for tool in tools}
+    for schema in schemas.values():
+        _check_depth(schema)
+    return next(iter(schemas.values())) if len(schemas) == 1 else tool_call_schema(schemas)
 
 
-def _with_prefix(value: Any, prefix: str, depth: int = 0) -> Any:
-    """The schema with its references to definitions renamed, now that all tools share them."""
+def _check_depth(value: Any, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise bad_request(f"expected parameters at most {MAX_DEPTH} levels deep, got more", "tools")
-    if isinstance(value, list):
-        return [_with_prefix(item, prefix, depth + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    changed = {key: _with_prefix(item, prefix, depth + 1) for key, item in value.items()}
-    target = value.get("$ref")
-    if isinstance(target, str):
-        for start in ("#/$defs/", "#/definitions/"):
-            if target.startswith(start):
-                changed["$ref"] = f"#/$defs/{prefix}{target.removeprefix(start)}"
-    return changed
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            _check_depth(item, depth + 1)
 
 
 def grammar_of(schema: Schema, make_grammar: MakeGrammar, param: str) -> Any:
