@@ -42,6 +42,18 @@ def test_encoder_prints_and_records(capsys, tmp_path):
     assert "tiny, random weights, 2 layers" in text and "transformers sdpa BF16" in text
 
 
+def test_encoder_records_that_peers_were_there_but_not_where(tmp_path):
+    path, folder = tmp_path / "records.jsonl", tmp_path / "peers"
+    folder.mkdir()
+    options = ("--config", "tiny", "--resolutions", "hd", "--images", 1, "--recipes", "bf16")
+    assert octavo("encoder", *options, "--peers", folder, "-o", path) == 0
+    (record,) = store.read(path)
+    assert record.command == (
+        "octavo bench encoder --config tiny --peers FOLDER --resolutions hd --images 1 "
+        "--recipes bf16"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

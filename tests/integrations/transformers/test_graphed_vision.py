@@ -48,7 +48,7 @@ class StandIn:
 
 def capture(self, inputs, budget):
     static = {name: x.clone() for name, x in inputs.items()}
-    with vision_graphs._history_kept(self.tower), vision_graphs.not_counted(self.tower):
+    with vision_graphs.history_kept(self.tower), vision_graphs.not_counted(self.tower):
         graph = StandIn(self, static, budget)
     return _Captured(graph, static, graph.result)
 

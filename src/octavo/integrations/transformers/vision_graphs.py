@@ -239,7 +239,7 @@ class VisionGraphs:
         static = {name: x.clone() for name, x in inputs.items()}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with _history_kept(self.tower), not_counted(self.tower):
+        with history_kept(self.tower), not_counted(self.tower):
             with torch.cuda.stream(stream):
                 for _ in range(NUM_WARMUPS):
                     self._forward(static, budget)
@@ -344,7 +344,7 @@ def _padding_zeroed(tower: nn.Module, is_padding: Tensor, num_rows: int) -> Iter
 
 
 @contextmanager
-def _history_kept(tower: nn.Module) -> Iterator[None]:
+def history_kept(tower: nn.Module) -> Iterator[None]:
     """What runs inside leaves the histories of dynamic scales as they were."""
     buffers = [x for layer in _dynamic_layers(tower) for x in layer.buffers()]
     before = [x.clone() for x in buffers]
