@@ -76,7 +76,8 @@ def encoder(
 
     Everyone has the same weights and gets the same images. Attention of the first, the middle and
     the last layer is first compared with stock transformers' on the same inputs (relative_rms is
-    the worst of them); a wrong one ends the run. On a GPU each is timed after a second of nothing
+    the worst of them), and a graph's result with that of the same tower without one; a wrong one
+    ends the run. On a GPU each is timed after a second of nothing
     else, at the clock that the power limit leaves it. The speed-up is that over
     the fastest stock tower in BF16, without graphs; the fused speed-up is that over octavo's own
     path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
@@ -114,6 +115,7 @@ def encoder(
     what = str(model) if model is not None else f"--config {config}"
     what += f" --layers {layers}" if layers is not None else ""
     what += "" if graphs is None else f" --{'' if graphs else 'no-'}graphs"
+    what += " --peers FOLDER" if peers is not None else ""  # whichever it was on this machine
     records: list[Measurement] = []
     objections: list[Objection] = []
     for case in track(cases, description="measuring", console=err):

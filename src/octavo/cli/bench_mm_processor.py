@@ -19,13 +19,16 @@ from octavo.cli.tables import print_table
 
 def mm_processor(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
-            help="A model's folder. Without one: the chart reader that comes with octavo, or a "
-            "tiny Qwen3-VL with random weights.",
-            exists=True,
-            file_okay=False,
+            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
+            "with octavo, or a tiny Qwen3-VL with random weights.",
+            show_default=False,
         ),
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        typer.Option("--model", help="The same, as vLLM's command takes it.", show_default=False),
     ] = None,
     dataset_name: Annotated[
         str, typer.Option("--dataset-name", help="random-mm (images of noise) or hf.")
@@ -68,15 +71,18 @@ def mm_processor(
     output_json: Annotated[
         Path | None, typer.Option("--output-json", help="Write the results to this file.")
     ] = None,
+    is_quiet: Annotated[
+        bool, typer.Option("--disable-tqdm", help="Show no bar of the requests that are done.")
+    ] = False,
 ) -> None:
     """Time the stages of requests with images, one after the other, and the encoder in them.
 
     Two runs make static scales and use them:
 
-    octavo bench mm-processor MODEL --num-prompts 16 --mm-encoder-attn-dtype fp8
+    octavo bench mm-processor --model MODEL --num-prompts 16 --mm-encoder-attn-dtype fp8
     --mm-encoder-fp8-scale-save-path scales.json
 
-    octavo bench mm-processor MODEL --mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-path
+    octavo bench mm-processor --model MODEL --mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-path
     scales.json
 
     Stages and JSON are those of vLLM's command of this name. Stages that octavo has not, those of
@@ -90,6 +96,7 @@ def mm_processor(
     from octavo.measure.bench.images import DataOptions, make_requests
     from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
 
+    name = _one_model(model, model_option)
     options = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
@@ -111,8 +118,8 @@ def mm_processor(
         )
     )
     numbers = _numbers(percentiles)
-    language = open_vision_language(model, default_device().torch_device)
-    with Progress(console=err) as progress:
+    language = open_vision_language(name, default_device().torch_device)
+    with Progress(console=err, disable=is_quiet) as progress:
         task = progress.add_task("requests", total=len(requests) + num_warmups)
         result = run_mm_processor(
             language,
@@ -129,6 +136,14 @@ def mm_processor(
     if output_json is not None:
         write_atomically(output_json, (json.dumps(result, indent=2) + "\n").encode())
         out.print(f"Results: {output_json}", soft_wrap=True)
+
+
+def _one_model(argument: str | None, option: str | None) -> str | None:
+    from octavo.errors import ConfigError
+
+    if argument is not None and option is not None and argument != option:
+        raise ConfigError(f"expected one model, got {argument} and --model {option}")
+    return argument if option is None else option
 
 
 def _numbers(text: str) -> list[float]:

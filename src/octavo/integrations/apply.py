@@ -104,10 +104,13 @@ def skipped_layers(model: nn.Module, recipe: Recipe) -> frozenset[str]:
 
 
 def restore_(model: nn.Module) -> Changes:
-    """Undo `apply_`; returns what was undone."""
-    from octavo.integrations.transformers import kv_cache, vision
+    """Undo `apply_`, and `use_graphs_` with it; returns what was undone."""
+    from octavo.integrations.transformers import graphed_vision, kv_cache, vision
 
+    graphed = graphed_vision.find_graphed(model)
     undone = {"vision_attention": vision.detach(model), "kv_cache": kv_cache.detach(model)}
+    if graphed:
+        undone["vision_graphs"] = graphed_vision.drop_graphs_(model)
     undone = {name: layers for name, layers in undone.items() if layers}
     if not undone:
         raise ConfigError("expected a model that apply_ has changed, got one as it was made")

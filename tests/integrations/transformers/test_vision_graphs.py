@@ -222,7 +222,7 @@ def test_replays_count_for_who_saves_scales(tower, monkeypatch, tmp_path):
 
     def capture(inputs, budget):
         static = {name: x.clone() for name, x in inputs.items()}
-        with vision_graphs._history_kept(padded), vision_graphs.not_counted(padded):
+        with vision_graphs.history_kept(padded), vision_graphs.not_counted(padded):
             graph = StandIn(graphs, static, budget)
         return vision_graphs._Captured(graph, static, graph.result)
 
