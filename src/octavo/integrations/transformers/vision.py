@@ -18,6 +18,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
+from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings, Bf16Settings
 
 IMPLEMENTATION = "octavo_flash_vit"
@@ -117,11 +118,12 @@ def attach(
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
     promote_every: int | None = 1,
+    impl: str | None = None,
 ) -> list[str]:
     """Give a vision tower's layers attention in FP8 or BF16; returns their names.
 
     skip_layers: names of layers to leave. scales: for static scaling; every other layer must be
-    among them, by the model's name or vLLM's.
+    among them, by the model's name or vLLM's. impl: of the op `attention`, for these layers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
@@ -137,6 +139,9 @@ def attach(
     fp8 = settings if isinstance(settings, AttentionSettings) else None
     if fp8 is None:
         _check_dtypes(chosen)
+    else:
+        for name, module in chosen.items():
+            check_fp8_device(name, next(module.parameters()).device, impl)
     if scales is not None:
         scales.require_kind("vision_attention")
         scales.require_plain_keys("vision_attention")
@@ -149,6 +154,7 @@ def attach(
             own = fp8 if name in chosen else None
             made[name] = _make_layer(name, module, own, scales, promote_every)
             made[name].is_skipped = name not in chosen
+            made[name].impl = impl if name in chosen else None
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
     for name, layer in made.items():

@@ -86,7 +86,7 @@ class EncoderOptions:
         recipe = Recipe(vision_attention="fp8")
         if self.fp8_scale_path is not None:
             recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
-        changes = apply_(model, recipe)
+        changes = apply_(model, recipe, vision_impl=self.attn_backend)
         layers = [m for m in model.modules() if isinstance(m, EncoderAttention)]
         device = describe(next(model.parameters()).device)
         try:
@@ -95,8 +95,6 @@ class EncoderOptions:
         except UnsupportedError:
             restore_(model)
             raise
-        for layer in layers:
-            layer.impl = self.attn_backend or layer.impl
         return changes
 
 
