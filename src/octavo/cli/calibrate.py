@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from octavo.measure.records import Measurement
 
 
+DEFAULT_SPLIT = "train"
+DEFAULT_DTYPE = "auto"
+
+
 class ObserverName(StrEnum):
     """The observers, as the command line knows them."""
 
@@ -109,14 +113,14 @@ def calibrate(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Prompts that run at once.")
     ] = 1,
-    split: Annotated[str, typer.Option("--hf-split", help="Of a data set.")] = "train",
+    split: Annotated[str, typer.Option("--hf-split", help="Of a data set.")] = DEFAULT_SPLIT,
     subset: Annotated[str | None, typer.Option("--hf-subset", help="Of a data set.")] = None,
     dtype: Annotated[
         str,
         typer.Option(
             "--dtype", help="The model runs in this: the checkpoint's own, or such as bfloat16."
         ),
-    ] = "auto",
+    ] = DEFAULT_DTYPE,
     device: Annotated[
         str | None, typer.Option("--device", help="The GPU if there is one, else the CPU.")
     ] = None,
@@ -168,7 +172,7 @@ def calibrate(
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
     _check_folder(plot)
-    request = _Request(model, data, split, subset, max_length, dtype, device)
+    request = _Request(model, data, split, subset, max_length, batch_size, dtype, device)
     subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
@@ -181,7 +185,7 @@ def calibrate(
             scale_save_path,
             settings,
             num_prompts=num_prompts,
-            batch_size=batch_size,
+            batch_size=request.batch_size,
             is_resumed=is_resumed,
             on_prompts=lambda seen: progress.update(task, completed=seen),
         )
@@ -204,6 +208,7 @@ class _Request:
     split: str
     subset: str | None
     max_length: int | None
+    batch_size: int
     dtype: str
     device: str | None
 
@@ -247,8 +252,15 @@ def _command(
         words.append("--per-head")
     words += ["--rotate-keys"] if settings.rotate_keys else []
     words += ["--center-keys"] if settings.center_keys else []
-    if request.max_length is not None:
-        words += ["--max-length", str(request.max_length)]
+    for option, value, default in (
+        ("--hf-split", request.split, DEFAULT_SPLIT),
+        ("--hf-subset", request.subset, None),
+        ("--max-length", request.max_length, None),
+        ("--batch-size", request.batch_size, 1),
+        ("--dtype", request.dtype, DEFAULT_DTYPE),
+        ("--device", request.device, None),
+    ):
+        words += [option, str(value)] if value != default else []
     return shlex.join([*words, "--num-prompts", str(num_prompts)])
 
 
