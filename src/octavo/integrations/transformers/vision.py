@@ -21,7 +21,7 @@ from octavo.numerics.qkv import QkvScales
 from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings, Bf16Settings
 
-IMPLEMENTATION = "octavo_flash_vit"
+IMPLEMENTATION = fused_vision.IMPLEMENTATION
 CHILD = fused_vision.CHILD
 # Attention of vision towers, by class: of those that pack all images into one sequence, and of
 # those with a batch of equal ones (older versions of transformers have "SelfAttention" inside ViT's
