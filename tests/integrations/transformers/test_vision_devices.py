@@ -9,7 +9,9 @@ from octavo.integrations.transformers.vision_tower import make_pixels, make_towe
 from octavo.kernels.device import Device
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench.mm_processor import EncoderOptions
+from octavo.numerics.error import relative_rms
 from octavo.ops import check
+from octavo.testing.asserts import assert_same_bits
 
 pytest.importorskip("transformers")
 
@@ -67,3 +69,37 @@ def test_an_impl_needs_its_field_and_its_name():
         apply_(tower(), FP8, vision_impl="fastest")
     with pytest.raises(ConfigError, match="expected vision_attention for impl 'triton'"):
         apply_(tower(), Recipe(kv_cache="fp8"), vision_impl="triton")
+
+
+def test_offloaded_weights_are_refused():
+    accelerate = pytest.importorskip("accelerate")
+    model = tower()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.attn: .* on meta.*apply_ first, then"):
+        apply_(model, FP8)
+    assert not layers_of(model)
+
+
+def test_a_tower_may_be_offloaded_after():
+    accelerate = pytest.importorskip("accelerate")
+    model, other = tower(), tower()
+    pixels = make_pixels(model, [(128, 128)])
+    apply_(model, FP8)
+    apply_(other, FP8)
+    accelerate.cpu_offload(other, execution_device=torch.device("cpu"))
+    with torch.no_grad():
+        assert_same_bits(other(**pixels).pooler_output, model(**pixels).pooler_output)
+
+
+def test_a_module_with_hooks_keeps_them_and_gets_fp8():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, stock = tower(), tower()
+    pixels = make_pixels(model, [(128, 128)])
+    hooks.add_hook_to_module(model.blocks[0].attn, hooks.AlignDevicesHook("cpu"))
+    changes = apply_(model, FP8)
+    assert changes.fused == {"vision_attention": ["blocks.1.attn"]}
+    assert changes.layers == {"vision_attention": ["blocks.0.attn", "blocks.1.attn"]}
+    with torch.no_grad():
+        error = relative_rms(model(**pixels).pooler_output, stock(**pixels).pooler_output)
+    assert 0 < error < 0.05
+    assert [int(layer.scaling.num_passes) for layer in layers_of(model)] == [1, 1]

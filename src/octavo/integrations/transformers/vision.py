@@ -132,6 +132,7 @@ def attach(
     if any(hasattr(module, CHILD) for module in found.values()):
         raise ConfigError("apply_ has changed the model's vision attention: restore_ it first")
     chosen = {name: module for name, module in found.items() if name not in skip_layers}
+    _check_not_offloaded(found)
     if not chosen:
         raise ConfigError(
             f"skip_layers leaves none of the {len(found)} layers: leave the recipe out"
@@ -207,6 +208,16 @@ def _check_whisper(
             raise UnsupportedError(
                 f"{name}: expected the forward of transformers' {WHISPER}, got another: apply "
                 "octavo before what replaces it"
+            )
+
+
+def _check_not_offloaded(found: Mapping[str, nn.Module]) -> None:
+    """Weights that come only for a call do not say where their scales must lie."""
+    for name, module in found.items():
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnsupportedError(
+                f"{name}: expected weights in memory, got them on meta, offloaded or not loaded: "
+                "apply_ first, then offload"
             )
 
 
