@@ -5,6 +5,7 @@ import json
 import pytest
 
 from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.transformers import vision_language
 from octavo.measure import store
 
 pytest.importorskip("transformers")
@@ -68,6 +69,13 @@ def test_mm_processor_in_two_steps(capsys, tmp_path):
     loading = ("--num-prompts", 2, "--mm-encoder-fp8-scale-path", scales)
     assert octavo("mm-processor", *small, *loading, "--output-json", results) == 0
     assert json.loads(results.read_text())["completed"] == 2
+
+
+def test_mm_processor_looks_for_the_folder_of_its_results_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(vision_language, "open_vision_language", None)  # nothing is loaded
+    for place, message in ((tmp_path / "gone" / "r.json", "folder for"), (tmp_path, "of a file")):
+        assert octavo("mm-processor", "--output-json", place) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_mm_processor_refuses(capsys, tmp_path):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 
 
@@ -105,6 +106,7 @@ def mm_processor(
     from octavo.measure.bench.images import DataOptions, make_requests
     from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
 
+    check_folder(output_json)
     options = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,

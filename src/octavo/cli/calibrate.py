@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from octavo.cli.console import err, out
+from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
@@ -171,7 +172,7 @@ def calibrate(
     if (rotate_keys or center_keys) and not is_kv:
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
-    _check_folder(plot)
+    check_folder(plot)
     request = _Request(model, data, split, subset, max_length, batch_size, dtype, device)
     subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -262,11 +263,6 @@ def _command(
     ):
         words += [option, str(value)] if value != default else []
     return shlex.join([*words, "--num-prompts", str(num_prompts)])
-
-
-def _check_folder(plot: Path | None) -> None:
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {plot}, got none")
 
 
 def _write_plot(plot: Path, records: "list[Measurement]", command: str) -> None:
