@@ -94,7 +94,8 @@ def test_per_head_by_percentile(folders, tmp_path, capsys):
     ("args", "message"),
     [
         (["--margin", "0"], "margin must be a positive"),
-        (["--percentile", "0"], "expected a percentile above 0"),
+        (["--observer", "percentile", "--percentile", "0"], "expected a percentile above 0"),
+        (["--percentile", "99"], "expected --observer percentile with --percentile, got the"),
         (["--scale-save-path", "gone/s.json"], "expected an existing folder for gone/s.json"),
         (["--plot", "gone/page.html"], "expected an existing folder for gone/page.html"),
         (["--data", "gone.jsonl"], "expected a file of images, got none at gone.jsonl"),

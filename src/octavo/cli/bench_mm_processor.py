@@ -75,9 +75,13 @@ def mm_processor(
         ),
     ] = None,
     margin: Annotated[
-        float,
-        typer.Option("--mm-encoder-fp8-scale-save-margin", help="Times the scales that are saved."),
-    ] = 1.5,
+        float | None,
+        typer.Option(
+            "--mm-encoder-fp8-scale-save-margin",
+            help="Times the scales that are saved; 1.5 if left out.",
+            show_default=False,
+        ),
+    ] = None,
     percentiles: Annotated[
         str, typer.Option("--metric-percentiles", help="With commas between.")
     ] = "99",

@@ -72,8 +72,13 @@ def calibrate(
         ),
     ] = ObserverName.amax,
     percentile: Annotated[
-        float, typer.Option("--percentile", help="Of the observer of that name.")
-    ] = 99.99,
+        float | None,
+        typer.Option(
+            "--percentile",
+            help="Of the observer of that name; 99.99 if left out.",
+            show_default=False,
+        ),
+    ] = None,
     per_head: Annotated[
         bool,
         typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
@@ -161,9 +166,13 @@ def calibrate(
     from octavo.measure.report.calibration import calibration_table
 
     # All that can be wrong about the request, before the model is loaded.
+    if percentile is not None and observer is not ObserverName.percentile:
+        raise ConfigError(
+            f"expected --observer percentile with --percentile, got the observer {observer.value}"
+        )
     settings = CalibrationSettings(
         observer=observer.value,
-        percentile=percentile,
+        percentile=CalibrationSettings.percentile if percentile is None else percentile,
         granularity="head" if per_head else "tensor",
         margin=margin,
         rotate_keys=rotate_keys,

@@ -45,13 +45,16 @@ STAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """How the vision encoder attends; the names are those of vLLM's `--mm-encoder-…` options."""
+    """How the vision encoder attends; the names are those of vLLM's `--mm-encoder-…` options.
+
+    fp8_scale_save_margin: of scales that are saved; 1.5 if left out.
+    """
 
     attn_dtype: str | None = None
     attn_backend: str | None = None
     fp8_scale_path: Path | None = None
     fp8_scale_save_path: Path | None = None
-    fp8_scale_save_margin: float = 1.5
+    fp8_scale_save_margin: float | None = None
 
     def __post_init__(self) -> None:
         if self.attn_dtype not in (None, "fp8"):
@@ -62,8 +65,12 @@ class EncoderOptions:
             is_fp8=self.attn_dtype == "fp8",
             scale_path=self.fp8_scale_path,
             save_path=self.fp8_scale_save_path,
-            margin=self.fp8_scale_save_margin,
+            margin=self.margin,
         )
+        if self.fp8_scale_save_margin is not None and self.fp8_scale_save_path is None:
+            raise ConfigError(
+                f"expected a path to save scales to with the margin {self.margin:g}, got none"
+            )
         if self.attn_backend is None:
             return
         if self.attn_dtype is None:
@@ -78,6 +85,11 @@ class EncoderOptions:
                 f"expected a backend of octavo's, one of {', '.join(impl_names('attention'))}; got "
                 f"{self.attn_backend!r}{whose}"
             )
+
+    @property
+    def margin(self) -> float:
+        """What scales are multiplied by before they are saved."""
+        return 1.5 if self.fp8_scale_save_margin is None else self.fp8_scale_save_margin
 
     def apply(self, model: nn.Module) -> Changes | None:
         """Do it to a model, in place; one that cannot be served by the backend stays as it was."""
@@ -180,7 +192,7 @@ def run_mm_processor(
         saver = ScaleSaver(
             language.model,
             options.fp8_scale_save_path,
-            margin=options.fp8_scale_save_margin,
+            margin=options.margin,
             rename=scale_name,
             header=ScaleHeader(model=language.name),
         ).watch()
