@@ -79,6 +79,7 @@ def test_scales_are_saved_and_loaded(language, tmp_path):
     saved = load_scales(path)
     assert list(saved.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(2)]
     assert saved.header.margin == 2.0 and saved.header.passes == 16
+    assert (saved.header.kind, saved.header.model) == ("vision_attention", language.name)
     for scales, entry in zip(dynamic, saved.layers.values(), strict=True):
         assert (float(scales.q), float(scales.v)) == pytest.approx((entry.q, entry.v))
     restore_(language.model)

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from octavo.calibration.autosave import ScaleSaver, check_scale_paths
-from octavo.calibration.scale_file import ScaleHeader
+from octavo.calibration.autosave import check_scale_paths
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import Changes, apply_, restore_
-from octavo.integrations.transformers.vision import scale_name
+from octavo.integrations.transformers.calibrate import autosave
 from octavo.integrations.transformers.vision_language import (
     VisionLanguage,
     find_tower,
@@ -189,13 +188,12 @@ def run_mm_processor(
     options.apply(language.model)
     saver = None
     if options.fp8_scale_save_path is not None:
-        saver = ScaleSaver(
+        saver = autosave(
             language.model,
             options.fp8_scale_save_path,
             margin=options.margin,
-            rename=scale_name,
-            header=ScaleHeader(model=language.name),
-        ).watch()
+            model_name=language.name,
+        )
     stages: dict[str, list[float]] = {stage: [] for stage in STAGES}
     latencies: list[float] = []
     errors: list[Exception] = []
