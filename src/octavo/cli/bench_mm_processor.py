@@ -14,6 +14,7 @@ from octavo.cli.encoder_flags import (
     ScaleSaveMargin,
     ScaleSavePath,
 )
+from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 
 
@@ -64,7 +65,7 @@ def mm_processor(
     attn_backend: AttnBackend = None,
     scale_path: ScalePath = None,
     scale_save_path: ScaleSavePath = None,
-    margin: ScaleSaveMargin = 1.5,
+    margin: ScaleSaveMargin = None,
     percentiles: Annotated[
         str, typer.Option("--metric-percentiles", help="With commas between.")
     ] = "99",
@@ -97,6 +98,7 @@ def mm_processor(
     from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
 
     name = _one_model(model, model_option)
+    check_folder(output_json)
     options = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,

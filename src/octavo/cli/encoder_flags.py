@@ -29,6 +29,10 @@ ScaleSavePath = Annotated[
     ),
 ]
 ScaleSaveMargin = Annotated[
-    float,
-    typer.Option("--mm-encoder-fp8-scale-save-margin", help="Times the scales that are saved."),
+    float | None,
+    typer.Option(
+        "--mm-encoder-fp8-scale-save-margin",
+        help="Times the scales that are saved; 1.5 if left out.",
+        show_default=False,
+    ),
 ]

@@ -86,7 +86,7 @@ def serve(
     attn_backend: AttnBackend = None,
     scale_path: ScalePath = None,
     scale_save_path: ScaleSavePath = None,
-    margin: ScaleSaveMargin = 1.5,
+    margin: ScaleSaveMargin = None,
     quantization: Annotated[
         str | None,
         typer.Option(
