@@ -58,7 +58,7 @@ def instance(schema: dict[str, Any], root: dict[str, Any] | None = None) -> Any:
     if "$ref" in schema:
         target: Any = root
         for part in schema["$ref"].removeprefix("#/").split("/"):
-            target = target[part]
+            target = target[int(part)] if isinstance(target, list) else target[part]
         return instance(target, root)
     if "const" in schema:
         return schema["const"]
