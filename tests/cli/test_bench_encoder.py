@@ -125,6 +125,13 @@ def test_mm_processor_takes_a_model_as_vllm_does(capsys, monkeypatch):
     assert len(opened) == 4
 
 
+def test_mm_processor_looks_for_the_folder_of_its_results_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(vision_language, "open_vision_language", None)  # nothing is loaded
+    for place, message in ((tmp_path / "gone" / "r.json", "folder for"), (tmp_path, "of a file")):
+        assert octavo("mm-processor", "--output-json", place) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_mm_processor_refuses(capsys, tmp_path):
     path = tmp_path / "scales.json"
     assert octavo("mm-processor", "--mm-encoder-fp8-scale-save-path", path) == 1

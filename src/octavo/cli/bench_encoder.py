@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import AsJson, RecordsFile
+from octavo.cli.options import AsJson, RecordsFile, check_folder
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -106,8 +106,7 @@ def encoder(
     cases = [EncoderCase(name, images) for name in names]
     chosen = _split(recipes)
     check_recipes(chosen)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}, got none")
+    check_folder(output)
     if model is not None:
         tower = open_tower(model, device.torch_device, num_layers=layers)
     else:

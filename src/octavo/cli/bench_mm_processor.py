@@ -7,6 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.encoder_flags import (
+    AttnBackend,
+    AttnDtype,
+    ScalePath,
+    ScaleSaveMargin,
+    ScaleSavePath,
+)
+from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 
 
@@ -53,33 +61,11 @@ def mm_processor(
     ] = None,
     output_len: Annotated[int, typer.Option("--output-len", help="Tokens to generate.")] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Of random images and prompts.")] = 0,
-    attn_dtype: Annotated[
-        str | None,
-        typer.Option("--mm-encoder-attn-dtype", help="fp8; left out, as the model is."),
-    ] = None,
-    attn_backend: Annotated[
-        str | None,
-        typer.Option(
-            "--mm-encoder-attn-backend",
-            help="Implementation of FP8 attention, one of octavo's: gluon, triton, reference or "
-            "a registered one; left out, the fastest that can run (octavo doctor says which).",
-        ),
-    ] = None,
-    scale_path: Annotated[
-        Path | None,
-        typer.Option("--mm-encoder-fp8-scale-path", help="Static scales from this file."),
-    ] = None,
-    scale_save_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--mm-encoder-fp8-scale-save-path",
-            help="Save the dynamic scales here, once every layer has seen 16 passes.",
-        ),
-    ] = None,
-    margin: Annotated[
-        float,
-        typer.Option("--mm-encoder-fp8-scale-save-margin", help="Times the scales that are saved."),
-    ] = 1.5,
+    attn_dtype: AttnDtype = None,
+    attn_backend: AttnBackend = None,
+    scale_path: ScalePath = None,
+    scale_save_path: ScaleSavePath = None,
+    margin: ScaleSaveMargin = None,
     graph_budgets: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +107,7 @@ def mm_processor(
     from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
 
     name = _one_model(model, model_option)
+    check_folder(output_json)
     options = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,

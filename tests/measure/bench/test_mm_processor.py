@@ -80,6 +80,7 @@ def test_scales_are_saved_and_loaded(language, tmp_path):
     saved = load_scales(path)
     assert list(saved.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(2)]
     assert saved.header.margin == 2.0 and saved.header.passes == 16
+    assert (saved.header.kind, saved.header.model) == ("vision_attention", language.name)
     for scales, entry in zip(dynamic, saved.layers.values(), strict=True):
         assert (float(scales.q), float(scales.v)) == pytest.approx((entry.q, entry.v))
     restore_(language.model)
@@ -105,8 +106,10 @@ def test_contradictions(tmp_path):
         ({"fp8_scale_save_path": here}, "expected attention in fp8 for scales"),
         ({"attn_dtype": "fp8", "fp8_scale_path": tmp_path / "none.json"}, "expected a scale file"),
         ({"attn_dtype": "fp8", "fp8_scale_save_path": tmp_path / "no" / "s"}, "existing folder"),
-        ({"attn_dtype": "fp8", "fp8_scale_save_margin": 0.0}, "margin"),
-        ({"attn_dtype": "fp8", "fp8_scale_save_margin": float("nan")}, "margin"),
+        ({"attn_dtype": "fp8", "fp8_scale_save_margin": 0.0}, "margin must be"),
+        ({"attn_dtype": "fp8", "fp8_scale_save_margin": float("nan")}, "margin must be"),
+        ({"attn_dtype": "fp8", "fp8_scale_save_margin": 1.5}, "a path to save .* margin 1.5, got"),
+        ({"fp8_scale_save_margin": 2.0}, "a path to save .* margin 2, got none"),
         ({"attn_dtype": "int8"}, "expected an encoder attention dtype of fp8, got 'int8'"),
         ({"attn_backend": "reference"}, "a backend is chosen for attention in fp8"),
         (
