@@ -136,5 +136,7 @@ def test_mm_processor_refuses(capsys, tmp_path):
     path = tmp_path / "scales.json"
     assert octavo("mm-processor", "--mm-encoder-fp8-scale-save-path", path) == 1
     assert "expected attention in fp8" in capsys.readouterr().err
+    assert octavo("mm-processor", "--graph-budgets", "many") == 1
+    assert "expected budgets such as 1024,4096; got 'many'" in capsys.readouterr().err
     assert octavo("mm-processor", "--metric-percentiles", "most") == 1
     assert "expected percentiles" in capsys.readouterr().err

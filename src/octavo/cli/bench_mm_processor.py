@@ -66,6 +66,15 @@ def mm_processor(
     scale_path: ScalePath = None,
     scale_save_path: ScaleSavePath = None,
     margin: ScaleSaveMargin = None,
+    graph_budgets: Annotated[
+        str | None,
+        typer.Option(
+            "--graph-budgets",
+            help="Run the encoder by CUDA graphs of so many tokens, with commas between; requests "
+            "beyond the largest run without.",
+            show_default=False,
+        ),
+    ] = None,
     percentiles: Annotated[
         str, typer.Option("--metric-percentiles", help="With commas between.")
     ] = "99",
@@ -105,6 +114,7 @@ def mm_processor(
         fp8_scale_path=scale_path,
         fp8_scale_save_path=scale_save_path,
         fp8_scale_save_margin=margin,
+        graph_budgets=_budgets(graph_budgets),
     )
     requests = make_requests(
         DataOptions(
@@ -146,6 +156,17 @@ def _one_model(argument: str | None, option: str | None) -> str | None:
     if argument is not None and option is not None and argument != option:
         raise ConfigError(f"expected one model, got {argument} and --model {option}")
     return argument if option is None else option
+
+
+def _budgets(text: str | None) -> tuple[int, ...]:
+    from octavo.errors import ConfigError
+
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected budgets such as 1024,4096; got {text!r}") from None
 
 
 def _numbers(text: str) -> list[float]:

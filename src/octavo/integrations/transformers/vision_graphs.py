@@ -24,6 +24,7 @@ from octavo.calibration.autosave import not_counted, savers_of
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
+from octavo.ops.explain import explain_op
 
 # Towers whose tables of positions can be made outside of their forward pass.
 SUPPORTED = (
@@ -110,13 +111,22 @@ class VisionGraphs:
         device = next(self.tower.parameters()).device
         if device.type != "cuda":
             return f"CUDA graphs need a CUDA GPU, got a tower on {device}"
-        return self._objection_to_attention()
+        return self._objection_to_attention() or self._objection_to_quantization(device)
 
     def _objection_to_attention(self) -> str:
         implementation = self.tower.config._attn_implementation
         if "flash" in implementation:
             return ""
         return f"attention {implementation!r} asks the device for lengths: apply_ a recipe"
+
+    def _objection_to_quantization(self, device: torch.device) -> str:
+        layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
+        for head_dim in {layer.head_dim for layer in layers if layer.scaling is not None}:
+            found = explain_op("quantize_qkv", "BF16 to FP8", device, head_dim).selection
+            if found is not None and found.impl == "reference":
+                why = "; ".join(found.objections.values())
+                return f"the reference quantizes, which waits for the device: {why}"
+        return ""
 
     def _padding_plan(self, grid_thw: Tensor) -> Plan:
         if objection := self._objection_to_attention():

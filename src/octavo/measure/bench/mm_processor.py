@@ -22,6 +22,7 @@ from octavo.calibration.autosave import check_scale_paths
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import Changes, apply_, restore_
 from octavo.integrations.transformers.calibrate import autosave
+from octavo.integrations.transformers.graphed_vision import use_graphs_
 from octavo.integrations.transformers.vision_language import (
     VisionLanguage,
     find_tower,
@@ -47,6 +48,7 @@ class EncoderOptions:
     """How the vision encoder attends; the names are those of vLLM's `--mm-encoder-…` options.
 
     fp8_scale_save_margin: of scales that are saved; 1.5 if left out.
+    graph_budgets: tokens of the CUDA graphs that it runs by; none runs it eagerly.
     """
 
     attn_dtype: str | None = None
@@ -54,6 +56,7 @@ class EncoderOptions:
     fp8_scale_path: Path | None = None
     fp8_scale_save_path: Path | None = None
     fp8_scale_save_margin: float | None = None
+    graph_budgets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.attn_dtype not in (None, "fp8"):
@@ -91,9 +94,18 @@ class EncoderOptions:
         return 1.5 if self.fp8_scale_save_margin is None else self.fp8_scale_save_margin
 
     def apply(self, model: nn.Module) -> Changes | None:
-        """Do it to a model, in place; one that cannot be served by the backend stays as it was."""
-        if self.attn_dtype is None:
-            return None
+        """Do it to a model, in place; one that cannot run like this stays as it was."""
+        changes = None if self.attn_dtype is None else self._apply_fp8(model)
+        if self.graph_budgets:
+            try:
+                use_graphs_(model, self.graph_budgets)
+            except OctavoError:
+                if changes is not None:
+                    restore_(model)
+                raise
+        return changes
+
+    def _apply_fp8(self, model: nn.Module) -> Changes:
         recipe = Recipe(vision_attention="fp8")
         if self.fp8_scale_path is not None:
             recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
