@@ -7,7 +7,7 @@ import sys
 import pytest
 
 OPTIONAL = ["triton", "transformers", "diffusers", "vllm", "fastapi", "uvicorn", "plotly", "jinja2"]
-OPTIONAL += ["typer", "rich", "gguf", "datasets", "PIL"]
+OPTIONAL += ["typer", "rich", "gguf", "datasets", "PIL", "llguidance"]
 WITHOUT_TORCH = [
     "octavo",
     "octavo.env",
@@ -17,6 +17,9 @@ WITHOUT_TORCH = [
     "octavo.recipe",
     "octavo.patterns",
     "octavo.calibration.scale_file",
+    "octavo.serving.engine.request",
+    "octavo.serving.engine.scheduler",
+    "octavo.serving.engine.settings",
     "octavo.measure.records",
     "octavo.measure.store",
     "octavo.measure.report.tables",

@@ -74,14 +74,17 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets"},
     "calibration/image_data.py": {"PIL"},
     "measure/bench/images.py": {"PIL"},
+    "serving/server/images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
+    "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},
     "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},
     "integrations/diffusers/*": {"diffusers"},
     "integrations/vllm/*": {"vllm"},
+    "serving/engine/guided.py": {"llguidance"},
 }
 TRITON_FILES = ("triton.py", "gluon_*.py", "combine.py", "*primitives.py", "launch.py")
 
@@ -278,6 +281,7 @@ def test_the_tables_name_only_rows_that_exist():
         ("recipe.py", "import torch", "may not import torch"),
         ("errors.py", "from octavo import env", "may not import env"),
         ("serving/engine/x.py", "import fastapi", "may not import fastapi"),
+        ("serving/engine/x.py", "import llguidance", "may not import llguidance"),
         (
             "serving/engine/x.py",
             "import octavo.serving.server.app",
@@ -358,6 +362,7 @@ def test_planted_violation_is_reported(path, source, reason):
         ("calibration/image_data.py", "def f():\n    import PIL.Image"),
         ("integrations/transformers/attention.py", "from transformers import AttentionInterface"),
         ("integrations/transformers/__init__.py", "import octavo.integrations.transformers.cache"),
+        ("serving/engine/guided.py", "def f():\n    import llguidance"),
         (
             "serving/server/app.py",
             "import fastapi\nfrom octavo.serving.engine.engine import Engine",

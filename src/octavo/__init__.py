@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from octavo.numerics.qkv import QuantizedQkv as QuantizedQkv
     from octavo.numerics.quantize import Quantized as Quantized
     from octavo.recipe import Recipe as Recipe
+    from octavo.serving.engine.llm import LLM as LLM
+    from octavo.serving.engine.request import Completion as Completion
+    from octavo.serving.engine.request import Sampling as Sampling
+    from octavo.serving.engine.settings import EngineSettings as EngineSettings
 
 _HOME = {
     "AmaxHistory": "octavo.numerics.amax",
@@ -51,9 +55,12 @@ _HOME = {
     "CalibrationSettings": "octavo.calibration.observers",
     "CapacityError": "octavo.errors",
     "CheckpointError": "octavo.errors",
+    "Completion": "octavo.serving.engine.request",
     "ConfigError": "octavo.errors",
     "E4M3": "octavo.numerics.formats",
     "E5M2": "octavo.numerics.formats",
+    "EngineSettings": "octavo.serving.engine.settings",
+    "LLM": "octavo.serving.engine.llm",
     "LayerScales": "octavo.calibration.scale_file",
     "OctavoError": "octavo.errors",
     "Packing": "octavo.numerics.attention",
@@ -69,6 +76,7 @@ _HOME = {
     "Quantized": "octavo.numerics.quantize",
     "QuantizedQkv": "octavo.numerics.qkv",
     "Recipe": "octavo.recipe",
+    "Sampling": "octavo.serving.engine.request",
     "ScaleSet": "octavo.calibration.scale_file",
     "UnsupportedError": "octavo.errors",
     "apply_": "octavo.integrations.apply",

@@ -34,7 +34,14 @@ CACHE_DIR = EnvVar(
     "Empty means Triton's own (`TRITON_CACHE_DIR`, or `~/.triton/cache`).",
 )
 
-VARIABLES = (DEBUG, CACHE_DIR)
+API_KEY = EnvVar(
+    "OCTAVO_API_KEY",
+    "",
+    "Key that `octavo serve` asks its clients for, as its `--api-key` does, but out of sight of "
+    "other users of the machine. Empty means none.",
+)
+
+VARIABLES = (DEBUG, CACHE_DIR, API_KEY)
 
 
 def is_debug() -> bool:

@@ -278,7 +278,7 @@ def test_means_of_nothing_and_of_nan():
 
 
 def test_what_a_subject_cannot_do():
-    options = {"name": "m", "layers": LAYERS, "observe": None, "forward": None}
+    options = {"name": "m", "dtype": "float32", "layers": LAYERS, "observe": None, "forward": None}
     with pytest.raises(ConfigError, match="expected a KV cache .* got vision_attention"):
         Subject(kind="vision_attention", **options).check(CalibrationSettings(rotate_keys=True))
     subject = Subject(kind="kv_cache", uncentered={"blocks.1": "it has sinks"}, **options)
@@ -287,13 +287,30 @@ def test_what_a_subject_cannot_do():
         subject.check(CalibrationSettings(center_keys=True))
 
 
+def subject_of(model, **options):
+    given = {"name": "m", "dtype": "float32", "kind": "kv_cache", **options}
+    return Subject(layers=LAYERS, observe=model.observe, forward=model.forward, **given)
+
+
+def test_another_dtype_is_another_run(tmp_path):
+    model, path, settings = Model(), tmp_path / "s.json", CalibrationSettings()
+    model.fails_at = 4
+    data = PromptData("d", "f", None, lambda start: iter(prompts()[start:]))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_to_file(subject_of(model), data, path, settings, num_prompts=5, save_every=1)
+    other = subject_of(model, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="expected dtype bfloat16, got float32; start afresh"):
+        calibrate_to_file(other, data, path, settings, num_prompts=5)
+    assert (
+        calibrate_to_file(subject_of(model), data, path, settings, num_prompts=5).num_prompts == 5
+    )
+
+
 def test_means_of_more_prompts_are_another_run(tmp_path):
     model = Model()
     model.fails_at = 8
     data = PromptData("d", "f", None, lambda start: iter(prompts()[start:]))
-    subject = Subject(
-        name="m", kind="kv_cache", layers=LAYERS, observe=model.observe, forward=model.forward
-    )
+    subject = subject_of(model)
     path = tmp_path / "s.json"
     with pytest.raises(KeyboardInterrupt):
         calibrate_to_file(subject, data, path, BOTH, num_prompts=5, save_every=1)

@@ -1,11 +1,18 @@
 """octavo bench encoder and octavo bench mm-processor on this machine."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
+from octavo.calibration.scale_file import load_scales
 from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.transformers import vision_language
+from octavo.integrations.transformers.vision_language import TinyModel
 from octavo.measure import store
+from octavo.measure.bench import images
 
 pytest.importorskip("transformers")
 
@@ -42,6 +49,18 @@ def test_encoder_prints_and_records(capsys, tmp_path):
     assert "tiny, random weights, 2 layers" in text and "transformers sdpa BF16" in text
 
 
+def test_encoder_records_that_peers_were_there_but_not_where(tmp_path):
+    path, folder = tmp_path / "records.jsonl", tmp_path / "peers"
+    folder.mkdir()
+    options = ("--config", "tiny", "--resolutions", "hd", "--images", 1, "--recipes", "bf16")
+    assert octavo("encoder", *options, "--peers", folder, "-o", path) == 0
+    (record,) = store.read(path)
+    assert record.command == (
+        "octavo bench encoder --config tiny --peers FOLDER --resolutions hd --images 1 "
+        "--recipes bf16"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -70,9 +89,54 @@ def test_mm_processor_in_two_steps(capsys, tmp_path):
     assert json.loads(results.read_text())["completed"] == 2
 
 
+def test_the_two_steps_of_the_docs(capsys, tmp_path, monkeypatch):
+    """As they stand there, one after the other; only the images are small here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(images, "BUCKETS", {(64, 64, 1): 1.0})
+    page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    commands = re.findall(r"^octavo (bench mm-processor .*)$", page, flags=re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert run(make_app(COMMANDS), shlex.split(command)) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert printed.count("(ms): chart reader") == 2 and "Scales: scales.json" in printed
+    assert load_scales(tmp_path / "scales.json").header.passes >= 16
+
+
+def test_mm_processor_takes_a_model_as_vllm_does(capsys, monkeypatch):
+    """By --model or without it, a folder or a name; --disable-tqdm leaves the bar out."""
+    opened = []
+
+    def open_tiny(model, device):
+        opened.append(model)
+        return TinyModel(device)
+
+    monkeypatch.setattr(vision_language, "open_vision_language", open_tiny)
+    small = ("--random-mm-bucket-config", "{(64, 64, 1): 1}", "--num-prompts", 1)
+    name = "Qwen/Qwen3-VL-8B-Instruct"
+    for given in (("--model", name), (name,), (name, "--model", name)):
+        assert octavo("mm-processor", *given, *small) == 0
+    assert "requests" in capsys.readouterr().err
+    assert octavo("mm-processor", "--model", "folder", *small, "--disable-tqdm") == 0
+    assert "requests" not in capsys.readouterr().err
+    assert opened == [name, name, name, "folder"]
+    assert octavo("mm-processor", "one", "--model", "other", *small) == 1
+    assert "expected one model, got one and --model other" in capsys.readouterr().err
+    assert len(opened) == 4
+
+
+def test_mm_processor_looks_for_the_folder_of_its_results_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(vision_language, "open_vision_language", None)  # nothing is loaded
+    for place, message in ((tmp_path / "gone" / "r.json", "folder for"), (tmp_path, "of a file")):
+        assert octavo("mm-processor", "--output-json", place) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_mm_processor_refuses(capsys, tmp_path):
     path = tmp_path / "scales.json"
     assert octavo("mm-processor", "--mm-encoder-fp8-scale-save-path", path) == 1
     assert "expected attention in fp8" in capsys.readouterr().err
+    assert octavo("mm-processor", "--graph-budgets", "many") == 1
+    assert "expected budgets such as 1024,4096; got 'many'" in capsys.readouterr().err
     assert octavo("mm-processor", "--metric-percentiles", "most") == 1
     assert "expected percentiles" in capsys.readouterr().err

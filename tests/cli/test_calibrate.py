@@ -1,5 +1,8 @@
 """octavo calibrate, from images on disk to a scale file that apply_ loads."""
 
+import html
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -57,6 +60,26 @@ def test_from_images_to_static_scales(folders, tmp_path, capsys):
     assert 0 < relative_rms(found, expected) < 0.05
 
 
+def test_the_command_of_a_report_finds_the_same_scales(folders, tmp_path, capsys):
+    model, images = folders
+    path, page = tmp_path / "s.json", tmp_path / "page.html"
+    args = ("--data", images, "--scale-save-path", path, "--num-prompts", "3", "--plot", page)
+    options = ("--dtype", "float32", "--hf-split", "test", "--hf-subset", "en", "--device", "cpu")
+    assert calibrate(model, *args, *options, "--batch-size", "2") == 0
+    text = html.unescape(page.read_text())
+    command = re.search(r"octavo calibrate .*?--num-prompts 3", text).group()
+    for option in ("--dtype float32", "--hf-split test", "--hf-subset en", "--batch-size 2"):
+        assert option in command
+    first = load_scales(path)
+    path.unlink()
+    assert calibrate(*shlex.split(command)[2:]) == 0
+    assert load_scales(path).layers == first.layers
+    capsys.readouterr()
+    assert calibrate(model, *args) == 0
+    assert load_scales(path).layers != first.layers  # of another dtype
+    assert "--dtype" not in html.unescape(page.read_text())
+
+
 def test_per_head_by_percentile(folders, tmp_path, capsys):
     model_folder, images = folders
     path = tmp_path / "s.json"
@@ -71,7 +94,8 @@ def test_per_head_by_percentile(folders, tmp_path, capsys):
     ("args", "message"),
     [
         (["--margin", "0"], "margin must be a positive"),
-        (["--percentile", "0"], "expected a percentile above 0"),
+        (["--observer", "percentile", "--percentile", "0"], "expected a percentile above 0"),
+        (["--percentile", "99"], "expected --observer percentile with --percentile, got the"),
         (["--scale-save-path", "gone/s.json"], "expected an existing folder for gone/s.json"),
         (["--plot", "gone/page.html"], "expected an existing folder for gone/page.html"),
         (["--data", "gone.jsonl"], "expected a file of images, got none at gone.jsonl"),

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from octavo import AttentionSpec, ConfigError, Packing, QkvScales, UnsupportedError, ops
+from octavo.kernels.device import Device
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling, StaticScaling
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.rotary import Rotary
+from octavo.ops import check
 from octavo.recipe import AttentionSettings
 from octavo.testing.asserts import assert_same_bits
 
@@ -250,3 +252,22 @@ def test_static_scaling_takes_one_scale_for_each_head():
     scales = QkvScales(torch.rand(4) + 0.5, torch.rand(2) + 0.5, torch.tensor(0.5))
     scaling = StaticScaling(scales, 4, 2)
     assert_same_bits(scaling.scales().q, scales.q)
+
+
+def test_a_gpu_without_fp8_is_refused_unless_the_reference_is_asked_for(monkeypatch):
+    qkv = draw(1, 5)
+    expected = layer(fp8=FP8)(*qkv)
+    device = Device(type="cuda", name="NVIDIA A100", capability=(8, 0))
+    monkeypatch.setattr(check, "describe", lambda _: device)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.attn: .* got NVIDIA A100 \(sm_80\)"):
+        layer(fp8=FP8)(*qkv)
+    assert_same_bits(layer(fp8=FP8, impl="reference")(*qkv), expected)
+    assert layer()(*qkv).isfinite().all()
+
+
+def test_the_check_of_the_device_is_no_break_of_a_graph():
+    attend, qkv = layer(fp8=FP8), draw(1, 5)
+    torch._dynamo.reset()
+    out = torch.compile(attend, fullgraph=True, backend="eager")(*qkv)
+    torch._dynamo.reset()
+    assert_same_bits(out, layer(fp8=FP8)(*qkv))

@@ -94,6 +94,10 @@ class ScaleSaver:
             _WATCHING.setdefault(self._tower, []).append(self)
         return self
 
+    def is_watching(self, module: nn.Module) -> bool:
+        """Whether the saver steps after each call of this very module."""
+        return self._hook is not None and self._tower is module
+
     def step(self) -> None:
         """One more pass of the encoder is done, or on its way."""
         if self.is_saved or self._is_paused:

@@ -69,11 +69,12 @@ class CalibrationResult:
 class Subject(Generic[Prompt]):
     """What is calibrated: a model's name and layers, how they are watched, and how it runs.
 
-    kind: what the scales are for. is_nonfinite_refused: whether NaN or Inf ends the run.
-    uncentered: layers whose keys cannot be centered, with the reason.
+    dtype: the one it runs in. kind: what the scales are for. is_nonfinite_refused: whether NaN or
+    Inf ends the run. uncentered: layers whose keys cannot be centered, with the reason.
     """
 
     name: str
+    dtype: str
     kind: Kind
     layers: Sequence[str]
     observe: Observe
@@ -233,7 +234,7 @@ def calibrate_to_file(
     )
     state_file = StateFile(
         path=state_path(save_path),
-        key=_state_key(subject.name, data, settings, num_prompts),
+        key=_state_key(subject, data, settings, num_prompts),
         save_every=save_every,
     )
     if not is_resumed:
@@ -348,10 +349,14 @@ def load_state(calibration: Calibration, state_file: StateFile) -> bool:
 
 
 def _state_key(
-    model_name: str, data: PromptData[Prompt], settings: CalibrationSettings, num_prompts: int
+    subject: Subject[Prompt],
+    data: PromptData[Prompt],
+    settings: CalibrationSettings,
+    num_prompts: int,
 ) -> dict[str, str]:
     key = {
-        "model": model_name,
+        "model": subject.name,
+        "dtype": subject.dtype,
         "data": f"{data.name} ({data.fingerprint})",
         "observer": str(settings),
         "granularity": settings.granularity,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import AsJson, RecordsFile
+from octavo.cli.options import AsJson, RecordsFile, check_folder
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -76,7 +76,8 @@ def encoder(
 
     Everyone has the same weights and gets the same images. Attention of the first, the middle and
     the last layer is first compared with stock transformers' on the same inputs (relative_rms is
-    the worst of them); a wrong one ends the run. On a GPU each is timed after a second of nothing
+    the worst of them), and a graph's result with that of the same tower without one; a wrong one
+    ends the run. On a GPU each is timed after a second of nothing
     else, at the clock that the power limit leaves it. The speed-up is that over
     the fastest stock tower in BF16, without graphs; the fused speed-up is that over octavo's own
     path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
@@ -105,8 +106,7 @@ def encoder(
     cases = [EncoderCase(name, images) for name in names]
     chosen = _split(recipes)
     check_recipes(chosen)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}, got none")
+    check_folder(output)
     if model is not None:
         tower = open_tower(model, device.torch_device, num_layers=layers)
     else:
@@ -114,6 +114,7 @@ def encoder(
     what = str(model) if model is not None else f"--config {config}"
     what += f" --layers {layers}" if layers is not None else ""
     what += "" if graphs is None else f" --{'' if graphs else 'no-'}graphs"
+    what += " --peers FOLDER" if peers is not None else ""  # whichever it was on this machine
     records: list[Measurement] = []
     objections: list[Objection] = []
     for case in track(cases, description="measuring", console=err):

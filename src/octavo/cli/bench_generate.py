@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import AsJson, RecordsFile
+from octavo.cli.options import AsJson, RecordsFile, check_folder
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -58,7 +58,6 @@ def generate(
     """
     from rich.progress import track
 
-    from octavo.errors import ConfigError
     from octavo.integrations.transformers.decoder import make_decoder
     from octavo.kernels.device import default_device
     from octavo.measure import store
@@ -73,8 +72,7 @@ def generate(
     asked = (context or ("32k,128k" if is_cuda else "256")).split(",")
     lengths = list(dict.fromkeys(map(parse_tokens, asked)))
     chosen = [part.strip() for part in recipes.split(",") if part.strip()]
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}, got none")
+    check_folder(output)
     model = make_decoder(name, device.torch_device, layers)
     command = f"octavo bench generate --config {name} --batch {batch} --recipes {','.join(chosen)}"
     command += f" --layers {layers}" if layers is not None else ""

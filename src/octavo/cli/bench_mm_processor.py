@@ -7,18 +7,29 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.encoder_flags import (
+    AttnBackend,
+    AttnDtype,
+    ScalePath,
+    ScaleSaveMargin,
+    ScaleSavePath,
+)
+from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 
 
 def mm_processor(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
-            help="A model's folder. Without one: the chart reader that comes with octavo, or a "
-            "tiny Qwen3-VL with random weights.",
-            exists=True,
-            file_okay=False,
+            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
+            "with octavo, or a tiny Qwen3-VL with random weights.",
+            show_default=False,
         ),
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        typer.Option("--model", help="The same, as vLLM's command takes it.", show_default=False),
     ] = None,
     dataset_name: Annotated[
         str, typer.Option("--dataset-name", help="random-mm (images of noise) or hf.")
@@ -50,48 +61,38 @@ def mm_processor(
     ] = None,
     output_len: Annotated[int, typer.Option("--output-len", help="Tokens to generate.")] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Of random images and prompts.")] = 0,
-    attn_dtype: Annotated[
-        str | None,
-        typer.Option("--mm-encoder-attn-dtype", help="fp8; left out, as the model is."),
-    ] = None,
-    attn_backend: Annotated[
+    attn_dtype: AttnDtype = None,
+    attn_backend: AttnBackend = None,
+    scale_path: ScalePath = None,
+    scale_save_path: ScaleSavePath = None,
+    margin: ScaleSaveMargin = None,
+    graph_budgets: Annotated[
         str | None,
         typer.Option(
-            "--mm-encoder-attn-backend",
-            help="Implementation of FP8 attention, one of octavo's: gluon, triton, reference or "
-            "a registered one; left out, the fastest that can run (octavo doctor says which).",
+            "--graph-budgets",
+            help="Run the encoder by CUDA graphs of so many tokens, with commas between; requests "
+            "beyond the largest run without.",
+            show_default=False,
         ),
     ] = None,
-    scale_path: Annotated[
-        Path | None,
-        typer.Option("--mm-encoder-fp8-scale-path", help="Static scales from this file."),
-    ] = None,
-    scale_save_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--mm-encoder-fp8-scale-save-path",
-            help="Save the dynamic scales here, once every layer has seen 16 passes.",
-        ),
-    ] = None,
-    margin: Annotated[
-        float,
-        typer.Option("--mm-encoder-fp8-scale-save-margin", help="Times the scales that are saved."),
-    ] = 1.5,
     percentiles: Annotated[
         str, typer.Option("--metric-percentiles", help="With commas between.")
     ] = "99",
     output_json: Annotated[
         Path | None, typer.Option("--output-json", help="Write the results to this file.")
     ] = None,
+    is_quiet: Annotated[
+        bool, typer.Option("--disable-tqdm", help="Show no bar of the requests that are done.")
+    ] = False,
 ) -> None:
     """Time the stages of requests with images, one after the other, and the encoder in them.
 
     Two runs make static scales and use them:
 
-    octavo bench mm-processor MODEL --num-prompts 16 --mm-encoder-attn-dtype fp8
+    octavo bench mm-processor --model MODEL --num-prompts 16 --mm-encoder-attn-dtype fp8
     --mm-encoder-fp8-scale-save-path scales.json
 
-    octavo bench mm-processor MODEL --mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-path
+    octavo bench mm-processor --model MODEL --mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-path
     scales.json
 
     Stages and JSON are those of vLLM's command of this name. Stages that octavo has not, those of
@@ -105,12 +106,15 @@ def mm_processor(
     from octavo.measure.bench.images import DataOptions, make_requests
     from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
 
+    name = _one_model(model, model_option)
+    check_folder(output_json)
     options = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
         fp8_scale_path=scale_path,
         fp8_scale_save_path=scale_save_path,
         fp8_scale_save_margin=margin,
+        graph_budgets=_budgets(graph_budgets),
     )
     requests = make_requests(
         DataOptions(
@@ -126,8 +130,8 @@ def mm_processor(
         )
     )
     numbers = _numbers(percentiles)
-    language = open_vision_language(model, default_device().torch_device)
-    with Progress(console=err) as progress:
+    language = open_vision_language(name, default_device().torch_device)
+    with Progress(console=err, disable=is_quiet) as progress:
         task = progress.add_task("requests", total=len(requests) + num_warmups)
         result = run_mm_processor(
             language,
@@ -144,6 +148,25 @@ def mm_processor(
     if output_json is not None:
         write_atomically(output_json, (json.dumps(result, indent=2) + "\n").encode())
         out.print(f"Results: {output_json}", soft_wrap=True)
+
+
+def _one_model(argument: str | None, option: str | None) -> str | None:
+    from octavo.errors import ConfigError
+
+    if argument is not None and option is not None and argument != option:
+        raise ConfigError(f"expected one model, got {argument} and --model {option}")
+    return argument if option is None else option
+
+
+def _budgets(text: str | None) -> tuple[int, ...]:
+    from octavo.errors import ConfigError
+
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected budgets such as 1024,4096; got {text!r}") from None
 
 
 def _numbers(text: str) -> list[float]:

@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from octavo.cli.console import err, out
+from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from octavo.calibration.observers import CalibrationSettings
     from octavo.calibration.run import Subject
     from octavo.measure.records import Measurement
+
+
+DEFAULT_SPLIT = "train"
+DEFAULT_DTYPE = "auto"
 
 
 class ObserverName(StrEnum):
@@ -67,8 +72,13 @@ def calibrate(
         ),
     ] = ObserverName.amax,
     percentile: Annotated[
-        float, typer.Option("--percentile", help="Of the observer of that name.")
-    ] = 99.99,
+        float | None,
+        typer.Option(
+            "--percentile",
+            help="Of the observer of that name; 99.99 if left out.",
+            show_default=False,
+        ),
+    ] = None,
     per_head: Annotated[
         bool,
         typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
@@ -109,14 +119,14 @@ def calibrate(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Prompts that run at once.")
     ] = 1,
-    split: Annotated[str, typer.Option("--hf-split", help="Of a data set.")] = "train",
+    split: Annotated[str, typer.Option("--hf-split", help="Of a data set.")] = DEFAULT_SPLIT,
     subset: Annotated[str | None, typer.Option("--hf-subset", help="Of a data set.")] = None,
     dtype: Annotated[
         str,
         typer.Option(
             "--dtype", help="The model runs in this: the checkpoint's own, or such as bfloat16."
         ),
-    ] = "auto",
+    ] = DEFAULT_DTYPE,
     device: Annotated[
         str | None, typer.Option("--device", help="The GPU if there is one, else the CPU.")
     ] = None,
@@ -156,9 +166,13 @@ def calibrate(
     from octavo.measure.report.calibration import calibration_table
 
     # All that can be wrong about the request, before the model is loaded.
+    if percentile is not None and observer is not ObserverName.percentile:
+        raise ConfigError(
+            f"expected --observer percentile with --percentile, got the observer {observer.value}"
+        )
     settings = CalibrationSettings(
         observer=observer.value,
-        percentile=percentile,
+        percentile=CalibrationSettings.percentile if percentile is None else percentile,
         granularity="head" if per_head else "tensor",
         margin=margin,
         rotate_keys=rotate_keys,
@@ -167,8 +181,8 @@ def calibrate(
     if (rotate_keys or center_keys) and not is_kv:
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
-    _check_folder(plot)
-    request = _Request(model, data, split, subset, max_length, dtype, device)
+    check_folder(plot)
+    request = _Request(model, data, split, subset, max_length, batch_size, dtype, device)
     subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
@@ -181,7 +195,7 @@ def calibrate(
             scale_save_path,
             settings,
             num_prompts=num_prompts,
-            batch_size=batch_size,
+            batch_size=request.batch_size,
             is_resumed=is_resumed,
             on_prompts=lambda seen: progress.update(task, completed=seen),
         )
@@ -204,6 +218,7 @@ class _Request:
     split: str
     subset: str | None
     max_length: int | None
+    batch_size: int
     dtype: str
     device: str | None
 
@@ -247,14 +262,16 @@ def _command(
         words.append("--per-head")
     words += ["--rotate-keys"] if settings.rotate_keys else []
     words += ["--center-keys"] if settings.center_keys else []
-    if request.max_length is not None:
-        words += ["--max-length", str(request.max_length)]
+    for option, value, default in (
+        ("--hf-split", request.split, DEFAULT_SPLIT),
+        ("--hf-subset", request.subset, None),
+        ("--max-length", request.max_length, None),
+        ("--batch-size", request.batch_size, 1),
+        ("--dtype", request.dtype, DEFAULT_DTYPE),
+        ("--device", request.device, None),
+    ):
+        words += [option, str(value)] if value != default else []
     return shlex.join([*words, "--num-prompts", str(num_prompts)])
-
-
-def _check_folder(plot: Path | None) -> None:
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {plot}, got none")
 
 
 def _write_plot(plot: Path, records: "list[Measurement]", command: str) -> None:

@@ -79,6 +79,12 @@ COMMANDS: tuple[Command, ...] = (
         example="octavo export path/to/model --scales scales.json -o path/to/new",
     ),
     Command(
+        "serve",
+        "octavo.cli.serve:serve",
+        "An OpenAI-compatible server for a model, with a page to look at.",
+        example="octavo serve",
+    ),
+    Command(
         "warmup",
         "octavo.cli.warmup:warmup",
         "Compile every kernel that a model will need, into a folder that an image can carry.",

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from octavo.errors import ConfigError
+
 RecordsFile = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
@@ -12,3 +14,13 @@ RecordsFile = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
 ]
+
+
+def check_folder(path: Path | None) -> None:
+    """Raise ConfigError if a file could not be written there, before anything has run for it."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"expected an existing folder for {path}, got none")
+    if path.is_dir():
+        raise ConfigError(f"expected the path of a file, got the folder {path}")

@@ -33,23 +33,27 @@ class Changes:
         return "\n".join(lines) or "nothing was changed"
 
 
-def apply_(model: nn.Module, recipe: Recipe) -> Changes:
+def apply_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None = None) -> Changes:
     """Do what `recipe` says to a model, in place; returns what was changed.
 
-    A field that octavo cannot do to this model is an error, and the model stays as it was.
+    A field that octavo cannot do to this model is an error, and the model stays as it was; FP8
+    vision attention on a GPU without FP8 is one, too. vision_impl: the implementation of vision
+    attention by name, such as "reference"; left out, the fastest that can.
     """
     fields = recipe.settings()
+    if vision_impl is not None:
+        _check_vision_impl(vision_impl, recipe)
     if unknown := sorted(fields.keys() - {"vision_attention", "kv_cache"}):
         raise UnsupportedError(
             f"expected a recipe for vision_attention and kv_cache, got {', '.join(unknown)}"
         )
     if not fields:
         raise ConfigError("expected a recipe that changes something, got an empty one")
-    skipped = _skipped(model, recipe)
+    skipped = skipped_layers(model, recipe)
     changes = Changes({})
     try:
         if recipe.vision_attention is not None:
-            _apply_vision(model, recipe, skipped, changes)
+            _apply_vision(model, recipe, skipped, changes, vision_impl)
         if recipe.kv_cache is not None:
             _apply_kv_cache(model, recipe, skipped, changes)
     except Exception:
@@ -59,8 +63,23 @@ def apply_(model: nn.Module, recipe: Recipe) -> Changes:
     return changes
 
 
+def _check_vision_impl(vision_impl: str, recipe: Recipe) -> None:
+    from octavo.ops.select import impl_names
+
+    if recipe.vision_attention is None:
+        raise ConfigError(
+            f"expected vision_attention for impl {vision_impl!r}, got a recipe without"
+        )
+    if vision_impl not in (names := impl_names("attention")):
+        raise ConfigError(f"expected vision_impl, one of {', '.join(names)}; got {vision_impl!r}")
+
+
 def _apply_vision(
-    model: nn.Module, recipe: Recipe, skipped: frozenset[str], changes: Changes
+    model: nn.Module,
+    recipe: Recipe,
+    skipped: frozenset[str],
+    changes: Changes,
+    impl: str | None,
 ) -> None:
     from octavo.integrations.transformers import vision
 
@@ -69,8 +88,9 @@ def _apply_vision(
         model,
         recipe.vision_attention,
         skip_layers=skipped,
-        scales=_scales(recipe),
+        scales=read_scales(recipe),
         promote_every=recipe.promote_every,
+        impl=impl,
     )
     changes.fused["vision_attention"] = vision.find_fused(model)
 
@@ -84,13 +104,13 @@ def _apply_kv_cache(
         model,
         recipe.kv_cache,
         skip_layers=skipped,
-        scales=_scales(recipe),
+        scales=read_scales(recipe),
         promote_every=recipe.promote_every,
     )
     changes.left["kv_cache"] = text.find_others(model)
 
 
-def _skipped(model: nn.Module, recipe: Recipe) -> frozenset[str]:
+def skipped_layers(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     """The names of the layers that skip_layers matches, of all attention that the recipe is for."""
     from octavo.integrations.transformers import text, vision
 
@@ -104,17 +124,21 @@ def _skipped(model: nn.Module, recipe: Recipe) -> frozenset[str]:
 
 
 def restore_(model: nn.Module) -> Changes:
-    """Undo `apply_`; returns what was undone."""
-    from octavo.integrations.transformers import kv_cache, vision
+    """Undo `apply_`, and `use_graphs_` with it; returns what was undone."""
+    from octavo.integrations.transformers import graphed_vision, kv_cache, vision
 
+    graphed = graphed_vision.find_graphed(model)
     undone = {"vision_attention": vision.detach(model), "kv_cache": kv_cache.detach(model)}
+    if graphed:
+        undone["vision_graphs"] = graphed_vision.drop_graphs_(model)
     undone = {name: layers for name, layers in undone.items() if layers}
     if not undone:
         raise ConfigError("expected a model that apply_ has changed, got one as it was made")
     return Changes(undone)
 
 
-def _scales(recipe: Recipe) -> ScaleSet | None:
+def read_scales(recipe: Recipe) -> ScaleSet | None:
+    """The scales that a recipe brings, from their file if it names one."""
     if recipe.scales is None:
         return None
     if isinstance(recipe.scales, str):

@@ -10,6 +10,7 @@ from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.rotary import Rotary
+from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings
 
 
@@ -18,7 +19,8 @@ class EncoderAttention(nn.Module):
 
     fp8: how q, k and v are quantized; None leaves attention in their own dtype. scales: of a layer
     whose scaling is static. name: what errors and scale files call the layer. impl: of the op
-    `attention`; left out, the fastest that can. group: ranks that have the layer's other heads.
+    `attention`; left out, the fastest that can, and on a GPU without FP8 an error: there, the
+    reference runs only by its name. group: ranks that have the layer's other heads.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class EncoderAttention(nn.Module):
             if rotary is not None:
                 q, k = ops.rotate_qk(q, k, rotary)
             return ops.attention(q, k, v, self.spec, packing=packing, impl=self.impl)
+        check_fp8_device(str(self), qkv[0].device, self.impl)
         # Transposed is what FP8 tensor cores read; the reference would only turn it back.
         is_transposed = qkv[0].is_cuda
         quantized = self.scaling.quantize(

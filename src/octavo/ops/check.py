@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from octavo.cache.view import PagedView
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.device import describe
 from octavo.numerics.attention import Packing
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
@@ -28,6 +29,33 @@ def check_one_device(**tensors: Tensor | None) -> None:
             raise ConfigError(
                 f"expected {name} on {first.device} like {first_name}, got it on {x.device}"
             )
+
+
+def check_fp8_device(name: str, device: torch.device, impl: str | None) -> None:
+    """Raise if FP8 attention would be left to the reference on a GPU, and nobody asked for that.
+
+    name: what the error calls the layer. impl: an implementation asked for by name decides itself.
+    """
+    objection = None if impl is not None else _fp8_objection(device)
+    if objection is not None:
+        raise UnsupportedError(f"{name}: {objection}")
+
+
+def _fp8_objection(device: torch.device) -> str | None:
+    found = describe(device)
+    if found.has_fp8:
+        return None
+    assert found.capability is not None
+    version = "{}{}".format(*found.capability)
+    return (
+        f"expected a GPU with FP8 tensor cores (sm_89 or newer), got {found.name} (sm_{version}): "
+        "leave attention as the model has it, or ask for the slow impl 'reference' by name"
+    )
+
+
+# torch.compile asks once, while it traces, and need not look inside. This is all that its decorator
+# assume_constant_result does, which would import the whole compiler here.
+_fp8_objection._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.errors import UnsupportedError
-from octavo.kernels.device import Device
+from octavo.kernels.device import Device, describe
 from octavo.ops.select import OPS, Request, Selection, select
 
 _FP8, _BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -36,6 +36,11 @@ class Explanation:
 def explain(device: Device, head_dim: int = 128) -> list[Explanation]:
     """Every op with each kind of operands, as it would run on `device`."""
     return [_explain(op, kind, device, head_dim) for op in OPS for kind in _KINDS[op]]
+
+
+def explain_op(op: str, operands: str, device: torch.device, head_dim: int = 128) -> Explanation:
+    """One op with one kind of operands, as it would run on `device`."""
+    return _explain(op, operands, describe(device), head_dim)
 
 
 def _explain(op: str, kind: str, device: Device, head_dim: int) -> Explanation:

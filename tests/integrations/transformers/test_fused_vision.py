@@ -419,6 +419,21 @@ def test_dropout_and_another_scaling_are_refused(call):
             module(**call)
 
 
+def test_another_attention_in_the_config_is_refused():
+    """A fused forward asks no registry: it would go on in FP8 whatever the config says."""
+    model = make("qwen3_vl")
+    apply_(model, FP8)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match="got 'eager': restore_ the model first"):
+        model(**images())
+    model.config._attn_implementation = before
+    model(**images())
+    restore_(model)
+    model.set_attn_implementation("eager")
+    model(**images())
+
+
 def test_no_image_at_all():
     model = make("qwen3_vl")
     apply_(model, static_of_one(model))

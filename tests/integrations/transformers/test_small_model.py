@@ -1,9 +1,11 @@
 """Finding SmolLM2's weights without importing the package that carries them."""
 
+import warnings
 from importlib import metadata
 
 import pytest
 
+from octavo import Recipe, apply_
 from octavo.errors import UnsupportedError
 from octavo.integrations.transformers import small_model
 
@@ -45,3 +47,17 @@ def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
         raise UnsupportedError("x")
     assert parsed == ["a", "b"]
     assert gguf.GGUFReader is reader and gguf.get_tensor_name_map is names
+
+
+@pytest.mark.slow
+def test_its_cache_can_be_fp8_without_scales_of_a_checkpoint():
+    pytest.importorskip("gguf")
+    try:
+        small_model.find_weights()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    model, _ = small_model.load_small_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scales of 1.0 are worth one
+        changes = apply_(model, Recipe(kv_cache="fp8"))
+    assert len(changes.layers["kv_cache"]) == 30

@@ -1,8 +1,10 @@
 """Whole towers by token budget: padding changes no result and no history."""
 
 import gc
+import re
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import vision_graphs
 from octavo.integrations.transformers.calibrate import autosave
-from octavo.integrations.transformers.vision_graphs import VisionGraphs, powers_of_two
+from octavo.integrations.transformers.vision_graphs import Plan, VisionGraphs, powers_of_two
 from octavo.integrations.transformers.vision_tower import make_pixels, make_tower, twin
+from octavo.kernels.device import Device
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms
 from octavo.recipe import AttentionSettings
@@ -172,6 +175,29 @@ def test_plans_and_their_reasons(tower):
     assert graphs._padding_plan(video).budget == 64
 
 
+def test_where_the_reference_quantizes_there_are_no_graphs_for_fp8(tower, monkeypatch):
+    """As on sm_89, which has no kernel for it: told at the start, not by a capture that fails."""
+    names = vision_graphs.explain_op.__globals__
+    monkeypatch.setattr(VisionGraphs, "_padding_plan", lambda *_: Plan(64, "it fits"))
+    message = "the reference quantizes, which waits for the device: .* got 8.9"
+    for recipe, capability, is_refused in (
+        ("dynamic", (8, 9), True),
+        ("static", (8, 9), True),
+        ("bf16", (8, 9), False),
+        ("dynamic", (9, 0), False),
+    ):
+        gpu = Device("cuda", "a GPU", capability)
+        monkeypatch.setitem(names, "describe", lambda device, gpu=gpu: gpu)
+        other = twin(tower)
+        apply_(other, RECIPES[recipe])
+        graphs = VisionGraphs(other, BUDGETS)
+        first = SimpleNamespace(device=torch.device("cuda"))
+        monkeypatch.setattr(other, "parameters", lambda first=first: iter([first]))
+        plan = graphs.plan(torch.tensor([[1, 4, 4]]))
+        assert plan.budget == (None if is_refused else 64)
+        assert bool(re.search(message, plan.reason)) == is_refused
+
+
 def test_what_is_refused(tower):
     with pytest.raises(UnsupportedError, match="expected a vision tower, one of .* got Linear"):
         VisionGraphs(torch.nn.Linear(2, 2), BUDGETS)
@@ -222,7 +248,7 @@ def test_replays_count_for_who_saves_scales(tower, monkeypatch, tmp_path):
 
     def capture(inputs, budget):
         static = {name: x.clone() for name, x in inputs.items()}
-        with vision_graphs._history_kept(padded), vision_graphs.not_counted(padded):
+        with vision_graphs.history_kept(padded), vision_graphs.not_counted(padded):
             graph = StandIn(graphs, static, budget)
         return vision_graphs._Captured(graph, static, graph.result)
 

@@ -9,6 +9,7 @@ from octavo import ops
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.transformers import vision_tower
+from octavo.integrations.transformers.vision_graphs import VisionGraphs
 from octavo.integrations.transformers.vision_tower import (
     make_pixels,
     make_tower,
@@ -17,8 +18,14 @@ from octavo.integrations.transformers.vision_tower import (
     twin,
 )
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.measure.bench import peer_impls
-from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, _use_fastest, run_encoder
+from octavo.measure.bench import encoder, peer_impls
+from octavo.measure.bench.encoder import (
+    MAX_GRAPH_ERROR,
+    RESOLUTIONS,
+    EncoderCase,
+    _use_fastest,
+    run_encoder,
+)
 from octavo.numerics.attention import AttentionSpec
 from octavo.ops.select import impl_names
 from octavo.recipe import Recipe
@@ -91,6 +98,50 @@ def test_wrong_attention_is_not_timed(tower, monkeypatch):
     )
     with pytest.raises(UnsupportedError, match="octavo, dynamic eagerly is wrong"):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["dynamic"])
+
+
+class PaddedGraphs(VisionGraphs):
+    """On a CPU, the padded pass of a budget instead of its graph; what it gives times `factor`."""
+
+    factor = 1.0
+
+    def plan(self, grid_thw):
+        return self._padding_plan(grid_thw)
+
+    def __call__(self, hidden_states, grid_thw, *, is_required=False):
+        result = self.run_padded(hidden_states, grid_thw)
+        result.pooler_output = result.pooler_output * self.factor
+        return result
+
+
+def enter(tower, recipe, monkeypatch, graphs):
+    monkeypatch.setattr(encoder, "VisionGraphs", graphs)
+    inputs = make_pixels(tower.module, [(720, 1280)])
+    contenders, _ = encoder._contenders(tower, [recipe], inputs, None, ())
+    entered, _ = encoder._enter(contenders, inputs, encoder._truth(tower, inputs), 1, True)
+    return {is_graph: values for _, is_graph, _, values in entered}, contenders[0].tower
+
+
+@pytest.mark.parametrize("recipe", ["fused-bf16", "dynamic", "static"])
+@torch.no_grad()
+def test_a_replay_is_compared_with_the_eager_tower(tower, recipe, monkeypatch):
+    errors, checked = enter(tower, recipe, monkeypatch, PaddedGraphs)
+    assert errors[True]["graph_relative_rms"] == 0 and "graph_relative_rms" not in errors[False]
+    assert errors[True]["tower_relative_rms"] == errors[False]["tower_relative_rms"]
+    # Stock's inputs and the checks' own passes are not in the scales that will be timed.
+    layers = [m for m in checked.modules() if isinstance(m, EncoderAttention)]
+    passes = [x for m in layers for n, x in m.named_buffers() if n.endswith("num_passes")]
+    assert all(x == 1 for x in passes) and bool(passes) == (recipe == "dynamic")
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.0, float("nan")])
+@pytest.mark.parametrize("recipe", ["fused-bf16", "dynamic"])
+@torch.no_grad()
+def test_a_wrong_replay_is_not_timed(tower, recipe, factor, monkeypatch):
+    """The planted failure: finite, and nearer to stock than FP8's own budget for a layer."""
+    wrong = type("Wrong", (PaddedGraphs,), {"factor": factor})
+    with pytest.raises(UnsupportedError, match=f"octavo, {recipe} by graphs is wrong"):
+        enter(tower, recipe, monkeypatch, wrong)
 
 
 def test_without_a_stock_tower_there_is_no_speedup(tower):
@@ -227,3 +278,5 @@ def test_graphs_are_timed_too():
     assert ("sdpa", "bf16", True) not in rows
     assert any("asks the device for lengths" in o.reason for o in objections)
     assert all(r.values["tokens"] == 3 * 3520 for r in records)
+    by_graphs = [r for r in records if r.case["graphs"]]
+    assert all(r.values["graph_relative_rms"] <= MAX_GRAPH_ERROR for r in by_graphs)

@@ -8,6 +8,7 @@ import torch
 from octavo.calibration.scale_file import load_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import restore_
+from octavo.integrations.transformers.vision_graphs import VisionGraphs
 from octavo.integrations.transformers.vision_language import TinyModel, find_tower
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench import mm_processor
@@ -79,6 +80,7 @@ def test_scales_are_saved_and_loaded(language, tmp_path):
     saved = load_scales(path)
     assert list(saved.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(2)]
     assert saved.header.margin == 2.0 and saved.header.passes == 16
+    assert (saved.header.kind, saved.header.model) == ("vision_attention", language.name)
     for scales, entry in zip(dynamic, saved.layers.values(), strict=True):
         assert (float(scales.q), float(scales.v)) == pytest.approx((entry.q, entry.v))
     restore_(language.model)
@@ -104,8 +106,10 @@ def test_contradictions(tmp_path):
         ({"fp8_scale_save_path": here}, "expected attention in fp8 for scales"),
         ({"attn_dtype": "fp8", "fp8_scale_path": tmp_path / "none.json"}, "expected a scale file"),
         ({"attn_dtype": "fp8", "fp8_scale_save_path": tmp_path / "no" / "s"}, "existing folder"),
-        ({"attn_dtype": "fp8", "fp8_scale_save_margin": 0.0}, "margin"),
-        ({"attn_dtype": "fp8", "fp8_scale_save_margin": float("nan")}, "margin"),
+        ({"attn_dtype": "fp8", "fp8_scale_save_margin": 0.0}, "margin must be"),
+        ({"attn_dtype": "fp8", "fp8_scale_save_margin": float("nan")}, "margin must be"),
+        ({"attn_dtype": "fp8", "fp8_scale_save_margin": 1.5}, "a path to save .* margin 1.5, got"),
+        ({"fp8_scale_save_margin": 2.0}, "a path to save .* margin 2, got none"),
         ({"attn_dtype": "int8"}, "expected an encoder attention dtype of fp8, got 'int8'"),
         ({"attn_backend": "reference"}, "a backend is chosen for attention in fp8"),
         (
@@ -126,6 +130,27 @@ def test_a_backend_that_cannot_run_here_raises(language):
     with pytest.raises(UnsupportedError, match="impl='gluon' cannot run"):
         run_mm_processor(language, requests(1), options, progress=lambda: done.append(1))
     assert not done and not layers_of(language.model)
+
+
+def test_graphs_are_asked_for_and_refused_at_the_start(language, monkeypatch):
+    options = EncoderOptions(attn_dtype="fp8", graph_budgets=(16, 64))
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA GPU"):
+        run_mm_processor(language, requests(1), options)
+    assert not layers_of(language.model)
+    monkeypatch.setattr(VisionGraphs, "objection", VisionGraphs._objection_to_attention)
+    with pytest.raises(UnsupportedError, match="attention 'sdpa' asks .* apply_ a recipe"):
+        run_mm_processor(language, requests(1), EncoderOptions(graph_budgets=(16,)))
+    replayed = []
+
+    def replay(self, hidden_states, grid_thw, budget):
+        replayed.append(budget)
+        return self.run_padded(hidden_states, grid_thw)
+
+    monkeypatch.setattr(VisionGraphs, "replay", replay)
+    result = run_mm_processor(language, requests(3), options)
+    assert result["encoder_summary"]["total_encoder_calls"] == 3
+    assert len(replayed) == 4 and set(replayed) <= {16, 64}  # with the warm-up
+    assert result["mm_processor_stats"]["encoder_forward"]["mean"] > 0
 
 
 def test_a_registered_backend_runs(language):

@@ -19,6 +19,7 @@ from octavo.measure.evaluate.chartqa import (
 )
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
 from octavo.measure.evaluate.charts import vocabulary
+from octavo.measure.report.labels import format_column
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -44,11 +45,11 @@ class Scripted:
         ]
 
 
-def scripted_rows(monkeypatch, num_wrong):
+def scripted_rows(monkeypatch, num_wrong, right=str):
     reader = Scripted(num_wrong)
     monkeypatch.setattr(chartqa, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
     monkeypatch.setattr(chartqa, "restore_", lambda model: setattr(reader, "is_fp8", False))
-    questions = [Question(None, str(i), (str(i),)) for i in range(400)]
+    questions = [Question(None, str(i), (right(i),)) for i in range(400)]
     rows = [RecipeRow("bf16", None), RecipeRow("fp8", Recipe(vision_attention="fp8"))]
     steps = []
     records = evaluate(
@@ -74,6 +75,15 @@ def test_equal_rows_are_called_equal(monkeypatch):
     first, second = scripted_rows(monkeypatch, 0)
     assert second.values["recovery_percent"] == 100 and second.values["is_different"] == 0
     assert chartqa_table([first, second]).rows[1][-1] == "no difference from bf16"
+
+
+def test_nothing_is_recovered_of_nothing(monkeypatch):
+    first, second = scripted_rows(monkeypatch, 20, right=lambda i: "another")
+    assert first.values["relaxed_accuracy_percent"] == 0
+    assert "recovery_percent" not in second.values
+    row = dict(zip((table := chartqa_table([first, second])).header, table.rows[1], strict=True))
+    assert row["recovery (%)"] is None and row["difference (points)"] == 0
+    assert "NaN" not in str([format_column(column) for column in zip(*table.rows, strict=True)])
 
 
 def test_evaluate_with_random_weights(reader):

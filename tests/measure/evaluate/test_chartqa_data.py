@@ -71,6 +71,41 @@ def test_parquet_of_the_hubs_form(folder):
         load_questions(str(path), 500)
 
 
+def write_parquet(path, texts):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    images = [{"bytes": png(), "path": None}] * len(texts)
+    labels = [["1"]] * len(texts)
+    parquet.write_table(pyarrow.table({"image": images, "query": texts, "label": labels}), path)
+
+
+def test_a_clone_gives_its_test_split(tmp_path):
+    data = tmp_path / "ChartQA" / "data"
+    data.mkdir(parents=True)
+    (data.parent / "README.md").write_text("a data set")
+    write_parquet(data / "train-00000-of-00001.parquet", ["train?"])
+    write_parquet(data / "val-00000-of-00001.parquet", ["val?"])
+    for place in (data, data.parent):
+        with pytest.raises(
+            CheckpointError, match="expected files of the test split .* got train-0"
+        ):
+            load_questions(str(place), 500)
+    write_parquet(data / "test-00001-of-00002.parquet", ["c?"])
+    write_parquet(data / "test-00000-of-00002.parquet", ["a?", "b?"])
+    for place in (data, data.parent):
+        assert [q.text for q in load_questions(str(place), 500)] == ["a?", "b?", "c?"]
+    # By its name, a file of another split is what was asked for.
+    one = load_questions(str(data / "val-00000-of-00001.parquet"), 500)
+    assert [q.text for q in one] == ["val?"]
+
+
+def test_files_that_are_no_splits_are_all_read(tmp_path):
+    for name in ("part-1", "part-2", "testament"):
+        write_parquet(tmp_path / f"{name}.parquet", [name])
+    assert [q.text for q in load_questions(str(tmp_path), 9)] == ["part-1", "part-2", "testament"]
+
+
 def test_a_data_set_by_name(monkeypatch):
     datasets = pytest.importorskip("datasets")
 

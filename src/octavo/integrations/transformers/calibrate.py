@@ -24,6 +24,7 @@ from octavo.integrations.transformers.chart_reader import (
 from octavo.integrations.transformers.load import (
     check_dtype,
     choose_device,
+    dtype_name,
     load_weights,
     loading,
 )
@@ -53,6 +54,7 @@ class ImageModel:
         """The vision tower as calibration takes it."""
         return Subject(
             name=self.name,
+            dtype=dtype_name(self.model),
             kind="vision_attention",
             layers=layer_names(self.model),
             observe=partial(observe, self.model),

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.rotary import Rotary
 
+# The name that apply_ writes into a tower's config.
+IMPLEMENTATION = "octavo_flash_vit"
 # Where the layer of a module lies, among its children: moved, copied and saved with it.
 CHILD = "octavo_attention"
 # What attention functions read and would change the result; other keywords only pass through a
@@ -54,6 +56,11 @@ def packed_forward(
     the table of our op as it lies there.
     """
     layer = getattr(module, CHILD)
+    if module.config._attn_implementation != IMPLEMENTATION:
+        raise ConfigError(
+            f"{layer}: expected the attention implementation {IMPLEMENTATION!r} that apply_ set in "
+            f"the config, got {module.config._attn_implementation!r}: restore_ the model first"
+        )
     _check_call(module, module.attention_dropout, kwargs)
     if module.scaling != layer.spec.softmax_scale:
         raise UnsupportedError(
@@ -100,7 +107,7 @@ def find_forward(module: nn.Module) -> Forward | None:
     """The forward that can replace a module's own; None if its class is not as we know it.
 
     A class that overrides or wraps forward, and a module whose forward was replaced (by hooks that
-    move weights, for example), keep theirs.
+    move its inputs, for example), keep theirs.
     """
     own = type(module).forward
     name = f"{own.__module__}.{getattr(own, '__qualname__', '')}"

@@ -6,42 +6,29 @@ runs the decoder's layers. Whatever cache a call brings, or would have made itse
 a function that transformers looks up by the name in the model's config.
 """
 
-import warnings
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.calibration.scale_file import LayerScales, ScaleSet
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import text
-from octavo.integrations.transformers.kv_scales import find_kv_scales
+from octavo.integrations.transformers.decoder_layers import (
+    CHILD,
+    CachedAttention,
+    check_call,
+    install,
+    make_layers,
+    uninstall,
+)
 from octavo.integrations.transformers.saturation import Watch
-from octavo.layers.decoder_attention import DecoderAttention
-from octavo.numerics.attention import AttentionSpec
-from octavo.numerics.formats import format_named
-from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.recipe import KvCacheSettings
 
 IMPLEMENTATION = "octavo"
-# Where the layer of a module lies, among its children: moved, copied and saved with it.
-CHILD = "octavo_attention"
 PASS = "octavo_pass"  # the keyword by which attention gets what the layers of a pass share
 HOOK = "octavo_kv_cache"
-_GRANULARITIES = {"tensor": PerTensor(), "head": PerHead(), "token": PerToken()}
-
-
-class CachedAttention(DecoderAttention):
-    """The attention of one module.
-
-    previous: the name of the function that its config had. was_emulated: whether compressed-tensors
-    rounded its keys and values on their way to the cache, which would round them twice.
-    """
-
-    previous: str
-    was_emulated: bool
 
 
 def attach(
@@ -60,135 +47,26 @@ def attach(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    found, windows = text.find_layers(model), text.find_windows(model)
     _, decoder = text.find_decoder(model)
-    if any(hasattr(module, CHILD) for module in found.values()):
-        raise ConfigError("apply_ has changed the model's KV cache: restore_ it first")
-    _check_config(decoder)
-    chosen = [name for name in found if settings and name not in skip_layers]
-    if settings and not chosen:
-        raise ConfigError(f"skip_layers leaves none of the {len(found)} layers: leave kv_cache out")
-    if settings and settings.center_keys:
-        for name, reason in text.find_uncentered(model).items():
-            if name in chosen:
-                raise UnsupportedError(f"{name}: {reason}")
-    given = find_kv_scales(model, chosen, settings, scales)
-    scaling = None if settings is None else settings.scaling
-    is_unit = scaling in ("checkpoint", "unit") and not given
-    if is_unit and scaling == "checkpoint":
-        warnings.warn(
-            "the model brings no scales of keys and values: 1.0 is taken, as vLLM does, and values "
-            "beyond its range are counted. Calibrate: octavo calibrate MODEL --kv --data TEXT",
-            stacklevel=4,
-        )
-    made = {}
-    for name, module in found.items():
-        own = settings if name in chosen else None
-        made[name] = _make_layer(name, module, windows[name], own, given.get(name), promote_every)
-        made[name].counts_saturation = is_unit and own is not None
+    made = make_layers(
+        model, settings, skip_layers=skip_layers, scales=scales, promote_every=promote_every
+    )
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
-    for name, layer in made.items():
-        attention: Any = found[name]
-        layer.previous = attention.config._attn_implementation
-        layer.was_emulated = _emulate(attention, False)
-        attention.add_module(CHILD, layer.to(_device(attention)))
-    # After the last layer has seen the previous name: they share their config.
-    for attention in found.values():
-        attention.config._attn_implementation = IMPLEMENTATION
+    install(model, made, IMPLEMENTATION)
     hook = partial(give_pages, Watch())
     handle = decoder.register_forward_pre_hook(hook, with_kwargs=True)
     setattr(decoder, HOOK, handle)
-    return chosen
+    return [name for name, layer in made.items() if layer.dtype is not None]
 
 
 def detach(model: nn.Module) -> list[str]:
     """Undo `attach`; returns the names of the layers that were in FP8."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, CHILD, None), CachedAttention)
-    }
-    undone = []
-    for name, module in found.items():
-        layer: Any = getattr(module, CHILD)
-        module.config._attn_implementation = layer.previous
-        if layer.was_emulated:
-            _emulate(module, True)
-        undone += [] if layer.dtype is None else [name]
-        delattr(module, CHILD)
+    undone = uninstall(model, IMPLEMENTATION)
     for module in model.modules():
         if (handle := vars(module).pop(HOOK, None)) is not None:
             handle.remove()
     return undone
-
-
-def _check_config(decoder: Any) -> None:
-    if getattr(decoder.config, "num_kv_shared_layers", 0):
-        raise UnsupportedError(
-            f"{type(decoder).__name__}: expected a cache for every layer, got layers that share one"
-        )
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def _make_layer(
-    name: str,
-    module: Any,
-    window: int | None,
-    settings: KvCacheSettings | None,
-    scales: LayerScales | None,
-    promote_every: int | None,
-) -> CachedAttention:
-    num_kv_heads = module.config.num_key_value_heads
-    spec = AttentionSpec(
-        causal=True,
-        window=window,
-        softcap=getattr(module, "attn_logit_softcapping", None),
-        softmax_scale=module.scaling,
-        promote_every=promote_every if settings is not None else 1,
-    )
-    options: dict[str, Any] = {"name": name, "dtype": None}
-    num_heads = module.num_key_value_groups * num_kv_heads
-    if settings is not None:
-        options["dtype"] = format_named(settings.format).dtype
-        options["granularity"] = _GRANULARITIES[settings.granularity]
-        options |= {"rotates_keys": settings.rotate_keys, "head_dim": module.head_dim}
-        if scales is not None and settings.scaling != "dynamic":
-            options |= _as_tensors(scales, settings, num_kv_heads)
-        if scales is not None and settings.center_keys:
-            options["key_mean"] = torch.tensor(scales.k_mean, dtype=torch.float32)
-    return CachedAttention(num_heads, num_kv_heads, spec, **options)
-
-
-def _as_tensors(
-    scales: LayerScales, settings: KvCacheSettings, num_kv_heads: int
-) -> dict[str, Any]:
-    """A layer's scales as keywords of its attention, per head if the settings or they are so."""
-    is_per_head = settings.granularity == "head"
-    if settings.scaling == "checkpoint":
-        is_per_head = is_per_head or isinstance(scales.k, tuple) or isinstance(scales.v, tuple)
-    elif not is_per_head:
-        scales = scales.per_tensor()
-    given: dict[str, Any] = {"granularity": PerHead() if is_per_head else PerTensor()}
-    for which, scale in (("key", scales.k), ("value", scales.v)):
-        tensor = torch.tensor(scale, dtype=torch.float32)
-        # One scale is good for every head.
-        given[f"{which}_scale"] = tensor.expand(num_kv_heads) if is_per_head else tensor
-    if scales.q is not None:
-        given["query_scale"] = torch.tensor(scales.q, dtype=torch.float32)
-    return given
-
-
-def _emulate(module: Any, is_on: bool) -> bool:
-    """Let compressed-tensors round a module's keys and values, or not; returns whether it did."""
-    if not hasattr(module, "quantization_scheme"):
-        return False
-    was_on = bool(getattr(module, "quantization_enabled", True))
-    module.quantization_enabled = is_on
-    return was_on
 
 
 def give_pages(watch: Watch, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,7 +182,7 @@ def attend(
     layer = getattr(module, CHILD, None)
     if not isinstance(layer, CachedAttention):
         raise UnsupportedError(f"{type(module).__name__}: expected a layer that apply_ reached")
-    _check_call(layer, attention_mask, dropout, is_causal, (scaling, softcap, sliding_window))
+    check_call(layer, attention_mask, dropout, is_causal, (scaling, softcap, sliding_window))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     run = kwargs.get(PASS)
     if run is None:  # without a cache nothing is stored, and nothing quantized
@@ -312,26 +190,3 @@ def attend(
         return ops.attention(q, k, v, layer.spec, sinks=s_aux, key_mask=mask), None
     mask = None if attention_mask is None else attention_mask.bool()
     return run.layers[module.layer_idx].attend(q, k, v, mask, run, s_aux), None
-
-
-def _check_call(
-    layer: CachedAttention,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool | None,
-    given: tuple[float | None, float | None, int | None],
-) -> None:
-    """Whatever the layer would not do is refused, never dropped."""
-    if mask is not None and mask.dim() != 2:
-        raise UnsupportedError(
-            f"{layer.name}: expected a mask [batch, columns], got one of shape {list(mask.shape)}"
-        )
-    if dropout:
-        raise UnsupportedError(f"{layer.name}: this attention is for inference, got dropout")
-    if is_causal is False:
-        raise UnsupportedError(f"{layer.name}: expected a causal call, got one that is not")
-    expected = (layer.spec.softmax_scale, layer.spec.softcap, layer.spec.window)
-    if given != expected:
-        raise UnsupportedError(
-            f"{layer.name}: expected softmax scale, cap and window {expected}, got {given}"
-        )

@@ -20,6 +20,11 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
+def dtype_name(model: nn.Module) -> str:
+    """What a model runs in, such as "bfloat16"."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
 def choose_device(device: str | None) -> str:
     """The device that is asked for, if it is here; else the GPU if there is one, or the CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,6 +49,8 @@ def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     with _read_once():
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    # The package's folder is no checkpoint; nobody is to look for scales in it.
+    model.config.name_or_path = NAME
     return model, tokenizer  # from_pretrained has put it in evaluation mode
 
 

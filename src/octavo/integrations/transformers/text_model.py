@@ -15,6 +15,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers.load import (
     check_dtype,
     choose_device,
+    dtype_name,
     load_weights,
     loading,
 )
@@ -40,7 +41,7 @@ class TextModel:
     @property
     def dtype(self) -> str:
         """The model's own dtype, as tables call it."""
-        name = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        name = dtype_name(self.model)
         return {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
     @property
@@ -54,6 +55,7 @@ class TextModel:
         """The attention layers as calibration takes them."""
         return Subject(
             name=self.name,
+            dtype=dtype_name(self.model),
             kind="kv_cache",
             layers=list(find_layers(self.model)),
             observe=partial(observe_text, self.model),

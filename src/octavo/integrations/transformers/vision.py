@@ -18,9 +18,10 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
+from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings, Bf16Settings
 
-IMPLEMENTATION = "octavo_flash_vit"
+IMPLEMENTATION = fused_vision.IMPLEMENTATION
 CHILD = fused_vision.CHILD
 # Attention of vision towers, by class: of those that pack all images into one sequence, and of
 # those with a batch of equal ones (older versions of transformers have "SelfAttention" inside ViT's
@@ -117,11 +118,12 @@ def attach(
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
     promote_every: int | None = 1,
+    impl: str | None = None,
 ) -> list[str]:
     """Give a vision tower's layers attention in FP8 or BF16; returns their names.
 
     skip_layers: names of layers to leave. scales: for static scaling; every other layer must be
-    among them, by the model's name or vLLM's.
+    among them, by the model's name or vLLM's. impl: of the op `attention`, for these layers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
@@ -130,6 +132,7 @@ def attach(
     if any(hasattr(module, CHILD) for module in found.values()):
         raise ConfigError("apply_ has changed the model's vision attention: restore_ it first")
     chosen = {name: module for name, module in found.items() if name not in skip_layers}
+    _check_not_offloaded(found)
     if not chosen:
         raise ConfigError(
             f"skip_layers leaves none of the {len(found)} layers: leave the recipe out"
@@ -137,6 +140,9 @@ def attach(
     fp8 = settings if isinstance(settings, AttentionSettings) else None
     if fp8 is None:
         _check_dtypes(chosen)
+    else:
+        for name, module in chosen.items():
+            check_fp8_device(name, next(module.parameters()).device, impl)
     if scales is not None:
         scales.require_kind("vision_attention")
         scales.require_plain_keys("vision_attention")
@@ -149,6 +155,7 @@ def attach(
             own = fp8 if name in chosen else None
             made[name] = _make_layer(name, module, own, scales, promote_every)
             made[name].is_skipped = name not in chosen
+            made[name].impl = impl if name in chosen else None
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
     for name, layer in made.items():
@@ -201,6 +208,16 @@ def _check_whisper(
             raise UnsupportedError(
                 f"{name}: expected the forward of transformers' {WHISPER}, got another: apply "
                 "octavo before what replaces it"
+            )
+
+
+def _check_not_offloaded(found: Mapping[str, nn.Module]) -> None:
+    """Weights that come only for a call do not say where their scales must lie."""
+    for name, module in found.items():
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnsupportedError(
+                f"{name}: expected weights in memory, got them on meta, offloaded or not loaded: "
+                "apply_ first, then offload"
             )
 
 

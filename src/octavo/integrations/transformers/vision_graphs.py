@@ -13,6 +13,7 @@ are lies in a tensor on the device, so a replay is told by writing to it.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,7 @@ from octavo.calibration.autosave import not_counted, savers_of
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
+from octavo.ops.explain import explain_op
 
 # Towers whose tables of positions can be made outside of their forward pass.
 SUPPORTED = (
@@ -33,6 +35,8 @@ SUPPORTED = (
 )
 # Whatever is compiled, planned or allocated on a first call is there before the capture.
 NUM_WARMUPS = 2
+# Where a tower that runs by graphs has them, among its attributes; see graphed_vision.
+GRAPHS = "octavo_graphs"
 
 
 @dataclass(frozen=True)
@@ -91,20 +95,42 @@ class VisionGraphs:
         self._pool: Any = None
         self._fingerprint: tuple[object, ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: graphs read the memory of this tower, not of another."""
+        return {**vars(self), "_captured": {}, "_pool": None, "_fingerprint": ()}
+
     def plan(self, grid_thw: Tensor) -> Plan:
         """How a request with this grid will run on this machine."""
         plan = self._padding_plan(grid_thw)
-        device = next(self.tower.parameters()).device
-        if plan.budget is not None and device.type != "cuda":
-            return Plan(None, f"CUDA graphs need a CUDA GPU, got a tower on {device}")
+        if plan.budget is not None and (objection := self.objection()):
+            return Plan(None, objection)
         return plan
 
-    def _padding_plan(self, grid_thw: Tensor) -> Plan:
+    def objection(self) -> str:
+        """Why the tower, as it is, can run by no graph at all; empty if it can."""
+        device = next(self.tower.parameters()).device
+        if device.type != "cuda":
+            return f"CUDA graphs need a CUDA GPU, got a tower on {device}"
+        return self._objection_to_attention() or self._objection_to_quantization(device)
+
+    def _objection_to_attention(self) -> str:
         implementation = self.tower.config._attn_implementation
-        if "flash" not in implementation:
-            return Plan(
-                None, f"attention {implementation!r} asks the device for lengths: apply_ a recipe"
-            )
+        if "flash" in implementation:
+            return ""
+        return f"attention {implementation!r} asks the device for lengths: apply_ a recipe"
+
+    def _objection_to_quantization(self, device: torch.device) -> str:
+        layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
+        for head_dim in {layer.head_dim for layer in layers if layer.scaling is not None}:
+            found = explain_op("quantize_qkv", "BF16 to FP8", device, head_dim).selection
+            if found is not None and found.impl == "reference":
+                why = "; ".join(found.objections.values())
+                return f"the reference quantizes, which waits for the device: {why}"
+        return ""
+
+    def _padding_plan(self, grid_thw: Tensor) -> Plan:
+        if objection := self._objection_to_attention():
+            return Plan(None, objection)
         num_tokens, num_sequences = _count(grid_thw)
         if num_tokens == 0:
             return Plan(None, "the request has no tokens")
@@ -132,17 +158,26 @@ class VisionGraphs:
             if is_required:
                 raise UnsupportedError(f"expected a request for a CUDA graph, but {plan.reason}")
             return self.tower(hidden_states=hidden_states, grid_thw=grid_thw)
-        inputs = self._padded(hidden_states, grid_thw, plan.budget)
+        result = self.replay(hidden_states, grid_thw, plan.budget)
+        for saver in savers_of(self.tower):  # a replay calls no hooks
+            saver.step()
+        return result
+
+    # Memory of a graph outlives the mode of its first call: made in inference mode, nobody could
+    # write to it outside.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def replay(self, hidden_states: Tensor, grid_thw: Tensor, budget: int) -> Any:
+        """The result by the graph of a budget, captured if it is not yet; no saver is told."""
+        inputs = self._padded(hidden_states, grid_thw, budget)
         self._forget_if_changed()
-        if plan.budget not in self._captured:
-            self._captured[plan.budget] = self._capture(inputs, plan.budget)
-        captured = self._captured[plan.budget]
+        if budget not in self._captured:
+            self._captured[budget] = self._capture(inputs, budget)
+        captured = self._captured[budget]
         for name, static in captured.inputs.items():
             static.copy_(inputs[name])
         captured.graph.replay()
-        for saver in savers_of(self.tower):  # a replay calls no hooks
-            saver.step()
-        return self._cut(captured.result, len(hidden_states), plan.budget, is_copied=True)
+        return self._cut(captured.result, len(hidden_states), budget, is_copied=True)
 
     @torch.no_grad()
     def run_padded(self, hidden_states: Tensor, grid_thw: Tensor) -> Any:
@@ -204,14 +239,17 @@ class VisionGraphs:
         given = {name: x for name, x in inputs.items() if name != "is_padding"}
         # With all tables given, the tower does not look at the grid.
         grid = torch.zeros(0, 3, dtype=torch.int64)
-        with _padding_zeroed(self.tower, inputs["is_padding"], self._num_rows(budget)):
-            return self.tower(**given, grid_thw=grid, max_seqlen=budget)
+        tower = self.tower
+        # A forward of graphs on the tower would come back to here.
+        call = partial(type(tower).forward, tower) if GRAPHS in vars(tower) else tower
+        with _padding_zeroed(tower, inputs["is_padding"], self._num_rows(budget)):
+            return call(**given, grid_thw=grid, max_seqlen=budget, return_dict=True)
 
     def _capture(self, inputs: Mapping[str, Tensor], budget: int) -> _Captured:
         static = {name: x.clone() for name, x in inputs.items()}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with _history_kept(self.tower), not_counted(self.tower):
+        with history_kept(self.tower), not_counted(self.tower):
             with torch.cuda.stream(stream):
                 for _ in range(NUM_WARMUPS):
                     self._forward(static, budget)
@@ -316,7 +354,7 @@ def _padding_zeroed(tower: nn.Module, is_padding: Tensor, num_rows: int) -> Iter
 
 
 @contextmanager
-def _history_kept(tower: nn.Module) -> Iterator[None]:
+def history_kept(tower: nn.Module) -> Iterator[None]:
     """What runs inside leaves the histories of dynamic scales as they were."""
     buffers = [x for layer in _dynamic_layers(tower) for x in layer.buffers()]
     before = [x.clone() for x in buffers]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.integrations.transformers import chart_reader
+from octavo.integrations.transformers.load import load_weights, loading
 
 # Tokens of the tiny model: the bytes of a text, then these.
 VISION_START, IMAGE, VIDEO, VISION_END = range(256, 260)
@@ -66,16 +67,16 @@ class VisionLanguage(Protocol):
         """The inputs for one request of a text and pillow images, on the model's device."""
 
 
-def open_vision_language(folder: Path | None, device: torch.device) -> VisionLanguage:
-    """The model of a folder; without one, the chart reader if its weights are there, else a tiny
-    Qwen3-VL with random weights.
+def open_vision_language(model: str | None, device: torch.device) -> VisionLanguage:
+    """The model in a folder or of a name on the hub; without one, the chart reader if its weights
+    are there, else a tiny Qwen3-VL with random weights.
     """
-    if folder is None:
+    if model is None:
         has_reader = chart_reader.is_chart_reader(chart_reader.FOLDER)
         return _Reader(chart_reader.FOLDER, device) if has_reader else TinyModel(device)
-    if chart_reader.is_chart_reader(folder):
-        return _Reader(folder, device)
-    return FolderModel(folder, device)
+    if chart_reader.is_chart_reader(Path(model)):
+        return _Reader(Path(model), device)
+    return NamedModel(model, device)
 
 
 def find_tower(model: Any) -> nn.Module:
@@ -155,24 +156,21 @@ class TinyModel:
         return Prepared(moved, (middle - start) * 1e3, (time.perf_counter() - middle) * 1e3)
 
 
-class FolderModel:
-    """A model and its processor, as transformers loads them from a folder."""
+class NamedModel:
+    """A model and its processor, of a folder or of a name on the hub."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, model: str, device: torch.device) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"expected a model's folder with a config.json, got {folder}")
-        self.name = folder.resolve().name
+        folder = Path(model)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise CheckpointError(f"expected a model's folder with a config.json, got {model}")
+        self.name = folder.resolve().name if folder.is_dir() else model
         load_processor: Any = AutoProcessor.from_pretrained
-        load_model: Any = AutoModelForImageTextToText.from_pretrained
-        try:
-            self.processor = load_processor(folder)
-        except ImportError as error:
-            raise UnsupportedError(
-                f"the processor of {folder} needs more packages: {error}"
-            ) from error
-        self.model = load_model(folder, dtype=torch.bfloat16).to(device).eval()
+        with loading(model, "an image-text model with its processor"):
+            self.processor = load_processor(model)
+        kind: Any = AutoModelForImageTextToText
+        self.model: Any = load_weights(model, kind, dtype="bfloat16", device=str(device))
 
     def prepare(self, prompt: str, images: Sequence[Any]) -> Prepared:
         """The inputs for one request."""

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from octavo.calibration.autosave import ScaleSaver, check_scale_paths
-from octavo.calibration.scale_file import ScaleHeader
+from octavo.calibration.autosave import check_scale_paths
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import Changes, apply_, restore_
-from octavo.integrations.transformers.vision import scale_name
+from octavo.integrations.transformers.calibrate import autosave
+from octavo.integrations.transformers.graphed_vision import use_graphs_
 from octavo.integrations.transformers.vision_language import (
     VisionLanguage,
     find_tower,
@@ -45,13 +45,18 @@ STAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """How the vision encoder attends; the names are those of vLLM's `--mm-encoder-…` options."""
+    """How the vision encoder attends; the names are those of vLLM's `--mm-encoder-…` options.
+
+    fp8_scale_save_margin: of scales that are saved; 1.5 if left out.
+    graph_budgets: tokens of the CUDA graphs that it runs by; none runs it eagerly.
+    """
 
     attn_dtype: str | None = None
     attn_backend: str | None = None
     fp8_scale_path: Path | None = None
     fp8_scale_save_path: Path | None = None
-    fp8_scale_save_margin: float = 1.5
+    fp8_scale_save_margin: float | None = None
+    graph_budgets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.attn_dtype not in (None, "fp8"):
@@ -62,8 +67,12 @@ class EncoderOptions:
             is_fp8=self.attn_dtype == "fp8",
             scale_path=self.fp8_scale_path,
             save_path=self.fp8_scale_save_path,
-            margin=self.fp8_scale_save_margin,
+            margin=self.margin,
         )
+        if self.fp8_scale_save_margin is not None and self.fp8_scale_save_path is None:
+            raise ConfigError(
+                f"expected a path to save scales to with the margin {self.margin:g}, got none"
+            )
         if self.attn_backend is None:
             return
         if self.attn_dtype is None:
@@ -79,14 +88,28 @@ class EncoderOptions:
                 f"{self.attn_backend!r}{whose}"
             )
 
+    @property
+    def margin(self) -> float:
+        """What scales are multiplied by before they are saved."""
+        return 1.5 if self.fp8_scale_save_margin is None else self.fp8_scale_save_margin
+
     def apply(self, model: nn.Module) -> Changes | None:
-        """Do it to a model, in place; one that cannot be served by the backend stays as it was."""
-        if self.attn_dtype is None:
-            return None
+        """Do it to a model, in place; one that cannot run like this stays as it was."""
+        changes = None if self.attn_dtype is None else self._apply_fp8(model)
+        if self.graph_budgets:
+            try:
+                use_graphs_(model, self.graph_budgets)
+            except OctavoError:
+                if changes is not None:
+                    restore_(model)
+                raise
+        return changes
+
+    def _apply_fp8(self, model: nn.Module) -> Changes:
         recipe = Recipe(vision_attention="fp8")
         if self.fp8_scale_path is not None:
             recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
-        changes = apply_(model, recipe)
+        changes = apply_(model, recipe, vision_impl=self.attn_backend)
         layers = [m for m in model.modules() if isinstance(m, EncoderAttention)]
         device = describe(next(model.parameters()).device)
         try:
@@ -95,8 +118,6 @@ class EncoderOptions:
         except UnsupportedError:
             restore_(model)
             raise
-        for layer in layers:
-            layer.impl = self.attn_backend or layer.impl
         return changes
 
 
@@ -179,13 +200,12 @@ def run_mm_processor(
     options.apply(language.model)
     saver = None
     if options.fp8_scale_save_path is not None:
-        saver = ScaleSaver(
+        saver = autosave(
             language.model,
             options.fp8_scale_save_path,
-            margin=options.fp8_scale_save_margin,
-            rename=scale_name,
-            header=ScaleHeader(model=language.name),
-        ).watch()
+            margin=options.margin,
+            model_name=language.name,
+        )
     stages: dict[str, list[float]] = {stage: [] for stage in STAGES}
     latencies: list[float] = []
     errors: list[Exception] = []

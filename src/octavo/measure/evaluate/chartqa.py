@@ -65,7 +65,8 @@ def evaluate(
     """One record for each row: the scores, and how they compare with the first row's.
 
     The model is left as it came. Every row after the first says `recovery_percent`, the share of
-    the first row's relaxed accuracy that is left, and the confidence interval of the difference.
+    the first row's relaxed accuracy that is left (unless that is 0, of which nothing can be left),
+    and the confidence interval of the difference.
     on_answers: called with each row's name and its answers.
     """
     if not rows or len({row.name for row in rows}) != len(rows):
@@ -154,7 +155,8 @@ def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
     low, high = values["difference_low_points"], values["difference_high_points"]
     verdict = "differs" if values["is_different"] else f"no difference from {record.baseline}"
     interval = f"[{low:+.2f}, {high:+.2f}]"
-    return (*row, values["recovery_percent"], values["difference_points"], interval, verdict)
+    recovery = values.get("recovery_percent")
+    return (*row, recovery, values["difference_points"], interval, verdict)
 
 
 def calibration_scales(
@@ -252,9 +254,9 @@ def _values(
     relaxed = "relaxed_accuracy"
     difference = paired_difference(own[relaxed], first[relaxed])
     before = _mean_percent(first[relaxed])
-    recovery = 100 * values[f"{relaxed}_percent"] / before if before else float("nan")
+    if before:
+        values["recovery_percent"] = 100 * values[f"{relaxed}_percent"] / before
     return values | {
-        "recovery_percent": recovery,
         "difference_points": 100 * difference.mean,
         "difference_low_points": 100 * difference.low,
         "difference_high_points": 100 * difference.high,

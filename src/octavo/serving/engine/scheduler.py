@@ -1,0 +1,310 @@
+"""Which tokens the next forward pass computes, and in which pages: no tensors, no model.
+
+Every request has a place in one line, by arrival. Those that run are the first in it, those that
+wait come after them, so the order never depends on lengths or luck: who came first makes progress
+in every step, and nobody starves.
+
+A request gets pages for all tokens it has when it starts to run, and one more page at a time as it
+grows. When there is none left, the last in the line of those that run gives its pages back and
+waits again; what it has generated becomes part of its prompt, and is computed anew (or found, where
+its pages are still there). Layers with a sliding window keep all of their tokens, too: one page
+table serves every layer, and what a window does not see is not read.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
+
+from octavo.cache.pages import ROOT_HASH, PageAllocator
+from octavo.errors import CapacityError, ConfigError
+from octavo.serving.engine.request import FinishReason, Request
+from octavo.serving.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """How much runs at once.
+
+    max_num_seqs: requests that run. max_num_batched_tokens: tokens of one forward pass; longer
+    prompts are computed in several. max_queue: requests that may wait. max_context: tokens of a
+    prompt and its answer together; None is what all pages hold. enable_prefix_caching: whether
+    full pages are kept and found by prompts that begin alike.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_queue: int = 1024
+    max_context: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "max_context"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"expected {name} of 1 or more, got {size}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"expected max_num_batched_tokens of max_num_seqs ({self.max_num_seqs}) or more, "
+                f"so that every running request gets a token, got {self.max_num_batched_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence that a forward pass computes.
+
+    samples: whether its last token is among them, so that the next one follows from this pass.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def stop(self) -> int:
+        """The place after the last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The chunks of one forward pass, those of one token first."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_single(self) -> int:
+        """How many chunks have one token: they come first."""
+        return sum(chunk.num_tokens == 1 for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token, in order."""
+        return [chunk.sequence for chunk in self.chunks if chunk.samples]
+
+
+class Scheduler:
+    """The line of requests, and the pages they hold.
+
+    waiting, running: both by arrival, and all that run came before all that wait.
+    """
+
+    def __init__(self, allocator: PageAllocator, settings: SchedulerSettings) -> None:
+        self.allocator, self.settings = allocator, settings
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._open: dict[str, Sequence] = {}
+        self._num_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._open)
+
+    @property
+    def open_sequences(self) -> list[Sequence]:
+        """All that run or wait, by arrival."""
+        return [*self.running, *self.waiting]
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        # The last token of an answer is never computed, and needs no place.
+        most = self.allocator.num_pages * self.allocator.page_size + 1
+        return most if self.settings.max_context is None else min(most, self.settings.max_context)
+
+    def check(self, request: Request) -> None:
+        """ConfigError for a request that can never run."""
+        if request.request_id in self._open:
+            raise ConfigError(f"expected a new request_id, got {request.request_id!r} again")
+        num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
+        if num_prompt + max_tokens > self.max_context:
+            raise ConfigError(
+                f"expected prompt and max_tokens within the context of {self.max_context} tokens, "
+                f"got {num_prompt} + {max_tokens}: shorten the prompt or set max_tokens lower"
+            )
+
+    def add(self, request: Request, *, seed: int = 0, salt: bytes = b"") -> Sequence:
+        """Put a request at the end of the line; CapacityError if that is full, else as `check`."""
+        self.check(request)
+        if len(self.waiting) >= self.settings.max_queue:
+            raise CapacityError(
+                f"expected room in the queue, got {len(self.waiting)} requests that wait "
+                f"(max_queue {self.settings.max_queue}): retry later"
+            )
+        sequence = Sequence(request, self._num_arrived, seed=seed, salt=salt)
+        self._num_arrived += 1
+        self._open[request.request_id] = sequence
+        self.waiting.append(sequence)
+        return sequence
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Take a request out of the line; None if it is not in it."""
+        sequence = self._open.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, "abort")
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out of the line, and free its pages."""
+        line = self.running if sequence.state == "running" else self.waiting
+        line.remove(sequence)
+        del self._open[sequence.request_id]
+        self._release(sequence)
+        sequence.state, sequence.finish_reason = "finished", reason
+
+    def schedule(self) -> Batch:
+        """The next forward pass: a token for all that decode, then chunks of prompts, by arrival.
+
+        Call `advance` with what came of it before the next one.
+        """
+        was_preempted = self._grow()
+        budget = self.settings.max_num_batched_tokens
+        single = [_chunk(s, 1) for s in self.running if s.num_uncomputed == 1]
+        budget -= len(single)
+        chunks = []
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1 and budget > 0:
+                chunks.append(_chunk(sequence, budget))
+                budget -= chunks[-1].num_tokens
+        # What a preempted sequence gave back is for those before it.
+        while budget > 0 and not was_preempted and (admitted := self._admit()) is not None:
+            chunks.append(_chunk(admitted, budget))
+            budget -= chunks[-1].num_tokens
+        # A prompt's last token may be alone in its chunk.
+        single += [chunk for chunk in chunks if chunk.num_tokens == 1]
+        return Batch((*single, *(chunk for chunk in chunks if chunk.num_tokens > 1)))
+
+    def advance(self, batch: Batch, tokens: AnySequence[int | None]) -> None:
+        """Note that a pass was computed.
+
+        tokens: the next one of each sequence that it sampled; None for one that gets none, and must
+        be finished.
+        """
+        sampled = batch.sampled
+        if len(tokens) != len(sampled):
+            raise ConfigError(f"expected {len(sampled)} tokens, got {len(tokens)}")
+        for chunk in batch.chunks:
+            chunk.sequence.num_computed = chunk.stop
+            self._publish(chunk.sequence)
+        for sequence, token in zip(sampled, tokens, strict=True):
+            if token is not None:
+                sequence.append(token)
+
+    def check_invariants(self) -> None:
+        """Assert that the line is in order and that pages and sequences agree."""
+        self.allocator.check_invariants()
+        arrivals = [s.arrival for s in self.open_sequences]
+        assert arrivals == sorted(arrivals)
+        assert {s.request_id: s for s in self.open_sequences} == self._open
+        assert all(not s.pages and s.num_computed == 0 for s in self.waiting)
+        assert len(self.running) <= self.settings.max_num_seqs
+        held = [page for s in self.running for page in s.pages]
+        for page in set(held):
+            assert self.allocator.num_references(page) == held.count(page)
+        assert self.allocator.num_in_use == len(set(held))
+        for s in self.running:
+            assert s.num_computed <= len(s.pages) * self.allocator.page_size
+
+    def _grow(self) -> bool:
+        """Give those that run a page where they need one, first come first served.
+
+        Returns whether somebody later in the line had to give up pages for it.
+        """
+        was_preempted = False
+        for sequence in list(self.running):
+            if sequence.state != "running" or self._num_missing(sequence) == 0:
+                continue
+            missing = self._num_missing(sequence)
+            # Its own pages count as well: the last in the line preempts itself.
+            while self.allocator.num_free < missing and sequence.state == "running":
+                self._preempt(self.running[-1])
+                was_preempted = True
+            if sequence.state == "running":
+                sequence.pages.extend(self.allocator.allocate(missing))
+        return was_preempted
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.state = "waiting"
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _admit(self) -> Sequence | None:
+        """Let the first that waits run, if there is room for it; None if not."""
+        # A page for each that runs, or the newcomer would soon have to give its own back.
+        reserve = len(self.running)
+        is_full = reserve >= self.settings.max_num_seqs or self.allocator.num_free <= reserve
+        if not self.waiting or is_full:
+            return None
+        sequence = self.waiting[0]
+        matched = self._match(sequence)
+        missing = self._num_pages(sequence.num_tokens) - len(matched)
+        if self.allocator.num_free < missing + reserve:
+            self.allocator.free(matched)
+            return None
+        self.waiting.popleft()
+        sequence.pages = array("i", matched + self.allocator.allocate(missing))
+        sequence.num_computed = len(matched) * self.allocator.page_size
+        sequence.num_published = len(matched)
+        sequence.state = "running"
+        self.running.append(sequence)
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+            self.prompt_tokens += sequence.num_prompt_tokens
+            self.cached_tokens += sequence.num_cached
+        return sequence
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Known pages of its first tokens, now held; the last token is always computed."""
+        if not self.settings.enable_prefix_caching:
+            return []
+        num_pages = (sequence.num_tokens - 1) // self.allocator.page_size
+        self._hash(sequence, num_pages)
+        return self.allocator.match_prefix(sequence.hashes[:num_pages])
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make its full pages findable."""
+        if not self.settings.enable_prefix_caching:
+            return
+        num_full = sequence.num_computed // self.allocator.page_size
+        self._hash(sequence, num_full)
+        for index in range(sequence.num_published, num_full):
+            self.allocator.publish(sequence.pages[index], sequence.hashes[index])
+        sequence.num_published = num_full
+
+    def _hash(self, sequence: Sequence, num_pages: int) -> None:
+        """Have the hashes of its first pages."""
+        known, size = len(sequence.hashes), self.allocator.page_size
+        if num_pages > known:
+            parent = sequence.hashes[-1] if known else ROOT_HASH
+            tokens = sequence.tokens[known * size : num_pages * size]
+            sequence.hashes += self.allocator.page_hashes(tokens, sequence.salt, parent)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.allocator.free(sequence.pages)
+        sequence.pages = array("i")
+        sequence.num_computed = sequence.num_published = 0
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.allocator.page_size)
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        return self._num_pages(sequence.num_tokens) - len(sequence.pages)
+
+
+def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    num_tokens = min(sequence.num_uncomputed, budget)
+    samples = num_tokens == sequence.num_uncomputed
+    return Chunk(sequence, sequence.num_computed, num_tokens, samples)

@@ -1,0 +1,178 @@
+"""Tokens into text as they come, and the texts that end an answer.
+
+The text of a token depends on the ones before it: a character may be made of several tokens, and
+many tokenizers write a space before every word but the first. So the newest tokens are decoded
+together with the last ones whose text was complete, and what is new in that is their text.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import ConfigError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has four bytes at most: of more tokens than this, some are no part of any.
+MAX_WAITING_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What tokens added to a text; num_tokens_kept is None until a stop text came.
+
+    num_tokens_kept: how many tokens of the answer the text before the stop text needs. The last of
+    them may reach into it.
+    """
+
+    text: str
+    is_stopped: bool = False
+    num_tokens_kept: int | None = None
+
+
+class TextStream:
+    """The text of an answer, piece by piece; equal to decoding all of its tokens at once.
+
+    Special tokens have no text. A piece never ends inside a character, nor in what may be the
+    beginning of a stop text: that waits for the tokens that decide. The stop text that is complete
+    first ends the text, the longest one if several are; neither it nor what follows is part of it.
+    tokenizer: one of transformers' or of tokenizers'. Spaces before marks are left as they are
+    (clean_up_tokenization_spaces=False). Bytes that are no UTF-8 become U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        if any(not text for text in stop):
+            raise ConfigError("expected stop texts of one character or more, got an empty one")
+        self._decoder = _Decoder(tokenizer)
+        self._stop = tuple(stop)
+        self._held = ""  # decoded, but perhaps the beginning of a stop text
+        self._num_shown = 0  # characters before `held`
+        self._num_tokens = 0
+        # (characters of the text, tokens it took) at the end of each piece that `held` reaches into
+        self._ends: deque[tuple[int, int]] = deque([(0, 0)])
+        self._stopped: TextDelta | None = None
+
+    def add(self, tokens: Sequence[int]) -> TextDelta:
+        """The text that these tokens make certain; nothing more after a stop text."""
+        shown = ""
+        for token in tokens:
+            if self._stopped:
+                break
+            self._num_tokens += 1
+            shown += self._show(self._decoder.add(token))
+        if self._stopped:
+            return TextDelta(shown, True, self._stopped.num_tokens_kept)
+        return TextDelta(shown)
+
+    def finish(self) -> str:
+        """The text that was waiting: no more tokens will come."""
+        if self._stopped:
+            return ""
+        shown = self._show(self._decoder.finish())
+        if not self._stopped:
+            shown += self._held
+        self._held = ""
+        return shown
+
+    def _show(self, text: str) -> str:
+        """What can be shown of the text so far, `text` being its newest part."""
+        if not text:
+            return ""
+        self._held += text
+        num_decoded = self._num_shown + len(self._held)
+        self._ends.append((num_decoded, self._num_tokens))
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) != -1]
+        if found:
+            _, num_shown = min(found)
+            self._stopped = TextDelta("", True, self._tokens_of(self._num_shown + num_shown))
+        else:
+            num_shown = len(self._held) - self._num_undecided()
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        self._num_shown += num_shown
+        while len(self._ends) > 1 and self._ends[0][0] < self._num_shown:
+            self._ends.popleft()
+        return shown
+
+    def _num_undecided(self) -> int:
+        """How many of the last characters may be the beginning of a stop text."""
+        longest = min(max((len(stop) for stop in self._stop), default=1) - 1, len(self._held))
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _tokens_of(self, num_characters: int) -> int:
+        """The fewest tokens whose text has this many characters."""
+        return next(count for end, count in self._ends if end >= num_characters)
+
+
+class _Decoder:
+    """Text as soon as it is certain, whatever may stop it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        # What transformers' fast tokenizers wrap decodes faster, and cleans no spaces up.
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+        self._special = _special_tokens(self._tokenizer)
+        self._context: list[int] = []  # the last tokens whose text was complete
+        self._waiting: list[int] = []
+        self._num_done = 0  # characters of the text of both that were given out
+
+    def add(self, token: int) -> str:
+        """The text that this token makes certain."""
+        if self._is_silent(token):
+            return ""
+        self._waiting.append(token)
+        text = self._decode(self._context + self._waiting)
+        if text.endswith(REPLACEMENT):
+            return self._give(len(text.rstrip(REPLACEMENT)), text) + self._forget()
+        new = self._give(len(text), text)
+        self._context, self._waiting = self._waiting, []
+        self._num_done = len(self._decode(self._context))
+        return new
+
+    def finish(self) -> str:
+        """What was left: the beginning of a character, as U+FFFD."""
+        text = self._decode(self._context + self._waiting)
+        return self._give(len(text), text)
+
+    def _give(self, until: int, text: str) -> str:
+        new = text[self._num_done : until]
+        self._num_done = max(self._num_done, until)
+        return new
+
+    def _forget(self) -> str:
+        """Text of the oldest waiting tokens when there are too many, lest the window grow for ever.
+
+        Bytes may come that are no characters. Where text may be cut shows when its parts are
+        decoded one by one; the tokens behind the cut have more bytes than a character can miss.
+        """
+        if len(self._waiting) <= MAX_WAITING_TOKENS:
+            return ""
+        text = self._decode(self._context + self._waiting)
+        for num_left in range(4, 9):
+            old, left = self._waiting[:-num_left], self._waiting[-num_left:]
+            first = self._decode(self._context + old)
+            if first + self._decode(left) == text:
+                new = first[self._num_done :]
+                self._context, self._waiting = [], left
+                self._num_done = max(self._num_done - len(first), 0)
+                return new
+        return ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _is_silent(self, token: int) -> bool:
+        """Whether decoding leaves the token out: a special one, or one that only the model has."""
+        if token in self._special:
+            return True
+        name_of = getattr(self._tokenizer, "id_to_token", None)
+        return name_of is not None and name_of(token) is None
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[int]:
+    if hasattr(tokenizer, "get_added_tokens_decoder"):
+        added = tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+    return frozenset(getattr(tokenizer, "all_special_ids", ()))

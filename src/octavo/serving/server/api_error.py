@@ -1,0 +1,78 @@
+"""Errors as OpenAI's clients know them: a status, and {"error": {message, type, param, code}}."""
+
+from collections.abc import Mapping
+from typing import Any
+
+CLIENT_LEFT_STATUS = 499  # nginx's number: nobody reads the answer, but logs and metrics do
+
+
+class ApiError(Exception):
+    """A request that ends without an answer, and what its caller is told."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI writes it."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request itself is wrong: the same again would fail again."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_many_requests(message: str, retry_after_s: int) -> ApiError:
+    """There is no room now."""
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """The server answers nobody: it ends, or its engine has failed."""
+    return ApiError(
+        503, message, kind="service_unavailable", code=code, headers={"Retry-After": "5"}
+    )
+
+
+def server_error(message: str, code: str = "engine_error") -> ApiError:
+    """A failure that is not the caller's."""
+    return ApiError(500, message, kind="server_error", code=code)
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    """The request took longer than the server allows one."""
+    message = f"expected an answer within {timeout_s:g} s, which this server allows; ask for less"
+    return ApiError(504, message, kind="timeout_error", code="request_timeout")
+
+
+def client_left() -> ApiError:
+    """Nobody is there to read the answer."""
+    return ApiError(CLIENT_LEFT_STATUS, "the client has left", kind="cancelled", code="cancelled")

@@ -1,0 +1,273 @@
+"""The routes: OpenAI's, and the server's own."""
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from octavo.brief import brief
+from octavo.errors import ConfigError
+from octavo.serving.engine.request import gather
+from octavo.serving.server.api_error import ApiError, bad_request
+from octavo.serving.server.async_engine import AsyncEngine, Engine
+from octavo.serving.server.gate import Gate
+from octavo.serving.server.guidance import MakeGrammar
+from octavo.serving.server.jobs import Job, Jobs
+from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
+from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorBody,
+    TokenizeRequest,
+)
+from octavo.serving.server.settings import ServerSettings
+from octavo.serving.server.stream import EventStream, until_client_leaves
+from octavo.version import __version__
+
+STATUSES = (400, 401, 404, 413, 429, 500, 503, 504)
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
+# Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
+PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+NUM_PROBLEMS_SHOWN = 3
+
+
+class Server:
+    """What the routes share."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar) -> None:
+        if engine.tokenizer is None:
+            raise ConfigError("a server needs an engine with a tokenizer, got one without")
+        self.settings = settings
+        self.started_at = int(time.time())
+        self.metrics = Metrics()
+        self.engine = AsyncEngine(engine, settings)
+        self.jobs = Jobs(engine, settings, make_grammar)
+
+    async def answer(self, request: Request, job: Job) -> Response:
+        """The whole answer, or the beginning of a stream; the request ends if its client leaves."""
+        record: RequestRecord = request.state.record
+        record.answer_id = job.request.request_id
+        submit = self.engine.submit(job.request)
+        answer = await until_client_leaves(request.receive, submit)
+        if job.is_stream:
+            return EventStream(answer, job, record)
+        async with answer:
+            body = await until_client_leaves(request.receive, self._whole(answer, job, record))
+        return JSONResponse(body)
+
+    async def _whole(self, answer: Any, job: Job, record: RequestRecord) -> dict[str, Any]:
+        deltas = []
+        async for delta in answer:
+            record.saw(delta)
+            deltas.append(delta)
+        return job.writer.body(gather(deltas))
+
+    def numbers(self) -> dict[str, Any]:
+        """What the page shows; times as sums and counts, so that it can take differences."""
+        times = {
+            "ttft": self.metrics.time_to_first_token,
+            "itl": self.metrics.inter_token,
+            "request": self.metrics.request_time,
+        }
+        return {
+            "model": self.jobs.model_names[0],
+            "max_model_len": self.engine.engine.max_context,
+            "status": self.status()[1],
+            "num_open": self.engine.num_open,
+            "engine": dataclasses.asdict(self.engine.last_stats),
+            "times": {name: {"sum_s": h.total, "count": h.num_values} for name, h in times.items()},
+        }
+
+    def status(self) -> tuple[int, str]:
+        """(HTTP status, word) of /health."""
+        if self.engine.problem is not None:
+            return 503, f"engine failed: {self.engine.problem}"
+        return (503, "shutting down") if self.engine.is_closing else (200, "ok")
+
+
+def guided_grammar(engine: Engine) -> MakeGrammar:
+    """What makes the engine's grammars; its library is imported when the first one is asked for."""
+
+    def make(schema: dict[str, Any]) -> Any:
+        from octavo.serving.engine.guided import (
+            Grammar,
+        )
+
+        return Grammar.from_json_schema(schema, engine.tokenizer)
+
+    return make
+
+
+def create_app(
+    engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar | None = None
+) -> FastAPI:
+    """The application; its lifespan starts and ends the engine's thread."""
+    server = Server(engine, settings, make_grammar or guided_grammar(engine))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await server.engine.close()
+        server.jobs.close()
+
+    # Their documentation pages load scripts from elsewhere; /openapi.json is enough.
+    app = FastAPI(
+        title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.server = server
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_middleware(Gate, settings=settings, metrics=server.metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    _add_openai_routes(app, server)
+    _add_own_routes(app, server)
+    _add_page(app)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/chat/completions", responses=ERRORS, response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        server.engine.check_open()
+        return await server.answer(request, await server.jobs.chat(body))
+
+    @app.post("/v1/completions", responses=ERRORS, response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a text."""
+        server.engine.check_open()
+        return await server.answer(request, await server.jobs.completion(body))
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> dict[str, Any]:
+        """The names under which the model can be asked."""
+        return {"object": "list", "data": [_model(server, n) for n in server.jobs.model_names]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        server.jobs.check_model(name)
+        return _model(server, name)
+
+
+def _model(server: Server, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started_at,
+        "owned_by": "octavo",
+        "max_model_len": server.engine.engine.max_context,
+    }
+
+
+def _add_own_routes(app: FastAPI, server: Server) -> None:
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a prompt or of a conversation."""
+        return await server.jobs.tokenize(body)
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens."""
+        server.jobs.check_model(body.model)
+        return await server.jobs.detokenize(body.tokens)
+
+    @app.get("/health", responses={503: {"description": "It answers nobody."}})
+    async def health() -> JSONResponse:
+        """Whether requests are answered."""
+        status, word = server.status()
+        return JSONResponse({"status": word}, status)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Counters and histograms for Prometheus."""
+        text = server.metrics.expose(server.engine.last_stats, server.engine.num_open)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """The numbers that the page shows."""
+        return server.numbers()
+
+
+def _add_page(app: FastAPI) -> None:
+    folder = resources.files("octavo.serving.server")
+    for name, media_type in PAGE_FILES.items():
+        content = folder.joinpath(name).read_bytes()
+        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
+        response = _constant(content, f"{media_type}; charset=utf-8", headers)
+        path = "/" if name == "page.html" else f"/{name}"
+        app.add_api_route(path, response, methods=["GET"], include_in_schema=False)
+
+
+def _constant(content: bytes, media_type: str, headers: dict[str, str]) -> Any:
+    async def respond() -> Response:
+        return Response(content, media_type=media_type, headers=headers)
+
+    return respond
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    record: RequestRecord = request.state.record
+    record.failed(error)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    refusal = ApiError(
+        error.status_code,
+        str(error.detail),
+        code=code.get(error.status_code),
+        headers=error.headers,
+    )
+    return await _api_error(request, refusal)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
+    return await _api_error(request, bad_request(shown, _place(problems[0]) or None))
+
+
+def _place(problem: Any) -> str:
+    parts = [str(part) for part in problem["loc"] if part != "body"]
+    return ".".join(parts)[:200] if problem["type"] != "json_invalid" else ""
+
+
+def _problem(problem: Any) -> str:
+    place = _place(problem)
+    match problem["type"]:
+        case "json_invalid":
+            return f"expected a JSON body: {problem['ctx']['error']}"
+        case "extra_forbidden":
+            return f"{place}: this server does not know this field; remove it"
+        case "missing":
+            return f"{place or 'body'}: expected, got none"
+        case "value_error":
+            return f"{place}: {problem['ctx']['error']}"
+    expected = problem["msg"].replace("Input should be", "expected")
+    return f"{place}: {expected}, got {brief(problem['input'])}"

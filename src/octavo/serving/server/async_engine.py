@@ -1,0 +1,278 @@
+"""The engine in a thread of its own, and its answers for coroutines.
+
+The thread owns the engine: it adds, aborts and steps. Everything else here belongs to the event
+loop. The two speak through a queue of commands (loop to thread) and `call_soon_threadsafe` (thread
+to loop). A request that was submitted ends exactly once: with its last delta, or with an ApiError.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+from octavo.errors import CapacityError, OctavoError
+from octavo.serving.engine.request import Delta, Request, Stats
+from octavo.serving.server.api_error import (
+    ApiError,
+    bad_request,
+    server_error,
+    timed_out,
+    too_many_requests,
+    unavailable,
+)
+from octavo.serving.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+CLOSING = "the server is ending and takes no new requests"
+THREAD_END_S = 10.0
+
+
+class Engine(Protocol):
+    """What the server asks of an engine; one thread calls it."""
+
+    model_name: str
+    max_context: int
+    tokenizer: Any
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[Delta]: ...
+    def stats(self) -> Stats: ...
+    def close(self) -> None: ...
+
+
+class Answer:
+    """The deltas of one request as they come: `async with` it, `async for` over it.
+
+    Leaving it before its end aborts the request.
+    """
+
+    def __init__(self, owner: "AsyncEngine", request_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.request_id = request_id
+        self.admitted: asyncio.Future[None] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self._owner = owner
+        self._items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
+        self._is_over = False
+
+    def put(self, item: Delta | ApiError) -> None:
+        """Hand on what came; the last one is a delta with a finish reason, or an error."""
+        self._items.put_nowait(item)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._owner.cancel(self.request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._is_over:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, ApiError):
+            self._is_over = True
+            raise item
+        self._is_over = item.finish_reason is not None
+        return item
+
+
+class AsyncEngine:
+    """Requests of many coroutines for one engine."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.problem: str | None = None  # why the engine has failed
+        self.is_closing = False
+        self.last_stats = engine.stats()
+        self._answers: dict[str, Answer] = {}
+        self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have been submitted and have not ended."""
+        return len(self._answers)
+
+    def start(self) -> None:
+        """Start the thread; its answers go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def check_open(self) -> None:
+        """ApiError if a request would be refused now, whatever it asks for."""
+        if self.problem is not None:
+            raise unavailable(f"the engine has failed: {self.problem}", "engine_failed")
+        if self.is_closing:
+            raise unavailable(CLOSING, "shutting_down")
+        if self.num_open >= self.settings.max_open:
+            raise too_many_requests(
+                f"{self.num_open} requests are open, which is all this server takes: try later",
+                self.settings.retry_after_s,
+            )
+
+    async def submit(self, request: Request) -> Answer:
+        """Give a request to the engine; ApiError if it is refused."""
+        self.check_open()
+        assert self._loop is not None, "start() comes first"
+        request_id = request.request_id
+        if request_id in self._answers:
+            raise server_error(f"request {request_id} is open already")
+        answer = Answer(self, request_id)
+        self._answers[request_id] = answer
+        self._idle.clear()
+        self._commands.put(lambda: self._add(request, answer))
+        if self.settings.timeout_s is not None:
+            answer.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, answer)
+        try:
+            await answer.admitted
+        except BaseException:  # refused, or the caller was cancelled while it waited
+            self.cancel(request_id)
+            raise
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that nobody waits for any more; one that has ended is left alone."""
+        if self._forget(request_id) is not None:
+            self._commands.put(lambda: self._call(self.engine.abort, request_id))
+
+    async def drain(self, grace_s: float) -> bool:
+        """Take no new requests and wait for the open ones; whether all of them ended in time."""
+        self.is_closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        return not self._answers
+
+    def stop_waiting(self) -> None:
+        """Make `drain` return now, whatever is open."""
+        self._idle.set()
+
+    async def close(self) -> None:
+        """End the thread; requests that are still open end with an error."""
+        self.is_closing = True
+        if self._thread.is_alive():
+            self._commands.put(lambda: False)
+            await asyncio.to_thread(self._thread.join, THREAD_END_S)
+        self._end_all(unavailable("the server has ended before the answer did", "aborted"))
+
+    def _end_all(self, error: ApiError) -> None:
+        for request_id in list(self._answers):
+            self._end(request_id, error)
+
+    def _end(self, request_id: str, error: ApiError) -> None:
+        answer = self._forget(request_id)
+        if answer is None:
+            return
+        if not answer.admitted.done():
+            answer.admitted.set_exception(error)
+        else:
+            answer.put(error)
+
+    def _forget(self, request_id: str) -> Answer | None:
+        answer = self._answers.pop(request_id, None)
+        if answer is not None and answer.timer is not None:
+            answer.timer.cancel()
+        if not self._answers:
+            self._idle.set()
+        return answer
+
+    def _time_out(self, answer: Answer) -> None:
+        if answer.request_id in self._answers:
+            assert self.settings.timeout_s is not None
+            self._end(answer.request_id, timed_out(self.settings.timeout_s))
+            self._commands.put(lambda: self._call(self.engine.abort, answer.request_id))
+
+    def _admit(self, answer: Answer, error: ApiError | None) -> None:
+        if error is not None:
+            self._end(answer.request_id, error)
+        elif not answer.admitted.done():
+            answer.admitted.set_result(None)
+
+    def _deliver(self, deltas: list[Delta], stats: Stats) -> None:
+        self.last_stats = stats
+        for delta in deltas:
+            if (answer := self._answers.get(delta.request_id)) is None:
+                continue  # its caller has left
+            match delta.finish_reason:
+                case "error":
+                    self._end(delta.request_id, server_error(delta.error or "the engine failed"))
+                case "abort":
+                    message = delta.error or "the server has ended before the answer did"
+                    self._end(delta.request_id, unavailable(message, "aborted"))
+                case None:
+                    answer.put(delta)
+                case _:
+                    self._forget(delta.request_id)
+                    answer.put(delta)
+
+    def _fail(self, error: BaseException) -> None:
+        self.problem = f"{type(error).__name__}: {error}"
+        self._end_all(server_error(f"the engine has failed: {self.problem}", "engine_failed"))
+
+    # Below: the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.engine.has_work:
+                    self._step()
+            self.engine.close()
+            self._step()
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self._post(self._fail, error)
+
+    def _obey(self) -> bool:
+        """Do what the loop asks for; wait for it if there is nothing else to do."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if not command():
+                return False
+
+    def _step(self) -> None:
+        deltas = self.engine.step()
+        self._post(self._deliver, deltas, self.engine.stats())
+
+    def _add(self, request: Request, answer: Answer) -> bool:
+        self._post(self._admit, answer, self._try_to_add(request))
+        return True
+
+    def _try_to_add(self, request: Request) -> ApiError | None:
+        try:
+            self.engine.add(request)
+        except CapacityError as error:
+            return too_many_requests(str(error), self.settings.retry_after_s)
+        except OctavoError as error:
+            return bad_request(str(error))
+        except Exception as error:
+            logger.exception("request %s could not be added", request.request_id)
+            return server_error(f"{type(error).__name__}: {error}")
+        return None
+
+    def _call(self, function: Callable[[str], None], request_id: str) -> bool:
+        function(request_id)
+        # An aborted request frees its pages at once; the page at / shows it without another step.
+        self._post(self._deliver, [], self.engine.stats())
+        return True
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        # A loop that has been closed has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)

@@ -1,0 +1,123 @@
+"""What every request passes before a route sees it: an id, the key, the size of its body."""
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.serving.server.api_error import ApiError, server_error
+from octavo.serving.server.metrics import Metrics
+from octavo.serving.server.request_log import RequestRecord, choose_id
+from octavo.serving.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+# The page asks for the key itself; a probe has none.
+OPEN_PATHS: Collection[str] = ("/", "/page.js", "/page.css", "/health")
+
+
+class BodyTooLarge(HTTPException):
+    """A body that grew past the limit while it was read; FastAPI hands on HTTP exceptions."""
+
+
+class Gate:
+    """ASGI middleware: a record of each request, and refusals that need no route."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self.app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        record = RequestRecord(
+            choose_id(headers.get("x-request-id")), scope["method"], scope["path"], self._metrics
+        )
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers)
+            limited = self._limited(headers, receive, record)
+            await self.app(scope, limited, send_with_id)
+        except ApiError as error:
+            await self._refuse(error, record, send_with_id)
+        except asyncio.CancelledError:  # a server that is made to end at once
+            record.outcome = record.outcome or "aborted"
+            raise
+        except Exception as error:
+            logger.exception("request %s failed", record.request_id)
+            failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
+            await self._refuse(failure, record, send_with_id)
+        finally:
+            route: Any = scope.get("route")
+            record.route = getattr(route, "path", record.route)
+            record.end()
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if not self._keys or path in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Every key is compared, in constant time: the answer tells nothing about them.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "expected an API key of this server as 'Authorization: Bearer KEY', got another "
+                "one or none",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _limited(self, headers: Headers, receive: Receive, record: RequestRecord) -> Receive:
+        """`receive` that stops at the largest body allowed; a length that says more ends now."""
+        limit = self._settings.max_body_bytes
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > limit:
+            raise too_large(limit)
+        num_bytes = 0
+        is_whole = False
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes, is_whole
+            message = await receive()
+            if message["type"] == "http.disconnect" and not is_whole:
+                record.left()  # FastAPI makes a 400 of it
+            is_whole = is_whole or not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > limit:
+                raise BodyTooLarge(413, too_large(limit).message)
+            return message
+
+        return receive_limited
+
+    async def _refuse(self, error: ApiError, record: RequestRecord, send: Send) -> None:
+        record.failed(error)
+        if record.status is not None:
+            return  # half an answer is out; the connection ends with it
+        headers = {"content-type": "application/json", "connection": "close", **error.headers}
+        raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+        start = {"type": "http.response.start", "status": error.status, "headers": raw}
+        await send(start)
+        await send({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
+
+
+def too_large(limit: int) -> ApiError:
+    """The body is larger than the server reads."""
+    message = f"expected a body of at most {limit} bytes, got more"
+    return ApiError(413, message, code="body_too_large")

@@ -1,0 +1,268 @@
+"""Requests as the engine takes them, from requests as clients write them."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from octavo.errors import ConfigError
+from octavo.serving.engine.request import Request, Sampling
+from octavo.serving.server.answer_body import ChatWriter, CompletionWriter, TokenTexts, Writer
+from octavo.serving.server.api_error import ApiError, bad_request
+from octavo.serving.server.async_engine import Engine
+from octavo.serving.server.guidance import (
+    MakeGrammar,
+    Schema,
+    call_schema,
+    forced_tools,
+    format_schema,
+    grammar_of,
+)
+from octavo.serving.server.images import read_image
+from octavo.serving.server.message_reader import (
+    CLOSING,
+    AnyCallReader,
+    AutoCallReader,
+    MessageReader,
+    NamedCallReader,
+    PlainReader,
+)
+from octavo.serving.server.prompts import Prompts, image_urls
+from octavo.serving.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    TokenizeRequest,
+)
+from octavo.serving.server.settings import ServerSettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# Fields whose names and values are Sampling's own.
+SAME_NAMES = (
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "ignore_eos", "min_tokens"),
+)
+# Only the engine knows how many tokens an image takes, so the rest of the context is not known.
+DEFAULT_IMAGE_CHAT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request for the engine, and how its answer is written."""
+
+    request: Request
+    writer: Writer
+    is_stream: bool
+    has_usage_chunk: bool
+
+
+class Jobs:
+    """Makes jobs; slow work (templates, tokens, images, grammars) stays off the event loop."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar) -> None:
+        self.model_names = settings.model_names or (engine.model_name,)
+        self._settings = settings
+        self._max_context = engine.max_context
+        self._has_images = bool(getattr(engine, "has_images", False))
+        self._make_grammar = make_grammar
+        self._prompts = Prompts(engine.tokenizer)
+        self._token_texts = TokenTexts(engine.tokenizer)
+        # One thread: a tokenizer is not to be used by two.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
+
+    def close(self) -> None:
+        """End the tokenizer's thread."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, body: ChatRequest) -> Job:
+        """The job of a chat completion."""
+        self.check_model(body.model)
+        forced = forced_tools(body)
+        schema, param = self._chat_schema(body, is_forced=bool(forced))
+        images = await self._images(body.messages)
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        prompt = await self._in_thread(self._prompts.of_chat, body.messages, tools)
+        default = min(DEFAULT_IMAGE_CHAT_TOKENS, self._max_context) if images else self._max_context
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        sampling = await self._sampling(
+            body,
+            max_tokens=self._max_tokens(_asked_tokens(body), len(prompt), default),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            schema=schema,
+            param=param,
+            more_stops=_one_call_only(body, is_forced=bool(forced)),
+        )
+        writer = ChatWriter(
+            request_id, self._name(body), self._token_texts, lambda: _reader(body, len(forced))
+        )
+        request = _request(request_id, prompt, sampling, images)
+        return self._job(body, request, writer)
+
+    async def completion(self, body: CompletionRequest) -> Job:
+        """The job of a completion."""
+        self.check_model(body.model)
+        schema = format_schema(body.response_format)
+        prompt = await self._in_thread(self._prompts.of_completion, body)
+        request_id = f"cmpl-{uuid.uuid4().hex}"
+        sampling = await self._sampling(
+            body,
+            max_tokens=self._max_tokens(body.max_tokens, len(prompt), DEFAULT_COMPLETION_TOKENS),
+            logprobs=body.logprobs,
+            schema=schema,
+            param="response_format",
+        )
+        writer = CompletionWriter(request_id, self._name(body), self._token_texts)
+        return self._job(body, _request(request_id, prompt, sampling), writer)
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a prompt or of a conversation."""
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("expected either prompt or messages, got both or neither")
+        if body.messages is not None:
+            tokens = await self._in_thread(
+                self._prompts.of_chat,
+                body.messages,
+                body.tools or [],
+                add_generation_prompt=body.add_generation_prompt,
+            )
+        else:
+            tokens = await self._in_thread(
+                self._prompts.encode,
+                body.prompt or "",
+                param="prompt",
+                add_special_tokens=body.add_special_tokens,
+            )
+        return {"count": len(tokens), "max_model_len": self._max_context, "tokens": list(tokens)}
+
+    async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
+        """The text of tokens."""
+        return {"prompt": await self._in_thread(self._prompts.decode, tokens)}
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError unless the model is one that is served here; none at all is the one we have."""
+        if name is not None and name not in self.model_names:
+            message = f"expected a model served here ({', '.join(self.model_names)}), got {name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _name(self, body: SamplingFields) -> str:
+        return body.model or self.model_names[0]
+
+    def _job(self, body: SamplingFields, request: Request, writer: Writer) -> Job:
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        return Job(request, writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
+
+    def _chat_schema(self, body: ChatRequest, *, is_forced: bool) -> tuple[Schema | None, str]:
+        schema = format_schema(body.response_format)
+        if schema is not None and body.tools and body.tool_choice != "none":
+            raise bad_request(
+                f"response_format {body.response_format and body.response_format.type!r} together "
+                "with tools is not supported: set tool_choice to 'none' or leave one out",
+                "response_format",
+            )
+        if is_forced:
+            return call_schema(forced_tools(body)), "tools"
+        return schema, "response_format"
+
+    async def _images(self, messages: list[Message]) -> tuple[Any, ...]:
+        urls = image_urls(messages)
+        limits = self._settings.images
+        if urls and not self._has_images:
+            raise bad_request("this model reads no images", "messages", "images_not_supported")
+        if len(urls) > limits.max_images:
+            message = f"expected at most {limits.max_images} images, got {len(urls)}"
+            raise bad_request(message, "messages")
+        return tuple([await asyncio.to_thread(read_image, url, limits) for url in urls])
+
+    async def _sampling(
+        self,
+        body: SamplingFields,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        schema: Schema | None,
+        param: str,
+        more_stops: tuple[str, ...] = (),
+    ) -> Sampling:
+        grammar = None
+        if schema is not None:
+            grammar = await self._in_thread(grammar_of, schema, self._make_grammar, param)
+        given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        try:
+            return Sampling(
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                top_k=max(body.top_k or 0, 0),  # vLLM writes -1 for all
+                stop=(*stop, *more_stops),
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                grammar=grammar,
+                **given,
+            )
+        except ConfigError as error:
+            raise bad_request(str(error)) from None
+
+    def _max_tokens(self, asked: int | None, num_prompt: int, default: int) -> int:
+        room = self._max_context - num_prompt
+        if room < 1 or (asked or 1) > room:
+            raise bad_request(
+                f"expected a prompt and its answer in {self._max_context} tokens, got "
+                f"{num_prompt} and {asked or 1}: ask for less",
+                "max_tokens" if room >= 1 else "messages",
+                "context_length_exceeded",
+            )
+        limit = self._settings.max_tokens
+        if asked is not None and limit is not None and asked > limit:
+            message = f"expected max_tokens of at most {limit}, which this server allows"
+            raise bad_request(f"{message}; got {asked}", "max_tokens")
+        return asked or min(default, room, limit or room)
+
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+
+def _asked_tokens(body: ChatRequest) -> int | None:
+    asked = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(asked) > 1:
+        raise bad_request("expected max_tokens or max_completion_tokens, got both", "max_tokens")
+    return asked.pop() if asked else None
+
+
+def _one_call_only(body: ChatRequest, *, is_forced: bool) -> tuple[str, ...]:
+    """The text at which the answer ends if it may make one call and no more."""
+    is_auto = bool(body.tools) and body.tool_choice != "none" and not is_forced
+    return (CLOSING,) if is_auto and body.parallel_tool_calls is False else ()
+
+
+def _request(
+    request_id: str, prompt: tuple[int, ...], sampling: Sampling, images: tuple[Any, ...] = ()
+) -> Request:
+    try:
+        return Request(request_id=request_id, prompt=prompt, sampling=sampling, images=images)
+    except ConfigError as error:
+        raise bad_request(str(error)) from None
+
+
+def _reader(body: ChatRequest, num_forced: int) -> MessageReader:
+    """How the answer's text is read: as content, as the call it was forced to be, or as both."""
+    if not body.tools or body.tool_choice == "none":
+        return PlainReader()
+    if num_forced == 0:
+        return AutoCallReader()
+    if num_forced > 1:
+        return AnyCallReader()
+    # OpenAI says "stop" after a call that was asked for by name.
+    (tool,) = forced_tools(body)
+    return NamedCallReader(
+        tool.function.name, "tool_calls" if body.tool_choice == "required" else "stop"
+    )

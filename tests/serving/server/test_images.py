@@ -1,0 +1,151 @@
+"""image_url parts: what is decoded, and what is refused."""
+
+import asyncio
+import base64
+import io
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+Image = pytest.importorskip("PIL.Image")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_engine import FakeEngine  # noqa: E402
+from fake_server import serving  # noqa: E402
+
+from octavo.serving.server.api_error import ApiError  # noqa: E402
+from octavo.serving.server.images import read_image  # noqa: E402
+from octavo.serving.server.settings import ImageLimits, ServerSettings  # noqa: E402
+
+
+def encoded(size=(4, 3), kind="PNG", color=(255, 0, 0)):
+    data = io.BytesIO()
+    Image.new("RGB", size, color).save(data, kind)
+    return data.getvalue()
+
+
+def data_url(data, media_type="image/png"):
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_data_urls(kind):
+    image = read_image(data_url(encoded(kind=kind)), ImageLimits())
+    assert (image.size, image.mode) == ((4, 3), "RGB")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,!!!!", "expected base64"),
+        (data_url(b"no image"), "expected an image"),
+        (data_url(encoded()[:40]), "expected an image"),
+        (data_url(b""), "expected an image"),
+        (data_url(encoded((100, 101))), "at most 10000 pixels, got 100x101"),
+        (data_url(b"x" * 2001), "at most 2000 bytes"),
+        (data_url(b"x" * 9000), "at most 2000 bytes"),
+        ("data:," + "x" * 2001, "at most 2000 bytes"),
+        ("file:///etc/passwd", "expected a data:"),
+        ("ftp://host/x.png", "expected a data:"),
+        ("", "expected a data:"),
+        ("http://example.com/x.png", "does not fetch from 'example.com'"),
+        ("https://allowed.example@evil.example/x", "does not fetch from 'evil.example'"),
+        ("http://[::1", "expected a URL"),
+        ("http:///x", "does not fetch from None"),
+    ],
+    ids=lambda part: part[:40],
+)
+def test_refusals(url, message):
+    limits = ImageLimits(max_bytes=2000, max_pixels=10000, allowed_hosts=("allowed.example",))
+    with pytest.raises(ApiError) as caught:
+        read_image(url, limits)
+    assert caught.value.status == 400
+    assert message in caught.value.message
+
+
+class Host(BaseHTTPRequestHandler):
+    def do_GET(self):
+        match self.path:
+            case "/redirect":
+                self.send_response(302)
+                self.send_header("Location", "/image")
+                self.end_headers()
+            case "/image":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(encoded())
+            case "/large":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"x" * 100_000)
+            case "/slow":
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    for _ in range(50):
+                        self.wfile.write(b"x")
+                        self.wfile.flush()
+                        threading.Event().wait(0.05)
+                except OSError:
+                    pass
+            case _:
+                self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_fetching_from_an_allowed_host():
+    host = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    base = f"http://127.0.0.1:{host.server_port}"
+    limits = ImageLimits(allowed_hosts=("127.0.0.1",), max_bytes=50_000, fetch_timeout_s=0.3)
+    try:
+        assert read_image(f"{base}/image", limits).size == (4, 3)
+        for path, message in (
+            ("/redirect", "302"),
+            ("/large", "at most 50000 bytes"),
+            ("/slow", "too slow"),
+            ("/missing", "404"),
+        ):
+            with pytest.raises(ApiError, match=message):
+                read_image(base + path, limits)
+    finally:
+        host.shutdown()
+        thread.join()
+        host.server_close()
+
+
+def ask(urls, engine, **limits):
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [{"type": "text", "text": "what is it?"}, *parts]
+
+    async def scenario():
+        async with serving(engine, ServerSettings(images=ImageLimits(**limits))) as client:
+            body = {"messages": [{"role": "user", "content": content}]}
+            return await client.post("/v1/chat/completions", json=body)
+
+    return asyncio.run(scenario())
+
+
+def test_images_reach_an_engine_that_takes_them():
+    engine = FakeEngine(has_images=True)
+    answer = ask([data_url(encoded()), data_url(encoded((8, 8)))], engine)
+    assert answer.json()["choices"][0]["message"]["content"] == "2 images"
+    (request,) = engine.added
+    assert [image.size for image in request.images] == [(4, 3), (8, 8)]
+    assert "".join(map(chr, request.prompt)).count("<image>") == 2
+
+
+def test_images_are_refused_by_an_engine_without_and_beyond_the_limit():
+    refused = ask([data_url(encoded())], FakeEngine())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "images_not_supported")
+    many = ask([data_url(encoded())] * 3, FakeEngine(has_images=True), max_images=2)
+    assert "at most 2 images, got 3" in many.json()["error"]["message"]
