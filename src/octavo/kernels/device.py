@@ -32,11 +32,6 @@ class Device:
         return 227 * 1024
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether FP8 has a fast path: tensor cores, or a CPU, whose only path is the reference."""
-        return self.capability is None or self.capability >= (8, 9)
-
-    @property
     def has_dependents(self) -> bool:
         """Whether a kernel can start while the one before it ends, and wait for its results."""
         return self.capability is not None and self.capability >= (9, 0)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_server import listening  # noqa: E402
 
+from octavo.errors import UnsupportedError  # noqa: E402
 from octavo.integrations.transformers.small_model import find_weights  # noqa: E402
 from octavo.serving.engine import engine as engine_module  # noqa: E402
 from octavo.serving.engine import settings as engine_settings  # noqa: E402
@@ -36,7 +37,7 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": CITY}}
 def server():
     try:
         find_weights()
-    except Exception as error:
+    except UnsupportedError as error:
         pytest.skip(str(error))
     settings = engine_settings.EngineSettings(num_pages=64, max_context=512, max_num_seqs=8)
     engine = engine_module.load_engine(None, None, settings, device="cpu")
