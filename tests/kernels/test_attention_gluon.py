@@ -1,5 +1,7 @@
 """Hopper's attention kernel against the reference: on a GPU, since Gluon has no interpreter."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -135,13 +137,38 @@ def test_packed_causal_with_sinks(head_dim):
 
 @hopper
 @pytest.mark.gpu
-def test_tokens_after_the_last_sequence_give_zeros():
-    case = PackedCase(q_lens=(3, 40, 200), num_heads=2, head_dim=72)
+@pytest.mark.parametrize("rest", [200, 2000])
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_tokens_after_the_last_sequence_give_zeros(head_dim, rest):
+    case = PackedCase(q_lens=(3, 40, rest), num_heads=2, head_dim=head_dim)
     inputs = make_packed_inputs(case, dtype=E4M3, device="cuda")
     packing = inputs["packing"]
     packing.cu_seqlens_q[-1] = packing.cu_seqlens_k[-1] = 43 + 5
     out = check(inputs)
     assert not out[48:].any()
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_sequences_of_all_lengths(causal):
+    """Empty ones, whole tiles, one more and one less, in one call."""
+    spec = AttentionSpec(causal=causal)
+    lengths = (0, 128, 0, 0, 127, 129, 1, 256, 0, 300, 64, 0)
+    case = PackedCase(q_lens=lengths, num_heads=3, num_kv_heads=1, head_dim=72, spec=spec)
+    check(make_packed_inputs(case, dtype=E4M3, device="cuda"))
+
+
+@hopper
+@pytest.mark.gpu
+def test_no_sequences_give_zeros():
+    case = PackedCase(q_lens=(5,), num_heads=2, head_dim=72)
+    inputs = make_packed_inputs(case, dtype=E4M3, device="cuda")
+    packing = inputs["packing"]
+    none = packing.cu_seqlens_q[:1]
+    inputs["packing"] = dataclasses.replace(packing, cu_seqlens_q=none, cu_seqlens_k=none)
+    out, lse = run(inputs)
+    assert not out.any() and not lse.any()
 
 
 @hopper

@@ -13,7 +13,16 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
-SIZES = ["num_row_tiles", "num_sequences", "num_heads", "group", "num_tokens", "q_len", "kv_len"]
+SIZES = [
+    "num_jobs",
+    "num_row_tiles",
+    "num_sequences",
+    "num_heads",
+    "group",
+    "num_tokens",
+    "q_len",
+    "kv_len",
+]
 STRIDES = ["q_scale_stride", "k_scale_stride", "v_scale_stride"]
 USES = ["IS_PACKED", "IS_CAUSAL", "HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"]
 

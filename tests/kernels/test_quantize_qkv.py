@@ -127,6 +127,22 @@ def test_packed_values(lengths, num_tokens, device):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 37])
+def test_padding_is_not_looked_at(num_tokens, granularity, device):
+    """Large values, NaN and Inf behind the last token are in no scale, history or count."""
+    shapes = [granularity.scale_shape((37, n, 72)) for n in (4, 2, 2)]
+    q, k, v = draw_packed(37, 4, 2, 72, device)
+    for x, strange in zip((q, k, v), (1e4, float("nan"), float("inf")), strict=True):
+        x[num_tokens:] = strange
+    ends = cumulative((num_tokens, 0), device=device)
+    options = {"value_layout": "transposed", "cu_seqlens": ends, "num_tokens": ends[-1:]}
+    history = tuple(AmaxHistory(shape).to(device) for shape in shapes)
+    rotary = draw_rotary(37, 72, device)
+    check(q, k, v, history=history, granularity=granularity, rotary=rotary, **options)
+    assert all(one.num_nonfinite == 0 and one.values.max() < 100 for one in history)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "head_dim"),
     [((2, 1), 72), ((1, 63), 33), ((3, 16), 40), ((0, 5), 32), ((2, 0), 32)],

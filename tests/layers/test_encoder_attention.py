@@ -243,9 +243,9 @@ def test_ranks_rotate_before():
     scaling.group = object()
     q, k, v = draw(1, 5, heads=(2, 2, 2))
     table = torch.ones(5, 36)
-    options = {"rotary": Rotary(table, table), "value_layout": "rows", "cu_seqlens": None}
+    options = {"value_layout": "rows", "cu_seqlens": None, "num_tokens": None}
     with pytest.raises(UnsupportedError, match="rotate them before"):
-        scaling.quantize((q, k, v), **options)
+        scaling.quantize((q, k, v), rotary=Rotary(table, table), **options)
 
 
 def test_static_scaling_takes_one_scale_for_each_head():

@@ -129,6 +129,14 @@ FOUR = dict(zip("qkv", draw(2, 3), strict=True))
         ({"rotary": Rotary(*(torch.ones(6, 4).to("meta"),) * 2)}, "cos on cpu like q"),
         ({"rotary": Rotary(*(torch.ones(6, 4).double(),) * 2)}, "cos and sin in bfloat16"),
         ({"history": (AmaxHistory(),) * 3}, "got one of them twice"),
+        (FOUR | {"num_tokens": cumulative((6,))[-1:]}, "num_tokens is for packed q, k and v"),
+        ({"num_tokens": cumulative((6,))}, r"expected num_tokens as int32 \[1\], got"),
+        ({"num_tokens": torch.tensor([6])}, r"expected num_tokens as int32 \[1\], got"),
+        ({"num_tokens": cumulative((6,))[-1:].to("meta")}, "num_tokens on cpu like q"),
+        (
+            {"num_tokens": cumulative((6,))[-1:], "scales": QkvScales(*(torch.ones(()),) * 3)},
+            "leave num_tokens out",
+        ),
         ({"k": draw(6, head_dim=64)[1], "v": draw(6, head_dim=64)[2]}, "one head_dim, got 72 and"),
     ],
 )

@@ -118,6 +118,7 @@ class EncoderAttention(nn.Module):
             rotary=rotary,
             value_layout="transposed" if is_transposed else "rows",
             cu_seqlens=packing.cu_seqlens_k if packing is not None and is_transposed else None,
+            num_tokens=None if packing is None else packing.cu_seqlens_k[-1:],
         )
         return ops.attention(
             *(quantized.q, quantized.k, quantized.v, self.spec, quantized.scales),

@@ -14,7 +14,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.rotary import Rotary
-from octavo.numerics.scales import count_nonfinite, finite_amax
+from octavo.numerics.scales import count_nonfinite, finite_amax, without_padding
 from octavo.numerics.value_layout import ValueLayout
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -61,18 +61,25 @@ class DynamicScaling(nn.Module):
         rotary: Rotary | None,
         value_layout: ValueLayout,
         cu_seqlens: Tensor | None,
+        num_tokens: Tensor | None,
     ) -> QuantizedQkv:
         """q, k and v in e4m3, their amax pushed into the history first."""
         history = (self.q, self.k, self.v)
         quantize = partial(ops.quantize_qkv, *qkv, value_layout=value_layout, cu_seqlens=cu_seqlens)
         if self.group is None or isinstance(self.granularity, PerHead):
-            return quantize(history=history, granularity=self.granularity, rotary=rotary)
+            return quantize(
+                history=history,
+                granularity=self.granularity,
+                rotary=rotary,
+                num_tokens=num_tokens,
+            )
         if rotary is not None:
             raise UnsupportedError(
                 "scales shared by ranks are those of queries and keys as they come: rotate them "
                 "before, got rotary tables"
             )
         for part, x in zip(history, qkv, strict=True):
+            x = x if num_tokens is None else without_padding(x, num_tokens)
             amax = finite_amax(x, PerTensor())
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
             part.push(amax, count_nonfinite(x))
@@ -111,6 +118,7 @@ class StaticScaling(Float32Buffers):
         rotary: Rotary | None,
         value_layout: ValueLayout,
         cu_seqlens: Tensor | None,
+        num_tokens: Tensor | None,
     ) -> QuantizedQkv:
         """q, k and v in e4m3; what is beyond the scale's range saturates."""
         return ops.quantize_qkv(

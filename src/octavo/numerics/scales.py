@@ -24,6 +24,12 @@ def finite_amax(x: Tensor, granularity: Granularity) -> Tensor:
     return granularity.reduce_max(torch.where(magnitude < torch.inf, magnitude, 0.0))
 
 
+def without_padding(x: Tensor, num_tokens: Tensor) -> Tensor:
+    """Packed x [tokens, …] with zeros behind the first num_tokens [1]; nothing waits for them."""
+    is_token = torch.arange(len(x), device=x.device) < num_tokens
+    return torch.where(is_token.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+
+
 def count_nonfinite(x: Tensor) -> Tensor:
     """How many values are NaN or ±Inf, as an int64 scalar on x's device."""
     return x.numel() - torch.isfinite(x).sum()

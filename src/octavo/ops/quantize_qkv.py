@@ -42,6 +42,7 @@ def quantize_qkv(
     rotary: Rotary | None = None,
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
     impl: str | None = None,
 ) -> QuantizedQkv:
     """q, k and v in FP8.
@@ -54,10 +55,13 @@ def quantize_qkv(
     rotary: q and k are turned first, in float32; the amax is then that of the turned values.
     value_layout: "transposed" gives vᵀ as FP8 tensor cores want it (`numerics.value_layout`), of a
     dense batch [batch, kv_len, …], or packed [tokens, …] with the cu_seqlens of the keys, int32.
+    num_tokens: how many tokens of packed q, k and v there are, int32 [1]; the rest is padding,
+    which dynamic scales and their history do not look at.
     """
     _check(q, k, v)
+    _check_num_tokens(q, k, num_tokens)
     layout = _check_layout(k, value_layout, cu_seqlens)
-    check_one_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    check_one_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
     if rotary is not None:
         check_float("cos and sin", rotary.cos)
         check_one_device(q=q, cos=rotary.cos, sin=rotary.sin)
@@ -69,6 +73,8 @@ def quantize_qkv(
             raise ConfigError("expected static scales or a history for dynamic ones, got both")
         if granularity is not None:
             raise ConfigError("static scales say their own granularity: leave granularity out")
+        if num_tokens is not None:
+            raise ConfigError("static scales look at no tokens: leave num_tokens out")
         check_scales(scales, q, k, v, per_token=False)
         given = [scales.q, scales.k, scales.v]
         q8, k8, v8 = torch.ops.octavo.quantize_qkv_static(
@@ -81,7 +87,8 @@ def quantize_qkv(
     rings = [] if history is None else _rings(history, granularity, (q, k, v))
     name = str(granularity)
     q8, k8, v8, q_scale, k_scale, v_scale = torch.ops.octavo.quantize_qkv_dynamic(
-        q, k, v, rings, cos, sin, is_interleaved, layout, cu_seqlens, name, fmt.name, impl
+        *(q, k, v, rings, cos, sin, is_interleaved, layout, cu_seqlens),
+        *(num_tokens, name, fmt.name, impl),
     )
     return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
 
@@ -96,6 +103,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] != k.shape[-1]:
         raise ConfigError(f"expected q and k of one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     check_heads(q.shape[-2], k.shape[-2])
+
+
+def _check_num_tokens(q: Tensor, k: Tensor, num_tokens: Tensor | None) -> None:
+    if num_tokens is None:
+        return
+    if q.dim() != 3 or len(q) != len(k):
+        raise ConfigError(
+            "num_tokens is for packed q, k and v of the same tokens [tokens, heads, head_dim], got "
+            f"q {list(q.shape)} and k {list(k.shape)}"
+        )
+    if num_tokens.dtype != torch.int32 or num_tokens.shape != (1,):
+        raise ConfigError(
+            f"expected num_tokens as int32 [1], got {num_tokens.dtype} {list(num_tokens.shape)}"
+        )
 
 
 def _check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> str:
@@ -243,6 +264,7 @@ def _dynamic(
     is_interleaved: bool,
     layout: str,
     cu_seqlens: Tensor | None,
+    num_tokens: Tensor | None,
     granularity: str,
     fmt: str,
     impl: str | None,
@@ -257,6 +279,7 @@ def _dynamic(
         format_named(fmt),
         rings=rings or None,
         granularity=parse_granularity(granularity),
+        num_tokens=num_tokens,
         **options,
     )
     return *_finish(result), result.scales.q, result.scales.k, result.scales.v
@@ -272,6 +295,7 @@ def _dynamic_fake(
     is_interleaved: bool,
     layout: str,
     cu_seqlens: Tensor | None,
+    num_tokens: Tensor | None,
     granularity: str,
     fmt: str,
     impl: str | None,
@@ -292,7 +316,7 @@ define(
 )
 define(
     f"quantize_qkv_dynamic(Tensor q, Tensor k, Tensor v, Tensor(a!)[] history, {_OPTIONS}, "
-    "str granularity, str format, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? num_tokens, str granularity, str format, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dynamic,
     _dynamic_fake,
 )

@@ -8,7 +8,7 @@ from octavo.numerics.granularity import Granularity, PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, align
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
-from octavo.numerics.scales import amax_to_scale, finite_amax
+from octavo.numerics.scales import amax_to_scale, finite_amax, without_padding
 from octavo.numerics.value_layout import ValueLayout
 from octavo.reference.rotary import rotate
 from octavo.reference.value_layout import transpose_values
@@ -28,20 +28,25 @@ def quantize_qkv(
     rotary: Rotary | None = None,
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
 ) -> QuantizedQkv:
     """q, k and v [..., heads, head_dim] in FP8 with static scales or dynamic ones.
 
     rings: the amax histories of q, k and v; this call is pushed into them, then their maximum gives
     the scales. Without rings the scales are those of this call alone. rotary: q and k are turned
     first, in float32, and quantized from there. value_layout, cu_seqlens: where each value goes.
+    num_tokens: int32 [1], of packed tokens; what lies behind is in no dynamic scale.
     """
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     if scales is None:
+        counted = [q, k, v]
+        if num_tokens is not None:
+            counted = [without_padding(x, num_tokens) for x in counted]
         scales = QkvScales(
             *(
                 _dynamic_scale(x, fmt, granularity, None if rings is None else rings[i])
-                for i, x in enumerate((q, k, v))
+                for i, x in enumerate(counted)
             )
         )
 

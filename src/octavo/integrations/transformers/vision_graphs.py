@@ -5,9 +5,8 @@ Padding is in no sequence: cu_seqlens end with the last image, and the entries t
 empty sequences. So no image sees it, whatever it holds, and what a tower makes of it is cut off.
 
 Only amax could still see it: through biases even zeros become queries, keys and values that are not
-zero. The rows of padding are therefore overwritten with zeros in the queries, keys and values of
-every layer with dynamic scales, on the way into it; zeros never change an amax. Which rows these
-are lies in a tensor on the device, so a replay is told by writing to it.
+zero. Layers with dynamic scales therefore look no further than the last of cu_seqlens, which lies
+on the device: a replay is told by writing to it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -211,9 +210,6 @@ class VisionGraphs:
         ends = _cu_seqlens(grid_thw)
         ends += [num_tokens] * (self.max_sequences + 1 - len(ends))
         padded["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-        # A smaller request would have a smaller budget, so only these rows can be padding.
-        smaller = max((b for b in self.budgets if b < budget), default=0)
-        padded["is_padding"] = torch.arange(smaller, num_rows, device=device) >= num_tokens
         return padded
 
     def _tables(self, grid_thw: Tensor) -> dict[str, Tensor]:
@@ -236,14 +232,12 @@ class VisionGraphs:
 
     def _forward(self, inputs: Mapping[str, Tensor], budget: int) -> Any:
         """The tower's pass over padded inputs; nothing in it waits for the device."""
-        given = {name: x for name, x in inputs.items() if name != "is_padding"}
         # With all tables given, the tower does not look at the grid.
         grid = torch.zeros(0, 3, dtype=torch.int64)
         tower = self.tower
         # A forward of graphs on the tower would come back to here.
         call = partial(type(tower).forward, tower) if GRAPHS in vars(tower) else tower
-        with _padding_zeroed(tower, inputs["is_padding"], self._num_rows(budget)):
-            return call(**given, grid_thw=grid, max_seqlen=budget, return_dict=True)
+        return call(**inputs, grid_thw=grid, max_seqlen=budget, return_dict=True)
 
     def _capture(self, inputs: Mapping[str, Tensor], budget: int) -> _Captured:
         static = {name: x.clone() for name, x in inputs.items()}
@@ -320,37 +314,6 @@ def _grids(grid_thw: Tensor) -> list[tuple[int, int, int]]:
 def _dynamic_layers(tower: nn.Module) -> list[EncoderAttention]:
     layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
     return [layer for layer in layers if isinstance(layer.scaling, DynamicScaling)]
-
-
-@contextmanager
-def _padding_zeroed(tower: nn.Module, is_padding: Tensor, num_rows: int) -> Iterator[None]:
-    """Inside, layers with dynamic scales get queries, keys and values with zeros for padding.
-
-    is_padding: of the last rows out of num_rows.
-    """
-    first = num_rows - len(is_padding)
-    layers = _dynamic_layers(tower)
-    reached: set[EncoderAttention] = set()
-
-    def zero(layer: EncoderAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-        for x in (*args[:3], *named):
-            rows = x if len(x) == num_rows else x.squeeze(0)
-            mask = is_padding.view(-1, *[1] * (rows.dim() - 1))
-            rows[first:].masked_fill_(mask, 0.0)
-        reached.add(layer)
-
-    handles = [layer.register_forward_pre_hook(zero, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(reached) != len(layers):
-        raise UnsupportedError(
-            f"expected {len(layers)} layers with dynamic scales to be called, so that padding "
-            f"stays out of their history; {len(reached)} were: use static scales"
-        )
 
 
 @contextmanager

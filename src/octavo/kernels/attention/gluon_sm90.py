@@ -774,18 +774,46 @@ def _job_after(first):
 
 
 @gluon.jit
+def _find_sequence(slot, cu_seqlens_ptr, num_sequences, BLOCK_M: gl.constexpr):
+    """The packed sequence that has a slot for a tile of queries, and its first slot.
+
+    Slots of sequence i begin at cu_seqlens[i] // BLOCK_M + i: enough for each whatever its length,
+    and how many there are in all follows from the tokens, without a look at the lengths.
+    """
+    low = slot * 0
+    width = low + num_sequences
+    while width > 1:
+        half = width // 2
+        start = gl.load(cu_seqlens_ptr + low + half) // BLOCK_M + low + half
+        is_right = start <= slot
+        low = gl.where(is_right, low + half, low)
+        width = gl.where(is_right, width - half, half)
+    return low, gl.load(cu_seqlens_ptr + low) // BLOCK_M + low
+
+
+@gluon.jit
 def _make_job(index, work, tiles):
     """A job by its number; of a causal call the tiles that see most keys come first."""
-    _, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_row_tiles, heads, lengths = work
+    _, sequences, num_row_tiles, heads, lengths = work
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_sequences = sequences
     num_heads, group = heads
     q_len, kv_len, window = lengths
     BLOCK_M: gl.constexpr = NUM_CONSUMERS * ROWS
     BLOCK_N: gl.constexpr = tiles.BLOCK_N
+    if tiles.IS_PACKED:
+        sequence, first_slot = _find_sequence(
+            index // num_heads, cu_seqlens_q_ptr, num_sequences, BLOCK_M
+        )
+        end = gl.load(cu_seqlens_q_ptr + sequence + 1)
+        num_row_tiles = end // BLOCK_M + sequence + 1 - first_slot
+        index -= first_slot * num_heads
+        head = index // num_row_tiles
+    else:
+        sequence = index // num_row_tiles // num_heads
+        head = index // num_row_tiles % num_heads
     tile = index % num_row_tiles
     if tiles.IS_CAUSAL:
         tile = num_row_tiles - 1 - tile
-    sequence = index // num_row_tiles // num_heads
-    head = index // num_row_tiles % num_heads
     first_row = tile * BLOCK_M
     batch = sequence
     q_first = sequence * 0
@@ -795,7 +823,8 @@ def _make_job(index, work, tiles):
         batch = sequence * 0
         q_first = gl.load(cu_seqlens_q_ptr + sequence)
         k_first = gl.load(cu_seqlens_k_ptr + sequence)
-        q_len = gl.load(cu_seqlens_q_ptr + sequence + 1) - q_first
+        # Slots behind the last sequence are padding's: no head has them, and no query.
+        q_len = gl.where(head < num_heads, end - q_first, 0)
         kv_len = gl.load(cu_seqlens_k_ptr + sequence + 1) - k_first
         column = (k_first + 16 * sequence) // 16 * 16
     lowest = kv_len - q_len + first_row
@@ -843,8 +872,8 @@ def _zero_padding(out_ptr, lse_ptr, first_row, num_rows, HEAD_DIM: gl.constexpr)
 
 # Sizes are not compiled in: one that is 1 would be no tensor.
 _SIZES = [
-    *("q_scale_stride", "k_scale_stride", "v_scale_stride", "num_row_tiles", "num_sequences"),
-    *("num_heads", "group", "num_tokens", "q_len", "kv_len", "window"),
+    *("q_scale_stride", "k_scale_stride", "v_scale_stride", "num_jobs", "num_row_tiles"),
+    *("num_sequences", "num_heads", "group", "num_tokens", "q_len", "kv_len", "window"),
 ]
 
 
@@ -867,6 +896,7 @@ def _attention_kernel(
     q_scale_stride,
     k_scale_stride,
     v_scale_stride,
+    num_jobs,
     num_row_tiles,
     num_sequences,
     num_heads,
@@ -913,7 +943,6 @@ def _attention_kernel(
         HAS_ONE_LOOP,
         IS_PERSISTENT,
     )
-    num_jobs = num_row_tiles * num_sequences * num_heads
     if IS_PACKED:
         first_row = gl.load(cu_seqlens_q_ptr + num_sequences) * num_heads
         _zero_padding(out_ptr, lse_ptr, first_row, num_tokens * num_heads, HEAD_DIM)
@@ -953,7 +982,8 @@ def _attention_kernel(
     SECOND: gl.constexpr = 1
     heads = (num_heads, group)
     lengths = (q_len, kv_len, window)
-    work = (num_jobs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_row_tiles, heads, lengths)
+    sequences = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_sequences)
+    work = (num_jobs, sequences, num_row_tiles, heads, lengths)
     scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     scale_strides = (q_scale_stride, k_scale_stride, v_scale_stride)
     softmax = (softmax_scale, softcap)
@@ -991,16 +1021,17 @@ def attention(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     num_tokens, num_heads, head_dim = q.shape[-3:]
     kv_len, num_kv_heads = k.shape[-3:-1]
-    max_q_len = num_tokens if packing is None else max(1, packing.max_seqlen_q)
     config = config or default_gluon(head_dim, spec)
     assert is_valid_gluon(config)
-    num_row_tiles = -(-max_q_len // (NUM_CONSUMERS.value * ROWS.value))
-    num_sequences = q.shape[0]
+    block_m = NUM_CONSUMERS.value * ROWS.value
+    num_sequences, num_row_tiles = q.shape[0], -(-num_tokens // block_m)
+    num_jobs = num_row_tiles * num_sequences * num_heads
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         num_sequences = len(packing.cu_seqlens_q) - 1
-    if out.numel() == 0:
-        return out, lse
+        num_jobs = (num_tokens // block_m + num_sequences) * num_heads
+    if out.numel() == 0 or num_sequences == 0:
+        return out.zero_(), lse.zero_()
     if kv_len == 0:  # the copy engine wants something to describe, and never reads it
         k = k.new_zeros((len(k), 16, num_kv_heads, head_dim))
         v = v.new_zeros((len(v), num_kv_heads, head_dim, 16))
@@ -1016,7 +1047,6 @@ def attention(
     cu_seqlens_q, cu_seqlens_k = lse, lse  # not read
     if packing is not None:
         cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    num_jobs = num_row_tiles * num_sequences * num_heads
     num_programs = min(num_jobs, describe(q.device).num_sms) if config.is_persistent else num_jobs
     _attention_kernel[(num_programs,)](
         _describe(queries, 64, d1),
@@ -1034,6 +1064,7 @@ def attention(
         cu_seqlens_q,
         cu_seqlens_k,
         *(scale.stride(0) if scale.dim() else 0 for scale in (scales.q, scales.k, scales.v)),
+        num_jobs,
         num_row_tiles,
         num_sequences,
         num_heads,

@@ -42,7 +42,7 @@ _SIZES = [
 ]
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["num_tokens_ptr"])
 def _amax_kernel(
     q_ptr,
     k_ptr,
@@ -55,6 +55,7 @@ def _amax_kernel(
     q_passes_ptr,
     k_passes_ptr,
     v_passes_ptr,
+    num_tokens_ptr,
     q_ring_length,
     k_ring_length,
     v_ring_length,
@@ -76,6 +77,7 @@ def _amax_kernel(
     cos_column,
     sin_row,
     sin_column,
+    HAS_PADDING: tl.constexpr,
     HAS_RINGS: tl.constexpr,
     NUM_PARTIALS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -105,6 +107,10 @@ def _amax_kernel(
     TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
     NO_TURN: tl.constexpr = (0, 0, 1, False)
     chunk, scale = tl.program_id(0), tl.program_id(1)
+    if HAS_PADDING:
+        num_tokens = tl.load(num_tokens_ptr)
+        num_q_tokens = tl.minimum(num_q_tokens, num_tokens)
+        num_k_tokens = tl.minimum(num_k_tokens, num_tokens)
     q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
     k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
     v = (v_ptr, num_k_tokens, NUM_KV_HEADS, k_length, v_batch_stride, v_token_stride, v_head_stride)
@@ -288,6 +294,7 @@ def quantize_qkv(
     rotary: Rotary | None = None,
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
+    num_tokens: Tensor | None = None,
     config: QuantizeQkvConfig | None = None,
 ) -> QuantizedQkv:
     """q, k and v in FP8, as `octavo.ops.quantize_qkv` promises: one launch, or two if dynamic."""
@@ -301,7 +308,7 @@ def quantize_qkv(
     if scales is None:
         shapes = (granularity.scale_shape(tuple(x.shape)) for x in (q, k, v))
         scales = QkvScales(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
-        given |= _run_amax(given, parts, rings, per_head, config)
+        given |= _run_amax(given, parts, rings, num_tokens, per_head, config)
     q8, k8 = (empty_aligned(x.shape, fmt.dtype, x) for x in (q, k))
     if value_layout == "rows":
         v8 = empty_aligned(v.shape, fmt.dtype, v)
@@ -317,6 +324,7 @@ def _run_amax(
     given: dict[str, Any],
     parts: list[Tensor],
     rings: Rings | None,
+    num_tokens: Tensor | None,
     per_head: bool,
     config: QuantizeQkvConfig,
 ) -> dict[str, Tensor]:
@@ -334,6 +342,8 @@ def _run_amax(
         **scratch,
         **by_part("passes_ptr", passes),
         **by_part("ring_length", _ring_lengths(rings)),
+        num_tokens_ptr=scratch["slot_ptr"] if num_tokens is None else num_tokens,
+        HAS_PADDING=num_tokens is not None,
         HAS_RINGS=rings is not None,
         NUM_PARTIALS=config.num_partials,
         maxnreg=AMAX_REGISTERS,
