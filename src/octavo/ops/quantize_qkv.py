@@ -316,7 +316,8 @@ define(
 )
 define(
     f"quantize_qkv_dynamic(Tensor q, Tensor k, Tensor v, Tensor(a!)[] history, {_OPTIONS}, "
-    "Tensor? num_tokens, str granularity, str format, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? num_tokens, str granularity, str format, str? impl) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dynamic,
     _dynamic_fake,
 )

@@ -130,7 +130,7 @@ def test_padding_holds_nothing_that_matters(tower, is_kept_out, monkeypatch):
 
 
 def test_zeros_are_no_harmless_padding(tower, monkeypatch):
-    """Why padding is kept out: through the bias, patches of zeros have values that raise an amax."""
+    """Why padding is kept out: through a bias, patches of zeros have values that raise an amax."""
     plain, padded = twin(tower), twin(tower)
     for other in (plain, padded):
         # A bias that only counts where a patch is zero: normalised images are far from it.

@@ -58,6 +58,7 @@ def test_the_cache_takes_its_part_of_the_memory():
     engine = make_engine(num_pages=None, memory_fraction=fraction, max_num_seqs=64)
     nbytes = engine._runner.storage.nbytes
     most = 64 * 16 * engine._runner.storage.spec.bytes_per_page  # of 64 requests of 1024 tokens
-    assert 0 < nbytes <= min(2**30, most)
+    num_scale_bytes = 4096  # at most, beside the pages
+    assert 0 < nbytes <= min(2**30, most + num_scale_bytes)
     answers(engine)
     engine.close()

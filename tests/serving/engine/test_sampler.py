@@ -377,6 +377,7 @@ def test_everything_is_queued_before_anything_is_read():
         queued.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.gpu
 def test_a_gpu_draws_what_a_cpu_draws_and_is_read_once():
     vocab_size, num_rows = 20_000, 64

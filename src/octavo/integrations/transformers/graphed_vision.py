@@ -84,6 +84,7 @@ def graphed_forward(
         return type(tower).forward(tower, hidden_states, grid_thw, **options)
     default = getattr(tower.config, "return_dict", True)
     is_tuple = options.pop("return_dict", default) is False
+    options.pop("use_cache", None)  # `generate` tells every part of a model; a tower has none
     # None and False are what a graph does anyway; whatever else is asked for, it cannot know.
     if given := sorted(n for n, x in options.items() if x is not None and x is not False):
         raise UnsupportedError(
