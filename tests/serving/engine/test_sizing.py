@@ -62,14 +62,13 @@ def test_a_context_that_does_not_fit_is_refused(model):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_seqs"), [(64, 4), (5, 5), (7, 3)])
-def test_the_largest_pass_has_all_tokens_and_sequences(model, monkeypatch, num_tokens, num_seqs):
+def test_a_trial_has_all_tokens_and_sequences(model, monkeypatch, num_tokens, num_seqs):
     seen = []
     forward = model.forward
     monkeypatch.setattr(
         model, "forward", lambda *args: seen.append((*args, forward(*args))) or seen[-1][-1]
     )
-    settings = EngineSettings(max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
-    sizing._try_largest(model, model.cache_spec(16), settings)
+    sizing.try_pass(model, model.cache_spec(16), num_tokens=num_tokens, num_seqs=num_seqs)
     ((ids, _, rows, step, logits),) = seen
     assert (len(ids), len(rows), len(logits)) == (num_tokens, num_seqs, num_seqs)
     assert len(set(step.slots.tolist())) == num_tokens

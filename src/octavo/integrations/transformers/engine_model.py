@@ -83,7 +83,9 @@ class EngineModel:
         self.max_context = _max_context(model, config)
         self.eos_tokens = _eos_tokens(model)
         self._watch = Watch()
-        AttentionInterface.register(IMPLEMENTATION, attend)
+        self._compiled: list[Any] = []
+        # A compiled layer is two parts, before and after attention, which picks its kernels itself.
+        AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
         install(model, made, IMPLEMENTATION)
 
     def cache_spec(self, page_size: int) -> CacheSpec:
@@ -107,7 +109,7 @@ class EngineModel:
 
         ids, positions: [tokens] int64, each token's place in its own sequence.
         """
-        self._watch.look(self._decoder)
+        self.look()
         out = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -118,8 +120,27 @@ class EngineModel:
         logits: Tensor = out.logits[0]
         return logits
 
+    def look(self) -> None:
+        """Warn of keys and values that saturate, if the last passes had any; `forward` does it."""
+        self._watch.look(self._decoder)
+
+    def compile(self) -> None:
+        """Compile what lies around attention from the next pass on: norms, products, rotary.
+
+        A pass of one token, and then all others, get a version each: begin with one of one token.
+        """
+        # Where there is one row, products are read at the memory's speed only with this search.
+        options = {"coordinate_descent_tuning": True} if self.device.type == "cuda" else None
+        decoder: Any = self._decoder
+        for part in (*decoder.layers, self.model.get_output_embeddings()):
+            if part is not None and part._compiled_call_impl is None:
+                part.compile(options=options)
+                self._compiled.append(part)
+
     def close(self) -> None:
         """Give the model back as it was."""
+        for part in self._compiled:
+            part._compiled_call_impl = None
         uninstall(self.model, IMPLEMENTATION)
 
 

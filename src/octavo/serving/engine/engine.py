@@ -18,7 +18,7 @@ from octavo.serving.engine.sampler import LogitsError, Sampled, Sampler, Sampler
 from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
-from octavo.serving.engine.sizing import choose_context, choose_num_pages
+from octavo.serving.engine.sizing import choose_context, choose_num_pages, try_pass
 from octavo.serving.engine.text import TextStream
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,9 @@ class Engine:
         model_name: str = "model",
     ) -> None:
         spec = model.cache_spec(settings.page_size)
+        if settings.compile:
+            model.compile()
+            try_pass(model, spec, num_tokens=1, num_seqs=1)
         num_pages = choose_num_pages(model, spec, settings)
         self.max_context = choose_context(model, num_pages * spec.page_size, settings)
         self.settings = dataclasses.replace(settings, max_context=self.max_context)
@@ -57,6 +60,12 @@ class Engine:
         self._allocator = PageAllocator(num_pages, spec.page_size)
         self._scheduler = Scheduler(self._allocator, self.settings)
         self._runner: Runner | None = Runner(model, spec, num_pages)
+        if settings.cuda_graphs is not False:
+            self._runner.use_graphs(
+                max_batch=settings.max_num_seqs,
+                max_context=self.max_context,
+                is_required=settings.cuda_graphs is True,
+            )
         self._sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
         self._seeds = random.Random(settings.seed)
         self._answers: dict[str, _Answer] = {}

@@ -13,13 +13,16 @@ class EngineSettings(SchedulerSettings):
     page_size: tokens of a page. num_pages: of the cache; None takes what memory has room for:
     memory_fraction of a GPU's, all that is in use included, or one GiB on a CPU. max_context: None
     is the model's own, or what the cache holds if that is less. seed: what the seeds of requests
-    without one are drawn by.
+    without one are drawn by. cuda_graphs: whether steps that only decode run by CUDA graphs; None
+    is where they can. compile: whether torch.compile makes kernels of what lies around attention.
     """
 
     page_size: int = 64
     num_pages: int | None = None
     memory_fraction: float = 0.9
     seed: int = 0
+    cuda_graphs: bool | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

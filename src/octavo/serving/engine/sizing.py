@@ -60,17 +60,18 @@ def _free_bytes(model: EngineModel, spec: CacheSpec, settings: EngineSettings) -
     """Bytes of GPU memory for pages, after a trial of the largest forward pass."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
-    _try_largest(model, spec, settings)
+    # As many tokens, and logits of as many sequences, as there can be.
+    num_tokens = settings.max_num_batched_tokens
+    num_seqs = min(settings.max_num_seqs, num_tokens)
+    try_pass(model, spec, num_tokens=num_tokens, num_seqs=num_seqs)
     used = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return int(free - used - (1 - settings.memory_fraction) * total)
 
 
-def _try_largest(model: EngineModel, spec: CacheSpec, settings: EngineSettings) -> None:
-    """A pass with as many tokens, and logits of as many sequences, as there can be."""
-    num_tokens = settings.max_num_batched_tokens
-    num_seqs = min(settings.max_num_seqs, num_tokens)
+def try_pass(model: EngineModel, spec: CacheSpec, *, num_tokens: int, num_seqs: int) -> None:
+    """A pass over tokens of several sequences, over pages of its own."""
     page = iter(range(num_tokens + num_seqs))
     chunks = []
     for index in range(num_seqs):

@@ -5,9 +5,9 @@ import torch
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.serving.engine.request import Request
-from octavo.serving.engine.runner import make_step
 from octavo.serving.engine.scheduler import Batch, Chunk
 from octavo.serving.engine.sequence import Sequence
+from octavo.serving.engine.step import make_step
 
 
 def make_chunk(pages, start, stop, num_tokens):

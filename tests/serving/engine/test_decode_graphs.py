@@ -1,0 +1,184 @@
+"""Decode steps padded to sizes that have graphs: the same tokens, and padding leaves no trace."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_engine import finish, make_engine, make_model, make_request, run
+
+import octavo
+from octavo.errors import UnsupportedError
+from octavo.serving.engine.decode_graphs import DecodeGraphs, batch_sizes
+from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.settings import EngineSettings
+
+RECIPES = {
+    "plain": None,
+    "tensor": octavo.Recipe(kv_cache={"scaling": "unit"}),
+    "token": octavo.Recipe(kv_cache={"granularity": "token"}),
+}
+
+
+def use_padding(engine):
+    """Graphs as on a GPU, each replaced by the call that it would hold."""
+
+    def capture(size):
+        logits = torch.empty(size, engine._model.vocab_size)
+        return (lambda: logits.copy_(graphs._compute(size))), logits
+
+    runner, sizes = engine._runner, engine.settings
+    graphs = DecodeGraphs(
+        *(runner.model, runner.storage), max_batch=sizes.max_num_seqs, max_context=sizes.max_context
+    )
+    graphs._capture = capture
+    runner.graphs = graphs
+    return graphs
+
+
+def answers(engine, **sampling):
+    names = [str(i) for i in range(7)]
+    for i, name in enumerate(names):
+        engine.add(make_request(name, length=1 + 9 * i, which=i, max_tokens=4 + 3 * i, **sampling))
+    return [done.tokens for done in finish(engine, names)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_padded_steps_have_the_same_tokens(name):
+    plain = make_engine(recipe=RECIPES[name])
+    truth = answers(plain)
+    padded = make_engine(recipe=RECIPES[name], num_pages=20, max_num_seqs=3)
+    graphs = use_padding(padded)
+    assert answers(padded) == truth
+    assert graphs.num_replays > 20 and set(graphs._captured) == {1, 2, 3}
+    assert padded.stats().num_pages_in_use == 0
+
+
+def test_padding_writes_no_page():
+    engine = make_engine(max_num_seqs=8)
+    graphs = use_padding(engine)
+    storage = engine._runner.storage
+    for pages in (*storage.key_pages, *storage.value_pages):
+        pages.fill_(7.0)
+    run(engine, *(make_request(str(i), length=3, max_tokens=5) for i in range(3)))
+    assert set(graphs._captured) == {4}
+    for pages in (*storage.key_pages, *storage.value_pages):
+        written = (pages != 7.0).flatten(1).any(1)
+        assert written.sum() == 3  # one page of each of the three
+
+
+def test_what_is_no_decode_step_runs_without_graphs():
+    engine = make_engine(max_num_seqs=2)
+    graphs = use_padding(engine)
+    engine.add(make_request("a", length=20, max_tokens=2))
+    engine.step()
+    assert graphs.num_replays == 0
+    engine.step()
+    assert graphs.num_replays == 1
+
+
+def test_a_chunk_of_one_token_that_samples_nothing():
+    """A long prompt beside a decoding request may get one token of a step."""
+    truth = [one.tokens for one in run(make_engine(), *mixed_requests())]
+    engine = make_engine(max_num_batched_tokens=2, max_num_seqs=2)
+    graphs = use_padding(engine)
+    assert [one.tokens for one in run(engine, *mixed_requests())] == truth
+    assert graphs.num_replays > 20
+
+
+def mixed_requests():
+    return make_request("a", length=3, max_tokens=30), make_request("b", length=25, which=1)
+
+
+def test_a_model_that_no_graph_can_hold(monkeypatch, caplog):
+    def fail(self, size):
+        raise UnsupportedError("expected a model whose decode step a CUDA graph can hold")
+
+    truth = answers(make_engine())
+    engine = make_engine()
+    use_padding(engine)
+    monkeypatch.setattr(engine._runner.graphs, "_capture", lambda size: fail(None, size))
+    assert answers(engine) == truth
+    assert engine._runner.graphs is None
+    assert caplog.text.count("decode steps run without CUDA graphs") == 1
+    engine = make_engine()
+    use_padding(engine)
+    engine._runner._needs_graphs = True
+    monkeypatch.setattr(engine._runner.graphs, "_capture", lambda size: fail(None, size))
+    (found,) = run(engine, make_request(max_tokens=3))
+    assert found.finish_reason == "error"
+
+
+def test_graphs_that_are_asked_for_need_a_gpu():
+    with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA GPU, got a model on cpu"):
+        make_engine(cuda_graphs=True)
+    assert make_engine(cuda_graphs=None)._runner.graphs is None
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 3, 8, 9, 60, 64, 256, 1000])
+def test_batch_sizes(max_batch):
+    sizes = batch_sizes(max_batch)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_batch, 256)
+    for batch in range(1, sizes[-1] + 1):
+        assert next(size for size in sizes if size >= batch) <= max(batch * 1.5, batch + 7)
+
+
+def test_all_graphs_at_once():
+    engine = make_engine(max_num_seqs=4)
+    graphs = use_padding(engine)
+    seen = []
+    graphs.warm_up(lambda sizes: [seen.append(size) or size for size in sizes])
+    assert seen == [4, 2, 1] and set(graphs._captured) == {1, 2, 4}
+
+
+# The compiler's own imports use what torch has deprecated; which ones depends on the version.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_compiled_layers_have_the_same_tokens(family):
+    truth = answers(make_engine(make_model(family)))
+    model = make_model(family)
+    engine = make_engine(model, compile=True)
+    layers = engine._model._decoder.layers
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+    assert answers(engine) == truth
+    engine.close()
+    assert all(layer._compiled_call_impl is None for layer in layers)
+
+
+SIZES = {"head_dim": 64, "hidden_size": 256}
+
+
+def on_gpu(name, dtype, **changes):
+    model = make_model(**SIZES).to("cuda", dtype)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 32, **changes}
+    return load_engine(model, RECIPES[name], EngineSettings(**options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_graphs_have_the_tokens_of_steps_without(name, dtype):
+    plain = on_gpu(name, dtype, cuda_graphs=False)
+    truth = answers(plain)
+    plain.close()
+    engine = on_gpu(name, dtype, cuda_graphs=True)
+    assert answers(engine) == truth
+    assert answers(engine, seed=3, temperature=0.5)
+    graphs = engine._runner.graphs
+    assert graphs.num_replays > 20 and set(graphs._captured) == {1, 2, 4}
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_of_compiled_layers_on_a_gpu():
+    plain = on_gpu("plain", torch.float32, cuda_graphs=False)
+    truth = answers(plain)
+    plain.close()
+    engine = on_gpu("plain", torch.float32, cuda_graphs=True, compile=True)
+    assert answers(engine) == truth
+    engine.close()
