@@ -80,7 +80,9 @@ def num_replays(model):
 @torch.no_grad()
 def features(model, inputs):
     found = model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-    return torch.cat(found.pooler_output), torch.cat([torch.cat(x) for x in found[2]])
+    # Of each layer: features of all images, or of each of them, by version.
+    layers = [x if isinstance(x, torch.Tensor) else torch.cat(x) for x in found[2]]
+    return torch.cat(found.pooler_output), torch.cat(layers)
 
 
 def histories(model):
