@@ -56,6 +56,10 @@ def perplexity(
             "--num-windows", "-n", min=1, help="How many, from the text's start; none overlap."
         ),
     ] = 4,
+    batch_size: Annotated[
+        int,
+        typer.Option("--batch-size", min=1, help="Windows that are read side by side."),
+    ] = 1,
     count: Annotated[
         CountName,
         typer.Option(
@@ -130,7 +134,8 @@ def perplexity(
 
     from octavo.errors import ConfigError
     from octavo.measure.evaluate import perplexity_run
-    from octavo.measure.evaluate.perplexity import Reading, perplexity_table
+    from octavo.measure.evaluate.perplexity import perplexity_table
+    from octavo.measure.evaluate.reading import Reading
 
     if data is None:
         raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
@@ -138,7 +143,7 @@ def perplexity(
         data=data,
         model=model,
         context=context,
-        reading=Reading(chunk=chunk, count=count.value),
+        reading=Reading(chunk=chunk, count=count.value, batch=batch_size),
         num_windows=num_windows,
         rows=tuple(recipe or perplexity_run.DEFAULT_ROWS),
         kv_cache_dtype=kv_cache_dtype,

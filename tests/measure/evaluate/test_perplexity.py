@@ -14,9 +14,10 @@ from text_models import make_decoder, make_prompts  # noqa: E402
 
 from octavo import Recipe  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
+from octavo.integrations.apply import apply_  # noqa: E402
 from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
 from octavo.measure.evaluate import perplexity as task  # noqa: E402
-from octavo.measure.evaluate.perplexity import Reading, window_loss  # noqa: E402
+from octavo.measure.evaluate import reading as reading_module  # noqa: E402
 from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
     PLAIN,
     Keys,
@@ -25,6 +26,7 @@ from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
     calibration_scales,
     recipe_rows,
 )
+from octavo.measure.evaluate.reading import Reading, window_losses  # noqa: E402
 
 WINDOWS = [make_prompts(1, 70, seed)["input_ids"][0] for seed in (1, 2, 3)]
 
@@ -49,8 +51,54 @@ def test_a_text_in_chunks_has_the_loss_of_one_pass(family, chunk):
     for count, part in counted.items():
         if len(expected[part]) == 0:
             continue
-        found = window_loss(model, WINDOWS[0], Reading(chunk=chunk, count=count))
+        (found,) = window_losses(model, WINDOWS[:1], Reading(chunk=chunk, count=count))
         assert found == pytest.approx(float(expected[part].mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe(kv_cache={"granularity": "token"})])
+def test_windows_side_by_side(recipe):
+    model = make_decoder("llama")
+    if recipe is not None:
+        apply_(model, recipe)
+    windows = [WINDOWS[0], WINDOWS[1], WINDOWS[0].flip(0)]
+    one = window_losses(model, windows, Reading(chunk=4))
+    assert window_losses(model, windows, Reading(chunk=4, batch=2)) == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe(kv_cache={"granularity": "token"})])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_cache_that_never_moves_reads_the_same(recipe, chunk, monkeypatch):
+    """As on a GPU, where passes are replayed, but without a graph."""
+    model = make_decoder("llama")
+    if recipe is not None:
+        apply_(model, recipe)
+    expected = window_losses(model, WINDOWS, Reading(chunk=chunk, batch=2))
+    monkeypatch.setattr(reading_module, "NUM_WARMUPS", 1000)
+    monkeypatch.setattr(
+        reading_module,
+        "_Passes",
+        lambda model: reading_module._Replays(model, 2, len(WINDOWS[0]), chunk),
+    )
+    found = window_losses(model, WINDOWS[:2], Reading(chunk=chunk, batch=2))
+    assert found == pytest.approx(expected[:2], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "recipe",
+    [None, {"granularity": "token"}, {"scaling": "unit", "rotate_keys": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_replays_read_what_passes_read(recipe, chunk, monkeypatch):
+    model = make_decoder("llama", head_dim=64).to("cuda", torch.bfloat16)
+    if recipe is not None:
+        apply_(model, Recipe(kv_cache=recipe))
+    windows = [torch.randint(2, 60, (200,)) for _ in range(3)]
+    found = window_losses(model, windows, Reading(chunk=chunk, batch=3))
+    monkeypatch.setattr(reading_module, "MAX_QUERY_TOKENS", 0)
+    expected = window_losses(model, windows, Reading(chunk=chunk, batch=3))
+    assert found == pytest.approx(expected, rel=1e-2)
 
 
 def test_what_counts_is_never_nothing():

@@ -2,9 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,100 +12,10 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
+from octavo.measure.evaluate.reading import Reading, Step, window_losses
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.tables import Table
 from octavo.recipe import Recipe
-
-# Logits of so many tokens become losses at a time: their softmax needs a copy.
-LOSS_ROWS = 128
-
-Count = Literal["later", "all", "last"]
-Step = Callable[[int], None]  # told how many tokens are done
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How a text is read: in chunks that go through the cache, and which predictions count.
-
-    chunk: tokens of one pass; the first one of a window fills the cache, and all later ones attend
-    to what it holds. Up to 4 are decoded, their queries as they are; more are a prefill, whose
-    queries an e4m3 cache quantizes as well. count: "later" leaves out what the first chunk
-    predicts, "all" counts every prediction, "last" those of the last chunk alone.
-    """
-
-    chunk: int = 512
-    count: Count = "later"
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ConfigError(f"expected a chunk of one token or more, got {self.chunk}")
-        if self.count not in get_args(Count):
-            expected = ", ".join(get_args(Count))
-            raise ConfigError(f"expected count to be one of {expected}, got {self.count!r}")
-
-    def check(self, context: int) -> None:
-        """ConfigError unless a window of this many tokens has predictions that count."""
-        if context < 2 or not any(self._counted(chunk, context) for chunk in self.chunks(context)):
-            raise ConfigError(
-                f"expected windows with predictions to count ({self.count}), got {context} tokens "
-                f"in chunks of {self.chunk}: use a smaller chunk, or count all"
-            )
-
-    def chunks(self, context: int) -> list[range]:
-        """The tokens of each pass over a window; the last one predicts nothing, and is not read."""
-        num_read = context - 1
-        starts = range(0, num_read, self.chunk)
-        return [range(start, min(start + self.chunk, num_read)) for start in starts]
-
-    def _counted(self, chunk: range, context: int) -> bool:
-        match self.count:
-            case "all":
-                return True
-            case "later":
-                return chunk.start > 0
-        return chunk.stop == context - 1
-
-    def passes(self, context: int) -> Iterator[tuple[range, bool]]:
-        """The chunks of a window, and whether their predictions count."""
-        for chunk in self.chunks(context):
-            yield chunk, self._counted(chunk, context)
-
-
-def window_loss(
-    model: Any, window: Tensor, reading: Reading, on_step: Step = lambda n: None
-) -> float:
-    """The mean negative log-likelihood of a window's counted tokens, in nats.
-
-    Token t + 1 is predicted by the pass that reads token t, from the cache of all before.
-    """
-    reading.check(len(window))
-    tokens = window.to(next(model.parameters()).device)
-    cache: Any = None  # the model makes its own
-    total, num_counted = 0.0, 0
-    with torch.inference_mode():
-        for chunk, is_counted in reading.passes(len(window)):
-            result = model(
-                input_ids=tokens[None, chunk.start : chunk.stop],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=0 if is_counted else 1,
-            )
-            cache = result.past_key_values
-            if is_counted:
-                targets = tokens[chunk.start + 1 : chunk.stop + 1]
-                total += _loss(result.logits[0], targets)
-                num_counted += len(targets)
-            on_step(len(chunk))
-    return total / num_counted
-
-
-def _loss(logits: Tensor, targets: Tensor) -> float:
-    """The sum of the negative log-likelihoods, in float32, added up in float64."""
-    total = 0.0
-    for rows, wanted in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
-        losses = torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="none")
-        total += float(losses.double().sum())
-    return total
 
 
 def evaluate(
@@ -166,7 +75,7 @@ def _losses(
     if recipe is not None:
         apply_(model, recipe)
     try:
-        return [window_loss(model, window, reading, on_step) for window in windows]
+        return window_losses(model, windows, reading, on_step)
     finally:
         if recipe is not None:
             restore_(model)

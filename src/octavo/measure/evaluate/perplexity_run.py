@@ -11,7 +11,6 @@ from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, read_text
 from octavo.measure import store
 from octavo.measure.evaluate import perplexity
-from octavo.measure.evaluate.perplexity import Reading
 from octavo.measure.evaluate.perplexity_rows import (
     BASELINE,
     Keys,
@@ -20,6 +19,7 @@ from octavo.measure.evaluate.perplexity_rows import (
     check_rows,
     recipe_rows,
 )
+from octavo.measure.evaluate.reading import Reading
 from octavo.measure.records import Measurement
 
 DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
@@ -73,6 +73,7 @@ class Request:
         words += ["--data", str(self.data), "--num-windows", str(self.num_windows)]
         words += ["--context", str(self.context)] if self.context else []
         words += ["--chunk", str(self.reading.chunk), "--count", self.reading.count]
+        words += ["--batch-size", str(self.reading.batch)] if self.reading.batch > 1 else []
         words += [word for row in self.rows for word in ("--recipe", row)]
         words += ["--kv-cache-dtype", self.kv_cache_dtype, "--dtype", self.dtype]
         if self.scales is not None:
