@@ -246,4 +246,4 @@ def test_streams_that_share_texts(kind):
     for _ in range(200):
         tokens = generator.choices(vocabulary[::7], k=12)
         assert stream(texts, tokens) == stream(tokenizer, tokens)
-    assert texts.piece.cache_info().hits > 100
+    assert texts.piece.cache_info().hits > 50
