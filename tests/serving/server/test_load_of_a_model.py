@@ -30,7 +30,7 @@ pytestmark = [
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NUM_CLIENTS = 500
 # A client that waits longer than this hangs.
-HANG_S = 100
+HANG_S = 240
 # What a round may leave: 16 kB for each of its requests (measured: 2 MB in all, as the allocator's
 # pools fill), and less than one object (measured: none; a request that is kept has dozens).
 MAX_GROWN_BYTES = 8 * 2**20
@@ -186,12 +186,14 @@ def test_a_crowd_leaves_nothing_behind():
             memory.append(server.memory())
         for found in rounds:
             assert found["left"] == NUM_CLIENTS // 5
-            assert found["answered"] >= 100
+            assert found["answered"] >= 60
             assert found["turned away"] >= 1
             assert found["refused"] >= 3 * NUM_CLIENTS // len(KINDS)
         assert seen[-1]["octavo_preemptions_total"] >= 1
-        assert set(outcomes_of(seen[-1])) <= {"stop", "length", "refused", "cancelled"}
-        assert outcomes_of(seen[-1])["cancelled"] >= 10
+        outcomes = outcomes_of(seen[-1])
+        assert set(outcomes) <= {"stop", "length", "refused", "cancelled"}
+        assert outcomes["cancelled"] >= 30
+        assert outcomes["stop"] + outcomes["length"] >= sum(r["answered"] for r in rounds)
         log = server.log()
         assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
         answers = [line["answer_id"] for line in server.request_lines()]
