@@ -51,7 +51,8 @@ test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
 	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow
 
 test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another interpreter than .venv's
-	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels
+	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels --ignore=tests/cache --ignore=tests/integrations --ignore=tests/serving
+	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m 'gpu and slow' -p no:cacheprovider tests/integrations
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) scripts/test_on_gpu.py
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) scripts/sanitize_on_gpu.py
 

@@ -1,10 +1,11 @@
-"""Run the tests of each kernel on this machine's GPU, and record which code passed.
+"""Run the tests of each kernel and area on this machine's GPU, and record which code passed.
 
-One record for each kernel whose tests all passed; exit code 1 if any failed. The tests run in as
-many processes as there are cores, up to 14, if pytest-xdist is there: most of the time goes into
-compiling.
+One record for each kernel or area (vision, kv, engine) whose tests all passed; exit code 1 if any
+failed. The tests run in as many processes as there are cores, up to 14 (areas: 10, for the memory
+of their models), if pytest-xdist is there: most of the time goes into compiling. Tests of areas
+that are marked slow are left out.
 
-    python scripts/test_on_gpu.py [KERNEL ...]
+    python scripts/test_on_gpu.py [KERNEL | AREA ...]
 
 Records go to results/gpu_tests_<gpu>.jsonl. `make test-gpu` runs this and all other tests that need
 a GPU.
@@ -20,25 +21,31 @@ from pathlib import Path
 from octavo.kernels.device import default_device
 from octavo.kernels.tuning import file_name
 from octavo.measure import store
-from octavo.measure.bench.gate import kernel_names, passed_record, tests_of
+from octavo.measure.bench import areas, gate
 from octavo.measure.records import Machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-TESTS = ROOT / "tests" / "kernels"
+TESTS = ROOT / "tests"
+NUM_PROCESSES, NUM_AREA_PROCESSES = 14, 10
 
 
-def run_tests(kernel: str) -> tuple[bool, int]:
-    """(whether all passed, how many did)."""
-    files = map(str, tests_of(kernel, TESTS))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+def run_tests(name: str) -> tuple[bool, int]:
+    """(whether all tests of a kernel or an area passed, how many did)."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if name in areas.AREAS:
+        command += ["-m", "gpu and not slow", *map(str, areas.tests_of(name, TESTS))]
+        num_processes = NUM_AREA_PROCESSES
+    else:
+        command += map(str, gate.tests_of(name, TESTS / "kernels"))
+        num_processes = NUM_PROCESSES
     if importlib.util.find_spec("xdist"):
-        command += ["-n", str(min(14, os.cpu_count() or 1))]
+        command += ["-n", str(min(num_processes, os.cpu_count() or 1))]
     if importlib.util.find_spec("pytest_benchmark"):
         command += ["-p", "no:benchmark"]  # it warns about xdist, and warnings are errors
     result = subprocess.run(command, capture_output=True, text=True)
     tail = result.stdout.strip().splitlines()
-    print(kernel, tail[-1] if tail else result.stderr[-500:], flush=True)
+    print(name, tail[-1] if tail else result.stderr[-500:], flush=True)
     if result.returncode:
         print("\n".join(line[:300] for line in tail if line.startswith(("FAILED", "E "))))
     passed = re.search(r"(\d+) passed", result.stdout)
@@ -47,20 +54,24 @@ def run_tests(kernel: str) -> tuple[bool, int]:
 
 
 def main() -> None:
-    """Test the kernels named on the command line, or all of them."""
-    chosen, device = sys.argv[1:] or kernel_names(), default_device()
+    """Test the kernels and areas named on the command line, or all of them."""
+    known = [*gate.kernel_names(), *areas.AREAS]
+    chosen, device = sys.argv[1:] or known, default_device()
+    if unknown := set(chosen) - set(known):
+        sys.exit(f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
     if device.capability is None:
         sys.exit(f"expected a CUDA GPU, got {device.name}")
     path = RESULTS / f"gpu_tests_{Path(file_name(device)).stem}.jsonl"
     machine = Machine.current(gpu=device.name, capability=device.capability)
     command = "python scripts/test_on_gpu.py"
     failed = []
-    for kernel in chosen:
-        is_passed, num_passed = run_tests(kernel)
+    for name in chosen:
+        is_passed, num_passed = run_tests(name)
         if is_passed:
-            store.append(path, [passed_record(kernel, num_passed, machine, command)])
+            record = areas.passed_record if name in areas.AREAS else gate.passed_record
+            store.append(path, [record(name, num_passed, machine, command)])
         else:
-            failed.append(kernel)
+            failed.append(name)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

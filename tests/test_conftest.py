@@ -61,13 +61,14 @@ def test_gpu_tests_run_only_with_a_gpu(pytester, monkeypatch, has_gpu, outcome):
 def test_a_gpu_run_imports_only_files_with_gpu_tests(pytester, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA GPU")
+    pytester.makeini("[pytest]\nmarkers =\n  gpu: needs a CUDA GPU\n  slow: takes long")
     pytester.makepyfile(
         test_device="import pytest\n@pytest.mark.gpu\ndef test_it(): pass",
         test_host="import a_package_that_is_not_there",
     )
     run = pytester.runpytest_inprocess
-    run("-m", "gpu", "-p", "no:cacheprovider").assert_outcomes(passed=1)
+    for expression in ("gpu", "gpu and not slow"):
+        run("-m", expression, "-p", "no:cacheprovider").assert_outcomes(passed=1)
     run("-p", "no:cacheprovider").assert_outcomes(errors=1)
 
 

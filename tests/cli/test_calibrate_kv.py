@@ -11,20 +11,25 @@ from octavo.cli.main import COMMANDS, make_app, run
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
-import tiny_decoders  # noqa: E402
+import text_models  # noqa: E402
 
-LAYERS = [f"model.layers.{index}.self_attn" for index in range(3)]
+LAYERS = [f"model.layers.{index}.self_attn" for index in range(4)]
+
+
+def make_model():
+    sizes = {"vocab_size": text_models.NUM_TOKENS, "max_position_embeddings": 256}
+    return text_models.make_decoder("llama", **sizes)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_decoders.write_model(tmp_path_factory.mktemp("calibrate") / "model")
+    return text_models.save_decoder(tmp_path_factory.mktemp("calibrate") / "model", make_model())
 
 
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("\n".join(tiny_decoders.SENTENCES * 5))
+    path.write_text("\n".join(text_models.SENTENCES * 5))
     return path
 
 
@@ -37,7 +42,7 @@ def test_from_a_text_to_a_scale_file(model, text, tmp_path, capsys):
     args = (model, "--data", text, "--scale-save-path", path, "--plot", page)
     assert calibrate(*args, "--max-length", "32", "--num-prompts", "4", "--per-head") == 0
     shown = capsys.readouterr()
-    for words in (*LAYERS, "headroom", "SQNR", "3 layers, 4 prompts, observer amax, margin 1.5"):
+    for words in (*LAYERS, "headroom", "SQNR", "4 layers, 4 prompts, observer amax, margin 1.5"):
         assert words in shown.out
     assert "4/4" in shown.err
     scales = load_scales(path)
@@ -50,14 +55,14 @@ def test_from_a_text_to_a_scale_file(model, text, tmp_path, capsys):
 
 
 def test_from_chats(model, tmp_path, capsys):
-    rows = [{"conversations": [{"from": "human", "value": s}]} for s in tiny_decoders.SENTENCES]
+    rows = [{"conversations": [{"from": "human", "value": s}]} for s in text_models.SENTENCES]
     data = tmp_path / "chats.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     path = tmp_path / "kv.json"
     args = (model, "--data", data, "--scale-save-path", path, "--observer", "mse")
     assert calibrate(*args) == 0
     shown = capsys.readouterr()
-    assert "3 layers, 3 prompts, observer mse" in shown.out
+    assert "4 layers, 3 prompts, observer mse" in shown.out
     assert "3/3" in shown.err  # the end of the data is the end of the bar
     assert load_scales(path).header.observer == "mse"
 
@@ -68,7 +73,7 @@ def test_rotated_and_centered_keys(model, text, tmp_path, capsys):
     args = (*args, "--num-prompts", "4", "--rotate-keys", "--center-keys", "--plot", page)
     assert calibrate(*args) == 0
     shown = capsys.readouterr()
-    assert "3 layers, 4 prompts" in shown.out and "8/8" in shown.err  # two passes
+    assert "4 layers, 4 prompts" in shown.out and "8/8" in shown.err  # two passes
     scales = load_scales(path)
     assert scales.header.rotate_keys
     assert all(len(layer.k_mean) == 2 for layer in scales.layers.values())
@@ -106,7 +111,7 @@ def test_options_that_need_the_other_kind(text, tmp_path, capsys):
 def test_without_a_model_it_is_the_small_one(text, tmp_path, capsys, monkeypatch):
     from octavo.integrations.transformers import text_model
 
-    made = (tiny_decoders.make_model(), tiny_decoders.make_tokenizer())
+    made = (make_model(), text_models.make_tokenizer())
     monkeypatch.setattr(text_model, "load_small_model", lambda dtype: made)
     path = tmp_path / "kv.json"
     assert calibrate("--data", text, "--scale-save-path", path, "--device", "cpu") == 0

@@ -51,10 +51,12 @@ def folders(tmp_path_factory):
 
     made = {}
     for name, factor in (("good", 1.0), ("bad", 5e4)):
-        model = make_decoder("llama", vocab_size=257)
+        model = make_decoder("llama", vocab_size=258)
         with torch.no_grad():
             model.model.layers[1].self_attn.k_proj.weight[0] *= factor
-        made[name] = save_decoder(tmp_path_factory.mktemp(name), model)
+        made[name] = save_decoder(
+            tmp_path_factory.mktemp(name), model, has_bos=False, num_tokens=258
+        )
     return made
 
 

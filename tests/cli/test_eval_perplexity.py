@@ -21,7 +21,7 @@ from octavo.measure.evaluate import perplexity_run  # noqa: E402
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    save_decoder(folder, make_decoder("llama", vocab_size=257))
+    save_decoder(folder, make_decoder("llama", vocab_size=258), has_bos=False, num_tokens=258)
     (folder / "text").write_text("Books in octavo have eight leaves to the sheet. " * 20)
     return folder
 

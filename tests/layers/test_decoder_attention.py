@@ -7,11 +7,14 @@ import torch
 
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.device import Device
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.granularity import PerHead, PerToken
 from octavo.numerics.hadamard import hadamard
+from octavo.ops import check
+from octavo.testing.asserts import assert_same_bits
 
 HEADS, KV_HEADS, PAGE_SIZE, LENGTHS = 4, 2, 16, (37, 5)
 CAUSAL = AttentionSpec(causal=True)
@@ -195,3 +198,36 @@ def test_centered_keys_need_softmax_over_keys_alone():
     ends = torch.tensor([0, 3, 6], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="x: .* got sinks"):
         layer.prefill(q.flatten(0, 1), view, ends, 3, sinks=sinks)
+
+
+def test_a_layer_that_slept_is_as_before():
+    """Memory that was discarded, and a state dict: the rotation is not in it."""
+    q, k, v, slots = make_inputs(64, offset=3.0)
+    options = {"rotates_keys": True, "head_dim": 64, "key_mean": mean_of(k)}
+    scale = torch.tensor(0.05)
+    layer = DecoderAttention(
+        *(HEADS, KV_HEADS, CAUSAL), key_scale=scale, value_scale=scale, **options
+    )
+    view = make_view(64, E4M3.dtype, scale)
+    expected = run(layer, view, q, k, v, slots)
+    state = {name: x.clone() for name, x in layer.state_dict().items()}
+    assert "rotation" not in state
+    layer.to_empty(device="cpu")
+    assert not layer.rotation.isfinite().any()
+    layer.load_state_dict(state)
+    assert_same_bits(run(layer, make_view(64, E4M3.dtype, scale), q, k, v, slots), expected)
+
+
+def test_a_gpu_without_fp8_stores_no_fp8_pages(monkeypatch):
+    device = Device(type="cuda", name="NVIDIA A100", capability=(8, 0))
+    monkeypatch.setattr(check, "describe", lambda _: device)
+    q, k, v, slots = make_inputs(64)
+    layer = DecoderAttention(HEADS, KV_HEADS, CAUSAL, name="layers.0.self_attn")
+    view = make_view(64, E4M3.dtype)
+    said = r"layers\.0\.self_attn: .* got NVIDIA A100 \(sm_80\): leave kv_cache out"
+    with pytest.raises(UnsupportedError, match=said):
+        layer.append(view, k, v, slots)
+    layer.impl = "reference"
+    assert run(layer, view, q, k, v, slots).isfinite().all()
+    plain = DecoderAttention(HEADS, KV_HEADS, CAUSAL, dtype=None)
+    assert run(plain, make_view(64, torch.float32), q, k, v, slots).isfinite().all()

@@ -165,6 +165,54 @@ def test_scales_survive(fp8):
         assert_same_bits(survivor(*draw(1, 33)), attend(*draw(1, 33)))
 
 
+def discard(module, state):
+    """Free the memory, get some other, and load into it."""
+    module.to_empty(device="cpu")
+    module.load_state_dict(state)
+
+
+def move(module, state):
+    """Free the memory under the tensors, and fill it from the host: their addresses stay theirs."""
+    buffers = dict(module.named_buffers())
+    sizes = {name: buffer.untyped_storage().nbytes() for name, buffer in buffers.items()}
+    for buffer in buffers.values():
+        buffer.untyped_storage().resize_(0)
+    for name, buffer in buffers.items():
+        buffer.untyped_storage().resize_(sizes[name])
+        buffer.fill_(7).copy_(state[name])
+
+
+@pytest.mark.parametrize("wake", [discard, move])
+@pytest.mark.parametrize("fp8", [FP8, PER_HEAD, STATIC], ids=str)
+def test_scales_survive_sleep(fp8, wake):
+    scales = QkvScales(torch.rand(4) + 0.1, torch.tensor(0.2), torch.rand(2) + 0.1)
+    attend = layer(fp8=fp8, **({"scales": scales} if fp8 == STATIC else {}))
+    for seed in range(3):
+        attend(*draw(1, 33, seed=seed))
+    awake = copy.deepcopy(attend)
+    wake(attend, {name: x.clone() for name, x in attend.state_dict().items()})
+    for name, buffer in awake.named_buffers():
+        assert_same_bits(attend.get_buffer(name), buffer)
+    assert_same_bits(attend(*draw(1, 33)), awake(*draw(1, 33)))
+
+
+def test_discarded_scales_are_garbage_until_loaded():
+    attend = layer(fp8=STATIC, scales=QkvScales.ones())
+    attend.to_empty(device="cpu")  # NaN, by the tests' own setting
+    assert not attend.scaling.q.isfinite()
+    assert not attend(*draw(1, 5)).isfinite().any()
+
+
+def test_a_scale_of_one_is_the_plain_cast():
+    q, k, v = draw(1, 33)
+    q[0, 0, 0, :4] = torch.tensor([1000.0, -1000.0, 448.0, 1e-9])
+    attend = layer(fp8=STATIC, scales=QkvScales.ones())
+    found = attend.scaling.quantize((q, k, v), rotary=None, value_layout="rows", cu_seqlens=None)
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        plain = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert_same_bits(getattr(found, name).contiguous(), plain)
+
+
 def test_one_graph():
     attend = layer(fp8=FP8)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")

@@ -1,5 +1,7 @@
 """Attention of a decoder's layer over a paged KV cache."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,10 @@ from octavo.numerics.decode_plan import DecodePlan
 from octavo.numerics.formats import E4M3, format_of, is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.numerics.hadamard import hadamard
+from octavo.ops.check import check_fp8_device
+
+# What to do where a GPU has no FP8.
+WITHOUT_FP8 = "leave kv_cache out, and keys and values are stored as they are"
 
 
 def why_not_centered(*, has_softcap: bool, has_sinks: bool) -> str | None:
@@ -122,6 +128,12 @@ class DecoderAttention(Float32Buffers):
             raise ConfigError(f"{self.name}: expected a finite key mean, got NaN or Inf in it")
         return mean.detach().clone()
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        # It is not among what is loaded, and `to_empty` leaves nothing of it.
+        if self.rotation is not None:
+            self.rotation.copy_(hadamard(self.rotation.shape[-1]))
+
     @property
     def rotates_keys(self) -> bool:
         """Whether keys and queries are multiplied by a Hadamard matrix."""
@@ -134,11 +146,20 @@ class DecoderAttention(Float32Buffers):
         stored += ", keys centered" if self.key_mean is not None else ""
         return f"{self.num_heads} heads over {self.num_kv_heads}, keys and values {stored}"
 
+    def check_device(self, device: torch.device) -> None:
+        """UnsupportedError if the layer is in FP8 and `device` is a GPU without it.
+
+        The reference runs there if `impl` asks for it by name.
+        """
+        if self.dtype is not None:
+            check_fp8_device(self.name, device, self.impl, instead=WITHOUT_FP8)
+
     def append(self, view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write keys and values [tokens, num_kv_heads, head_dim] into their slots.
 
         Negative slots are padding, which is neither written nor counted.
         """
+        self.check_device(key.device)
         key = self._stored(key)
         saturated = self.saturated if self.counts_saturation else None
         ops.append_kv(view, key, value, slots, saturated=saturated)

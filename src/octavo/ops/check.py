@@ -14,6 +14,7 @@ from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_co
 
 MIN_FP8_CAPABILITY = (8, 9)  # of tensor cores
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WITHOUT_FP8 = "leave attention as the model has it, or ask for the slow impl 'reference' by name"
 
 
 def check_float(name: str, x: Tensor) -> None:
@@ -32,14 +33,17 @@ def check_one_device(**tensors: Tensor | None) -> None:
             )
 
 
-def check_fp8_device(name: str, device: torch.device, impl: str | None) -> None:
-    """Raise if FP8 attention would be left to the reference on a GPU, and nobody asked for that.
+def check_fp8_device(
+    name: str, device: torch.device, impl: str | None, *, instead: str = WITHOUT_FP8
+) -> None:
+    """Raise if FP8 would be left to the reference on a GPU, and nobody asked for that.
 
     name: what the error calls the layer. impl: an implementation asked for by name decides itself.
+    instead: what the error says to do.
     """
     objection = None if impl is not None else _fp8_objection(device)
     if objection is not None:
-        raise UnsupportedError(f"{name}: {objection}")
+        raise UnsupportedError(f"{name}: {objection}: {instead}")
 
 
 def _fp8_objection(device: torch.device) -> str | None:
@@ -48,10 +52,7 @@ def _fp8_objection(device: torch.device) -> str | None:
     if found.capability is None or found.capability >= MIN_FP8_CAPABILITY:
         return None
     version = "{}{}".format(*found.capability)
-    return (
-        f"expected a GPU with FP8 tensor cores (sm_89 or newer), got {found.name} (sm_{version}): "
-        "leave attention as the model has it, or ask for the slow impl 'reference' by name"
-    )
+    return f"expected a GPU with FP8 tensor cores (sm_89 or newer), got {found.name} (sm_{version})"
 
 
 # torch.compile asks once, while it traces, and need not look inside. This is all that its decorator

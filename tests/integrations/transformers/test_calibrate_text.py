@@ -23,7 +23,7 @@ from octavo.numerics.formats import E4M3
 
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny_decoders  # noqa: E402
+import text_models  # noqa: E402
 
 from octavo.integrations.transformers import calibrate_text as calibrate_module  # noqa: E402
 from octavo.integrations.transformers import text_model as text_model_module  # noqa: E402
@@ -35,14 +35,20 @@ from octavo.integrations.transformers.windows import run_windows  # noqa: E402
 EXACT = CalibrationSettings(margin=1.0)
 
 
+def make_model(family="llama"):
+    """A decoder that has the tokenizer's tokens."""
+    sizes = {"vocab_size": text_models.NUM_TOKENS, "max_position_embeddings": 256}
+    return text_models.make_decoder(family, **sizes)
+
+
 def text_model(family="llama", **tokenizer):
-    model = tiny_decoders.make_model(family)
-    return TextModel("tiny", model, tiny_decoders.make_tokenizer(**tokenizer))
+    model = make_model(family)
+    return TextModel("tiny", model, text_models.make_tokenizer(**tokenizer))
 
 
 @pytest.fixture
 def texts(tmp_path):
-    (tmp_path / "a.txt").write_text("\n".join(tiny_decoders.SENTENCES * 4))
+    (tmp_path / "a.txt").write_text("\n".join(text_models.SENTENCES * 4))
     return open_texts(str(tmp_path / "a.txt"))
 
 
@@ -63,7 +69,7 @@ def stock_amax(model, windows, *, is_per_head):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
-@pytest.mark.parametrize("family", tiny_decoders.FAMILIES)
+@pytest.mark.parametrize("family", [*text_models.FAMILIES, text_models.VISION_LANGUAGE])
 def test_amax_is_that_of_stock_caches(tmp_path, texts, family, granularity):
     subject = text_model(family)
     data = subject.cut_windows(texts, 24)
@@ -94,13 +100,13 @@ def num_values(model, batches):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_never_seen(side):
     """The padding's planted embedding would give the largest key: it points along a weight."""
-    model = tiny_decoders.make_model()
+    model = make_model()
     rows = [torch.randint(2, 300, (length,)).tolist() for length in (12, 7, 12)]
     alone = calibrate_kv(model, [{"input_ids": torch.tensor([row])} for row in rows], EXACT)
     with torch.no_grad():
         weight = model.model.layers[0].self_attn.k_proj.weight
         model.model.embed_tokens.weight[0] = weight[0]
-    tokenizer = tiny_decoders.make_tokenizer()
+    tokenizer = text_models.make_tokenizer()
     tokenizer.padding_side = side
     batch = dict(tokenizer.pad({"input_ids": rows}, return_tensors="pt"))
     assert batch["attention_mask"].sum() == 31 and batch["input_ids"].shape == (3, 12)
@@ -117,7 +123,7 @@ def test_padding_beside_other_inputs_is_refused():
         "position_ids": torch.arange(4)[None],
         "attention_mask": torch.tensor([[0, 1, 1, 1]]),
     }
-    model = tiny_decoders.make_model()
+    model = make_model()
     with pytest.raises(UnsupportedError, match="without padding beside position_ids"):
         calibrate_kv(model, [inputs])
     inputs["attention_mask"] = torch.ones(1, 4)
@@ -128,7 +134,7 @@ def test_padding_beside_other_inputs_is_refused():
 @pytest.mark.parametrize("inputs", [{}, {"input_ids": [1]}, {"input_ids": torch.ones(4)}])
 def test_batches_that_are_none(inputs):
     with pytest.raises(ConfigError, match="expected batches with input_ids"):
-        calibrate_kv(tiny_decoders.make_model(), [inputs])
+        calibrate_kv(make_model(), [inputs])
 
 
 def test_the_batch_size_changes_no_scale(tmp_path, texts):
@@ -229,7 +235,7 @@ def test_windows_fit_the_context(texts):
 
 
 def test_chats_and_texts_give_other_scales(tmp_path, texts):
-    rows = [[{"role": "user", "content": sentence}] for sentence in tiny_decoders.SENTENCES]
+    rows = [[{"role": "user", "content": sentence}] for sentence in text_models.SENTENCES]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     subject = text_model()
     chats = subject.cut_windows(open_texts(str(tmp_path / "chats.jsonl")))
@@ -252,10 +258,10 @@ def test_the_tokenizer_of_another_model(tmp_path, texts):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
 def test_loading(tmp_path, texts, family):
-    folder = tiny_decoders.write_model(tmp_path / "model", family)
+    folder = text_models.save_decoder(tmp_path / "model", make_model(family))
     loaded = load_text_model(str(folder), dtype="bfloat16", device="cpu")
     assert next(loaded.model.parameters()).dtype == torch.bfloat16
-    names = list(find_layers(tiny_decoders.make_model(family)))
+    names = list(find_layers(make_model(family)))
     assert list(loaded.subject().layers) == names
     path = tmp_path / "s.json"
     calibrate_to_file(loaded.subject(), loaded.cut_windows(texts, 24), path, EXACT)
@@ -263,7 +269,7 @@ def test_loading(tmp_path, texts, family):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
-    tiny_decoders.make_model().save_pretrained(tmp_path)
+    make_model().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="expected a tokenizer beside the model"):
         load_text_model(str(tmp_path))
 
@@ -271,7 +277,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 def test_weights_that_are_missing(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = tiny_decoders.write_model(tmp_path / "model")
+    folder = text_models.save_decoder(tmp_path / "model", make_model())
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -280,7 +286,7 @@ def test_weights_that_are_missing(tmp_path):
 
 
 def test_means_are_those_of_stock_caches():
-    model = tiny_decoders.make_model("llama")
+    model = make_model("llama")
     windows = [torch.arange(2, 20), torch.arange(5, 35)]
     settings = CalibrationSettings(center_keys=True)
     scales = calibrate_kv(model, [{"input_ids": window[None]} for window in windows], settings)
@@ -300,4 +306,4 @@ def test_means_are_those_of_stock_caches():
 def test_batches_that_can_be_read_once_are_not_enough_for_means():
     batches = iter([{"input_ids": torch.arange(2, 20)[None]}])
     with pytest.raises(ConfigError, match="center_keys needs two passes: expected a list"):
-        calibrate_kv(tiny_decoders.make_model(), batches, CalibrationSettings(center_keys=True))
+        calibrate_kv(make_model(), batches, CalibrationSettings(center_keys=True))

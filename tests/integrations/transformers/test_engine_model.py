@@ -8,8 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny_decoders
-from text_models import VOCABULARY, make_decoder
+from text_models import VISION_LANGUAGE, VOCABULARY, make_decoder
 
 import octavo
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
@@ -97,7 +96,7 @@ def test_skipped_layers_and_no_recipe_keep_the_dtype_of_the_model():
 
 
 def test_text_goes_through_a_model_with_vision():
-    model = tiny_decoders.make_model("qwen3_vl")
+    model = make_decoder(VISION_LANGUAGE)
     (prompt,) = make_prompts(20)
     out = model.generate(prompt[None], max_new_tokens=8, do_sample=False, pad_token_id=0)
     settings = octavo.EngineSettings(num_pages=8, max_num_seqs=2, max_num_batched_tokens=7)

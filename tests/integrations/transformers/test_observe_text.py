@@ -10,7 +10,7 @@ from octavo import ConfigError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny_decoders  # noqa: E402
+from text_models import FAMILIES, VISION_LANGUAGE, VOCABULARY, make_decoder  # noqa: E402
 
 from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
 from octavo.integrations.transformers.text import find_layers, find_windows  # noqa: E402
@@ -20,7 +20,7 @@ LENGTH = 20  # beyond the sliding window of 8
 
 
 def tokens(batch=2, length=LENGTH):
-    return torch.randint(2, 300, (batch, length))
+    return torch.randint(2, VOCABULARY, (batch, length))
 
 
 @torch.inference_mode()
@@ -42,9 +42,9 @@ def state_of(model):
     return implementation, attributes
 
 
-@pytest.mark.parametrize("family", tiny_decoders.FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, VISION_LANGUAGE])
 def test_keys_and_values_are_those_of_a_stock_cache(family):
-    model, input_ids = tiny_decoders.make_model(family), tokens()
+    model, input_ids = make_decoder(family), tokens()
     before = state_of(model)
     cache = transformers.DynamicCache()  # without a config it keeps keys that left a window, too
     with torch.inference_mode():
@@ -62,19 +62,19 @@ def test_keys_and_values_are_those_of_a_stock_cache(family):
 
 
 def test_names_and_sliding_layers():
-    gemma = tiny_decoders.make_model("gemma3")
+    gemma = make_decoder("gemma3_text")
     seen, _ = observed(gemma, input_ids=tokens())
     assert set(find_windows(gemma).values()) == {8, None}
     assert list(seen) == [f"model.layers.{index}.self_attn" for index in range(6)]
-    vision_language = tiny_decoders.make_model("qwen3_vl")
+    vision_language = make_decoder(VISION_LANGUAGE)
     seen, _ = observed(vision_language, input_ids=tokens())
-    assert list(seen) == [f"model.language_model.layers.{i}.self_attn" for i in range(3)]
+    assert list(seen) == [f"model.language_model.layers.{i}.self_attn" for i in range(4)]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_function_of_before_is_called_with_its_masks(implementation):
     """Left padding: without the masks of the function before, logits would be others."""
-    model = tiny_decoders.make_model(attn_implementation=implementation)
+    model = make_decoder(attn_implementation=implementation)
     inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
     inputs["attention_mask"][1, :5] = 0
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def test_queries_are_seen_after_rotation():
     """By hand for the first layer of a Llama: projection, then rotation."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    model, input_ids = tiny_decoders.make_model(), tokens(batch=1)
+    model, input_ids = make_decoder(), tokens(batch=1)
     seen, _ = observed(model, input_ids=input_ids)
     layer = model.model.layers[0]
     with torch.inference_mode():
@@ -106,7 +106,7 @@ def test_queries_are_seen_after_rotation():
 
 
 def test_a_pass_with_a_cache_is_refused():
-    model, input_ids = tiny_decoders.make_model(), tokens()
+    model, input_ids = make_decoder(), tokens()
     cache = transformers.DynamicCache()
     with torch.inference_mode():
         model(input_ids=input_ids, past_key_values=cache)
@@ -118,7 +118,7 @@ def test_a_pass_with_a_cache_is_refused():
 
 
 def test_an_error_leaves_the_model_as_it_was():
-    model = tiny_decoders.make_model()
+    model = make_decoder()
     before = state_of(model)
     with pytest.raises(ZeroDivisionError), observe_text(model, lambda *_: 1 / 0):
         model(input_ids=tokens(), use_cache=False)
@@ -126,7 +126,7 @@ def test_an_error_leaves_the_model_as_it_was():
 
 
 def test_a_model_in_fp8_is_refused():
-    model = tiny_decoders.make_model()
+    model = make_decoder()
     model.config._attn_implementation = "octavo"
     with (
         pytest.raises(ConfigError, match="got one in FP8: restore_ it first"),

@@ -68,7 +68,8 @@ def test_only_a_piece_of_a_long_text_is_tokenized():
 
 
 def test_a_folder_is_loaded_in_its_own_dtype(tmp_path):
-    save_decoder(tmp_path, make_decoder("llama", torch.bfloat16, vocab_size=257))
+    model = make_decoder("llama", torch.bfloat16, vocab_size=258)
+    save_decoder(tmp_path, model, has_bos=False, num_tokens=258)
     loaded = load_text_model(str(tmp_path))
     assert loaded.dtype == "bf16" and loaded.max_length == 1024
     assert load_text_model(str(tmp_path), dtype="float32").dtype == "float32"

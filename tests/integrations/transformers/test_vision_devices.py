@@ -103,3 +103,33 @@ def test_a_module_with_hooks_keeps_them_and_gets_fp8():
         error = relative_rms(model(**pixels).pooler_output, stock(**pixels).pooler_output)
     assert 0 < error < 0.05
     assert [int(layer.scaling.num_passes) for layer in layers_of(model)] == [1, 1]
+
+
+def test_a_tower_that_slept_is_as_before():
+    """Memory that was discarded; a state dict taken after apply_, and the model's own buffers."""
+    model = tower()
+    pixels = make_pixels(model, [(128, 128)])
+    checkpoint = {name: x.clone() for name, x in model.state_dict().items()}
+    apply_(model, FP8)
+    with torch.no_grad():
+        model(**pixels)
+        buffers = {name: x.clone() for name, x in model.named_buffers()}
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        expected = model(**pixels).pooler_output
+
+        def wake(weights, kept):
+            model.to_empty(device="cpu")
+            loaded = model.load_state_dict(weights, strict=False)
+            for name, buffer in model.named_buffers():
+                if name in kept:
+                    buffer.copy_(buffers[name])
+            return loaded.missing_keys
+
+        # Rotary tables of transformers are in no state dict.
+        own = buffers.keys() - state.keys()
+        assert wake(state, kept=own) == []
+        assert_same_bits(model(**pixels).pooler_output, expected)
+        # The model's own checkpoint has no scales: all buffers were kept.
+        missing = wake(checkpoint, kept=buffers.keys())
+        assert missing and all(".scaling." in name for name in missing)
+        assert_same_bits(model(**pixels).pooler_output, expected)

@@ -12,17 +12,17 @@ from octavo.calibration.text_data import open_texts
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny_decoders  # noqa: E402
+import text_models  # noqa: E402
 
 from octavo.integrations.transformers.windows import cut_windows  # noqa: E402
 
-TEXT = "\n".join(tiny_decoders.SENTENCES) + "\n"
+TEXT = "\n".join(text_models.SENTENCES) + "\n"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 @pytest.fixture
 def tokenizer():
-    return tiny_decoders.make_tokenizer()
+    return text_models.make_tokenizer()
 
 
 def open_content(tmp_path, content, name="a.txt"):
@@ -46,7 +46,7 @@ def test_a_text_is_cut_without_loss(tmp_path, tokenizer, monkeypatch, piece_size
 
 
 def test_a_tokenizer_without_bos(tmp_path):
-    tokenizer = tiny_decoders.make_tokenizer(has_bos=False)
+    tokenizer = text_models.make_tokenizer(has_bos=False)
     found = windows(cut_windows(open_content(tmp_path, TEXT), tokenizer, 10))
     assert tokenizer.decode([token for window in found for token in window]) == TEXT
 
@@ -79,7 +79,7 @@ def test_chats_go_through_the_template_and_are_cut(tmp_path, tokenizer):
 
 
 def test_chats_without_a_template(tmp_path):
-    tokenizer = tiny_decoders.make_tokenizer(chat_template=None)
+    tokenizer = text_models.make_tokenizer(chat_template=None)
     data = open_content(tmp_path, json.dumps(CHAT), "a.jsonl")
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: expected a tokenizer with a chat te"):
         windows(cut_windows(data, tokenizer, 100))

@@ -1,9 +1,15 @@
-"""Small decoders of every family, with random weights that make their logits differ."""
+"""Small decoders of every family with random weights that make their logits differ; a tokenizer."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 200
+NUM_TOKENS = 300  # of the tokenizer; 258 are bytes alone, BOS and padding
 _BASE = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -30,14 +36,41 @@ FAMILIES = {
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
 }
+# A decoder with a vision tower beside it.
+VISION_LANGUAGE = "qwen3_vl"
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_ROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}
+SENTENCES = (
+    "The cache holds the keys and values of every token that was seen.",
+    "Eight bits are enough for most of them, if the scales are right.",
+    "A long text is cut into windows, and a chat goes through its template.",
+)
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'banned' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+)
 
 
-def make_decoder(family, dtype=torch.float32, **changes):
-    """A decoder of a family, for inference."""
+def make_decoder(family="llama", dtype=torch.float32, attn_implementation="eager", **changes):
+    """A decoder of a family, for inference. Eager: other stock attention leaves soft-caps out."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES.get(family, {}), **changes})
-    # Eager: other stock attention leaves soft-caps out.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    sizes = {**_BASE, **FAMILIES.get(family, {}), **changes}
+    maker = AutoModelForCausalLM
+    if family == VISION_LANGUAGE:
+        maker = AutoModelForImageTextToText
+        sizes = {"vision_config": dict(_VISION), "text_config": {**sizes, "rope_parameters": _ROPE}}
+    config = AutoConfig.for_model(family, **sizes)
+    model = maker.from_config(config, attn_implementation=attn_implementation).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -55,16 +88,31 @@ def make_prompts(batch, length, seed=1):
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def save_decoder(folder, model):
-    """A model's folder, with a tokenizer that has a token for each byte; the model needs 257."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def make_tokenizer(chat_template=TEMPLATE, has_bos=True, num_tokens=NUM_TOKENS):
+    """Bytes and some pairs of them, trained on a few sentences; BOS in front of a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<s>": 0} | {letter: index for index, letter in enumerate(letters, 1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        special_tokens=["<pad>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    if has_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>")
+    made.chat_template = chat_template
+    return made
+
+
+def save_decoder(folder, model, **tokenizer):
+    """A model's folder with a tokenizer, whose tokens the model must have."""
     model.save_pretrained(folder)
+    make_tokenizer(**tokenizer).save_pretrained(folder)
     return folder

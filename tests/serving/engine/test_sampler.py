@@ -14,8 +14,7 @@ from octavo.serving.engine.sampler import (
     Sampled,
     Sampler,
     SamplerRow,
-    _mix,
-    draw_key,
+    _draw_keys,
 )
 
 VOCAB = 50
@@ -204,20 +203,34 @@ def test_extreme_temperatures():
     assert support(logits, temperature=1e300) == {0, 1, 3}
 
 
+def mix(value):
+    """splitmix64's, with Python's integers."""
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        value %= 2**64
+        value = (value ^ value >> shift) * multiplier
+    return value % 2**64
+
+
+def draw_key(seed, position):
+    return mix(mix(seed + GOLDEN) + position * GOLDEN)
+
+
 def hashed(key, token):
     """v as the module's text says it, with Python's integers."""
-    return (_mix(key + (token + 1) * GOLDEN) % 2**63) / 2**63
+    return (mix(key + (token + 1) * GOLDEN) % 2**63) / 2**63
 
 
 def test_the_uniform_numbers_are_those_of_the_text():
     # splitmix64's first numbers from the seed 1234567, as its authors print them.
-    first = [_mix(1234567 + step * GOLDEN) for step in (1, 2, 3)]
+    first = [mix(1234567 + step * GOLDEN) for step in (1, 2, 3)]
     assert first == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     sampler = Sampler(VOCAB, "cpu")
-    keys = [draw_key(seed, position) for seed in (0, -1, 2**63 - 1) for position in (0, 1, 9)]
+    places = [(seed, position) for seed in (0, -1, -(2**63), 2**63 - 1) for position in (0, 1, 9)]
+    keys = [draw_key(*place) for place in places]
     assert len(set(keys)) == len(keys)
-    signed = [key - 2**64 if key >= 2**63 else key for key in keys]
-    found = sampler._uniform(torch.tensor(signed)).tolist()
+    made = _draw_keys([row(seed, output=[0] * position) for seed, position in places])
+    assert [key % 2**64 for key in made.tolist()] == keys
+    found = sampler._uniform(made).tolist()
     expected = [[hashed(key, token) for token in range(VOCAB)] for key in keys]
     assert found == expected
 

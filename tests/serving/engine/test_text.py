@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.serving.engine.text import REPLACEMENT, TextDelta, TextStream
+from octavo.serving.engine.text import REPLACEMENT, TextDelta, Texts, TextStream
 
 sys.path.append(str(Path(__file__).parent))
 import tokenizers_of_kinds as kinds  # noqa: E402
@@ -235,3 +235,15 @@ def test_work_for_a_token_does_not_grow(kind, what):
     assert counting.num_decoded < 25 * len(tokens)
     if kind != "byte_fallback":
         assert "".join(pieces) == decode(tokenizer, tokens)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_streams_that_share_texts(kind):
+    tokenizer = made(kind)
+    texts = Texts(tokenizer)
+    generator = random.Random(0)
+    vocabulary = range(bare(tokenizer).get_vocab_size() + 3)  # some that only a model has
+    for _ in range(200):
+        tokens = generator.choices(vocabulary[::7], k=12)
+        assert stream(texts, tokens) == stream(tokenizer, tokens)
+    assert texts.piece.cache_info().hits > 50

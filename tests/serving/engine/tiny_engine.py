@@ -7,15 +7,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-from text_models import make_decoder, save_decoder  # noqa: F401  (for tests)
-from tiny_decoders import make_tokenizer
+from text_models import NUM_TOKENS, make_decoder, make_tokenizer, save_decoder  # noqa: F401
 
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
 
 SETTINGS = {"page_size": 16, "num_pages": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-VOCABULARY = 300
+VOCABULARY = NUM_TOKENS
 
 
 @functools.cache

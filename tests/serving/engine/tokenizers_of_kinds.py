@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 sys.path.append(str(Path(__file__).parents[2] / "integrations" / "transformers"))
-import tiny_decoders  # noqa: E402
+import text_models  # noqa: E402
 
 SENTENCES = (
     "The cache holds the keys and values of every token that was seen.",
@@ -18,8 +18,8 @@ EOS = SPECIAL.index("</s>")
 
 
 def byte_level():
-    """Bytes and pairs of them, in transformers' wrapper: the one of the tiny decoders."""
-    return tiny_decoders.make_tokenizer()
+    """Bytes and pairs of them, in transformers' wrapper: the one of the small decoders."""
+    return text_models.make_tokenizer()
 
 
 def byte_level_with_eos():

@@ -1,6 +1,16 @@
-"""A process that serves the fake engine: python listen.py PORT GRACE_S STEP_S."""
+"""A process that serves: python listen.py fake|tiny PORT GRACE_S STEP_S.
 
+fake: the engine without a model, whose steps take STEP_S. tiny: a model with random weights, and
+limits that a crowd reaches. SIGUSR1 makes it write one line to stdout: the bytes of its memory and
+the number of its Python objects.
+"""
+
+import ctypes
+import gc
+import json
+import signal
 import sys
+from pathlib import Path
 
 from fake_engine import FakeEngine, FakeGrammar
 
@@ -8,7 +18,36 @@ from octavo.serving.server.app import create_app
 from octavo.serving.server.run import run
 from octavo.serving.server.settings import ServerSettings
 
+TINY_LIMITS = {"max_open": 200, "max_body_bytes": 20_000}
+
+
+def tiny_engine():
+    """Few pages for many requests, so that some are preempted."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+    import torch
+    from tiny_engine import make_engine, make_model
+
+    torch.set_num_threads(1)
+    return make_engine(
+        make_model(eos_token_id=7), num_pages=64, max_num_seqs=48, max_num_batched_tokens=256
+    )
+
+
+def tell_memory(*_):
+    """Write what is in use after all that is unused was given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    found = {"rss_bytes": pages * 4096, "num_objects": len(gc.get_objects())}
+    print(json.dumps(found), flush=True)
+
+
 if __name__ == "__main__":
-    port, grace_s, step_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-    settings = ServerSettings(grace_s=grace_s)
-    run(create_app(FakeEngine(step_s=step_s), settings, FakeGrammar), "127.0.0.1", port)
+    kind, port, grace_s, step_s = sys.argv[1], *map(float, sys.argv[2:])
+    if kind == "fake":
+        settings = ServerSettings(grace_s=grace_s)
+        app = create_app(FakeEngine(step_s=step_s), settings, FakeGrammar)
+    else:
+        app = create_app(tiny_engine(), ServerSettings(grace_s=grace_s, **TINY_LIMITS))
+    signal.signal(signal.SIGUSR1, tell_memory)
+    run(app, "127.0.0.1", int(port))

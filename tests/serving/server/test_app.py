@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from fake_engine import FakeEngine  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, events, get, post, serving, with_client  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server.app import create_app  # noqa: E402
+from octavo.serving.server.app import create_app, guided_grammar  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 
@@ -291,3 +292,21 @@ def test_one_tool_call_if_no_more_are_allowed():
 def test_an_engine_without_a_tokenizer_cannot_be_served():
     with pytest.raises(ConfigError, match="tokenizer"):
         create_app(FakeEngine(tokenizer=None), ServerSettings())
+
+
+def test_guided_answers_end_as_the_model_says():
+    pytest.importorskip("llguidance")
+    pytest.importorskip("transformers")
+    sys.path.append(str(Path(__file__).parents[1] / "engine"))
+    from tokenizers_of_kinds import byte_level
+
+    tokenizer = byte_level()
+    assert tokenizer.eos_token_id is None
+    engine = SimpleNamespace(tokenizer=tokenizer, eos_tokens=(9, 11, 5000))
+    state = guided_grammar(engine)({"type": "integer"}).start()
+    state.advance(*tokenizer.encode("7", add_special_tokens=False))
+    allowed = state.allowed("cpu")[0].item()
+    assert allowed >> 9 & 1
+    assert allowed >> 11 & 1
+    with pytest.raises(ConfigError, match="ends an answer"):
+        guided_grammar(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})

@@ -46,7 +46,7 @@ def make_layers(
 
     settings: None stores keys and values as they are, and quantizes nothing. skip_layers: names of
     layers that do so. scales: for static scaling; every layer in FP8 must be among them, by the
-    model's name or vLLM's.
+    model's name or vLLM's. FP8 on a GPU without it is an error.
     """
     found, windows = text.find_layers(model), text.find_windows(model)
     _, decoder = text.find_decoder(model)
@@ -77,6 +77,7 @@ def make_layers(
         own = settings if name in chosen else None
         made[name] = _make_layer(name, module, windows[name], own, given.get(name), promote_every)
         made[name].counts_saturation = is_unit and own is not None
+        made[name].check_device(_device(module))
     return made
 
 

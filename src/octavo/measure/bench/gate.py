@@ -106,7 +106,11 @@ def passed_record(kernel: str, num_passed: int, machine: Machine, command: str) 
 
 def untested(records: list[Measurement]) -> dict[str, str]:
     """Kernels without a record of their present code, and why."""
-    tested = {(record.case["kernel"], record.case["code"]) for record in records}
+    tested = {
+        (record.case["kernel"], record.case["code"])
+        for record in records
+        if "kernel" in record.case
+    }
     known = {kernel for kernel, _ in tested}
     missing = {}
     for kernel in kernel_names():

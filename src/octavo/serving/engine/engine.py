@@ -19,7 +19,7 @@ from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.engine.sizing import choose_context, choose_num_pages, try_pass
-from octavo.serving.engine.text import TextStream
+from octavo.serving.engine.text import Texts, TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Engine:
         self.max_context = choose_context(model, num_pages * spec.page_size, settings)
         self.settings = dataclasses.replace(settings, max_context=self.max_context)
         self.model_name, self.tokenizer = model_name, tokenizer
+        self._texts = None if tokenizer is None else Texts(tokenizer)
         self._model = model
         self._allocator = PageAllocator(num_pages, spec.page_size)
         self._scheduler = Scheduler(self._allocator, self.settings)
@@ -76,6 +77,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do or tell anything."""
         return self._scheduler.has_work or bool(self._ended)
+
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer, as the model has them."""
+        return tuple(sorted(self._model.eos_tokens))
 
     def check(self, request: Request) -> None:
         """Raise ConfigError or UnsupportedError for a request that can never run here."""
@@ -105,8 +111,8 @@ class Engine:
         own = request.sampling.seed
         seed = self._seeds.getrandbits(63) if own is None else own
         answer = _Answer()
-        if self.tokenizer is not None:
-            answer.stream = TextStream(self.tokenizer, request.sampling.stop)
+        if self._texts is not None:
+            answer.stream = TextStream(self._texts, request.sampling.stop)
         if request.sampling.grammar is not None:
             answer.grammar = request.sampling.grammar.start()
         self._scheduler.add(request, seed=seed)

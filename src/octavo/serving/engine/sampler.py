@@ -19,8 +19,9 @@ decides a cut is an order or a sum of integers, which no batch and no order of s
 """
 
 import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from octavo.serving.engine.request import Sampling, TokenLogprobs
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-MASK64 = 2**64 - 1
 MIN_UNIFORM, MAX_UNIFORM = 2.0**-64, 1 - 2.0**-53
 # Weights exp(logit - peak) as integers: MAX_VOCAB of them have a sum of 2**62 at most.
 MAX_VOCAB, WEIGHT_ONE = 2**20, 2.0**42
@@ -46,8 +46,7 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class SamplerRow:
+class SamplerRow(NamedTuple):
     """What a row of logits is for; the new token's position is len(output).
 
     allowed: bool [vocab], or int32 [ceil(vocab / 32)] with a bit for each token, lowest first, as
@@ -61,8 +60,7 @@ class SamplerRow:
     allowed: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token, and its log-probability if its row asked for one."""
 
     token: int
@@ -120,34 +118,44 @@ class Sampler:
 
     def _enqueue(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Everything that `_read` needs, as one int64 tensor; nothing here waits for the device."""
-        in_use = {id(row.prompt) for row in rows}
-        self._prompts = {key: entry for key, entry in self._prompts.items() if key in in_use}
-        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        peaks = torch.zeros(len(rows), dtype=torch.float32, device=self.device)
+        if self._prompts:
+            in_use = {id(row.prompt) for row in rows}
+            self._prompts = {key: entry for key, entry in self._prompts.items() if key in in_use}
         greedy = [index for index, row in enumerate(rows) if row.sampling.temperature == 0]
-        random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-        for indices in filter(None, (greedy, random)):
-            chosen = [rows[index] for index in indices]
-            where = self._ints(indices)
-            scores = logits if len(indices) == len(rows) else logits.index_select(0, where)
-            scores = self._edit(scores, chosen)
-            peak, best = scores.max(dim=-1)  # the first of equals
-            tokens[where] = best if indices is greedy else self._draw(scores, peak, chosen)
-            peaks[where] = peak.float()
+        if len(greedy) in (0, len(rows)):
+            tokens, peaks = self._choose(logits, rows)
+        else:
+            tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+            peaks = torch.zeros(len(rows), dtype=torch.float32, device=self.device)
+            random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+            for indices in (greedy, random):
+                where = self._ints(indices)
+                chosen = [rows[index] for index in indices]
+                scores = logits.index_select(0, where)
+                tokens[where], peaks[where] = self._choose(scores, chosen)
         is_finite = logits.amax(dim=-1).isfinite()
         state = torch.where(peaks == -math.inf, NOTHING_LEFT, OK)
         state = torch.where(is_finite, state, NOT_FINITE)
         return torch.cat([tokens, state, *self._logprobs(logits, tokens, rows)])
 
+    def _choose(self, scores: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, Tensor]:
+        """Tokens of rows that are all greedy or all not, and their highest scores, float32."""
+        scores = self._edit(scores, rows)
+        peak, tokens = scores.max(dim=-1)  # the first of equals
+        if rows[0].sampling.temperature > 0:
+            tokens = self._draw(scores, peak, rows)
+        return tokens, peak.float()
+
     def _read(self, values: list[int], rows: Sequence[SamplerRow]) -> list[Sampled]:
         num_rows = len(rows)
         tokens, state = values[:num_rows], values[num_rows : 2 * num_rows]
+        sampled: list[Sampled] = [Sampled(token) for token in tokens]
         asking = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
-        own = _floats(values[2 * num_rows : 2 * num_rows + len(asking)])
-        num_top = self._num_top(rows)
-        rest = values[2 * num_rows + len(asking) :]
-        ids, tops = rest[: len(rest) // 2], _floats(rest[len(rest) // 2 :])
-        sampled: list[Sampled | None] = [Sampled(token) for token in tokens]
+        if asking:
+            own = _floats(values[2 * num_rows : 2 * num_rows + len(asking)])
+            num_top = self._num_top(rows)
+            rest = values[2 * num_rows + len(asking) :]
+            ids, tops = rest[: len(rest) // 2], _floats(rest[len(rest) // 2 :])
         for place, index in enumerate(asking):
             first = place * num_top
             last = first + min(rows[index].sampling.logprobs or 0, num_top)
@@ -156,18 +164,24 @@ class Sampler:
             logprobs = TokenLogprobs(tokens[index], own[place], possible)
             sampled[index] = Sampled(tokens[index], logprobs)
         reasons = {index: REASONS[why] for index, why in enumerate(state) if why != OK}
-        for index in reasons:
-            sampled[index] = None
         if reasons:
-            raise LogitsError(reasons, sampled)
-        return [one for one in sampled if one is not None]
+            others = [None if index in reasons else one for index, one in enumerate(sampled)]
+            raise LogitsError(reasons, others)
+        return sampled
 
     def _edit(self, scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Scores after penalties and masks: the same tensor if no row has any, else a copy."""
-        with_repetition = [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
-        with_counts = [i for i, row in enumerate(rows) if _has_count_penalty(row.sampling)]
-        forbidden = [(i, token) for i, row in enumerate(rows) for token in self._too_early(row)]
-        masked = [i for i, row in enumerate(rows) if row.allowed is not None]
+        with_repetition, with_counts, forbidden, masked = [], [], [], []
+        for i, row in enumerate(rows):
+            sampling = row.sampling
+            if sampling.repetition_penalty != 1:
+                with_repetition.append(i)
+            if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+                with_counts.append(i)
+            if len(row.output) < sampling.min_tokens:
+                forbidden += [(i, token) for token in self._ends(sampling)]
+            if row.allowed is not None:
+                masked.append(i)
         if not (with_repetition or with_counts or forbidden or masked):
             return scores
         scores = scores.to(torch.float32, copy=True)
@@ -194,25 +208,24 @@ class Sampler:
             scores[where] = scores[where].masked_fill(~is_allowed, -math.inf)
         return scores
 
-    def _too_early(self, row: SamplerRow) -> list[int]:
-        """Tokens that would end the row before its min_tokens."""
-        if len(row.output) >= row.sampling.min_tokens:
-            return []
-        return self._inside([*self.eos_tokens, *row.sampling.stop_token_ids])
-
-    def _inside(self, ids: Sequence[int]) -> list[int]:
-        """Without ids that have no logit: an image's place may be one."""
+    def _ends(self, sampling: Sampling) -> list[int]:
+        """Tokens that would end the row."""
+        ids = (*self.eos_tokens, *sampling.stop_token_ids)
         return [token for token in ids if 0 <= token < self.vocab_size]
 
     def _counts(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """How often each token is in each text: float32 [len(texts), vocab]."""
-        flat = [
-            line * self.vocab_size + token
-            for line, text in enumerate(texts)
-            for token in self._inside(text)
-        ]
+        ids = array("q")
+        for text in texts:
+            ids.extend(text)
         counts = torch.zeros(len(texts) * self.vocab_size, device=self.device)
-        counts.index_put_((self._ints(flat),), torch.ones((), device=self.device), accumulate=True)
+        if ids:
+            tokens = torch.frombuffer(ids, dtype=torch.int64)
+            lengths = torch.tensor([len(text) for text in texts])
+            flat = tokens + (torch.arange(len(texts)) * self.vocab_size).repeat_interleave(lengths)
+            # Without ids that have no logit: an image's place may be one.
+            flat = self._put(flat[(tokens >= 0) & (tokens < self.vocab_size)])
+            counts.index_put_((flat,), torch.ones((), device=self.device), accumulate=True)
         return counts.view(len(texts), self.vocab_size)
 
     def _has_seen(self, rows: Sequence[SamplerRow]) -> Tensor:
@@ -263,8 +276,7 @@ class Sampler:
             part = scaled if len(cut) == len(rows) else scaled[where]
             threshold = self._threshold(part, [rows[index].sampling for index in cut])
             scaled[where] = part.masked_fill(part < threshold, -math.inf)
-        keys = self._ints([_signed(draw_key(row.seed, len(row.output))) for row in rows])
-        return scaled.add_(self._gumbel(keys)).argmax(dim=-1)
+        return scaled.add_(self._gumbel(self._put(_draw_keys(rows)))).argmax(dim=-1)
 
     def _threshold(self, scaled: Tensor, settings: Sequence[Sampling]) -> Tensor:
         """The lowest score that top_k, top_p and min_p leave: float32 [len(settings), 1]."""
@@ -308,11 +320,7 @@ class Sampler:
 
     def _uniform(self, keys: Tensor) -> Tensor:
         """v of the module's text for each key and token: float64 [len(keys), vocab]."""
-        bits = keys[:, None] + self._steps
-        for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-            bits ^= (bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)
-            if multiplier != 1:
-                bits *= _signed(multiplier)
+        bits = _mix_(keys[:, None] + self._steps)
         values = bits.bitwise_and_(2**63 - 1).double().mul_(2.0**-63)
         return values.clamp_(MIN_UNIFORM, MAX_UNIFORM)
 
@@ -353,16 +361,21 @@ class Sampler:
         return values.to(self.device, non_blocking=True)
 
 
-def draw_key(seed: int, position: int) -> int:
-    """The unsigned 64-bit key of a draw: see the module's text."""
-    return _mix(_mix(seed + GOLDEN) + position * GOLDEN)
+def _draw_keys(rows: Sequence[SamplerRow]) -> Tensor:
+    """The key of each row's draw, int64 on the host: see the module's text."""
+    seeds = torch.tensor([row.seed for row in rows])
+    positions = torch.tensor([len(row.output) for row in rows])
+    golden = _signed(GOLDEN)
+    return _mix_(_mix_(seeds + golden) + positions * golden)
 
 
-def _mix(value: int) -> int:
+def _mix_(values: Tensor) -> Tensor:
+    """mix of the module's text in place; int64 wraps as it does there."""
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-        value &= MASK64
-        value = (value ^ value >> shift) * multiplier
-    return value & MASK64
+        values ^= (values >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        if multiplier != 1:
+            values *= _signed(multiplier)
+    return values
 
 
 def _signed(value: int) -> int:
@@ -371,10 +384,6 @@ def _signed(value: int) -> int:
 
 def _clamped(temperature: float) -> float:
     return min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
-
-
-def _has_count_penalty(sampling: Sampling) -> bool:
-    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 def _has_cut(sampling: Sampling) -> bool:

@@ -15,6 +15,8 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from octavo.cache.pages import ROOT_HASH, PageAllocator
 from octavo.errors import CapacityError, ConfigError
@@ -50,8 +52,7 @@ class SchedulerSettings:
             )
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of one sequence that a forward pass computes.
 
     samples: whether its last token is among them, so that the next one follows from this pass.
@@ -74,20 +75,20 @@ class Batch:
 
     chunks: tuple[Chunk, ...]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
-    @property
+    @cached_property
     def num_single(self) -> int:
         """How many chunks have one token: they come first."""
         return sum(chunk.num_tokens == 1 for chunk in self.chunks)
 
-    @property
-    def sampled(self) -> list[Sequence]:
+    @cached_property
+    def sampled(self) -> tuple[Sequence, ...]:
         """The sequences that get a token, in order."""
-        return [chunk.sequence for chunk in self.chunks if chunk.samples]
+        return tuple([chunk.sequence for chunk in self.chunks if chunk.samples])
 
 
 class Scheduler:
@@ -170,11 +171,17 @@ class Scheduler:
         """
         was_preempted = self._grow()
         budget = self.settings.max_num_batched_tokens
-        single = [_chunk(s, 1) for s in self.running if s.num_uncomputed == 1]
-        budget -= len(single)
-        chunks = []
+        single, multi, chunks = [], [], []
         for sequence in self.running:
-            if sequence.num_uncomputed > 1 and budget > 0:
+            start = sequence.num_computed
+            num_uncomputed = len(sequence.tokens) - start
+            if num_uncomputed == 1:
+                single.append(Chunk(sequence, start, 1, True))
+            elif num_uncomputed > 1:
+                multi.append(sequence)
+        budget -= len(single)
+        for sequence in multi:
+            if budget > 0:
                 chunks.append(_chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
         # What a preempted sequence gave back is for those before it.
@@ -194,9 +201,11 @@ class Scheduler:
         sampled = batch.sampled
         if len(tokens) != len(sampled):
             raise ConfigError(f"expected {len(sampled)} tokens, got {len(tokens)}")
-        for chunk in batch.chunks:
-            chunk.sequence.num_computed = chunk.stop
-            self._publish(chunk.sequence)
+        size = self.allocator.page_size
+        for sequence, start, num_tokens, _ in batch.chunks:
+            sequence.num_computed = start + num_tokens
+            if sequence.num_computed >= (sequence.num_published + 1) * size:
+                self._publish(sequence)
         for sequence, token in zip(sampled, tokens, strict=True):
             if token is not None:
                 sequence.append(token)
@@ -222,10 +231,13 @@ class Scheduler:
         Returns whether somebody later in the line had to give up pages for it.
         """
         was_preempted = False
-        for sequence in list(self.running):
-            if sequence.state != "running" or self._num_missing(sequence) == 0:
+        size = self.allocator.page_size
+        # First those that need one, few of many: the loop below changes `running`.
+        short = [s for s in self.running if len(s.tokens) > len(s.pages) * size]
+        for sequence in short:
+            if sequence.state != "running":
                 continue
-            missing = self._num_missing(sequence)
+            missing = self._num_pages(sequence.num_tokens) - len(sequence.pages)
             # Its own pages count as well: the last in the line preempts itself.
             while self.allocator.num_free < missing and sequence.state == "running":
                 self._preempt(self.running[-1])
@@ -299,9 +311,6 @@ class Scheduler:
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.page_size)
-
-    def _num_missing(self, sequence: Sequence) -> int:
-        return self._num_pages(sequence.num_tokens) - len(sequence.pages)
 
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:

@@ -22,7 +22,7 @@ class Sequence:
     def __init__(self, request: Request, arrival: int, *, seed: int = 0, salt: bytes = b"") -> None:
         self.request, self.arrival, self.seed, self.salt = request, arrival, seed, salt
         self.tokens = list(request.prompt)
-        self.output: list[int] = []
+        self.output = array("q")  # penalties are computed on copies of its memory
         self.pages = array("i")  # a step's page table is made of copies of their memory
         self.hashes: list[bytes] = []
         self.num_computed = 0

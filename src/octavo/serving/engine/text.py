@@ -7,18 +7,19 @@ together with the last ones whose text was complete, and what is new in that is 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has four bytes at most: of more tokens than this, some are no part of any.
 MAX_WAITING_TOKENS = 16
+# Pairs of tokens whose texts are kept: some MB.
+NUM_KEPT_TEXTS = 2**15
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What tokens added to a text; num_tokens_kept is None until a stop text came.
 
     num_tokens_kept: how many tokens of the answer the text before the stop text needs. The last of
@@ -36,14 +37,15 @@ class TextStream:
     Special tokens have no text. A piece never ends inside a character, nor in what may be the
     beginning of a stop text: that waits for the tokens that decide. The stop text that is complete
     first ends the text, the longest one if several are; neither it nor what follows is part of it.
-    tokenizer: one of transformers' or of tokenizers'. Spaces before marks are left as they are
-    (clean_up_tokenization_spaces=False). Bytes that are no UTF-8 become U+FFFD.
+    tokenizer: one of transformers' or of tokenizers', or Texts of one, which streams can share.
+    Spaces before marks are left as they are (clean_up_tokenization_spaces=False). Bytes that are no
+    UTF-8 become U+FFFD.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
             raise ConfigError("expected stop texts of one character or more, got an empty one")
-        self._decoder = _Decoder(tokenizer)
+        self._decoder = _Decoder(tokenizer if isinstance(tokenizer, Texts) else Texts(tokenizer))
         self._stop = tuple(stop)
         self._held = ""  # decoded, but perhaps the beginning of a stop text
         self._num_shown = 0  # characters before `held`
@@ -54,6 +56,8 @@ class TextStream:
 
     def add(self, tokens: Sequence[int]) -> TextDelta:
         """The text that these tokens make certain; nothing more after a stop text."""
+        if not self._stop:
+            return TextDelta("".join(map(self._decoder.add, tokens)))
         shown = ""
         for token in tokens:
             if self._stopped:
@@ -76,8 +80,8 @@ class TextStream:
 
     def _show(self, text: str) -> str:
         """What can be shown of the text so far, `text` being its newest part."""
-        if not text:
-            return ""
+        if not text or not self._stop:
+            return text
         self._held += text
         num_decoded = self._num_shown + len(self._held)
         self._ends.append((num_decoded, self._num_tokens))
@@ -106,32 +110,69 @@ class TextStream:
         return next(count for end, count in self._ends if end >= num_characters)
 
 
-class _Decoder:
-    """Text as soon as it is certain, whatever may stop it."""
+class Texts:
+    """The texts of a tokenizer's tokens, which may not change any more.
+
+    Pairs of tokens come again and again: what is known of them is kept.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         # What transformers' fast tokenizers wrap decodes faster, and cleans no spaces up.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
         self._special = _special_tokens(self._tokenizer)
+        self.piece = lru_cache(NUM_KEPT_TEXTS)(self._piece)
+        self.is_silent = lru_cache(NUM_KEPT_TEXTS)(self._is_silent)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _piece(self, last: int, token: int) -> str | None:
+        """The text that a token adds to that of the last one; None if a character is not whole."""
+        text = self.decode([last, token])
+        return None if text.endswith(REPLACEMENT) else text[len(self.decode([last])) :]
+
+    def _is_silent(self, token: int) -> bool:
+        """Whether decoding leaves the token out: a special one, or one that only the model has."""
+        if token in self._special:
+            return True
+        name_of = getattr(self._tokenizer, "id_to_token", None)
+        return name_of is not None and name_of(token) is None
+
+
+class _Decoder:
+    """Text as soon as it is certain, whatever may stop it."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts, self._decode = texts, texts.decode
         self._context: list[int] = []  # the last tokens whose text was complete
         self._waiting: list[int] = []
-        self._num_done = 0  # characters of the text of both that were given out
+        self._num_done = 0  # characters of the text of both that were given out, if any wait
 
     def add(self, token: int) -> str:
         """The text that this token makes certain."""
-        if self._is_silent(token):
+        if self._texts.is_silent(token):
             return ""
+        if not self._waiting:
+            if len(self._context) == 1:
+                piece = self._texts.piece(self._context[0], token)
+                if piece is not None:
+                    self._context[0] = token
+                    return piece
+            self._num_done = len(self._decode(self._context))
         self._waiting.append(token)
         text = self._decode(self._context + self._waiting)
         if text.endswith(REPLACEMENT):
             return self._give(len(text.rstrip(REPLACEMENT)), text) + self._forget()
         new = self._give(len(text), text)
         self._context, self._waiting = self._waiting, []
-        self._num_done = len(self._decode(self._context))
         return new
 
     def finish(self) -> str:
         """What was left: the beginning of a character, as U+FFFD."""
+        if not self._waiting:
+            return ""
         text = self._decode(self._context + self._waiting)
         return self._give(len(text), text)
 
@@ -158,17 +199,6 @@ class _Decoder:
                 self._num_done = max(self._num_done - len(first), 0)
                 return new
         return ""
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
-    def _is_silent(self, token: int) -> bool:
-        """Whether decoding leaves the token out: a special one, or one that only the model has."""
-        if token in self._special:
-            return True
-        name_of = getattr(self._tokenizer, "id_to_token", None)
-        return name_of is not None and name_of(token) is None
 
 
 def _special_tokens(tokenizer: Any) -> frozenset[int]:

@@ -100,11 +100,12 @@ def guided_grammar(engine: Engine) -> MakeGrammar:
     """What makes the engine's grammars; its library is imported when the first one is asked for."""
 
     def make(schema: dict[str, Any]) -> Any:
-        from octavo.serving.engine.guided import (
-            Grammar,
-        )
+        from octavo.serving.engine.guided import Grammar
 
-        return Grammar.from_json_schema(schema, engine.tokenizer)
+        # The model's own: a tokenizer may name another end, or none. It must know them, though.
+        num_texts = len(engine.tokenizer)
+        eos_tokens = [token for token in getattr(engine, "eos_tokens", ()) if token < num_texts]
+        return Grammar.from_json_schema(schema, engine.tokenizer, eos_tokens=eos_tokens or None)
 
     return make
 

@@ -1,0 +1,76 @@
+"""A server in a process of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SRC = HERE.parents[2] / "src"
+
+
+class ChildServer:
+    """A process of listen.py, its address, and what it has said."""
+
+    def __init__(self, process, base_url, log_file):
+        self.process, self.base_url = process, base_url
+        self._log_file = log_file
+
+    def memory(self):
+        """Bytes of its memory and the number of its Python objects."""
+        self.process.send_signal(signal.SIGUSR1)
+        return json.loads(self.process.stdout.readline())
+
+    def log(self):
+        """All that it wrote to stderr so far."""
+        self._log_file.seek(0)
+        return self._log_file.read()
+
+    def request_lines(self):
+        """The log's lines about requests that reached the engine."""
+        lines = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+        return [line for line in lines if "answer_id" in line]
+
+    def wait_until_it_answers(self, timeout_s=60):
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.base_url}/health", timeout=5):
+                    return
+            except urllib.error.URLError:
+                assert self.process.poll() is None and time.monotonic() < deadline, self.log()
+                time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def child_server(kind, grace_s=5.0, step_s=0.0):
+    """A ChildServer that answers; killed at the end if it has not ended by then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(HERE / "listen.py"), kind, str(port), str(grace_s), str(step_s)]
+    # A file: nobody reads while a crowd is served, and a pipe would fill.
+    with tempfile.TemporaryFile("w+") as log_file:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(SRC)},
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            text=True,
+        )
+        server = ChildServer(process, f"http://127.0.0.1:{port}", log_file)
+        try:
+            server.wait_until_it_answers()
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
