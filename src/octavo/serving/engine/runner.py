@@ -15,6 +15,7 @@ from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.decode_plan import DecodePlan
 from octavo.numerics.granularity import PerToken
+from octavo.serving.engine.image_store import ImageStore
 from octavo.serving.engine.scheduler import Batch, Chunk
 
 # Kernels see page tables of few different widths, and tables whose start is aligned (16 bytes).
@@ -40,7 +41,8 @@ class Step:
 
     single: sequences with one new token, which come first and are decoded. multi: those with more,
     whose tokens begin at cu_seqlens [sequences + 1], the longest at most max_seqlen. slots: where
-    each token's key and value go. num_cached_tokens: the sum of multi's lengths.
+    each token's key and value go. positions: one number for each token, also where images give it
+    three: those are in an ImagePass beside the step. num_cached_tokens: the sum of multi's lengths.
     """
 
     storage: PagedStorage
@@ -101,10 +103,16 @@ class Step:
 
 
 class Runner:
-    """A model with its pages."""
+    """A model with its pages; images: its embeddings of images, None if it takes none."""
 
-    def __init__(self, model: EngineModel, spec: CacheSpec, num_pages: int) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: EngineModel,
+        spec: CacheSpec,
+        num_pages: int,
+        images: ImageStore | None = None,
+    ) -> None:
+        self.model, self.images = model, images
         self.storage = PagedStorage(spec, num_pages, model.device)
         if isinstance(spec.granularity, PerToken):
             return
@@ -117,7 +125,11 @@ class Runner:
     def run(self, batch: Batch) -> Tensor:
         """Compute the chunks; returns logits [sampled sequences, vocab] for the next tokens."""
         step = make_step(batch, self.storage)
-        return self.model.forward(step.ids, step.positions, step.rows, step)
+        seen = None if self.images is None else self.images.make_pass(batch, step.positions)
+        logits = self.model.forward(step.ids, step.positions, step.rows, step, seen)
+        if self.images is not None:
+            self.images.release(batch)
+        return logits
 
 
 def make_step(batch: Batch, storage: PagedStorage) -> Step:
@@ -159,7 +171,7 @@ def _tokens(batch: Batch, page_size: int) -> tuple[list[int], list[int], list[in
     rows: list[int] = []
     for chunk in batch.chunks:
         ids += chunk.sequence.tokens[chunk.start : chunk.stop]
-        positions += range(chunk.start, chunk.stop)
+        positions += range(chunk.position, chunk.position + chunk.num_tokens)
         for index in range(chunk.start // page_size, -(-chunk.stop // page_size)):
             first = index * page_size
             offset = chunk.sequence.pages[index] * page_size - first
