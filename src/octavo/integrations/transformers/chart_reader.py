@@ -188,14 +188,15 @@ class ChartReader:
     def chat_tokenizer(self) -> Any:
         """The tokenizer as transformers' are, with a template for a message with one image."""
         from tokenizers import Regex, Tokenizer, decoders
-        from transformers import PreTrainedTokenizerFast
+        import transformers
 
+        family: Any = transformers  # its annotations say less than it does
         own = Tokenizer.from_str(self.tokenizer.to_str())
         # As `decode` has it: words with spaces between them, then digits and marks joined.
         joined = decoders.Replace(Regex(JOINED), "")
         spaced = decoders.WordPiece(prefix="##", cleanup=False)
         own.decoder = decoders.Sequence([spaced, decoders.Fuse(), joined])
-        return PreTrainedTokenizerFast(
+        return family.PreTrainedTokenizerFast(
             tokenizer_object=own,
             pad_token=PAD,
             unk_token=UNKNOWN,

@@ -181,9 +181,7 @@ class EngineImages:
                 f"expected images of {list(lengths)} tokens with text between them, got "
                 f"{found}: put what the model's chat template puts there"
             )
-        return tuple(
-            ImageSpan(*run, digest) for run, digest in zip(runs, digests, strict=True)
-        )
+        return tuple(ImageSpan(*run, digest) for run, digest in zip(runs, digests, strict=True))
 
     def _positions(self, tokens: Sequence[int], grids: Tensor) -> tuple[Tensor, int]:
         ids = torch.tensor([tokens])
@@ -264,5 +262,5 @@ def _digest(pixels: Tensor, grid: Tensor) -> bytes:
     """The hash of an image's patches and of how they lie."""
     found = hashlib.sha256(str(grid.tolist()).encode())
     # As bytes: numpy, whose memory can be read, has no bfloat16.
-    found.update(memoryview(pixels.view(torch.uint8).numpy()))
+    found.update(pixels.view(torch.uint8).numpy().data)
     return found.digest()

@@ -46,7 +46,9 @@ class ImageStore:
                     features.append(rows)
             first += chunk.num_tokens
         joined = _join(features) if features else None
-        return ImagePass(three, torch.tensor(places, dtype=torch.int64).to(positions.device), joined)
+        return ImagePass(
+            three, torch.tensor(places, dtype=torch.int64).to(positions.device), joined
+        )
 
     def release(self, batch: Batch) -> None:
         """After a pass: drop what no token needs any more."""
@@ -58,9 +60,7 @@ class ImageStore:
         """Drop what is kept for a request, if anything."""
         self._kept.pop(request_id, None)
 
-    def _features(
-        self, chunk: Chunk, images: PromptImages
-    ) -> list[tuple[int, int, ImageFeatures]]:
+    def _features(self, chunk: Chunk, images: PromptImages) -> list[tuple[int, int, ImageFeatures]]:
         """For each image in a chunk: the tokens, counted from the chunk's first, and theirs."""
         spans = dict(enumerate(images.spans))
         inside = [i for i, s in spans.items() if s.start < chunk.stop and s.stop > chunk.start]

@@ -27,7 +27,8 @@ def choose_num_pages(
     """The pages that were asked for, or else as many as memory has room for.
 
     On a GPU that is what a forward pass of the largest batch, and the vision tower with a large
-    image if the model takes images, leave of memory_fraction of it; on a CPU one GiB. More than all running requests could ever use is never taken.
+    image if the model takes images, leave of memory_fraction of it; on a CPU one GiB. More than all
+    running requests could ever use is never taken.
     """
     if settings.num_pages is not None:
         num_pages = settings.num_pages
