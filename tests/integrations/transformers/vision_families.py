@@ -60,13 +60,13 @@ FAMILIES = {
 del FAMILIES["qwen3_5"][2]["rope_parameters"]["layer_types"]
 
 
-def make_model(family):
+def make_model(family, **changes):
     """A model whose tokens depend on all it attends to, and on every pixel it is shown."""
     torch.manual_seed(1)
     name, vision, text = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(vision),
-        text_config=dict(text),
+        text_config={**text, **changes},
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=START,
