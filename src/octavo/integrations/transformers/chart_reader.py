@@ -187,8 +187,8 @@ class ChartReader:
 
     def chat_tokenizer(self) -> Any:
         """The tokenizer as transformers' are, with a template for a message with one image."""
-        from tokenizers import Regex, Tokenizer, decoders
         import transformers
+        from tokenizers import Regex, Tokenizer, decoders
 
         family: Any = transformers  # its annotations say less than it does
         own = Tokenizer.from_str(self.tokenizer.to_str())

@@ -1,6 +1,7 @@
 """Models by name as the engine serves them: weights, tokenizer, and an image processor if any."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ def _load_reader(name: str, dtype: str, device: str) -> ServedModel:
 
 def _load_image_processor(name: str) -> Any:
     from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in IMAGE_PROCESSOR_FILES):
         return None  # a folder of the language model alone: images are refused, by name
-    image_processors: Any = AutoImageProcessor
+    automatic: Any = AutoImageProcessor
+    # All of the families have this one; older versions do not find it without torchvision.
+    of_pillow: Any = Qwen2VLImageProcessorPil
+    has_torchvision = find_spec("torchvision") is not None
     with loading(name, "an image processor (preprocessor_config.json) beside the model"):
-        return image_processors.from_pretrained(name)
+        return (automatic if has_torchvision else of_pillow).from_pretrained(name)

@@ -16,7 +16,8 @@ class ImageStore:
     """Runs the tower when the first token of an image comes into a pass, and keeps what it made.
 
     One call serves all images of a request that are not computed yet. What is kept goes with the
-    pass of the last image token, or with the request; after a preemption the tower runs again.
+    pass of the last image token, or with the request. A request that is preempted later than that
+    needs the tower again, unless its pages are still there.
     """
 
     def __init__(self, images: EngineImages) -> None:

@@ -125,10 +125,11 @@ class Runner:
     def run(self, batch: Batch) -> Tensor:
         """Compute the chunks; returns logits [sampled sequences, vocab] for the next tokens."""
         step = make_step(batch, self.storage)
-        seen = None if self.images is None else self.images.make_pass(batch, step.positions)
-        logits = self.model.forward(step.ids, step.positions, step.rows, step, seen)
-        if self.images is not None:
-            self.images.release(batch)
+        images = None if self.images is None else self.images.make_pass(batch, step.positions)
+        if self.images is None or images is None:
+            return self.model.forward(step.ids, step.positions, step.rows, step)
+        logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
+        self.images.release(batch)
         return logits
 
 
