@@ -100,6 +100,14 @@ def test_the_largest_image_is_tried(images, monkeypatch):
     assert seen[0]["image_grid_thw"].tolist() == [[1, 3 * MERGE, 3 * MERGE]]
 
 
+def test_the_trial_leaves_dynamic_scales_as_they_were():
+    model = vision_families.make_model("qwen3_vl")
+    octavo.apply_(model, octavo.Recipe(vision_attention="fp8"))
+    EngineImages(model, make_processor()).try_largest(4)
+    layers = [m for m in model.modules() if isinstance(m, vision.TowerAttention)]
+    assert [int(layer.scaling.num_passes) for layer in layers] == [0, 0, 0]
+
+
 def test_pixels_are_kept_in_the_dtype_of_the_tower():
     model = vision_families.make_model("qwen3_vl").bfloat16()
     found = EngineImages(model, make_processor()).prepare((IMAGE,), [make_image(0)])

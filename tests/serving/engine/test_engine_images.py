@@ -247,6 +247,23 @@ def test_an_abort_drops_embeddings(engine):
     assert engine._runner.images.num_kept == 0
 
 
+def test_a_tower_that_fails_ends_its_own_request_alone(engine, monkeypatch, caplog):
+    encode = engine._images.encode
+
+    def fails_for_one(images, which):
+        if images.spans[0].start == 5:
+            raise torch.OutOfMemoryError("too large")
+        return encode(images, which)
+
+    monkeypatch.setattr(engine._images, "encode", fails_for_one)
+    asked = [(words(0, 4), 1, words(1, 3)), (words(0, 6), 1, words(1, 3)), (words(0, 9),)]
+    failed, *others = run(engine, *(make_request(str(n), p) for n, p in enumerate(asked)))
+    assert failed.finish_reason == "error" and "OutOfMemoryError: too large" in failed.error
+    assert [done.tokens for done in others] == [expected("qwen3_vl", p, 8) for p in asked[1:]]
+    assert engine.stats().num_pages_in_use == 0 and engine._runner.images.num_kept == 0
+    assert "its images failed" in caplog.text
+
+
 def test_passes_without_images_have_no_image_pass(engine, monkeypatch):
     seen, forward = [], engine._model.forward
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers.vision_graphs import history_kept
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
@@ -144,12 +145,17 @@ class EngineImages:
         ]
 
     def try_largest(self, num_tokens: int) -> None:
-        """Run the tower on a blank square of so many tokens, for the memory that it takes."""
+        """Run the tower on a blank square of so many tokens, for the memory that it takes.
+
+        It leaves no trace in dynamic scales.
+        """
         side = max(1, int(num_tokens**0.5)) * self._merge
         grid = torch.tensor([[1, side, side]])
         pixels = torch.zeros(side**2, self._patch_size, dtype=self._tower_dtype)
         span = ImageSpan(0, (side // self._merge) ** 2, b"")
-        self.encode(PromptImages((), (span,), (pixels,), grid, torch.empty(3, 0), 0), [0])
+        blank = PromptImages((), (span,), (pixels,), grid, torch.empty(3, 0), 0)
+        with history_kept(_tower(self._model)):
+            self.encode(blank, [0])
 
     def _expand(self, prompt: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
         """The prompt with all tokens of its images."""

@@ -19,7 +19,7 @@ from octavo.integrations.transformers.engine_images import (
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.served_model import load_served_model
 from octavo.recipe import Recipe
-from octavo.serving.engine.image_store import ImageStore
+from octavo.serving.engine.image_store import ImageError, ImageStore
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
 from octavo.serving.engine.runner import Runner
 from octavo.serving.engine.sampler import LogitsError, Sampled, Sampler, SamplerRow
@@ -160,8 +160,9 @@ class Engine:
     def step(self) -> list[Delta]:
         """One forward pass, and what it added to its requests; [] if there is nothing to do.
 
-        A pass that fails ends its requests, and no others, with finish_reason "error". A GPU in an
-        unknown state fails the engine: that error is raised.
+        A pass that fails ends its requests, and no others, with finish_reason "error"; a vision
+        tower that fails ends the one whose images it was for. A GPU in an unknown state fails the
+        engine: that error is raised.
         """
         deltas, self._ended = self._ended, []
         batch = self._scheduler.schedule()
@@ -172,6 +173,9 @@ class Engine:
             sampled, reasons = self._compute(batch)
         except torch.AcceleratorError:
             raise
+        except ImageError as error:
+            logger.exception("request %s: its images failed", error.sequence.request_id)
+            return [*deltas, self._fail(error.sequence, str(error))]  # all others run again
         except Exception as error:
             logger.exception("a forward pass of %d tokens failed", batch.num_tokens)
             message = f"{type(error).__name__}: {error}"

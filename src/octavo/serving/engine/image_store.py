@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from octavo.errors import OctavoError
 from octavo.integrations.transformers.engine_images import (
     EngineImages,
     ImageFeatures,
@@ -10,6 +11,15 @@ from octavo.integrations.transformers.engine_images import (
     PromptImages,
 )
 from octavo.serving.engine.scheduler import Batch, Chunk
+from octavo.serving.engine.sequence import Sequence
+
+
+class ImageError(OctavoError):
+    """The vision tower failed for one request; nothing else of its pass was computed."""
+
+    def __init__(self, sequence: Sequence, message: str) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class ImageStore:
@@ -68,7 +78,8 @@ class ImageStore:
         kept = self._kept.setdefault(chunk.sequence.request_id, {}) if inside else {}
         if any(index not in kept for index in inside):
             missing = [i for i, s in spans.items() if s.stop > chunk.start and i not in kept]
-            kept.update(zip(missing, self._images.encode(images, missing), strict=True))
+            made = self._encode(chunk.sequence, images, missing)
+            kept.update(zip(missing, made, strict=True))
         found = []
         for index in inside:
             span = spans[index]
@@ -76,6 +87,17 @@ class ImageStore:
             rows = kept[index].rows(start - span.start, stop - span.start)
             found.append((start - chunk.start, stop - chunk.start, rows))
         return found
+
+    def _encode(
+        self, sequence: Sequence, images: PromptImages, which: list[int]
+    ) -> list[ImageFeatures]:
+        try:
+            return self._images.encode(images, which)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            message = f"its images failed in the vision tower: {type(error).__name__}: {error}"
+            raise ImageError(sequence, message) from error
 
 
 def _join(features: list[ImageFeatures]) -> ImageFeatures:
