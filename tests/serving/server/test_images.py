@@ -149,3 +149,10 @@ def test_images_are_refused_by_an_engine_without_and_beyond_the_limit():
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "images_not_supported")
     many = ask([data_url(encoded())] * 3, FakeEngine(has_images=True), max_images=2)
     assert "at most 2 images, got 3" in many.json()["error"]["message"]
+
+
+def test_what_the_engine_refuses_of_an_image_is_a_bad_request():
+    refused = ask([data_url(encoded((13, 13)))], FakeEngine(has_images=True))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "invalid_image")
+    assert "bad luck" in error["message"]

@@ -31,8 +31,28 @@ PAD, UNKNOWN, END, START, IMAGE, STOP, VIDEO = SPECIAL = (
     *("<pad>", "<unknown>", "<end>", "<vision_start>"),
     *("<image>", "<vision_end>", "<video>"),
 )
+# One image and one question, the image first, as the reader has learned it.
+CHAT_TEMPLATE = """\
+{%- if messages | length != 1 or messages[0].role != 'user' or tools -%}
+{{ raise_exception('the chart reader answers one message of a user, without tools') }}
+{%- endif -%}
+{%- set asked = namespace(images=0, text='') -%}
+{%- if messages[0].content is string -%}
+{%- set asked.text = messages[0].content -%}
+{%- else -%}
+{%- for part in messages[0].content -%}
+{%- if part.type == 'image' -%}{%- set asked.images = asked.images + 1 -%}
+{%- else -%}{%- set asked.text = asked.text ~ ' ' ~ part.text -%}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- if asked.images != 1 or not asked.text | trim -%}
+{{ raise_exception('the chart reader answers a question about one image') }}
+{%- endif -%}
+<vision_start><image><vision_end> {{ asked.text | trim -}}
+"""
 MAX_SIDE = 1024
 MAX_ANSWER_TOKENS = 8
+JOINED = r"(?<=\d) (?=\d)| (?=[,.?%])"  # spaces that no text has
 
 VISION = {
     "depth": 6,
@@ -163,7 +183,27 @@ class ChartReader:
         end = SPECIAL.index(END)
         until = list(ids).index(end) if end in ids else len(ids)
         text = " ".join(self.tokenizer.id_to_token(int(i)) or UNKNOWN for i in ids[:until])
-        return re.sub(r"(?<=\d) (?=\d)| (?=[,.?%])", "", text)
+        return re.sub(JOINED, "", text)
+
+    def chat_tokenizer(self) -> Any:
+        """The tokenizer as transformers' are, with a template for a message with one image."""
+        import transformers
+        from tokenizers import Regex, Tokenizer, decoders
+
+        family: Any = transformers  # its annotations say less than it does
+        own = Tokenizer.from_str(self.tokenizer.to_str())
+        # As `decode` has it: words with spaces between them, then digits and marks joined.
+        joined = decoders.Replace(Regex(JOINED), "")
+        spaced = decoders.WordPiece(prefix="##", cleanup=False)
+        own.decoder = decoders.Sequence([spaced, decoders.Fuse(), joined])
+        return family.PreTrainedTokenizerFast(
+            tokenizer_object=own,
+            pad_token=PAD,
+            unk_token=UNKNOWN,
+            eos_token=END,
+            chat_template=CHAT_TEMPLATE,
+            clean_up_tokenization_spaces=False,
+        )
 
     def prompt(self, question: str, num_image_tokens: int) -> list[int]:
         """The tokens before an answer: the image's places, then the question."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from octavo.brief import list_names
 from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.apply import read_scales, skipped_layers
-from octavo.integrations.transformers import text
+from octavo.integrations.apply import apply_vision_, read_scales, skipped_layers
+from octavo.integrations.transformers import engine_images, text, vision
 from octavo.integrations.transformers.decoder_layers import (
     CHILD,
     CachedAttention,
@@ -24,6 +24,7 @@ from octavo.integrations.transformers.decoder_layers import (
     make_layers,
     uninstall,
 )
+from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.saturation import Watch
 from octavo.integrations.transformers.text_model import MAX_LENGTHS
 from octavo.layers.decoder_attention import DecoderAttention
@@ -52,16 +53,20 @@ class AttentionStep(Protocol):
 class EngineModel:
     """A decoder with the engine's attention, until `close` gives it back as it was.
 
-    recipe: its kv_cache is what pages hold; None stores keys and values as they are. attention: the
+    recipe: its kv_cache is what pages hold; None stores keys and values as they are. Its
+    vision_attention is for the tower of a model whose images the engine reads, vision_impl the
+    implementation of that by name; None is the fastest that can. attention: the
     layers by index. max_context: how many tokens the model was made for; None if it does not say.
     eos_tokens: what ends an answer, as `generate` has it.
     """
 
-    def __init__(self, model: Any, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self, model: Any, recipe: Recipe | None = None, *, vision_impl: str | None = None
+    ) -> None:
         from transformers import AttentionInterface
 
         recipe = Recipe() if recipe is None else recipe
-        _check_recipe(recipe)
+        _check_recipe(recipe, model)
         _check_model(model)
         made = make_layers(
             model,
@@ -84,6 +89,7 @@ class EngineModel:
         self.eos_tokens = _eos_tokens(model)
         self._watch = Watch()
         self._compiled: list[Any] = []
+        apply_vision_(model, recipe, vision_impl=vision_impl)
         # A compiled layer is two parts, before and after attention, which picks its kernels itself.
         AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
         install(model, made, IMPLEMENTATION)
@@ -104,12 +110,24 @@ class EngineModel:
         )
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        step: AttentionStep,
+        images: ImagePass | None = None,
+    ) -> Tensor:
         """Logits [len(rows), vocab] of some of the packed tokens, by index.
 
-        ids, positions: [tokens] int64, each token's place in its own sequence.
+        ids, positions: [tokens] int64, each token's place in its own sequence. images: of a pass
+        that has some; its positions count then.
         """
         self.look()
+        if images is not None:
+            return engine_images.forward(
+                self.model, self._decoder, ids, rows, images, **{STEP: step}
+            )
         out = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -142,6 +160,8 @@ class EngineModel:
         for part in self._compiled:
             part._compiled_call_impl = None
         uninstall(self.model, IMPLEMENTATION)
+        if self.recipe.vision_attention is not None:
+            vision.detach(self.model)
 
 
 def attend(
@@ -170,11 +190,12 @@ def attend(
     return step.attend(layer, module.layer_idx, q, k, v, s_aux)[None], None
 
 
-def _check_recipe(recipe: Recipe) -> None:
-    if unknown := sorted(recipe.settings().keys() - {"kv_cache"}):
+def _check_recipe(recipe: Recipe, model: Any) -> None:
+    able = {"kv_cache", "vision_attention"} if has_vision(model) else {"kv_cache"}
+    if unknown := sorted(recipe.settings().keys() - able):
         raise UnsupportedError(
-            f"expected a recipe for kv_cache, got {', '.join(unknown)}, which the engine does not "
-            "do: leave it out"
+            f"expected a recipe for {' and '.join(sorted(able))}, got {', '.join(unknown)}, which "
+            f"the engine does not do for {type(model).__name__}: leave it out"
         )
 
 

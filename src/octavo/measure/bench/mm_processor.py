@@ -23,18 +23,15 @@ from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import Changes, apply_, restore_
 from octavo.integrations.transformers.calibrate import autosave
 from octavo.integrations.transformers.graphed_vision import use_graphs_
+from octavo.integrations.transformers.vision_impl import check_vision_impl
 from octavo.integrations.transformers.vision_language import (
     VisionLanguage,
     find_tower,
     generate,
 )
-from octavo.kernels.device import Device, describe
-from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench.images import Request
 from octavo.numerics.amax import HISTORY_LENGTH
-from octavo.numerics.formats import E4M3
-from octavo.ops.select import Request as OpRequest
-from octavo.ops.select import features_of, impl_names, select
+from octavo.ops.select import impl_names
 from octavo.recipe import Recipe
 
 STAGES = (
@@ -110,33 +107,12 @@ class EncoderOptions:
         if self.fp8_scale_path is not None:
             recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
         changes = apply_(model, recipe, vision_impl=self.attn_backend)
-        layers = [m for m in model.modules() if isinstance(m, EncoderAttention)]
-        device = describe(next(model.parameters()).device)
         try:
-            for layer in (layer for layer in layers if layer.scaling is not None):
-                _check_impl(layer, self.attn_backend, device)
+            check_vision_impl(model, self.attn_backend)
         except UnsupportedError:
             restore_(model)
             raise
         return changes
-
-
-def _check_impl(layer: EncoderAttention, impl: str | None, device: Device) -> None:
-    """UnsupportedError unless a layer's FP8 attention can run there, by `impl` if it is given."""
-    assert layer.scaling is not None
-    per_head = layer.scaling.scales().k.dim() > 0
-    request = OpRequest(
-        op="attention",
-        device=device,
-        dtype=E4M3.dtype,
-        other_dtype=E4M3.dtype,
-        head_dim=layer.head_dim,
-        group=layer.num_heads // layer.num_kv_heads,
-        granularity="head" if per_head else "tensor",
-        # As EncoderAttention stores values.
-        features=features_of(layer.spec, transposed=device.type == "cuda"),
-    )
-    select(request, impl)
 
 
 @dataclass

@@ -58,7 +58,8 @@ class DecodeGraphs:
 
     def fits(self, batch: Batch) -> bool:
         """Whether all that a step does is to decode, for no more sequences than a graph has."""
-        return batch.num_single == len(batch.chunks) <= self.sizes[-1]
+        is_short = batch.num_single == len(batch.chunks) <= self.sizes[-1]
+        return is_short and not any(chunk.has_images for chunk in batch.chunks)
 
     def run(self, batch: Batch) -> Tensor:
         """Logits [sampled sequences, vocab], good until the next step."""
@@ -91,7 +92,7 @@ class DecodeGraphs:
         for chunk in chunks:
             page, place = divmod(chunk.start, page_size)
             ids.append(chunk.sequence.tokens[chunk.start])
-            positions.append(chunk.start)
+            positions.append(chunk.position)
             slots.append(chunk.sequence.pages[page] * page_size + place)
             lengths.append(chunk.stop)
         numbers = array("i")

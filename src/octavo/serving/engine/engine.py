@@ -3,15 +3,23 @@
 import dataclasses
 import logging
 import random
+from collections.abc import Sequence as AnySequence
 from typing import Any
 
 import torch
 
 from octavo.cache.pages import PageAllocator
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.integrations.transformers.engine_images import (
+    FAMILIES,
+    EngineImages,
+    PromptImages,
+    check_places,
+)
 from octavo.integrations.transformers.engine_model import EngineModel
-from octavo.integrations.transformers.text_model import load_text_model
+from octavo.integrations.transformers.served_model import load_served_model
 from octavo.recipe import Recipe
+from octavo.serving.engine.image_store import ImageError, ImageStore
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
 from octavo.serving.engine.runner import Runner
 from octavo.serving.engine.sampler import LogitsError, Sampled, Sampler, SamplerRow
@@ -38,6 +46,7 @@ class Engine:
     Every request that was added ends with exactly one Delta that has a finish_reason. Tokens that
     end an answer (EOS, stop_token_ids, those of a stop text) are among its tokens, without text.
     tokenizer: as transformers' are; None if prompts are tokens and nobody needs text.
+    image_processor: as transformers' are, for prompts with images; None refuses them.
     """
 
     def __init__(
@@ -47,12 +56,16 @@ class Engine:
         settings: EngineSettings = EngineSettings(),
         *,
         model_name: str = "model",
+        image_processor: Any = None,
     ) -> None:
+        self._images: EngineImages | None = None
+        if image_processor is not None:
+            self._images = EngineImages(model.model, image_processor)
         spec = model.cache_spec(settings.page_size)
         if settings.compile:
             model.compile()
             try_pass(model, spec, num_tokens=1, num_seqs=1)
-        num_pages = choose_num_pages(model, spec, settings)
+        num_pages = choose_num_pages(model, spec, settings, self._images)
         self.max_context = choose_context(model, num_pages * spec.page_size, settings)
         self.settings = dataclasses.replace(settings, max_context=self.max_context)
         self.model_name, self.tokenizer = model_name, tokenizer
@@ -60,7 +73,8 @@ class Engine:
         self._model = model
         self._allocator = PageAllocator(num_pages, spec.page_size)
         self._scheduler = Scheduler(self._allocator, self.settings)
-        self._runner: Runner | None = Runner(model, spec, num_pages)
+        store = None if self._images is None else ImageStore(self._images)
+        self._runner: Runner | None = Runner(model, spec, num_pages, store)
         if settings.cuda_graphs is not False:
             self._runner.use_graphs(
                 max_batch=settings.max_num_seqs,
@@ -83,13 +97,46 @@ class Engine:
         """The tokens that end an answer, as the model has them."""
         return tuple(sorted(self._model.eos_tokens))
 
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self._images is not None
+
+    @property
+    def model(self) -> Any:
+        """The model, with the engine's attention until it is closed."""
+        return self._model.model
+
+    def prepare_images(self, prompt: AnySequence[int], images: AnySequence[Any]) -> PromptImages:
+        """Images as a request may have them, with the whole prompt as `tokens`.
+
+        prompt: with one image token for each of them. `add` does it, too; this any thread may call.
+        """
+        if self._images is None:
+            raise UnsupportedError(
+                f"expected a prompt of text, got images: {self.model_name} came without an image "
+                f"processor, or is none of the models they are read for ({', '.join(FAMILIES)})"
+            )
+        return self._images.prepare(prompt, images)
+
     def check(self, request: Request) -> None:
         """Raise ConfigError or UnsupportedError for a request that can never run here."""
+        self._check(self._prepare(request))
+
+    def _prepare(self, request: Request) -> Request:
+        """The request with its images as the model takes them."""
+        images: Any = request.images
+        if isinstance(images, PromptImages) or len(images) == 0:
+            return request
+        prepared = self.prepare_images(request.prompt, images)
+        return dataclasses.replace(request, prompt=prepared.tokens, images=prepared)
+
+    def _check(self, request: Request) -> None:
         if self._runner is None:
             raise ConfigError("expected an engine that is open, got one that was closed")
         name, sampling = request.request_id, request.sampling
-        if request.images:
-            raise UnsupportedError(f"request {name}: expected a prompt of text, got images in it")
+        if self._images is not None:
+            check_places(request.prompt, request.images, self._images.image_token, name)
         if sampling.grammar is not None and not hasattr(sampling.grammar, "start"):
             raise ConfigError(
                 f"request {name}: expected a grammar such as guided.Grammar makes, got "
@@ -107,7 +154,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; CapacityError if the queue is full, else as `check`."""
-        self.check(request)
+        request = self._prepare(request)
+        self._check(request)
         own = request.sampling.seed
         seed = self._seeds.getrandbits(63) if own is None else own
         answer = _Answer()
@@ -127,8 +175,9 @@ class Engine:
     def step(self) -> list[Delta]:
         """One forward pass, and what it added to its requests; [] if there is nothing to do.
 
-        A pass that fails ends its requests, and no others, with finish_reason "error". A GPU in an
-        unknown state fails the engine: that error is raised.
+        A pass that fails ends its requests, and no others, with finish_reason "error"; a vision
+        tower that fails ends the one whose images it was for. A GPU in an unknown state fails the
+        engine: that error is raised.
         """
         deltas, self._ended = self._ended, []
         batch = self._scheduler.schedule()
@@ -139,6 +188,9 @@ class Engine:
             sampled, reasons = self._compute(batch)
         except torch.AcceleratorError:
             raise
+        except ImageError as error:
+            logger.exception("request %s: its images failed", error.sequence.request_id)
+            return [*deltas, self._fail(error.sequence, str(error))]  # all others run again
         except Exception as error:
             logger.exception("a forward pass of %d tokens failed", batch.num_tokens)
             message = f"{type(error).__name__}: {error}"
@@ -252,6 +304,8 @@ class Engine:
         if sequence.finish_reason is not None:
             del self._answers[sequence.request_id]
             self._num_finished += 1
+            if self._runner is not None and self._runner.images is not None:
+                self._runner.images.forget(sequence.request_id)
         return Delta(
             request_id=sequence.request_id,
             tokens=tokens,
@@ -268,24 +322,30 @@ def load_engine(
     settings: EngineSettings = EngineSettings(),
     *,
     tokenizer: Any = None,
+    image_processor: Any = None,
     dtype: str = "auto",
     device: str | None = None,
+    vision_impl: str | None = None,
 ) -> Engine:
     """An engine for a model: a folder or hub name, or a model that is loaded already.
 
-    None is SmolLM2-135M-Instruct. dtype, device: of a model that is loaded here. A model that was
-    loaded already is changed until the engine is closed, and stays on its device.
+    None is SmolLM2-135M-Instruct, "chart-reader" the chart reader that comes with octavo. dtype,
+    device: of a model that is loaded here. A model that was loaded already is changed until the
+    engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
     if model is None or isinstance(model, str):
-        loaded = load_text_model(model, dtype=dtype, device=device)
+        loaded = load_served_model(model, dtype=dtype, device=device)
         model, name = loaded.model, loaded.name
         tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
+        image_processor = loaded.image_processor if image_processor is None else image_processor
     elif dtype != "auto" or device is not None:
         raise ConfigError("dtype and device are for a model by name, got one that is loaded")
-    prepared = EngineModel(model, recipe)
+    prepared = EngineModel(model, recipe, vision_impl=vision_impl)
     try:
-        return Engine(prepared, tokenizer, settings, model_name=name)
+        return Engine(
+            *(prepared, tokenizer, settings), model_name=name, image_processor=image_processor
+        )
     except BaseException:
         prepared.close()
         raise

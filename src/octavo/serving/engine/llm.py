@@ -1,6 +1,6 @@
 """octavo.LLM: answers to a list of prompts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -10,13 +10,16 @@ from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Completion, Delta, Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
 
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
 
 class LLM:
     """A language model that answers many prompts at once.
 
-    model: a folder or hub name, a model of transformers, or None for SmolLM2-135M-Instruct. recipe:
-    what is quantized; its kv_cache. tokenizer: for a model that is loaded already; a model by name
-    brings its own. engine: the step API below, for streaming and cancellation.
+    model: a folder or hub name, a model of transformers, "chart-reader", or None for
+    SmolLM2-135M-Instruct. recipe: what is quantized; its kv_cache and vision_attention, which
+    vision_impl runs. tokenizer, image_processor: for a model that is loaded already; a model by
+    name brings its own. engine: the step API below, for streaming and cancellation.
     """
 
     def __init__(
@@ -26,23 +29,33 @@ class LLM:
         recipe: Recipe | None = None,
         settings: EngineSettings = EngineSettings(),
         tokenizer: Any = None,
+        image_processor: Any = None,
         dtype: str = "auto",
         device: str | None = None,
+        vision_impl: str | None = None,
     ) -> None:
         self.engine = load_engine(
-            model, recipe, settings, tokenizer=tokenizer, dtype=dtype, device=device
+            *(model, recipe, settings),
+            tokenizer=tokenizer,
+            image_processor=image_processor,
+            dtype=dtype,
+            device=device,
+            vision_impl=vision_impl,
         )
         self._num_requests = 0
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] = Sampling(),
         *,
         show_progress: bool = False,
     ) -> list[Completion]:
-        """The answers in the order of their prompts, each a text or tokens.
+        """The answers in the order of their prompts.
 
+        A prompt is a text, tokens, or {"prompt": …, "images": […]}: there it is a text or tokens
+        with one image token for each of the pillow images, or messages for the chat template, with
+        a part {"type": "image"} for each.
         sampling: one for all, or one for each. A prompt that can never run raises before any runs,
         and one that fails raises; all others are then aborted.
         """
@@ -82,7 +95,7 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling],
     ) -> list[Request]:
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
@@ -94,15 +107,33 @@ class LLM:
         for prompt, own in zip(prompts, each, strict=True):
             name = f"llm-{self._num_requests}"
             self._num_requests += 1
-            requests.append(Request(request_id=name, prompt=self._tokens(prompt), sampling=own))
+            found, images = _parts(prompt)
+            tokens = self._tokens(found)
+            prepared = self.engine.prepare_images(tokens, images) if len(images) else None
+            requests.append(
+                Request(
+                    request_id=name,
+                    prompt=tokens if prepared is None else prepared.tokens,
+                    sampling=own,
+                    images=() if prepared is None else prepared,
+                )
+            )
         return requests
 
-    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
+    def _tokens(self, prompt: Any) -> tuple[int, ...]:
+        """The tokens of a text, of tokens or of messages."""
+        is_chat = not isinstance(prompt, str) and any(isinstance(x, Mapping) for x in prompt)
+        if not isinstance(prompt, str) and not is_chat:
             return tuple(prompt)
-        if self.engine.tokenizer is None:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
             raise ConfigError("expected prompts of tokens, got a text and no tokenizer for it")
-        return tuple(self.engine.tokenizer.encode(prompt))
+        if not is_chat:
+            return tuple(tokenizer.encode(prompt))
+        text = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=False
+        )
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
         """What the engine has to say until all have ended; the queue is never full."""
@@ -116,6 +147,17 @@ class LLM:
                 if request is not None:
                     self.engine.add(request)
             yield from self.engine.step()
+
+
+def _parts(prompt: Prompt) -> tuple[Any, Sequence[Any]]:
+    """A prompt's text, tokens or messages, and its images."""
+    if not isinstance(prompt, Mapping):
+        return prompt, ()
+    if unknown := sorted(map(str, prompt.keys() - {"prompt", "images"})):
+        raise ConfigError(f"expected a prompt with images, got {', '.join(unknown)} in it, too")
+    if "prompt" not in prompt:
+        raise ConfigError('expected {"prompt": …, "images": […]}, got no prompt')
+    return prompt["prompt"], prompt.get("images", ())
 
 
 @contextmanager

@@ -65,12 +65,16 @@ def _check(name: str, value: float, low: float, high: float, *, excludes_low: bo
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how it is answered. images: pillow images, one for each place in the prompt."""
+    """A prompt and how it is answered.
+
+    images: pillow images, one for each place in the prompt; or what `Engine.prepare_images` made of
+    them, whose tokens are then the prompt.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: Sampling = Sampling()
-    images: tuple[Any, ...] = ()
+    images: Any = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:

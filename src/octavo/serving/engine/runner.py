@@ -10,6 +10,7 @@ from octavo.errors import UnsupportedError
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.numerics.granularity import PerToken
 from octavo.serving.engine.decode_graphs import DecodeGraphs
+from octavo.serving.engine.image_store import ImageStore
 from octavo.serving.engine.scheduler import Batch
 from octavo.serving.engine.step import make_step
 
@@ -19,13 +20,20 @@ logger = logging.getLogger(__name__)
 class Runner:
     """A model with its pages.
 
+    images: its embeddings of images, None if it takes none.
     graphs: what runs steps that only decode, if `use_graphs` was called and a graph can hold them.
     """
 
     graphs: DecodeGraphs | None = None
 
-    def __init__(self, model: EngineModel, spec: CacheSpec, num_pages: int) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: EngineModel,
+        spec: CacheSpec,
+        num_pages: int,
+        images: ImageStore | None = None,
+    ) -> None:
+        self.model, self.images = model, images
         self._needs_graphs = False
         self.storage = PagedStorage(spec, num_pages, model.device)
         if isinstance(spec.granularity, PerToken):
@@ -62,4 +70,9 @@ class Runner:
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 self.graphs = None
         step = make_step(batch, self.storage)
-        return self.model.forward(step.ids, step.positions, step.rows, step)
+        images = None if self.images is None else self.images.make_pass(batch, step.positions)
+        if self.images is None or images is None:
+            return self.model.forward(step.ids, step.positions, step.rows, step)
+        logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
+        self.images.release(batch)
+        return logits

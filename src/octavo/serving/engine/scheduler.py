@@ -68,6 +68,17 @@ class Chunk(NamedTuple):
         """The place after the last token."""
         return self.start + self.num_tokens
 
+    @property
+    def has_images(self) -> bool:
+        """Whether tokens of images, or between two of them, are among these."""
+        return self.start < self.sequence.image_stop and self.stop > self.sequence.image_start
+
+    @property
+    def position(self) -> int:
+        """The position of its first token, unless it `has_images`; the others follow."""
+        is_after = self.start >= self.sequence.image_stop
+        return self.start + (self.sequence.position_offset if is_after else 0)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -135,7 +146,7 @@ class Scheduler:
                 f"got {num_prompt} + {max_tokens}: shorten the prompt or set max_tokens lower"
             )
 
-    def add(self, request: Request, *, seed: int = 0, salt: bytes = b"") -> Sequence:
+    def add(self, request: Request, *, seed: int = 0) -> Sequence:
         """Put a request at the end of the line; CapacityError if that is full, else as `check`."""
         self.check(request)
         if len(self.waiting) >= self.settings.max_queue:
@@ -143,7 +154,7 @@ class Scheduler:
                 f"expected room in the queue, got {len(self.waiting)} requests that wait "
                 f"(max_queue {self.settings.max_queue}): retry later"
             )
-        sequence = Sequence(request, self._num_arrived, seed=seed, salt=salt)
+        sequence = Sequence(request, self._num_arrived, seed=seed)
         self._num_arrived += 1
         self._open[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -298,11 +309,12 @@ class Scheduler:
 
     def _hash(self, sequence: Sequence, num_pages: int) -> None:
         """Have the hashes of its first pages."""
-        known, size = len(sequence.hashes), self.allocator.page_size
-        if num_pages > known:
-            parent = sequence.hashes[-1] if known else ROOT_HASH
-            tokens = sequence.tokens[known * size : num_pages * size]
-            sequence.hashes += self.allocator.page_hashes(tokens, sequence.salt, parent)
+        size = self.allocator.page_size
+        for index in range(len(sequence.hashes), num_pages):
+            start, stop = index * size, (index + 1) * size
+            parent = sequence.hashes[-1] if sequence.hashes else ROOT_HASH
+            tokens, salt = sequence.tokens[start:stop], sequence.salt(start, stop)
+            sequence.hashes += self.allocator.page_hashes(tokens, salt, parent)
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(sequence.pages)

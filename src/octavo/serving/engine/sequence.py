@@ -1,26 +1,44 @@
 """A request in the engine: its tokens, how many of them are computed, and where they lie."""
 
 from array import array
-from typing import Literal
+from collections.abc import Sequence as AnySequence
+from typing import Literal, Protocol
 
 from octavo.serving.engine.request import FinishReason, Request, Usage
 
 State = Literal["waiting", "running", "finished"]
 
 
+class Span(Protocol):
+    """The tokens of an image, from start to before stop, and the hash of what it shows."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def digest(self) -> bytes: ...
+
+
 class Sequence:
     """A request's tokens and pages; no tensors.
 
     tokens: of the prompt and the answer; output: of the answer alone, so far. arrival: its place
-    among all requests, first come first served. seed: what its samples are drawn by. salt: what
-    else decides its keys and values, such as the content of its images; part of its pages' hashes.
+    among all requests, first come first served. seed: what its samples are drawn by. spans: where
+    its images are, with the hash of each; image_start, image_stop: from the first to the last of
+    them, both 0 without. Tokens in between have positions of three parts, those before have their
+    index, and those after it their index + position_offset.
     num_computed: how many tokens have their keys and values in pages. num_cached: how many of the
     prompt others had filled when it first ran. hashes: of its full pages, as far as they were
     needed; the first num_published of them can be found.
     """
 
-    def __init__(self, request: Request, arrival: int, *, seed: int = 0, salt: bytes = b"") -> None:
-        self.request, self.arrival, self.seed, self.salt = request, arrival, seed, salt
+    def __init__(self, request: Request, arrival: int, *, seed: int = 0) -> None:
+        self.request, self.arrival, self.seed = request, arrival, seed
+        self.spans: AnySequence[Span] = getattr(request.images, "spans", ())
+        self.image_start = self.spans[0].start if self.spans else 0
+        self.image_stop = self.spans[-1].stop if self.spans else 0
+        self.position_offset: int = getattr(request.images, "offset", 0)
         self.tokens = list(request.prompt)
         self.output = array("q")  # penalties are computed on copies of its memory
         self.pages = array("i")  # a step's page table is made of copies of their memory
@@ -64,6 +82,10 @@ class Sequence:
             completion_tokens=self.num_output_tokens,
             cached_tokens=self.num_cached or 0,
         )
+
+    def salt(self, start: int, stop: int) -> bytes:
+        """What besides these tokens decides their keys and values: the images among them."""
+        return b"".join(s.digest for s in self.spans if s.start < stop and s.stop > start)
 
     def append(self, token: int) -> None:
         """Take a new token, which is not computed yet."""

@@ -4,6 +4,7 @@ import torch
 
 from octavo.cache.spec import CacheSpec
 from octavo.errors import CapacityError, ConfigError
+from octavo.integrations.transformers.engine_images import EngineImages
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.engine.runner import Runner
@@ -13,19 +14,27 @@ from octavo.serving.engine.settings import EngineSettings
 
 # Without a GPU, where nobody said how large the cache may be.
 CPU_CACHE_BYTES = 2**30
+# Of an image of 4096 × 4096 pixels with patches of 16, four of them a token.
+LARGE_IMAGE_TOKENS = 16384
 
 
-def choose_num_pages(model: EngineModel, spec: CacheSpec, settings: EngineSettings) -> int:
+def choose_num_pages(
+    model: EngineModel,
+    spec: CacheSpec,
+    settings: EngineSettings,
+    images: EngineImages | None = None,
+) -> int:
     """The pages that were asked for, or else as many as memory has room for.
 
-    On a GPU that is what a forward pass of the largest batch leaves of memory_fraction of it; on a
-    CPU one GiB. More than all running requests could ever use is never taken.
+    On a GPU that is what a forward pass of the largest batch, and the vision tower with a large
+    image if the model takes images, leave of memory_fraction of it; on a CPU one GiB. More than all
+    running requests could ever use is never taken.
     """
     if settings.num_pages is not None:
         num_pages = settings.num_pages
     else:
         is_cuda = model.device.type == "cuda"
-        num_bytes = _free_bytes(model, spec, settings) if is_cuda else CPU_CACHE_BYTES
+        num_bytes = _free_bytes(model, spec, settings, images) if is_cuda else CPU_CACHE_BYTES
         num_pages = spec.num_pages_in(num_bytes)
         context = settings.max_context or model.max_context
         if context is not None:
@@ -56,7 +65,9 @@ def choose_context(model: EngineModel, num_tokens: int, settings: EngineSettings
     return asked
 
 
-def _free_bytes(model: EngineModel, spec: CacheSpec, settings: EngineSettings) -> int:
+def _free_bytes(
+    model: EngineModel, spec: CacheSpec, settings: EngineSettings, images: EngineImages | None
+) -> int:
     """Bytes of GPU memory for pages, after a trial of the largest forward pass."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -64,6 +75,9 @@ def _free_bytes(model: EngineModel, spec: CacheSpec, settings: EngineSettings) -
     num_tokens = settings.max_num_batched_tokens
     num_seqs = min(settings.max_num_seqs, num_tokens)
     try_pass(model, spec, num_tokens=num_tokens, num_seqs=num_seqs)
+    if images is not None:
+        context = settings.max_context or model.max_context or LARGE_IMAGE_TOKENS
+        images.try_largest(min(context, LARGE_IMAGE_TOKENS))
     used = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)

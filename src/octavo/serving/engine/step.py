@@ -37,7 +37,8 @@ class Step:
 
     single: sequences with one new token, which come first and are decoded. multi: those with more,
     whose tokens begin at cu_seqlens [sequences + 1], the longest at most max_seqlen. slots: where
-    each token's key and value go. num_cached_tokens: the sum of multi's lengths.
+    each token's key and value go. positions: one number for each token, also where images give it
+    three: those are in an ImagePass beside the step. num_cached_tokens: the sum of multi's lengths.
     """
 
     storage: PagedStorage
@@ -136,7 +137,7 @@ def _tokens(batch: Batch, page_size: int) -> tuple[list[int], list[int], list[in
     rows: list[int] = []
     for chunk in batch.chunks:
         ids += chunk.sequence.tokens[chunk.start : chunk.stop]
-        positions += range(chunk.start, chunk.stop)
+        positions += range(chunk.position, chunk.position + chunk.num_tokens)
         for index in range(chunk.start // page_size, -(-chunk.stop // page_size)):
             first = index * page_size
             offset = chunk.sequence.pages[index] * page_size - first

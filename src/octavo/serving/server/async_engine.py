@@ -10,7 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 from octavo.errors import CapacityError, OctavoError
@@ -32,7 +32,7 @@ THREAD_END_S = 10.0
 
 
 class Engine(Protocol):
-    """What the server asks of an engine; one thread calls it."""
+    """What the server asks of an engine; one thread calls it, `prepare_images` any."""
 
     model_name: str
     max_context: int
@@ -40,6 +40,9 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def has_images(self) -> bool: ...
+    def prepare_images(self, prompt: Sequence[int], images: Sequence[Any]) -> Any: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...

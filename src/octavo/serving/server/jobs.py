@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.server.answer_body import ChatWriter, CompletionWriter, TokenTexts, Writer
 from octavo.serving.server.api_error import ApiError, bad_request
@@ -47,8 +47,6 @@ SAME_NAMES = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "ignore_eos", "min_tokens"),
 )
-# Only the engine knows how many tokens an image takes, so the rest of the context is not known.
-DEFAULT_IMAGE_CHAT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Jobs:
         self.model_names = settings.model_names or (engine.model_name,)
         self._settings = settings
         self._max_context = engine.max_context
-        self._has_images = bool(getattr(engine, "has_images", False))
+        self._engine = engine  # only what any thread may call
         self._make_grammar = make_grammar
         self._prompts = Prompts(engine.tokenizer)
         self._token_texts = TokenTexts(engine.tokenizer)
@@ -87,13 +85,16 @@ class Jobs:
         images = await self._images(body.messages)
         tools = [] if body.tool_choice == "none" else body.tools or []
         prompt = await self._in_thread(self._prompts.of_chat, body.messages, tools)
-        default = min(DEFAULT_IMAGE_CHAT_TOKENS, self._max_context) if images else self._max_context
+        prepared: Any = ()
+        if images:
+            prepared = await asyncio.to_thread(self._prepare_images, prompt, images)
+            prompt = prepared.tokens
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         sampling = await self._sampling(
             body,
-            max_tokens=self._max_tokens(_asked_tokens(body), len(prompt), default),
+            max_tokens=self._max_tokens(_asked_tokens(body), len(prompt), self._max_context),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema,
             param=param,
@@ -102,7 +103,7 @@ class Jobs:
         writer = ChatWriter(
             request_id, self._name(body), self._token_texts, lambda: _reader(body, len(forced))
         )
-        request = _request(request_id, prompt, sampling, images)
+        request = _request(request_id, prompt, sampling, prepared)
         return self._job(body, request, writer)
 
     async def completion(self, body: CompletionRequest) -> Job:
@@ -176,12 +177,18 @@ class Jobs:
     async def _images(self, messages: list[Message]) -> tuple[Any, ...]:
         urls = image_urls(messages)
         limits = self._settings.images
-        if urls and not self._has_images:
+        if urls and not self._engine.has_images:
             raise bad_request("this model reads no images", "messages", "images_not_supported")
         if len(urls) > limits.max_images:
             message = f"expected at most {limits.max_images} images, got {len(urls)}"
             raise bad_request(message, "messages")
         return tuple([await asyncio.to_thread(read_image, url, limits) for url in urls])
+
+    def _prepare_images(self, prompt: tuple[int, ...], images: tuple[Any, ...]) -> Any:
+        try:
+            return self._engine.prepare_images(prompt, images)
+        except OctavoError as error:
+            raise bad_request(str(error), "messages", "invalid_image") from None
 
     async def _sampling(
         self,
@@ -245,7 +252,7 @@ def _one_call_only(body: ChatRequest, *, is_forced: bool) -> tuple[str, ...]:
 
 
 def _request(
-    request_id: str, prompt: tuple[int, ...], sampling: Sampling, images: tuple[Any, ...] = ()
+    request_id: str, prompt: tuple[int, ...], sampling: Sampling, images: Any = ()
 ) -> Request:
     try:
         return Request(request_id=request_id, prompt=prompt, sampling=sampling, images=images)
