@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import finish, make_engine, make_model, make_request, run
+from tiny_engine import finish, make_engine, make_model, make_request, run, use_padding
 
 import octavo
 from octavo.errors import UnsupportedError
-from octavo.serving.engine.decode_graphs import DecodeGraphs, batch_sizes
+from octavo.serving.engine.decode_graphs import batch_sizes
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -21,22 +21,6 @@ RECIPES = {
     "tensor": octavo.Recipe(kv_cache={"scaling": "unit"}),
     "token": octavo.Recipe(kv_cache={"granularity": "token"}),
 }
-
-
-def use_padding(engine):
-    """Graphs as on a GPU, each replaced by the call that it would hold."""
-
-    def capture(size):
-        logits = torch.empty(size, engine._model.vocab_size)
-        return (lambda: logits.copy_(graphs._compute(size))), logits
-
-    runner, sizes = engine._runner, engine.settings
-    graphs = DecodeGraphs(
-        *(runner.model, runner.storage), max_batch=sizes.max_num_seqs, max_context=sizes.max_context
-    )
-    graphs._capture = capture
-    runner.graphs = graphs
-    return graphs
 
 
 def answers(engine, **sampling):
@@ -78,6 +62,95 @@ def test_what_is_no_decode_step_runs_without_graphs():
     assert graphs.num_replays == 0
     engine.step()
     assert graphs.num_replays == 1
+
+
+def test_the_next_pass_begins_before_the_tokens_are_read():
+    engine = make_engine(max_num_seqs=2)
+    use_padding(engine)
+    engine.add(make_request("a", length=15, max_tokens=6))
+    engine.step()
+    assert engine._ahead is None  # after a prompt
+    for num_tokens in (2, 3, 4):
+        engine.step()
+        (sequence,) = engine._scheduler.running
+        assert sequence.num_output_tokens == num_tokens
+        assert [c.start for c in engine._ahead.batch.chunks] == [sequence.num_computed]
+    engine.step()
+    assert engine._ahead is not None  # for the last token
+    engine.step()
+    assert engine._ahead is None and not engine.has_work
+
+
+def test_a_pass_for_nobody():
+    """Requests that end by their own token, or are aborted, while their next pass is under way."""
+    plain = make_engine()
+    truth = run(plain, make_request("a", max_tokens=20))[0].tokens
+    stop = truth[6]
+    assert stop not in truth[:6]
+    engine = make_engine()
+    use_padding(engine)
+    requests = [
+        make_request("a", max_tokens=20, stop_token_ids=(stop,)),
+        make_request("b", which=1, max_tokens=20),
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.stats().num_running != 1:
+        engine.step()
+    assert len(engine._ahead.batch.chunks) == 2 and len(engine._ahead.open_chunks) == 1
+    engine.abort("b")
+    # Again, by the same names: what is under way is of others.
+    found = run(engine, *requests)
+    assert found[0].tokens == truth[:7] and found[0].finish_reason == "stop"
+    assert found[1].tokens == run(plain, make_request("b", which=1, max_tokens=20))[0].tokens
+    assert engine.stats().num_pages_in_use == 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.3}],
+    ids=str,
+)
+def test_penalties_wait_for_the_tokens(sampling):
+    truth = answers(make_engine(), temperature=0.7, seed=5, **sampling)
+    engine = make_engine()
+    use_padding(engine)
+    engine.add(make_request("z", max_tokens=5, **sampling))
+    for _ in range(3):
+        engine.step()
+        assert engine._ahead is None
+    finish(engine, ["z"])
+    assert answers(engine, temperature=0.7, seed=5, **sampling) == truth
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.01, "min_tokens": 3}, {"logprobs": 2}],
+    ids=str,
+)
+def test_draws_are_the_same_ahead(sampling):
+    truth = answers(make_engine(), temperature=0.7, seed=5, **sampling)
+    engine = make_engine()
+    graphs = use_padding(engine)
+    assert answers(engine, temperature=0.7, seed=5, **sampling) == truth
+    assert graphs.num_replays > 20
+
+
+def test_a_row_that_fails_while_its_next_pass_is_under_way(monkeypatch):
+    engine = make_engine()
+    graphs = use_padding(engine)
+    compute = graphs._compute
+    monkeypatch.setattr(graphs, "_compute", lambda size: spoil(compute(size), graphs.num_replays))
+    found = run(engine, make_request("a", max_tokens=9), make_request("b", which=1, max_tokens=9))
+    assert [one.finish_reason for one in found] == ["error", "length"]
+    assert len(found[0].tokens) == 4 and len(found[1].tokens) == 9
+    assert engine.stats().num_pages_in_use == 0
+
+
+def spoil(logits, num_replays):
+    if num_replays == 3:
+        logits[0] = float("nan")
+    return logits
 
 
 def test_a_chunk_of_one_token_that_samples_nothing():

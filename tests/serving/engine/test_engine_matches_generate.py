@@ -14,6 +14,9 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
 from text_models import FAMILIES, VOCABULARY, make_decoder
 
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_engine import use_padding
+
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
@@ -105,6 +108,8 @@ def test_random_schedules(family, data):
         max_num_batched_tokens=data.draw(st.sampled_from([max_num_seqs, 7, 40, 200]), "budget"),
         enable_prefix_caching=data.draw(st.booleans(), "caching"),
     )
+    if data.draw(st.booleans(), "graphs"):
+        use_padding(engine)
     chance = random.Random(data.draw(st.integers(0, 2**16), "seed"))
     try:
         requests, completions = run_randomly(engine, chance, num_requests=5)
@@ -114,8 +119,9 @@ def test_random_schedules(family, data):
         engine.close()
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preemption_and_prefix_hits_happen_and_change_nothing(family):
+def test_preemption_and_prefix_hits_happen_and_change_nothing(family, has_graphs):
     engine = make_engine(
         family, page_size=PAGE_SIZE, num_pages=7, max_num_seqs=4, max_num_batched_tokens=64
     )
@@ -127,6 +133,8 @@ def test_preemption_and_prefix_hits_happen_and_change_nothing(family):
         )
         for i in range(4)
     ]
+    if has_graphs:
+        use_padding(engine)
     try:
         deltas = {request.request_id: [] for request in requests}
         for request in requests:

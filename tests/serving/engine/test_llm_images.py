@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
 import vision_families
-from tiny_decoders import make_tokenizer
+from text_models import make_tokenizer
 from vision_families import make_image, make_processor
 
 import octavo

@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
 from text_models import NUM_TOKENS, make_decoder, make_tokenizer, save_decoder  # noqa: F401
 
+from octavo.serving.engine.decode_graphs import DecodeGraphs
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
@@ -58,3 +59,19 @@ def finish(engine, names):
             deltas[delta.request_id].append(delta)
         engine._scheduler.check_invariants()
     return [gather(found) for found in deltas.values()]
+
+
+def use_padding(engine):
+    """Graphs as on a GPU, each replaced by the call that it would hold."""
+
+    def capture(size):
+        logits = torch.empty(size, engine._model.vocab_size)
+        return (lambda: logits.copy_(graphs._compute(size))), logits
+
+    runner, sizes = engine._runner, engine.settings
+    graphs = DecodeGraphs(
+        *(runner.model, runner.storage), max_batch=sizes.max_num_seqs, max_context=sizes.max_context
+    )
+    graphs._capture = capture
+    runner.graphs = graphs
+    return graphs

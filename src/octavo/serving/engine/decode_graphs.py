@@ -61,11 +61,16 @@ class DecodeGraphs:
         is_short = batch.num_single == len(batch.chunks) <= self.sizes[-1]
         return is_short and not any(chunk.has_images for chunk in batch.chunks)
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits [sampled sequences, vocab], good until the next step."""
+    def run(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+        """Logits [sampled sequences, vocab], good until the next step.
+
+        tokens: int64 [sequences] on the device, if the host does not know them yet.
+        """
         num_rows = len(batch.chunks)
         size = next(size for size in self.sizes if size >= num_rows)
-        self._write(batch, size)
+        self._write(batch, size, is_known=tokens is None)
+        if tokens is not None:
+            self._numbers[0, :num_rows].copy_(tokens)
         if size not in self._captured:
             self._captured[size] = self._capture(size)
         replay, logits = self._captured[size]
@@ -84,14 +89,17 @@ class DecodeGraphs:
             self._write(Batch(()), size)
             self._captured[size] = self._capture(size)
 
-    def _write(self, batch: Batch, size: int) -> None:
-        """Tell a step to the graphs: in one copy to the device, without waiting for it."""
+    def _write(self, batch: Batch, size: int, *, is_known: bool = True) -> None:
+        """Tell a step to the graphs: in one copy to the device, without waiting for it.
+
+        is_known: whether the sequences have the tokens of the step.
+        """
         page_size, chunks = self._storage.spec.page_size, batch.chunks
         padding = size - len(chunks)
         ids, positions, slots, lengths = (array("i") for _ in range(4))
         for chunk in chunks:
             page, place = divmod(chunk.start, page_size)
-            ids.append(chunk.sequence.tokens[chunk.start])
+            ids.append(chunk.sequence.tokens[chunk.start] if is_known else 0)
             positions.append(chunk.position)
             slots.append(chunk.sequence.pages[page] * page_size + place)
             lengths.append(chunk.stop)

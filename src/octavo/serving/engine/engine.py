@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octavo.cache.pages import PageAllocator
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.engine_images import (
     FAMILIES,
     EngineImages,
@@ -20,9 +20,10 @@ from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.served_model import load_served_model
 from octavo.recipe import Recipe
 from octavo.serving.engine.image_store import ImageError, ImageStore
+from octavo.serving.engine.passes import Pass, Passes, open_chunks
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
 from octavo.serving.engine.runner import Runner
-from octavo.serving.engine.sampler import LogitsError, Sampled, Sampler, SamplerRow
+from octavo.serving.engine.sampler import Sampled, Sampler
 from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
@@ -81,9 +82,13 @@ class Engine:
                 max_context=self.max_context,
                 is_required=settings.cuda_graphs is True,
             )
-        self._sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
+        sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
+        self._passes: Passes | None = Passes(
+            self._scheduler, self._runner, sampler, lambda s: self._answers[s.request_id].grammar
+        )
         self._seeds = random.Random(settings.seed)
         self._answers: dict[str, _Answer] = {}
+        self._ahead: Pass | None = None
         self._ended: list[Delta] = []  # by abort and close: for the next step
         self._num_completion_tokens = self._num_finished = self._num_steps = 0
 
@@ -173,19 +178,26 @@ class Engine:
             self._ended.append(self._end(sequence))
 
     def step(self) -> list[Delta]:
-        """One forward pass, and what it added to its requests; [] if there is nothing to do.
+        """What one forward pass added to its requests; [] if there is nothing to do.
 
-        A pass that fails ends its requests, and no others, with finish_reason "error"; a vision
-        tower that fails ends the one whose images it was for. A GPU in an unknown state fails the
-        engine: that error is raised.
+        Where it can be, the pass after it is under way when this returns. A pass that fails ends
+        its requests, and no others, with finish_reason "error"; a vision tower that fails ends the
+        one whose images it was for. A GPU in an unknown state fails the engine: that error is
+        raised.
         """
         deltas, self._ended = self._ended, []
-        batch = self._scheduler.schedule()
+        under_way, self._ahead = self._ahead, None
+        if under_way is not None and not under_way.open_chunks:
+            under_way = None  # all have ended without it
+        batch = self._scheduler.schedule() if under_way is None else under_way.batch
         if not batch.chunks:
             return deltas
+        assert self._passes is not None  # closed, no request is open
         self._num_steps += 1
         try:
-            sampled, reasons = self._compute(batch)
+            under_way = self._passes.begin(batch) if under_way is None else under_way
+            self._ahead = self._passes.begin_next(under_way)
+            tokens = self._passes.read(under_way)
         except torch.AcceleratorError:
             raise
         except ImageError as error:
@@ -193,15 +205,18 @@ class Engine:
             return [*deltas, self._fail(error.sequence, str(error))]  # all others run again
         except Exception as error:
             logger.exception("a forward pass of %d tokens failed", batch.num_tokens)
+            self._ahead = None
             message = f"{type(error).__name__}: {error}"
-            return deltas + [self._fail(chunk.sequence, message) for chunk in batch.chunks]
-        sequences = batch.sampled
-        self._scheduler.advance(batch, [None if one is None else one.token for one in sampled])
-        for row, (sequence, one) in enumerate(zip(sequences, sampled, strict=True)):
-            if one is None:
-                deltas.append(self._fail(sequence, reasons[row]))
-            else:
+            left = open_chunks(batch)
+            return deltas + [self._fail(chunk.sequence, message) for chunk in left]
+        batch = Batch(open_chunks(batch))
+        known = [one.token if isinstance(one, Sampled) else None for one in tokens]
+        self._scheduler.advance(batch, known)
+        for sequence, one in zip(batch.sampled, tokens, strict=True):
+            if isinstance(one, Sampled):
                 deltas.append(self._note(sequence, one))
+            else:
+                deltas.append(self._fail(sequence, one))
         return deltas
 
     def stats(self) -> Stats:
@@ -226,44 +241,10 @@ class Engine:
         """
         for sequence in self._scheduler.open_sequences:
             self.abort(sequence.request_id)
+        self._ahead = None
         if self._runner is not None:
-            self._runner = None
+            self._runner = self._passes = None
             self._model.close()
-
-    @torch.inference_mode()
-    def _compute(self, batch: Batch) -> tuple[list[Sampled | None], dict[int, str]]:
-        """The next token of each sampled sequence, None where there is none, and why."""
-        assert self._runner is not None
-        logits = self._runner.run(batch)
-        reasons: dict[int, str] = {}
-        rows = [self._row(index, s, reasons) for index, s in enumerate(batch.sampled)]
-        if not rows:
-            return [], {}
-        sampled: list[Sampled | None]
-        try:
-            sampled = list(self._sampler.sample(logits, rows))
-        except LogitsError as error:
-            sampled = error.sampled
-            reasons = error.reasons | reasons
-        for index, (sequence, one) in enumerate(zip(batch.sampled, sampled, strict=True)):
-            grammar = self._answers[sequence.request_id].grammar
-            if one is not None and grammar is not None and index not in reasons:
-                try:
-                    grammar.advance(one.token)
-                except OctavoError as error:
-                    reasons[index] = str(error)
-        return [None if i in reasons else one for i, one in enumerate(sampled)], reasons
-
-    def _row(self, index: int, sequence: Sequence, reasons: dict[int, str]) -> SamplerRow:
-        """What the sampler needs; a grammar that has failed gives its request a reason to end."""
-        request = sequence.request
-        grammar, allowed = self._answers[request.request_id].grammar, None
-        if grammar is not None:
-            try:
-                allowed = grammar.allowed("cpu")
-            except OctavoError as error:
-                reasons[index] = str(error)
-        return SamplerRow(request.sampling, request.prompt, sequence.output, sequence.seed, allowed)
 
     def _note(self, sequence: Sequence, sampled: Sampled) -> Delta:
         """What a new token adds to its request, and whether it ends it."""

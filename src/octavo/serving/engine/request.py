@@ -38,6 +38,12 @@ class Sampling:
     ignore_eos: bool = False
     grammar: Any = None
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens of the answer change what follows them, but for the model."""
+        counts = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return counts or self.repetition_penalty != 1
+
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, 1, math.inf)
         _check("min_tokens", self.min_tokens, 0, self.max_tokens)

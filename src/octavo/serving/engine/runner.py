@@ -56,6 +56,15 @@ class Runner:
         sizes = {"max_batch": max_batch, "max_context": max_context}
         self.graphs = DecodeGraphs(self.model, self.storage, **sizes)
 
+    def runs_ahead(self, batch: Batch) -> bool:
+        """Whether a batch is one for `run_ahead`."""
+        return self.graphs is not None and self.graphs.fits(batch)
+
+    def run_ahead(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """As `run`, with tokens [sequences] that are on the device alone."""
+        assert self.graphs is not None
+        return self.graphs.run(batch, tokens)
+
     def run(self, batch: Batch) -> Tensor:
         """Compute the chunks; returns logits [sampled sequences, vocab] for the next tokens.
 

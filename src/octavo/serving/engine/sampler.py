@@ -47,8 +47,10 @@ REASONS = {
 
 
 class SamplerRow(NamedTuple):
-    """What a row of logits is for; the new token's position is len(output).
+    """What a row of logits is for; the new token's position is len(output) + num_pending.
 
+    num_pending: tokens that follow the output, and are drawn, but were not read yet; penalties do
+    not see them.
     allowed: bool [vocab], or int32 [ceil(vocab / 32)] with a bit for each token, lowest first, as
     `guided` makes them; tokens behind its end are forbidden.
     """
@@ -58,6 +60,35 @@ class SamplerRow(NamedTuple):
     output: Sequence[int]
     seed: int
     allowed: Tensor | None = None
+    num_pending: int = 0
+
+    @property
+    def position(self) -> int:
+        """The new token's place in the answer."""
+        return len(self.output) + self.num_pending
+
+
+class Draws:
+    """Tokens on the device, and all that is told about them on its way to the host.
+
+    tokens: int64 [rows].
+    """
+
+    def __init__(self, values: Tensor, rows: Sequence[SamplerRow]) -> None:
+        self.tokens, self.rows = values[: len(rows)], rows
+        self._event: torch.cuda.Event | None = None
+        self._host = values
+        if values.is_cuda:
+            self._host = values.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> list[int]:
+        """What came to the host; waits for it, and for nothing that was queued later."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._host.tolist()
+        return values
 
 
 class Sampled(NamedTuple):
@@ -85,7 +116,7 @@ class LogitsError(OctavoError):
 
 
 class Sampler:
-    """Draws a token for each row of logits; reads the device once for each call.
+    """Draws a token for each row of logits; the device is read once for all of them.
 
     eos_tokens: forbidden, as a row's stop_token_ids are, before its min_tokens.
     """
@@ -108,13 +139,20 @@ class Sampler:
         OpenAI reports them. A row with NaN, inf or no token left raises LogitsError for itself
         alone: the error has the other rows' tokens.
         """
-        if logits.shape != (len(rows), self.vocab_size):
+        return self.read(self.draw(logits, rows)) if rows else []
+
+    def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Draws:
+        """As `sample`, for `read` to tell later; nothing here waits for the device."""
+        if not rows or logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
-                f"expected logits [{len(rows)}, {self.vocab_size}], got {list(logits.shape)}"
+                f"expected logits [{len(rows)}, {self.vocab_size}] of one row or more, got "
+                f"{list(logits.shape)}"
             )
-        if not rows:
-            return []
-        return self._read(self._enqueue(logits, rows).tolist(), rows)
+        return Draws(self._enqueue(logits, rows), rows)
+
+    def read(self, draws: Draws) -> list[Sampled]:
+        """The tokens of a draw, or its LogitsError."""
+        return self._read(draws.values(), draws.rows)
 
     def _enqueue(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Everything that `_read` needs, as one int64 tensor; nothing here waits for the device."""
@@ -122,8 +160,11 @@ class Sampler:
             in_use = {id(row.prompt) for row in rows}
             self._prompts = {key: entry for key, entry in self._prompts.items() if key in in_use}
         greedy = [index for index, row in enumerate(rows) if row.sampling.temperature == 0]
+        highest: Tensor | None = None
         if len(greedy) in (0, len(rows)):
-            tokens, peaks = self._choose(logits, rows)
+            scores = self._edit(logits, rows)
+            tokens, peaks = self._choose(scores, rows)
+            highest = peaks if scores is logits else None
         else:
             tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
             peaks = torch.zeros(len(rows), dtype=torch.float32, device=self.device)
@@ -131,16 +172,15 @@ class Sampler:
             for indices in (greedy, random):
                 where = self._ints(indices)
                 chosen = [rows[index] for index in indices]
-                scores = logits.index_select(0, where)
+                scores = self._edit(logits.index_select(0, where), chosen)
                 tokens[where], peaks[where] = self._choose(scores, chosen)
-        is_finite = logits.amax(dim=-1).isfinite()
+        is_finite = (logits.amax(dim=-1) if highest is None else highest).isfinite()
         state = torch.where(peaks == -math.inf, NOTHING_LEFT, OK)
         state = torch.where(is_finite, state, NOT_FINITE)
         return torch.cat([tokens, state, *self._logprobs(logits, tokens, rows)])
 
     def _choose(self, scores: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, Tensor]:
         """Tokens of rows that are all greedy or all not, and their highest scores, float32."""
-        scores = self._edit(scores, rows)
         peak, tokens = scores.max(dim=-1)  # the first of equals
         if rows[0].sampling.temperature > 0:
             tokens = self._draw(scores, peak, rows)
@@ -178,7 +218,7 @@ class Sampler:
                 with_repetition.append(i)
             if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
                 with_counts.append(i)
-            if len(row.output) < sampling.min_tokens:
+            if row.position < sampling.min_tokens:
                 forbidden += [(i, token) for token in self._ends(sampling)]
             if row.allowed is not None:
                 masked.append(i)
@@ -364,7 +404,7 @@ class Sampler:
 def _draw_keys(rows: Sequence[SamplerRow]) -> Tensor:
     """The key of each row's draw, int64 on the host: see the module's text."""
     seeds = torch.tensor([row.seed for row in rows])
-    positions = torch.tensor([len(row.output) for row in rows])
+    positions = torch.tensor([row.position for row in rows])
     golden = _signed(GOLDEN)
     return _mix_(_mix_(seeds + golden) + positions * golden)
 

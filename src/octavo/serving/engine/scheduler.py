@@ -203,6 +203,30 @@ class Scheduler:
         single += [chunk for chunk in chunks if chunk.num_tokens == 1]
         return Batch((*single, *(chunk for chunk in chunks if chunk.num_tokens > 1)))
 
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
+        """The pass after one that only decodes, before anybody knows its tokens.
+
+        None where it depends on them, or on who waits: where a request ends by its length, or has
+        ended, where one may be let in, and where pages are short. An answer may still end with the
+        token that is not known: what this pass computes of it is then for nobody.
+        """
+        may_admit = bool(self.waiting) and len(self.running) < self.settings.max_num_seqs
+        if may_admit or len(batch.chunks) != len(self.running):
+            return None
+        for sequence, _, num_tokens, samples in batch.chunks:
+            max_tokens = sequence.request.sampling.max_tokens
+            is_going_on = samples and num_tokens == 1 and sequence.state == "running"
+            if not is_going_on or sequence.num_output_tokens + 2 > max_tokens:
+                return None
+        size = self.allocator.page_size
+        # The place of a token is where the pass before it stops.
+        short = [c.sequence for c in batch.chunks if c.stop >= len(c.sequence.pages) * size]
+        if len(short) > self.allocator.num_free:
+            return None
+        for sequence, page in zip(short, self.allocator.allocate(len(short)), strict=True):
+            sequence.pages.append(page)
+        return Batch(tuple([Chunk(c.sequence, c.stop, 1, True) for c in batch.chunks]))
+
     def advance(self, batch: Batch, tokens: AnySequence[int | None]) -> None:
         """Note that a pass was computed.
 
