@@ -1,6 +1,7 @@
 """Images as the engine takes them: tokens, positions, hashes; and FP8 vision attention there."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,24 @@ def test_pixels_are_kept_in_the_dtype_of_the_tower():
     assert found.pixels[0].dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="one image or more"):
         EngineImages(model, make_processor()).prepare((1,), [])
+
+
+def test_odd_sizes(images):
+    smallest = images.prepare((IMAGE,), [Image.new("RGB", (1, 1))])
+    assert smallest.tokens == (IMAGE,)
+    with pytest.raises(ConfigError, match=r"processor takes, got ValueError: .*aspect ratio"):
+        images.prepare((IMAGE,), [Image.new("RGB", (1, 300))])
+
+
+def test_threads_may_prepare_at_once(images):
+    def prepare(number):
+        found = images.prepare((9, IMAGE, STOP), [make_image(number % 10)])
+        return (found.tokens, found.spans)
+
+    alone = [prepare(number) for number in range(10)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(prepare, range(80)))
+    assert together == alone * 8
 
 
 def test_a_processor_with_other_patches_is_refused(images, monkeypatch):

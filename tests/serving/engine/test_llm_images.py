@@ -86,6 +86,12 @@ def test_other_forms_are_refused(prompt, message):
         llm.generate([prompt], GREEDY)
 
 
+def test_messages_that_the_template_refuses():
+    reader = octavo.LLM("chart-reader", settings=SETTINGS, device="cpu")
+    with reader as llm, pytest.raises(ConfigError, match="a question about one image"):
+        llm.generate([{"prompt": [{"role": "user", "content": "What is the title?"}]}])
+
+
 def test_a_model_by_name_brings_its_image_processor(model, folder):
     prompt = {"prompt": "<|start|><|image|><|stop|>what", "images": [make_image(1)]}
     options = {"tokenizer": chat_tokenizer(), "image_processor": make_processor()}

@@ -130,9 +130,16 @@ class LLM:
             raise ConfigError("expected prompts of tokens, got a text and no tokenizer for it")
         if not is_chat:
             return tuple(tokenizer.encode(prompt))
-        text = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=False
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=False
+            )
+        # A template raises what its author thought of, and what its code runs into.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"expected messages that the model's chat template takes, got {reason}"
+            ) from None
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
