@@ -9,6 +9,7 @@ from octavo.cli.bench_encoder import encoder
 from octavo.cli.bench_generate import generate
 from octavo.cli.bench_latency import latency
 from octavo.cli.bench_mm_processor import mm_processor
+from octavo.cli.bench_serve import serve
 from octavo.cli.bench_throughput import throughput
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile
@@ -22,6 +23,7 @@ app.command("encoder")(encoder)
 app.command("generate")(generate)
 app.command("latency")(latency)
 app.command("mm-processor")(mm_processor)
+app.command("serve", context_settings={"allow_extra_args": True})(serve)
 app.command("throughput")(throughput)
 
 VALUES = (
