@@ -9,7 +9,6 @@ as they are must give the tokens of `model.generate()`.
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +99,14 @@ def judge(subject: Subject, row: EngineRow, answers: Sequence[Answer]) -> float:
 
 
 def _generate(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What generate() answers, greedy; neither an end nor penalties of the model's own count."""
     ids = torch.tensor([prompt], device=model.device)
-    # What ends an answer, and how it is drawn, is the engine's to decide here.
-    config = deepcopy(model.generation_config)
-    config.update(eos_token_id=None, do_sample=False, max_new_tokens=OUTPUT_LEN, pad_token_id=0)
-    config.update(temperature=None, top_p=None, top_k=None, max_length=None)
-    out = model.generate(ids, generation_config=config)
+    own = model.generation_config
+    model.generation_config = type(own)()
+    try:
+        out = model.generate(ids, max_new_tokens=OUTPUT_LEN, do_sample=False, pad_token_id=0)
+    finally:
+        model.generation_config = own
     return tuple(out[0, len(prompt) :].tolist())
 
 

@@ -62,7 +62,7 @@ class ServingCase:
                 f"expected a request rate and a burstiness above 0, got {self.request_rate} and "
                 f"{self.burstiness}"
             )
-        if (self.max_concurrency or 1) < 1 or self.num_warmups < 0:
+        if (self.max_concurrency is not None and self.max_concurrency < 1) or self.num_warmups < 0:
             raise ConfigError(
                 f"expected 1 or more requests at once and 0 or more warm-ups, got "
                 f"{self.max_concurrency} and {self.num_warmups}"

@@ -36,7 +36,9 @@ class ThroughputCase:
     num_warmups: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.num_warmups or 0) < 0 or (self.max_concurrency or 1) < 1:
+        if (self.num_warmups or 0) < 0 or (
+            self.max_concurrency is not None and self.max_concurrency < 1
+        ):
             raise ConfigError(
                 f"expected 0 or more warm-ups and 1 or more open requests, got {self.num_warmups} "
                 f"and {self.max_concurrency}"
