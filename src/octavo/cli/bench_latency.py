@@ -26,6 +26,7 @@ from octavo.cli.engine_flags import (
     make_settings,
 )
 from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -96,8 +97,6 @@ def latency(
     tokens in float32, log-probabilities within what rounding explains otherwise (relative_rms). A
     row that is wrong has no records, and the exit code is 1.
     """
-    from rich.progress import Progress
-
     from octavo.measure import store
     from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.engine_rows import check_rows, make_rows, open_subject
@@ -148,7 +147,7 @@ def latency(
     with err.status("making the model"):
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
-    with Progress(console=err) as progress:
+    with StillProgress() as progress:
         task = progress.add_task("measuring", total=len(rows) * case.num_runs)
         results = run_latency(
             subject,
@@ -157,7 +156,7 @@ def latency(
             settings,
             command=command_line("latency", [model] if model else [], flags),
             on_row=lambda result: store.append(output, result.records) if output else None,
-            on_run=lambda what: progress.update(task, advance=1, description=what),
+            on_run=lambda what: progress.step(task, what),
         )
     _print(results, as_json=as_json)
     if output is not None and not as_json:

@@ -26,6 +26,7 @@ from octavo.cli.engine_flags import (
     make_settings,
 )
 from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -113,8 +114,6 @@ def throughput(
     length that was asked for. Gains are against the first row, above 1 is better. As in octavo
     bench latency, a row that is wrong has no record, and the exit code is 1.
     """
-    from rich.progress import Progress
-
     from octavo.measure import store
     from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.engine_rows import check_rows, make_rows, open_subject
@@ -170,7 +169,7 @@ def throughput(
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
     num_tokens = sum(prompt.output_len for prompt in workload.draw(subject.vocab_size))
-    with Progress(console=err) as progress:
+    with StillProgress() as progress:
         task = progress.add_task("tokens", total=len(rows) * num_tokens)
         results = run_throughput(
             subject,
@@ -179,7 +178,7 @@ def throughput(
             settings,
             command=command_line("throughput", [model] if model else [], flags),
             on_row=lambda result: store.append(output, result.records) if output else None,
-            on_token=lambda what: progress.update(task, advance=1, description=f"{what}, tokens"),
+            on_token=lambda what: progress.step(task, f"{what}, tokens"),
         )
     _print(results, as_json=as_json)
     if output is not None and not as_json:
