@@ -128,6 +128,20 @@ def test_the_fields_are_vllm_s():
     assert Measurement.from_json(record.to_json()) == record
 
 
+def test_octavo_s_own_server_takes_the_load():
+    pytest.importorskip("fastapi")
+    sys.path.insert(0, str(Path(__file__).parents[2] / "serving" / "server"))
+    from fake_server import listening
+
+    with listening() as (url, engine, _):
+        case = ServingCase(base_url=url, workload=WORK, max_concurrency=2, percentiles=(50.0,))
+        served = run_serving(case)
+        assert engine.num_open == 0
+    assert served.model == "fake" and served.metrics["completed"] == 6
+    assert served.metrics["total_output_tokens"] == sum(p.output_len for p in WORK.draw(1000))
+    assert {request.sampling.ignore_eos for request in engine.added} == {True}
+
+
 def test_one_token_has_no_time_for_each_token():
     work = Workload(num_prompts=1, input_len=3, output_len=1)
     with scripted() as server:
