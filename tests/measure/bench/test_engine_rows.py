@@ -20,6 +20,9 @@ def test_what_is_said_of_the_model(subject):
     assert subject.about == {
         "model": "tiny",
         "dtype": "bfloat16",
+        # Two layers of 64 · 128 · 2 + 64 · 64 · 2 attention, 3 · 64 · 128 MLP and 2 norms; a norm
+        # and the head, but no embedding.
+        "weight_bytes": 2 * (2 * (16384 + 8192 + 24576 + 128) + 64 + 64 * 256),
         "weights": "random",
         "layers": 2,
     }
@@ -69,6 +72,11 @@ def test_a_recipe_s_file_is_a_row(subject, tmp_path):
     row, more = make_rows([str(path), f"{path}+skip=1"], subject)
     assert row.about["granularity"] == "token"
     assert tuple(more.recipe.skip_layers) == ("0", "1")
+    Recipe().save(path)
+    (plain, _) = make_rows([str(path), "fp8+unit"], subject, skip_layers=["1"])
+    assert plain.recipe == Recipe()
+    with pytest.raises(ConfigError, match="layers to skip are for a recipe with a kv_cache"):
+        make_rows([f"{path}+skip=1"], subject)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """One batch: what is counted as what, rows side by side, and rows that do not count."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("transformers")
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine_check, latency
 from octavo.measure.bench.engine_rows import make_rows, open_subject
 from octavo.measure.bench.latency import LatencyCase, length_values, line_values, run_latency
@@ -80,8 +82,23 @@ def test_a_failed_request_raises(subject, monkeypatch):
         return [RequestTimes(input_len=1, output_len=0, start_s=0, parts_s=(), error="boom")], 1.0
 
     monkeypatch.setattr(latency, "serve_prompts", fail)
-    with pytest.raises(Exception, match="request 0 failed: boom"):
+    with pytest.raises(OctavoError, match="request 0 failed: boom"):
         run(subject, ["auto"])
+
+
+def test_a_failed_request_fails_its_row(subject, monkeypatch):
+    serve_prompts, served = latency.serve_prompts, []
+
+    def fail(engine, prompts):
+        served.append(engine)
+        times, duration_s = serve_prompts(engine, prompts)
+        if engine is not served[0]:
+            times[-1] = replace(times[-1], error="boom")
+        return times, duration_s
+
+    monkeypatch.setattr(latency, "serve_prompts", fail)
+    plain, fp8 = run(subject, ["auto", "fp8"])
+    assert plain.failure is None and "boom" in fp8.failure
 
 
 def test_between_tokens_counts_from_the_last_first_token():

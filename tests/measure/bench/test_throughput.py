@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine_check, throughput
 from octavo.measure.bench.engine_load import serve_prompts
 from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
@@ -62,7 +62,7 @@ def test_a_row_that_is_wrong(subject, monkeypatch):
 def test_a_request_that_fails_fails_its_row(subject, monkeypatch):
     failed = RequestTimes(input_len=1, output_len=0, start_s=0, parts_s=(), error="boom")
     monkeypatch.setattr(throughput, "serve_prompts", lambda *a, **k: ([failed], 1.0))
-    with pytest.raises(UnsupportedError, match="auto: 1 requests failed: boom"):
+    with pytest.raises(OctavoError, match="auto: 1 requests failed: boom"):
         run(subject, ["auto"])
 
 

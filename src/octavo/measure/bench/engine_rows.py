@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from octavo.calibration.observers import CalibrationSettings
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.calibrate_text import calibrate_kv
 from octavo.integrations.transformers.decoder import about_decoder, make_decoder
@@ -94,12 +95,21 @@ def open_subject(
         if layers is not None:
             raise ConfigError("a number of layers is for random weights: leave it out, or --config")
         loaded = load_text_model(name, dtype=dtype, device=device)
-        return Subject(loaded.model, {"model": loaded.name, "dtype": loaded.dtype}, False)
+        return Subject(loaded.model, _about(loaded.name, loaded.model), False)
     own = "bfloat16" if dtype == "auto" else dtype
     if own not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"expected auto, bfloat16, float16 or float32, got {dtype!r}")
     model = make_decoder(config, torch.device(device), layers, getattr(torch, own))
-    return Subject(model, {"model": config, "dtype": own, **about_decoder(model)}, True)
+    return Subject(model, {**_about(config, model), **about_decoder(model)}, True)
+
+
+def _about(name: str, model: Any) -> dict[str, Scalar]:
+    """weight_bytes: what a step reads of the weights; of an embedding, that is a row at most."""
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding
+    total = sum(p.nbytes for p in model.parameters()) - (0 if is_tied else embedding.nbytes)
+    return {"model": name, "dtype": str(model.dtype).removeprefix("torch."), "weight_bytes": total}
 
 
 def make_rows(
@@ -136,12 +146,13 @@ def _with_scales(row: EngineRow, scales: dict[str, Any]) -> EngineRow:
 
 def _parse(text: str, skip_layers: Sequence[str]) -> EngineRow:
     front, *skipped = text.split(SKIP)
-    skipped += skip_layers
     if front.endswith((".json", ".toml")):
         recipe = Recipe.load(front)
-        if recipe.kv_cache is None:
-            skipped = []
-        return EngineRow(text, recipe.replace(skip_layers=[*recipe.skip_layers, *skipped]))
+        if recipe.kv_cache is None and skipped:
+            raise ConfigError(f"{text}: layers to skip are for a recipe with a kv_cache, got none")
+        more = [] if recipe.kv_cache is None else [*skipped, *skip_layers]
+        return EngineRow(text, recipe.replace(skip_layers=[*recipe.skip_layers, *more]))
+    skipped += skip_layers
     dtype, *words = front.split("+")
     if dtype == PLAIN and text == PLAIN:
         return EngineRow(text, Recipe())
@@ -164,8 +175,6 @@ def _parse(text: str, skip_layers: Sequence[str]) -> EngineRow:
 
 def _calibrate(subject: Subject) -> dict[str, Any]:
     """Scales of random tokens, which are what random weights get to see here."""
-    from octavo.calibration.observers import CalibrationSettings
-
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, subject.vocab_size, (1, CALIBRATION_LEN), generator=generator)
     settings = CalibrationSettings(granularity="head", margin=1.5)

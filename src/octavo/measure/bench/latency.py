@@ -8,13 +8,13 @@ keys and values that are read.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError
 from octavo.measure.bench.engine_check import CONTEXT, ask, judge
 from octavo.measure.bench.engine_load import raise_failed, serve_prompts
 from octavo.measure.bench.engine_rows import EngineRow, Subject, engine_about, open_engine
 from octavo.measure.bench.request_times import RequestTimes, Workload, statistics_ms
 from octavo.measure.fit import Line, break_even, fit_line
-from octavo.measure.records import Measurement
+from octavo.measure.records import Measurement, Scalar
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -48,6 +48,11 @@ class LatencyCase:
             )
         if len(set(self.input_lens)) != len(self.input_lens):
             raise ConfigError(f"expected different lengths, got {list(self.input_lens)}")
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """What records say of it, beside the length."""
+        return {"batch_size": self.batch_size, "output_len": self.output_len, "seed": self.seed}
 
     @property
     def num_runs(self) -> int:
@@ -104,8 +109,8 @@ def run_latency(
     for row in rows:
         try:
             result = _run_row(subject, row, case, settings, command, results[:1], on_run)
-        except UnsupportedError as error:
-            if not results:
+        except OctavoError as error:
+            if not results or isinstance(error, ConfigError):
                 raise
             result = LatencyResult(row, failure=str(error))
         results.append(result)
@@ -124,13 +129,12 @@ def _run_row(
 ) -> LatencyResult:
     with open_engine(subject, row, settings) as engine:
         answers = ask(engine, subject.vocab_size)
-        about = engine_about(engine)
+        about = {**subject.about, **row.about, **case.about, **engine_about(engine)}
         times = {
             length: _run_length(subject, engine, row, case, length, on_run)
             for length in case.input_lens
         }
     error = judge(subject, row, answers)
-    sizes = {"batch_size": case.batch_size, "output_len": case.output_len}
     machine = subject.machine()
     baseline = first[0] if first else None
     records = []
@@ -145,7 +149,7 @@ def _run_row(
             Measurement(
                 op="latency",
                 impl="octavo",
-                case={**subject.about, **row.about, **sizes, **about, "input_len": length},
+                case={**about, "input_len": length},
                 values=values,
                 machine=machine,
                 command=command,
@@ -160,13 +164,7 @@ def _run_row(
     fit_record = replace(
         records[0],
         op="latency_fit",
-        case={
-            **subject.about,
-            **row.about,
-            **sizes,
-            **about,
-            "input_lens": ",".join(map(str, times)),
-        },
+        case={**about, "input_lens": ",".join(map(str, times))},
         values=line_values(line, None if baseline is None else baseline.line),
     )
     return LatencyResult(row, (*records, fit_record), line)

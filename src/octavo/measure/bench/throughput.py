@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError
 from octavo.measure.bench.engine_check import CONTEXT, ask, judge
 from octavo.measure.bench.engine_load import serve_prompts
 from octavo.measure.bench.engine_rows import EngineRow, Subject, engine_about, open_engine
@@ -103,8 +103,8 @@ def run_throughput(
         first = results[0] if results else None
         try:
             result = _run_row(subject, row, case, settings, command, first, on_token)
-        except UnsupportedError as error:
-            if first is None:
+        except OctavoError as error:
+            if first is None or isinstance(error, ConfigError):
                 raise
             result = ThroughputResult(row, failure=str(error))
         results.append(result)
@@ -135,7 +135,7 @@ def _run_row(
         num_preemptions = engine.stats().num_preemptions - before.num_preemptions
         about = {"max_num_seqs": settings.max_num_seqs, **engine_about(engine)}
     if failed := [one.error for one in times if one.error is not None]:
-        raise UnsupportedError(f"{row.name}: {len(failed)} requests failed: {failed[0]}")
+        raise OctavoError(f"{row.name}: {len(failed)} requests failed: {failed[0]}")
     values: dict[str, Any] = summarize(times, duration_s, PERCENTILES)
     values |= {"num_preemptions": num_preemptions, "relative_rms": judge(subject, row, answers)}
     if first is not None and first.record is not None:
