@@ -119,7 +119,10 @@ class DenseMlp(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * size, dtype=dtype)
         self.down = nn.Linear(size, config.hidden_size, dtype=dtype)
-        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.alpha, self.limit = (
+            1.702,
+            7.0,
+        )  # gpt-oss's; not every transformers has them in a config
         for linear in (self.gate_up, self.down):
             nn.init.normal_(linear.weight, std=config.initializer_range)
             nn.init.zeros_(linear.bias)
