@@ -11,7 +11,7 @@ pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_server import scripted
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench.request_times import Workload
 from octavo.measure.bench.serving import ServingCase, make_record, run_serving, vllm_result
 from octavo.measure.records import Measurement
@@ -140,6 +140,12 @@ def test_octavo_s_own_server_takes_the_load():
     assert served.model == "fake" and served.metrics["completed"] == 6
     assert served.metrics["total_output_tokens"] == sum(p.output_len for p in WORK.draw(1000))
     assert {request.sampling.ignore_eos for request in engine.added} == {True}
+
+
+def test_without_httpx_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'octavo\[server\]'"):
+        run_serving(ServingCase(base_url="http://x", workload=WORK))
 
 
 def test_one_token_has_no_time_for_each_token():
