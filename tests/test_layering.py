@@ -76,6 +76,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/bench/images.py": {"PIL"},
     "serving/server/images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
+    "measure/bench/serving.py": {"httpx"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
     "serving/engine/llm.py": {"rich"},

@@ -7,7 +7,10 @@ import typer
 
 from octavo.cli.bench_encoder import encoder
 from octavo.cli.bench_generate import generate
+from octavo.cli.bench_latency import latency
 from octavo.cli.bench_mm_processor import mm_processor
+from octavo.cli.bench_serve import serve
+from octavo.cli.bench_throughput import throughput
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile
 from octavo.cli.tables import print_table
@@ -18,7 +21,10 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 app.command("encoder")(encoder)
 app.command("generate")(generate)
+app.command("latency")(latency)
 app.command("mm-processor")(mm_processor)
+app.command("serve", context_settings={"allow_extra_args": True})(serve)
+app.command("throughput")(throughput)
 
 VALUES = (
     *("median_ms", "p20_ms", "p80_ms", "tflops", "gb_per_s", "of_ceiling_percent"),

@@ -15,6 +15,7 @@ from octavo.cli.encoder_flags import (
     ScaleSaveMargin,
     ScaleSavePath,
 )
+from octavo.cli.engine_flags import Compile, EnforceEager
 from octavo.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    enforce_eager: EnforceEager = False,
+    compile: Compile = False,
     log_level: Annotated[
         str, typer.Option("--log-level", help="debug, info, warning or error.")
     ] = "info",
@@ -240,7 +243,10 @@ def serve(
         memory_fraction=memory_fraction,
         num_pages=num_pages,
         enable_prefix_caching=has_prefix_caching,
+        cuda_graphs=False if enforce_eager else None,
+        compile=compile,
     )
+    _capture_graphs(engine)
     err.print(f"{engine.model_name}: {recipe}", soft_wrap=True)
     shown = f"[{host}]" if ":" in host else host
     if port:  # a free one is chosen later, and logged
@@ -310,6 +316,13 @@ def load(
             device=device,
             vision_impl=vision_impl,
         )
+
+
+def _capture_graphs(engine: Any) -> None:
+    """Capture the graphs of all batch sizes now, so that no request waits for one."""
+    from rich.progress import track
+
+    engine.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
 
 
 @contextmanager

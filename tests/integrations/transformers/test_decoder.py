@@ -136,3 +136,30 @@ def test_windows_are_not_filled(model):
     kv_cache.attach(model, None)
     with pytest.raises(UnsupportedError, match="expected a layer that sees all keys"):
         fill_cache(model, make_static_cache(model, 64), random_keys_and_values(model, 1), 20)
+
+
+def test_a_decoder_like_gpt_oss_has_its_attention_and_a_dense_mlp():
+    from octavo.integrations.transformers.decoder import CONFIGS, about_decoder, make_decoder
+
+    model = make_decoder("tiny-gpt-oss", torch.device("cpu"), dtype=torch.float32)
+    first, second = model.model.layers
+    assert type(first.self_attn).__name__ == "GptOssAttention"
+    assert first.self_attn.sinks.shape == (4,)
+    assert (first.self_attn.sliding_window, second.self_attn.sliding_window) == (32, None)
+    assert about_decoder(model)["mlp"] == "dense 128 in place of experts"
+    x = torch.randn(1, 3, 64)
+    gate, up = first.mlp.gate_up(x).chunk(2, -1)
+    expected = first.mlp.down((up + 1) * gate * torch.sigmoid(1.702 * gate))
+    torch.testing.assert_close(first.mlp(x)[0], expected)
+    again = make_decoder("tiny-gpt-oss", torch.device("cpu"), dtype=torch.float32)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    sizes = CONFIGS["gpt-oss-like"]
+    assert sizes["dense_size"] == 11520 and sizes["sliding_window"] == 128
+
+
+def test_what_is_said_of_a_llama():
+    from octavo.integrations.transformers.decoder import about_decoder, make_decoder
+
+    model = make_decoder("tiny", torch.device("cpu"), 1)
+    assert about_decoder(model) == {"weights": "random", "layers": 1}

@@ -64,7 +64,7 @@ def test_greedy_takes_the_first_of_equals(dtype):
 
 def test_wrong_shapes_are_refused():
     sampler = Sampler(VOCAB, "cpu")
-    with pytest.raises(ConfigError, match=r"expected logits \[1, 50\], got \[2, 50\]"):
+    with pytest.raises(ConfigError, match=r"expected logits \[1, 50\] .*got \[2, 50\]"):
         sampler.sample(torch.zeros(2, VOCAB), [row()])
     with pytest.raises(ConfigError, match="vocab_size"):
         Sampler(0, "cpu")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
@@ -18,6 +18,9 @@ KeysAndValues = Callable[[int, int, int], tuple[Tensor, Tensor]]
 NUM_COLUMNS = 4096
 
 _SHARED = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1, "tie_word_embeddings": False}
+# Sinks, a window in every other layer and the rotary embedding are the family's own; of its experts
+# one is made, and replaced (DenseMlp).
+_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 1, "num_experts_per_tok": 1}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama",
@@ -42,11 +45,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 256,
         "max_position_embeddings": 4096,
     },
+    "gpt-oss-like": {
+        **_GPT_OSS,
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        # Four experts of 2880 see each token of gpt-oss.
+        "dense_size": 4 * 2880,
+    },
+    "tiny-gpt-oss": {
+        **_GPT_OSS,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+        "dense_size": 128,
+    },
 }
 
 
-def make_decoder(name: str, device: torch.device, num_layers: int | None = None) -> Any:
-    """The decoder of a name with random weights, in bfloat16."""
+def make_decoder(
+    name: str,
+    device: torch.device,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    """The decoder of a name with random weights, the same ones on every machine of a kind."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if name not in CONFIGS:
@@ -54,11 +87,51 @@ def make_decoder(name: str, device: torch.device, num_layers: int | None = None)
     settings = {**_SHARED, **CONFIGS[name]}
     if num_layers is not None:
         settings["num_hidden_layers"] = num_layers
+    dense_size = settings.pop("dense_size", None)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         family: Any = AutoModelForCausalLM
-        return family.from_config(config, dtype=torch.bfloat16).eval()
+        model = family.from_config(config, dtype=dtype).eval()
+        if dense_size is not None:
+            for layer in model.model.layers:
+                layer.mlp = DenseMlp(config, dense_size, dtype).eval()
+    return model
+
+
+def about_decoder(model: Any) -> dict[str, str | int]:
+    """What a record says of a decoder that `make_decoder` made, beside its name."""
+    about: dict[str, str | int] = {"weights": "random", "layers": model.config.num_hidden_layers}
+    dense = next((m for m in model.modules() if isinstance(m, DenseMlp)), None)
+    if dense is not None:
+        about["mlp"] = f"dense {dense.down.in_features} in place of experts"
+    return about
+
+
+class DenseMlp(nn.Module):
+    """One gated MLP in place of gpt-oss's router and experts, as large as those a token sees.
+
+    Attention is what is measured: experts that are chosen token by token cost what their batch
+    happens to choose, and transformers runs them in a loop.
+    """
+
+    def __init__(self, config: Any, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * size, dtype=dtype)
+        self.down = nn.Linear(size, config.hidden_size, dtype=dtype)
+        self.alpha, self.limit = (
+            1.702,
+            7.0,
+        )  # gpt-oss's; not every transformers has them in a config
+        for linear in (self.gate_up, self.down):
+            nn.init.normal_(linear.weight, std=config.initializer_range)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """As gpt-oss's MLP is called, which returns the router's scores as well."""
+        gate, up = self.gate_up(hidden_states).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down((up + 1) * gate * torch.sigmoid(gate * self.alpha)), None
 
 
 def make_static_cache(model: Any, max_length: int) -> Any:

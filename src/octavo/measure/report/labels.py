@@ -19,7 +19,7 @@ _UNITS = {
     "_db": "dB",
     "_s": "s",
 }
-_ACRONYMS = {"cpu", "fp8", "gpu", "itl", "kv", "rms", "sqnr", "ttft"}
+_ACRONYMS = {"cpu", "e2el", "fp8", "gpu", "itl", "kv", "rms", "sqnr", "tpot", "ttft"}
 
 
 def label(name: str) -> str:

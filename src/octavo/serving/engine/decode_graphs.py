@@ -82,7 +82,7 @@ class DecodeGraphs:
         rows = [row for row, chunk in enumerate(batch.chunks) if chunk.samples]
         return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
 
-    def warm_up(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+    def warm_up(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Capture all graphs, the largest first: the others then fit its memory."""
         missing = [size for size in reversed(self.sizes) if size not in self._captured]
         for size in progress(missing):

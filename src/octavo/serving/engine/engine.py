@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import random
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AnySequence
 from typing import Any
 
@@ -170,6 +171,11 @@ class Engine:
             answer.grammar = request.sampling.grammar.start()
         self._scheduler.add(request, seed=seed)
         self._answers[request.request_id] = answer
+
+    def warm_up(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
+        """Capture all CUDA graphs now, if steps run by them; progress: over their batch sizes."""
+        if self._runner is not None:
+            self._runner.capture_graphs(progress)
 
     def abort(self, request_id: str) -> None:
         """End a request; its last Delta comes with the next step. Unknown ids are ignored."""

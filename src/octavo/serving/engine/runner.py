@@ -1,6 +1,7 @@
 """The model with its pages: one forward pass over the chunks of a batch."""
 
 import logging
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -56,6 +57,15 @@ class Runner:
         sizes = {"max_batch": max_batch, "max_context": max_context}
         self.graphs = DecodeGraphs(self.model, self.storage, **sizes)
 
+    def capture_graphs(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
+        """Capture the graphs of all batch sizes, if steps run by them."""
+        if self.graphs is None:
+            return
+        try:
+            self.graphs.warm_up(progress)
+        except UnsupportedError as error:
+            self._give_up_graphs(error)
+
     def runs_ahead(self, batch: Batch) -> bool:
         """Whether a batch is one for `run_ahead`."""
         return self.graphs is not None and self.graphs.fits(batch)
@@ -74,10 +84,7 @@ class Runner:
             try:
                 return self.graphs.run(batch)
             except UnsupportedError as error:
-                if self._needs_graphs:
-                    raise
-                logger.warning("decode steps run without CUDA graphs: %s", error)
-                self.graphs = None
+                self._give_up_graphs(error)
         step = make_step(batch, self.storage)
         images = None if self.images is None else self.images.make_pass(batch, step.positions)
         if self.images is None or images is None:
@@ -85,3 +92,10 @@ class Runner:
         logits = self.model.forward(step.ids, step.positions, step.rows, step, images)
         self.images.release(batch)
         return logits
+
+    def _give_up_graphs(self, error: UnsupportedError) -> None:
+        """Go on without graphs, unless they are required."""
+        if self._needs_graphs:
+            raise error
+        logger.warning("decode steps run without CUDA graphs: %s", error)
+        self.graphs = None

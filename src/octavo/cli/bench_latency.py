@@ -1,0 +1,197 @@
+"""octavo bench latency: one batch, time to the first token and between tokens, by context."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.console import err, out, print_error
+from octavo.cli.engine_flags import (
+    DEFAULT_ROWS,
+    BatchedTokens,
+    Compile,
+    Config,
+    DeviceName,
+    Dtype,
+    EnforceEager,
+    Layers,
+    MemoryFraction,
+    Model,
+    NumPages,
+    PageSize,
+    Rows,
+    Seed,
+    SkipLayers,
+    choose_subject,
+    command_line,
+    make_settings,
+)
+from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.still_progress import StillProgress
+from octavo.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from octavo.measure.bench.latency import LatencyResult
+
+TTFT_COLUMNS = (
+    *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
+    *("ttft_speedup", "relative_rms"),
+)
+ITL_COLUMNS = (
+    *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
+    *("p99_itl_ms", "itl_speedup"),
+)
+FIT_COLUMNS = (
+    *("row", "itl_intercept_ms", "intercept_gap_ms", "itl_slope_us_per_1k_tokens", "slope_ratio"),
+    *("itl_residual_ms", "break_even_tokens"),
+)
+
+
+def latency(
+    model: Model = None,
+    config: Config = None,
+    input_len: Annotated[
+        str | None,
+        typer.Option(
+            "--input-len",
+            help="Tokens of a prompt, with commas between; 256,4096,32k,125k on a GPU, 64,512 "
+            "elsewhere.",
+            show_default=False,
+        ),
+    ] = None,
+    output_len: Annotated[
+        int, typer.Option("--output-len", min=2, help="Tokens of an answer.")
+    ] = 128,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences at once.")] = 1,
+    num_iters: Annotated[
+        int, typer.Option("--num-iters", min=1, help="Batches of each length.")
+    ] = 3,
+    num_warmups: Annotated[
+        int,
+        typer.Option("--num-iters-warmup", min=0, help="Batches before, with short answers."),
+    ] = 1,
+    kv_cache_dtype: Rows = None,
+    skip_layers: SkipLayers = None,
+    layers: Layers = None,
+    dtype: Dtype = "auto",
+    device: DeviceName = None,
+    max_num_batched_tokens: BatchedTokens = 2048,
+    memory_fraction: MemoryFraction = 0.9,
+    num_pages: NumPages = None,
+    page_size: PageSize = 64,
+    enforce_eager: EnforceEager = False,
+    compile: Compile = False,
+    seed: Seed = 0,
+    output: RecordsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time one batch in the engine: to its first token (TTFT), and between tokens (ITL).
+
+    octavo bench latency --config llama-3.1-8b --input-len 256,4096,32k,125k
+    --kv-cache-dtype auto --kv-cache-dtype fp8 -o results.jsonl
+
+    Rows run one after the other with the same weights and prompts. Over the context, ITL is a
+    straight line: its intercept is the weights, its slope the keys and values that are read. The
+    break-even is the context from which on a row is faster than the first one; negative: at any.
+
+    Every engine also answers short prompts, which are compared with the stock model's: the same
+    tokens in float32, log-probabilities within what rounding explains otherwise (relative_rms). A
+    row that is wrong has no records, and the exit code is 1.
+    """
+    from octavo.measure import store
+    from octavo.measure.advise.memory import parse_tokens
+    from octavo.measure.bench.engine_rows import check_rows, make_rows, open_subject
+    from octavo.measure.bench.latency import LatencyCase, run_latency
+
+    names, skipped = list(kv_cache_dtype or DEFAULT_ROWS), skip_layers or []
+    config, device = choose_subject(model, config, device)
+    is_cuda = device.startswith("cuda")
+    asked = input_len or ("256,4096,32k,125k" if is_cuda else "64,512")
+    case = LatencyCase(
+        input_lens=tuple(map(parse_tokens, asked.split(","))),
+        output_len=output_len,
+        batch_size=batch_size,
+        num_iters=num_iters,
+        num_warmups=num_warmups,
+        seed=seed,
+    )
+    settings = make_settings(
+        enforce_eager=enforce_eager,
+        compile=compile,
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        memory_fraction=memory_fraction,
+        num_pages=num_pages,
+        page_size=page_size,
+    )
+    flags = {
+        "--config": config,
+        "--input-len": asked,
+        "--output-len": output_len,
+        "--batch-size": batch_size,
+        "--num-iters": num_iters,
+        "--num-iters-warmup": num_warmups,
+        "--kv-cache-dtype": names,
+        "--kv-cache-dtype-skip-layers": skipped,
+        "--layers": layers,
+        "--dtype": dtype,
+        "--max-num-batched-tokens": max_num_batched_tokens,
+        "--gpu-memory-utilization": memory_fraction,
+        "--num-pages": num_pages,
+        "--page-size": page_size,
+        "--enforce-eager": enforce_eager,
+        "--compile": compile,
+        "--seed": seed,
+    }
+    check_rows(names, skipped)
+    check_folder(output)
+    with err.status("making the model"):
+        subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
+        rows = make_rows(names, subject, skip_layers=skipped)
+    with StillProgress() as progress:
+        task = progress.add_task("measuring", total=len(rows) * case.num_runs)
+        results = run_latency(
+            subject,
+            rows,
+            case,
+            settings,
+            command=command_line("latency", [model] if model else [], flags),
+            on_row=lambda result: store.append(output, result.records) if output else None,
+            on_run=lambda what: progress.step(task, what),
+        )
+    _print(results, as_json=as_json)
+    if output is not None and not as_json:
+        out.print(f"Records: {output}", soft_wrap=True)
+    failures = [result.failure for result in results if result.failure is not None]
+    for failure in failures:
+        print_error(failure)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _print(results: "list[LatencyResult]", *, as_json: bool) -> None:
+    from octavo.measure.fit import break_even
+    from octavo.measure.report.tables import from_records
+
+    records = [record for result in results for record in result.records]
+    if as_json:
+        for record in records:
+            typer.echo(record.to_json())
+        return
+    first, case = results[0], records[0].case
+    out.print(f"{case['model']}, {case['dtype']}: {records[0].machine}", soft_wrap=True)
+    sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
+    of_lengths = [record for record in records if record.op == "latency"]
+    of_lengths.sort(key=lambda record: int(record.case["input_len"]))
+    print_table(
+        from_records(of_lengths, caption=f"To the first token: {sizes}", columns=TTFT_COLUMNS)
+    )
+    print_table(from_records(of_lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS))
+    fits = [record for record in records if record.op == "latency_fit"]
+    if fits:
+        caption = "ITL over the context: intercept + slope · tokens"
+        print_table(from_records(fits, caption=caption, columns=FIT_COLUMNS))
+    for result in results[1:]:
+        if result.line is not None and first.line is not None:
+            out.print(
+                f"{result.row.name}: {break_even(result.line, first.line)} than {first.row.name}"
+            )

@@ -1,0 +1,123 @@
+"""Whether the engine that was timed computes what its model does.
+
+Every row answers a short prompt greedily in the very engine that is timed. Its log-probabilities
+are compared with those that the stock model gives the same tokens (teacher forcing): where two
+logits are close, BF16 and another order of sums may choose differently, and all later tokens with
+them, which is no error. In float32 nothing is close enough for that: there, keys and values stored
+as they are must give the tokens of `model.generate()`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.errors import OctavoError, UnsupportedError
+from octavo.measure.bench.engine_rows import EngineRow, Subject
+from octavo.serving.engine.engine import Engine
+from octavo.serving.engine.request import MAX_LOGPROBS, Completion, Delta, Request, Sampling, gather
+
+# Longer than the largest page (128 tokens), and a multiple of none.
+PROMPT_LEN, OUTPUT_LEN = 150, 8
+CONTEXT = PROMPT_LEN + OUTPUT_LEN
+# Prompts at once: a batch is checked, too, but no longer than it must be.
+MAX_PROMPTS = 8
+# Different tokens of a prompt: the mean of many different values would be small, and so would be
+# what is missing without attention.
+NUM_TOKENS = 16
+# The root mean square of the log-probabilities' differences, in standard deviations of the logits.
+# e4m3 has 3 bits after the point: a value is rounded by 2^-4 of itself at most, by 2.6 % in the
+# root mean square. Values and probabilities are both rounded, which is √2 of it for a layer whose
+# attention averages nothing: 3.7 %, or 7.3 % with the 2 bits of e5m2. What one layer gets wrong the
+# next ones see, which took 32 random layers to 8.4 % (5 % at 16, 2 % at 2); 5 times 3.7 % is wrong.
+# BF16 rounds what every layer adds, the stock model at other places than the engine:
+# √(2 · 64 roundings) · 0.16 % is 1.8 % for 32 layers, 1.7 % on a CPU, 2.6 % was measured with
+# Llama-3.1-8B's sizes on an H200; three times that is wrong.
+# Attention that returns zeros, in prompts or afterwards, is at 44 % or more.
+MAX_ERROR = {"float32": 1e-3, "plain": 0.08, "e4m3": 0.18, "e5m2": 0.36}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a row's engine said to a short prompt."""
+
+    prompt: tuple[int, ...]
+    completion: Completion
+
+
+def ask(engine: Engine, vocab_size: int) -> list[Answer]:
+    """Let the engine answer short prompts, as many as run at once; no others may be open in it."""
+    generator = torch.Generator().manual_seed(1)
+    num_prompts = min(engine.settings.max_num_seqs, MAX_PROMPTS)
+    few = torch.randint(0, vocab_size, (num_prompts, NUM_TOKENS), generator=generator)
+    places = torch.randint(0, NUM_TOKENS, (num_prompts, PROMPT_LEN), generator=generator)
+    drawn = few.gather(1, places).tolist()
+    prompts = {f"check-{index}": tuple(row) for index, row in enumerate(drawn)}
+    num_top = min(MAX_LOGPROBS, vocab_size)
+    sampling = Sampling(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=num_top)
+    for name, prompt in prompts.items():
+        engine.add(Request(request_id=name, prompt=prompt, sampling=sampling))
+    deltas: dict[str, list[Delta]] = {name: [] for name in prompts}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    answers = [Answer(prompts[name], gather(found)) for name, found in deltas.items()]
+    for answer in answers:
+        if answer.completion.finish_reason != "length":
+            raise OctavoError(f"the check's prompt failed: {answer.completion.error}")
+    return answers
+
+
+@torch.no_grad()
+def judge(subject: Subject, row: EngineRow, answers: Sequence[Answer]) -> float:
+    """How far log-probabilities are from the stock model's at most; raises if they are wrong.
+
+    Runs the model as transformers has it: after the engine was closed.
+    """
+    model = subject.model
+    is_exact = model.dtype == torch.float32 and row.is_plain
+    limit = MAX_ERROR["float32" if is_exact else "plain"]
+    if row.recipe.kv_cache is not None:
+        limit = MAX_ERROR[row.recipe.kv_cache.format]
+    worst = 0.0
+    for answer in answers:
+        tokens = answer.completion.tokens
+        if is_exact and tokens != (expected := _generate(model, answer.prompt)):
+            raise UnsupportedError(
+                f"{row.name} is wrong: expected the tokens of generate() in float32, {expected}, "
+                f"got {tokens}"
+            )
+        error = _relative_error(model, answer)
+        if math.isnan(error) or error > limit:
+            raise UnsupportedError(
+                f"{row.name} is wrong: expected log-probabilities within {limit:g} standard "
+                f"deviations of the stock model's logits, got {error:.3g}"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _generate(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What generate() answers, greedy; neither an end nor penalties of the model's own count."""
+    ids = torch.tensor([prompt], device=model.device)
+    own = model.generation_config
+    model.generation_config = type(own)()
+    try:
+        out = model.generate(ids, max_new_tokens=OUTPUT_LEN, do_sample=False, pad_token_id=0)
+    finally:
+        model.generation_config = own
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def _relative_error(model: Any, answer: Answer) -> float:
+    completion, start = answer.completion, len(answer.prompt)
+    assert completion.logprobs is not None
+    ids = torch.tensor([[*answer.prompt, *completion.tokens]], device=model.device)
+    logits = model(ids[:, :-1], use_cache=False).logits[0, start - 1 :].float()
+    tokens = torch.tensor([[t for t, _ in one.top] for one in completion.logprobs])
+    own = torch.tensor([[value for _, value in one.top] for one in completion.logprobs])
+    truth = logits.log_softmax(-1).gather(1, tokens.to(logits.device)).cpu()
+    spread = logits.std(-1).cpu()[:, None]
+    return float(((own - truth) / spread).square().mean().sqrt())

@@ -1,0 +1,235 @@
+"""One batch by itself in the engine: time to the first token, and between tokens, by context.
+
+Rows run one after the other with the same model and the same prompts. What a token costs after a
+longer context is a straight line: its intercept is the weights and everything else, its slope the
+keys and values that are read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import ConfigError, OctavoError
+from octavo.measure.bench.engine_check import CONTEXT, ask, judge
+from octavo.measure.bench.engine_load import raise_failed, serve_prompts
+from octavo.measure.bench.engine_rows import EngineRow, Subject, engine_about, open_engine
+from octavo.measure.bench.request_times import RequestTimes, Workload, statistics_ms
+from octavo.measure.fit import Line, break_even, fit_line
+from octavo.measure.records import Measurement, Scalar
+from octavo.serving.engine.engine import Engine
+from octavo.serving.engine.settings import EngineSettings
+
+PERCENTILES = (10, 20, 80, 90, 99)
+# Tokens of a warm-up: enough for every kernel of a step to have run.
+WARMUP_LEN = 8
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyCase:
+    """So many sequences of each length at once, so many times.
+
+    num_warmups: runs before, of the whole prompt and a few tokens.
+    """
+
+    input_lens: tuple[int, ...]
+    output_len: int = 128
+    batch_size: int = 1
+    num_iters: int = 3
+    num_warmups: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = (*self.input_lens, self.batch_size, self.num_iters)
+        if not self.input_lens or min(counts) < 1 or self.num_warmups < 0:
+            raise ConfigError(f"expected lengths and counts of at least 1, got {self}")
+        if self.output_len < 2:
+            raise ConfigError(
+                f"expected 2 or more tokens, to have time between them, got {self.output_len}"
+            )
+        if len(set(self.input_lens)) != len(self.input_lens):
+            raise ConfigError(f"expected different lengths, got {list(self.input_lens)}")
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """What records say of it, beside the length."""
+        return {"batch_size": self.batch_size, "output_len": self.output_len, "seed": self.seed}
+
+    @property
+    def num_runs(self) -> int:
+        """How many batches a row runs."""
+        return len(self.input_lens) * (self.num_iters + self.num_warmups)
+
+    def workload(self, input_len: int) -> Workload:
+        """The prompts of a length."""
+        return Workload(
+            num_prompts=self.batch_size,
+            input_len=input_len,
+            output_len=self.output_len,
+            seed=self.seed,
+        )
+
+    def settings(self, settings: EngineSettings) -> EngineSettings:
+        """Those of an engine that holds the batch, and computes every prompt anew."""
+        longest = max(self.input_lens) + self.output_len
+        return replace(
+            settings,
+            max_num_seqs=self.batch_size,
+            max_context=max(longest, CONTEXT),
+            enable_prefix_caching=False,
+        )
+
+
+@dataclass(frozen=True)
+class LatencyResult:
+    """What a row came to: records of its lengths, then of its line; or why it does not count."""
+
+    row: EngineRow
+    records: tuple[Measurement, ...] = ()
+    line: Line | None = None
+    failure: str | None = None
+
+
+def run_latency(
+    subject: Subject,
+    rows: Sequence[EngineRow],
+    case: LatencyCase,
+    settings: EngineSettings,
+    *,
+    command: str,
+    on_row: Callable[[LatencyResult], None] = lambda result: None,
+    on_run: Progress = lambda what: None,
+) -> list[LatencyResult]:
+    """Time all rows; the first is what the others are compared with, and raises if it is wrong.
+
+    Another row that is wrong or cannot run has a failure and no records. on_row is told of each
+    row that is done, on_run of each batch.
+    """
+    settings = case.settings(settings)
+    results: list[LatencyResult] = []
+    for row in rows:
+        try:
+            result = _run_row(subject, row, case, settings, command, results[:1], on_run)
+        except OctavoError as error:
+            if not results or isinstance(error, ConfigError):
+                raise
+            result = LatencyResult(row, failure=str(error))
+        results.append(result)
+        on_row(result)
+    return results
+
+
+def _run_row(
+    subject: Subject,
+    row: EngineRow,
+    case: LatencyCase,
+    settings: EngineSettings,
+    command: str,
+    first: Sequence[LatencyResult],
+    on_run: Progress,
+) -> LatencyResult:
+    with open_engine(subject, row, settings) as engine:
+        answers = ask(engine, subject.vocab_size)
+        about = {**subject.about, **row.about, **case.about, **engine_about(engine)}
+        times = {
+            length: _run_length(subject, engine, row, case, length, on_run)
+            for length in case.input_lens
+        }
+    error = judge(subject, row, answers)
+    machine = subject.machine()
+    baseline = first[0] if first else None
+    records = []
+    for index, (length, found) in enumerate(times.items()):
+        values = {**length_values(found), "relative_rms": error}
+        if baseline is not None:
+            base = baseline.records[index].values
+            for metric in ("ttft", "itl"):
+                own = values[f"median_{metric}_ms"]
+                values[f"{metric}_speedup"] = base[f"median_{metric}_ms"] / own
+        records.append(
+            Measurement(
+                op="latency",
+                impl="octavo",
+                case={**about, "input_len": length},
+                values=values,
+                machine=machine,
+                command=command,
+                baseline=None if baseline is None else baseline.row.name,
+            )
+        )
+    if len(times) < 2:
+        return LatencyResult(row, tuple(records))
+    # The context grows while the tokens come: on average by half of them.
+    contexts = [length + case.output_len / 2 for length in times]
+    line = fit_line(contexts, [record.values["median_itl_ms"] for record in records])
+    fit_record = replace(
+        records[0],
+        op="latency_fit",
+        case={**about, "input_lens": ",".join(map(str, times))},
+        values=line_values(line, None if baseline is None else baseline.line),
+    )
+    return LatencyResult(row, (*records, fit_record), line)
+
+
+def _run_length(
+    subject: Subject,
+    engine: Engine,
+    row: EngineRow,
+    case: LatencyCase,
+    length: int,
+    on_run: Progress,
+) -> list[list[RequestTimes]]:
+    """The times of every batch of a length, without those of the warm-ups."""
+    prompts = case.workload(length).draw(subject.vocab_size)
+    short = [replace(prompt, output_len=min(WARMUP_LEN, case.output_len)) for prompt in prompts]
+    batches = []
+    for number in range(case.num_warmups + case.num_iters):
+        on_run(f"{row.name}, {length:,} tokens")
+        is_warmup = number < case.num_warmups
+        times, _ = serve_prompts(engine, short if is_warmup else prompts)
+        raise_failed(times)
+        if not is_warmup:
+            batches.append(times)
+    return batches
+
+
+def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]:
+    """Time to the first token and between tokens, of all batches of a length.
+
+    Time between tokens is that after the whole batch has its first one: until then, steps compute
+    prompts as well.
+    """
+    ttfts, itls, latencies = [], [], []
+    for batch in batches:
+        is_decoding_s = max(times.parts_s[0] for times in batch)
+        for times in batch:
+            ttfts.append(times.ttft_s)
+            latencies.append(times.latency_s)
+            gaps = zip(times.parts_s, times.itls_s, strict=False)
+            itls += [gap for start, gap in gaps if start >= is_decoding_s]
+    return {
+        **statistics_ms("ttft", ttfts, PERCENTILES),
+        **statistics_ms("itl", itls, PERCENTILES),
+        **statistics_ms("e2el", latencies, ()),
+        "num_ttft_samples": len(ttfts),
+        "num_itl_samples": len(itls),
+    }
+
+
+def line_values(line: Line, first: Line | None) -> dict[str, float]:
+    """A line of the time between tokens over the context, beside that of the first row."""
+    values = {
+        "itl_intercept_ms": line.intercept,
+        "itl_slope_us_per_1k_tokens": line.slope * 1e6,
+        "itl_residual_ms": line.residual,
+    }
+    if first is None:
+        return values
+    found = break_even(line, first)
+    values |= {
+        "intercept_gap_ms": line.intercept - first.intercept,
+        "slope_ratio": line.slope / first.slope if first.slope else float("nan"),
+        "break_even_tokens": found.tokens,
+    }
+    if found.up_to is not None:
+        values["faster_up_to_tokens"] = found.up_to
+    return values

@@ -1,0 +1,82 @@
+"""octavo bench latency on a CPU, with tiny weights."""
+
+import json
+import shlex
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.measure import store
+from octavo.measure.bench import engine_check
+
+QUICK = ["--config", "tiny", "--output-len", "3", "--num-iters", "1", "--num-iters-warmup", "0"]
+
+
+def octavo(*arguments):
+    return run(make_app(COMMANDS), ["bench", "latency", *arguments])
+
+
+def test_tables_and_records(capsys, tmp_path):
+    file = tmp_path / "records.jsonl"
+    assert octavo(*QUICK, "--input-len", "5,0.25k", "-o", str(file)) == 0
+    text = capsys.readouterr().out
+    assert "To the first token: 1 at once, 3 tokens out" in text
+    assert "ITL slope us per 1k tokens" in text and "faster" in text
+    records = store.read(file)
+    assert [(r.op, r.case["row"], r.case.get("input_len")) for r in records] == [
+        ("latency", "auto", 5),
+        ("latency", "auto", 256),
+        ("latency_fit", "auto", None),
+        ("latency", "fp8", 5),
+        ("latency", "fp8", 256),
+        ("latency_fit", "fp8", None),
+    ]
+    assert records[0].case["page_size"] == 64
+    words = shlex.split(records[0].command)
+    assert words[:5] == ["octavo", "bench", "latency", "--config", "tiny"]
+    assert words.count("--kv-cache-dtype") == 2
+
+
+def test_the_command_of_a_record_repeats_it(capsys):
+    options = ["--input-len", "5", "--kv-cache-dtype", "fp8+unit+skip=0", "--page-size", "16"]
+    assert octavo(*QUICK, *options, "--enforce-eager", "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    first = json.loads(line)
+    assert octavo(*shlex.split(first["command"])[3:], "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    again = json.loads(line)
+    assert again["case"] == first["case"] and again["command"] == first["command"]
+    assert first["case"]["skip_layers"] == "0" and first["case"]["page_size"] == 16
+
+
+def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
+    file = tmp_path / "records.jsonl"
+    assert octavo(*QUICK, "--input-len", "5", "-o", str(file)) == 1
+    captured = capsys.readouterr()
+    assert "error: fp8 is wrong" in captured.err and "auto" in captured.out
+    assert [record.case["row"] for record in store.read(file)] == ["auto"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input-len", "5,k"], "expected a number of tokens"),
+        (["--kv-cache-dtype", "int4"], "expected auto, or fp8"),
+        (["model", "--config", "tiny"], "expected a model or a config"),
+        (["--config", "huge"], "expected one of llama-3.1-8b"),
+        (["-o", "/nowhere/x.jsonl"], "expected an existing folder"),
+        (["--input-len", "5000"], "expected max_context up to 4096"),
+    ],
+)
+def test_what_is_refused(capsys, options, message):
+    assert octavo(*options) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_teaches(capsys):
+    assert octavo("--help") == 0
+    text = capsys.readouterr().out
+    assert "--config llama-3.1-8b" in text and "break-even" in text

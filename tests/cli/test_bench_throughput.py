@@ -1,0 +1,60 @@
+"""octavo bench throughput on a CPU, with tiny weights."""
+
+import json
+import shlex
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.measure import store
+from octavo.measure.bench import engine_check
+
+QUICK = ["--config", "tiny-gpt-oss", "--num-prompts", "4", "--input-len", "20", "--output-len", "4"]
+
+
+def octavo(*arguments):
+    return run(make_app(COMMANDS), ["bench", "throughput", *arguments])
+
+
+def test_tables_and_records(capsys, tmp_path):
+    file = tmp_path / "records.jsonl"
+    rows = ["auto", "fp8", "fp8+skip=sliding_window"]
+    options = [word for row in rows for word in ("--kv-cache-dtype", row)]
+    limits = ["--max-concurrency", "2", "--range-ratio", "0.15"]
+    assert octavo(*QUICK, *limits, *options, "-o", str(file)) == 0
+    text = capsys.readouterr().out
+    assert "4 requests, 2 at once, 20 tokens in and 4 out, ± 15 %" in text
+    assert "auto: throughput" in text and "output tokens/s" in text
+    records = store.read(file)
+    assert [record.case["row"] for record in records] == rows
+    assert records[2].case["skip_layers"] == "sliding_window"
+    assert records[1].values["output_throughput_gain"] > 0
+
+
+def test_the_command_of_a_record_repeats_it(capsys):
+    assert octavo(*QUICK, "--kv-cache-dtype", "auto", "--num-warmups", "0", "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    first = json.loads(line)
+    assert octavo(*shlex.split(first["command"])[3:], "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["case"] == first["case"]
+
+
+def test_a_row_that_is_wrong_ends_with_1(capsys, monkeypatch):
+    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
+    assert octavo(*QUICK) == 1
+    assert "error: fp8 is wrong" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--range-ratio", "1"], "expected a range ratio"),
+        (["--kv-cache-dtype", "auto", "--kv-cache-dtype-skip-layers", "0"], "for rows in FP8"),
+    ],
+)
+def test_what_is_refused(capsys, options, message):
+    assert octavo(*QUICK, *options) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

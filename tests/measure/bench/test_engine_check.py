@@ -1,0 +1,72 @@
+"""What passes the check of an engine, and what does not."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from octavo.errors import UnsupportedError
+from octavo.layers.decoder_attention import DecoderAttention
+from octavo.measure.bench import engine_check
+from octavo.measure.bench.engine_check import CONTEXT, MAX_ERROR, ask, judge
+from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
+from octavo.serving.engine.settings import EngineSettings
+
+SETTINGS = EngineSettings(max_num_seqs=2, num_pages=16, max_context=CONTEXT)
+
+
+def subject_of(config, dtype):
+    return open_subject(None, config, dtype=dtype, device="cpu", layers=None)
+
+
+def error_of(subject, name):
+    (row,) = make_rows([name], subject)
+    with open_engine(subject, row, SETTINGS) as engine:
+        answers = ask(engine, subject.vocab_size)
+    assert len(answers) == 2
+    return judge(subject, row, answers)
+
+
+@pytest.mark.parametrize("config", ["tiny", "tiny-gpt-oss"])
+def test_right_ones_are_far_within(config):
+    exact, rounded = subject_of(config, "float32"), subject_of(config, "auto")
+    assert error_of(exact, "auto") < 1e-5
+    assert 0 < error_of(rounded, "auto") < MAX_ERROR["plain"] / 3
+    assert error_of(exact, "fp8") < MAX_ERROR["e4m3"] / 3
+    assert error_of(rounded, "fp8_e5m2") < MAX_ERROR["e5m2"] / 3
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("config", ["tiny", "tiny-gpt-oss"])
+def test_attention_that_is_zero(monkeypatch, config, name, phase):
+    monkeypatch.setattr(DecoderAttention, phase, lambda self, q, *a, **k: torch.zeros_like(q))
+    with pytest.raises(UnsupportedError, match="is wrong: expected log-probabilities within"):
+        error_of(subject_of(config, "auto"), name)
+
+
+def test_another_token_in_float32(monkeypatch):
+    subject = subject_of("tiny", "float32")
+    (row,) = make_rows(["auto"], subject)
+    with open_engine(subject, row, SETTINGS) as engine:
+        answer, *_ = ask(engine, subject.vocab_size)
+    first, *others = answer.completion.tokens
+    changed = dataclasses.replace(answer.completion, tokens=((first + 1) % 256, *others))
+    wrong = dataclasses.replace(answer, completion=changed)
+    with pytest.raises(UnsupportedError, match=r"expected the tokens of generate\(\) in float32"):
+        judge(subject, row, [wrong])
+
+
+def test_log_probabilities_that_are_nan(monkeypatch):
+    monkeypatch.setattr(engine_check, "_relative_error", lambda *_: float("nan"))
+    with pytest.raises(UnsupportedError, match="got nan"):
+        error_of(subject_of("tiny", "auto"), "auto")
+
+
+def test_what_ends_answers_elsewhere_does_not_here():
+    subject = subject_of("tiny", "float32")
+    subject.model.generation_config.eos_token_id = list(range(256))
+    subject.model.generation_config.do_sample = True
+    assert error_of(subject, "auto") < 1e-5

@@ -1,0 +1,153 @@
+"""One batch: what is counted as what, rows side by side, and rows that do not count."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.measure.bench import engine_check, latency
+from octavo.measure.bench.engine_rows import make_rows, open_subject
+from octavo.measure.bench.latency import LatencyCase, length_values, line_values, run_latency
+from octavo.measure.bench.request_times import RequestTimes
+from octavo.measure.fit import Line
+from octavo.serving.engine.settings import EngineSettings
+
+CASE = LatencyCase(input_lens=(5, 70), output_len=3, batch_size=2, num_iters=2)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return open_subject(None, "tiny-gpt-oss", dtype="float32", device="cpu", layers=None)
+
+
+def run(subject, names, case=CASE, **options):
+    rows = make_rows(names, subject)
+    return run_latency(subject, rows, case, EngineSettings(), command="octavo", **options)
+
+
+def test_records_of_lengths_and_of_lines(subject):
+    seen, done = [], []
+    names = ["auto", "fp8", "fp8+skip=sliding_window"]
+    results = run(subject, names, on_run=seen.append, on_row=done.append)
+    assert done == results and [result.row.name for result in results] == names
+    assert seen[:4] == ["auto, 5 tokens"] * 3 + ["auto, 70 tokens"]
+    assert len(seen) == 3 * CASE.num_runs
+    for result in results:
+        assert result.failure is None
+        short, long, fit = result.records
+        assert (short.op, long.op, fit.op) == ("latency", "latency", "latency_fit")
+        assert (short.case["input_len"], long.case["input_len"]) == (5, 70)
+        assert short.case["row"] == result.row.name and short.case["batch_size"] == 2
+        assert short.case["mlp"] == "dense 128 in place of experts"
+        assert short.values["num_ttft_samples"] == 4  # 2 sequences, 2 iterations
+        assert short.values["num_itl_samples"] == 8
+        for metric in ("ttft", "itl"):
+            assert 0 < short.values[f"p20_{metric}_ms"] <= short.values[f"p80_{metric}_ms"]
+        line = result.line
+        assert fit.values["itl_intercept_ms"] == line.intercept
+        assert line.at(5 + 1.5) == pytest.approx(short.values["median_itl_ms"])
+        assert fit.case["input_lens"] == "5,70"
+    first, second, _ = results
+    assert "itl_speedup" not in first.records[0].values and first.records[0].baseline is None
+    ratio = first.records[1].values["median_itl_ms"] / second.records[1].values["median_itl_ms"]
+    assert second.records[1].values["itl_speedup"] == ratio
+    assert second.records[2].values["break_even_tokens"] is not None
+    assert second.records[2].baseline == "auto"
+    assert first.records[0].values["relative_rms"] < 1e-5 < second.records[0].values["relative_rms"]
+
+
+def test_one_length_is_no_line(subject):
+    case = LatencyCase(input_lens=(5,), output_len=2, num_iters=1, num_warmups=0)
+    (result,) = run(subject, ["auto"], case)
+    assert len(result.records) == 1 and result.line is None
+
+
+def test_a_row_that_is_wrong_has_no_records_and_others_go_on(subject, monkeypatch):
+    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
+    results = run(subject, ["auto", "fp8", "fp8_e5m2"])
+    assert [len(result.records) for result in results] == [3, 0, 3]
+    assert "fp8 is wrong" in results[1].failure
+
+
+def test_a_first_row_that_is_wrong_ends_the_run(subject, monkeypatch):
+    monkeypatch.setitem(engine_check.MAX_ERROR, "float32", -1.0)
+    with pytest.raises(UnsupportedError, match="auto is wrong"):
+        run(subject, ["auto", "fp8"])
+
+
+def test_a_failed_request_raises(subject, monkeypatch):
+    def fail(engine, prompts):
+        return [RequestTimes(input_len=1, output_len=0, start_s=0, parts_s=(), error="boom")], 1.0
+
+    monkeypatch.setattr(latency, "serve_prompts", fail)
+    with pytest.raises(OctavoError, match="request 0 failed: boom"):
+        run(subject, ["auto"])
+
+
+def test_a_failed_request_fails_its_row(subject, monkeypatch):
+    serve_prompts, served = latency.serve_prompts, []
+
+    def fail(engine, prompts):
+        served.append(engine)
+        times, duration_s = serve_prompts(engine, prompts)
+        if engine is not served[0]:
+            times[-1] = replace(times[-1], error="boom")
+        return times, duration_s
+
+    monkeypatch.setattr(latency, "serve_prompts", fail)
+    plain, fp8 = run(subject, ["auto", "fp8"])
+    assert plain.failure is None and "boom" in fp8.failure
+
+
+def test_between_tokens_counts_from_the_last_first_token():
+    def times(*parts_s):
+        return RequestTimes(input_len=1, output_len=len(parts_s), start_s=0.0, parts_s=parts_s)
+
+    # The first sequence waits for the prompt of the second one: its gap of 8 s is not counted.
+    values = length_values([[times(1.0, 9.0, 10.0, 11.0), times(9.0, 10.0, 11.0)]])
+    assert values["num_itl_samples"] == 4
+    assert values["mean_itl_ms"] == values["p99_itl_ms"] == 1000
+    assert values["median_ttft_ms"] == 5000
+
+
+def test_values_of_a_line():
+    first = Line(3.0, 4e-5, 0.01)
+    assert line_values(first, None) == {
+        "itl_intercept_ms": 3.0,
+        "itl_slope_us_per_1k_tokens": pytest.approx(40.0),
+        "itl_residual_ms": 0.01,
+    }
+    values = line_values(Line(3.02, 2e-5, 0.01), first)
+    assert values["intercept_gap_ms"] == pytest.approx(0.02)
+    assert values["slope_ratio"] == 0.5
+    assert values["break_even_tokens"] == pytest.approx(1000)
+    assert line_values(Line(2.9, 2e-5, 0.01), first)["break_even_tokens"] < 0
+    assert line_values(Line(2.9, 8e-5, 0.01), first)["faster_up_to_tokens"] == pytest.approx(2500)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_lens": ()}, "at least 1"),
+        ({"input_lens": (0,)}, "at least 1"),
+        ({"input_lens": (5, 5)}, "different lengths"),
+        ({"output_len": 1}, "2 or more tokens"),
+        ({"num_iters": 0}, "at least 1"),
+        ({"num_warmups": -1}, "at least 1"),
+    ],
+)
+def test_what_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        LatencyCase(**{"input_lens": (5,), **change})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Graphs or not: rows of a batch are right, and times are positive."""
+    subject = open_subject(None, "tiny-gpt-oss", dtype="auto", device="cuda", layers=None)
+    case = LatencyCase(input_lens=(20, 300), output_len=4, batch_size=3, num_iters=1)
+    results = run(subject, ["auto", "fp8", "fp8+token", "fp8+skip=sliding_window"], case)
+    assert [result.failure for result in results] == [None] * 4
+    assert all(result.records[0].machine.gpu for result in results)

@@ -1,0 +1,92 @@
+"""Many requests in one process: how many are open, what is recorded, what fails a row."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.measure.bench import engine_check, throughput
+from octavo.measure.bench.engine_load import serve_prompts
+from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
+from octavo.measure.bench.request_times import RandomPrompt, RequestTimes, Workload
+from octavo.measure.bench.throughput import ThroughputCase, run_throughput
+from octavo.serving.engine.settings import EngineSettings
+
+WORK = Workload(num_prompts=5, input_len=20, output_len=6, range_ratio=0.15)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return open_subject(None, "tiny", dtype="float32", device="cpu", layers=None)
+
+
+def run(subject, names, **case):
+    rows = make_rows(names, subject)
+    case = ThroughputCase(**{"workload": WORK, **case})
+    return run_throughput(subject, rows, case, EngineSettings(), command="octavo")
+
+
+def test_records(subject):
+    auto, fp8 = run(subject, ["auto", "fp8"], max_concurrency=2)
+    prompts = WORK.draw(256)
+    for result in (auto, fp8):
+        values, case = result.record.values, result.record.case
+        assert values["completed"] == 5 and values["failed"] == 0
+        assert values["total_input_tokens"] == sum(len(prompt.tokens) for prompt in prompts)
+        assert values["total_output_tokens"] == sum(prompt.output_len for prompt in prompts)
+        assert values["max_concurrent_requests"] == 2
+        total = values["total_input_tokens"] + values["total_output_tokens"]
+        assert values["total_token_throughput"] == pytest.approx(total / values["duration"])
+        assert case["max_concurrency"] == case["max_num_seqs"] == 2 and case["range_ratio"] == 0.15
+    gain = fp8.record.values["output_throughput"] / auto.record.values["output_throughput"]
+    assert fp8.record.values["output_throughput_gain"] == gain
+    slower = fp8.record.values["median_itl_ms"] / auto.record.values["median_itl_ms"]
+    assert fp8.record.values["median_itl_gain"] == pytest.approx(1 / slower)
+    assert fp8.record.baseline == "auto" and auto.record.baseline is None
+
+
+def test_all_at_once(subject):
+    (result,) = run(subject, ["auto"], num_warmups=0)
+    assert result.record.values["max_concurrent_requests"] == 5
+    assert "max_concurrency" not in result.record.case
+
+
+def test_a_row_that_is_wrong(subject, monkeypatch):
+    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
+    auto, fp8 = run(subject, ["auto", "fp8"])
+    assert auto.failure is None and fp8.records == () and "fp8 is wrong" in fp8.failure
+    with pytest.raises(UnsupportedError, match="fp8 is wrong"):
+        run(subject, ["fp8", "auto"])
+
+
+def test_a_request_that_fails_fails_its_row(subject, monkeypatch):
+    failed = RequestTimes(input_len=1, output_len=0, start_s=0, parts_s=(), error="boom")
+    monkeypatch.setattr(throughput, "serve_prompts", lambda *a, **k: ([failed], 1.0))
+    with pytest.raises(OctavoError, match="auto: 1 requests failed: boom"):
+        run(subject, ["auto"])
+
+
+def test_prompts_that_never_fit_raise_before_any_runs(subject):
+    (row,) = make_rows(["auto"], subject)
+    with open_engine(subject, row, EngineSettings(num_pages=2)) as engine:
+        with pytest.raises(ConfigError, match="within the context of 128 tokens"):
+            serve_prompts(engine, [RandomPrompt((1, 2), 3), RandomPrompt((1,) * 500, 3)])
+        assert not engine.has_work
+
+
+def test_times_of_served_prompts(subject):
+    (row,) = make_rows(["auto"], subject)
+    seen = []
+    with open_engine(subject, row, EngineSettings(num_pages=8, max_queue=2)) as engine:
+        prompts = [RandomPrompt((1, 2), 3), RandomPrompt((3,), 1), RandomPrompt((4, 5, 6), 2)]
+        times, duration_s = serve_prompts(engine, prompts, on_token=lambda: seen.append(1))
+    assert [one.output_len for one in times] == [3, 1, 2] and len(seen) == 6
+    assert all(one.error is None and one.ttft_s > 0 for one in times)
+    assert times[0].latency_s <= duration_s
+    assert times[2].start_s >= times[1].parts_s[-1]  # the queue has room for two
+
+
+@pytest.mark.parametrize("change", [{"num_warmups": -1}, {"max_concurrency": 0}])
+def test_what_is_refused(change):
+    with pytest.raises(ConfigError, match="expected"):
+        ThroughputCase(workload=WORK, **change)
