@@ -69,11 +69,6 @@ class Engine:
         """Whether a step would do or tell anything."""
         return self._scheduler.has_work or bool(self._ended)
 
-    @property
-    def eos_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer, as the model has them."""
-        return tuple(sorted(self._model.eos_tokens))
-
     def check(self, request: Request) -> None:
         """Raise ConfigError or UnsupportedError for a request that can never run here."""
         if self._runner is None:
@@ -142,6 +137,11 @@ class Engine:
             else:
                 deltas.append(self._note(sequence, one))
         return deltas
+
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer, as the model has them."""
+        return tuple(sorted(self._model.eos_tokens))
 
     def stats(self) -> Stats:
         """The engine now, and its totals."""
