@@ -20,7 +20,7 @@ def calls(monkeypatch):
 
     def load_engine(model, recipe, settings, **options):
         found.model, found.recipe, found.engine, found.options = model, recipe, settings, options
-        return SimpleNamespace(model_name="some model")
+        return SimpleNamespace(model_name="some model", warm_up=lambda progress: None)
 
     def create_app(engine, settings):
         found.server = settings
@@ -64,7 +64,7 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     args += "--max-num-seqs 3 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --max-queue "
     args += "7 --no-enable-prefix-caching --served-model-name a --served-model-name b --host :: "
     args += "--port 9 --api-key k --max-tokens 5 --max-body-mib 1 --request-timeout 0 --grace 2 "
-    args += "--allowed-image-hosts h --device cpu --dtype float32"
+    args += "--allowed-image-hosts h --device cpu --dtype float32 --enforce-eager --compile"
     assert octavo(*args.split()) == 0
     assert calls.model == "m"
     assert calls.recipe == Recipe(kv_cache="fp8_e5m2", skip_layers=["0-1"])
@@ -76,6 +76,8 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
         "memory_fraction": 0.5,
         "num_pages": None,
         "enable_prefix_caching": False,
+        "cuda_graphs": False,
+        "compile": True,
     }
     server = calls.server
     assert server.model_names == ("a", "b")

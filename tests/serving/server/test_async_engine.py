@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -79,16 +80,26 @@ def test_leaving_an_answer_aborts_it_whether_it_runs_or_waits():
 
 
 def test_a_caller_cancelled_while_it_is_admitted_leaves_nothing():
-    fake = FakeEngine(step_s=0.2)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    class Held(FakeEngine):
+        def step(self):
+            is_inside.set()
+            may_go_on.wait(20)
+            return super().step()
+
+    fake = Held()
 
     async def scenario(engine):
         async with await engine.submit(ask("long:", "other")):
+            await asyncio.to_thread(is_inside.wait, 20)
             task = asyncio.ensure_future(engine.submit(ask("long:", "gone")))
-            await asyncio.sleep(0.01)  # the thread is inside a step
+            await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert engine.num_open == 1
+            may_go_on.set()
             await wait_for(lambda: "gone" in fake.ended)
 
     with_engine(scenario, fake)

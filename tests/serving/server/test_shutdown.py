@@ -63,8 +63,8 @@ def check_end(server, num_requests, *, grace_s, num_signals=1):
     assert server.process.returncode == 0, log
     assert (late, health) == ("shutting_down", 503)
     assert set(outcomes) <= {"done", "aborted"}
-    # 2 s are for clients that read slowly.
-    assert took_s < (grace_s if num_signals == 1 else 0) + 3
+    # 2 s are for clients that read slowly, the others for a machine with much else to do.
+    assert took_s < (grace_s if num_signals == 1 else 0) + 6
     lines = server.request_lines()
     assert len(lines) == len({line["answer_id"] for line in lines}) == num_requests
     assert {line["outcome"] for line in lines} <= {"length", "aborted"}
