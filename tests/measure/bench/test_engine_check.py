@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from octavo.errors import UnsupportedError
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.measure.bench import engine_check
-from octavo.measure.bench.engine_check import CONTEXT, MAX_ERROR, ask, judge
+from octavo.measure.bench.engine_check import CONTEXT, MAX_ERROR, ask, check_row, judge
 from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
 from octavo.serving.engine.settings import EngineSettings
 
@@ -45,6 +45,20 @@ def test_attention_that_is_zero(monkeypatch, config, name, phase):
     monkeypatch.setattr(DecoderAttention, phase, lambda self, q, *a, **k: torch.zeros_like(q))
     with pytest.raises(UnsupportedError, match="is wrong: expected log-probabilities within"):
         error_of(subject_of(config, "auto"), name)
+
+
+def test_what_the_plain_row_was_off_by_counts(monkeypatch):
+    subject = subject_of("tiny", "auto")
+    (row,) = make_rows(["fp8"], subject)
+    monkeypatch.setattr(engine_check, "_relative_error", lambda *_: 0.3)
+    with pytest.raises(UnsupportedError, match=r"within 0\.18 standard"):
+        check_row(subject, row, SETTINGS)
+    with pytest.raises(UnsupportedError, match=r"within 0\.24 standard"):
+        check_row(subject, row, SETTINGS, plain_error=0.03)
+    assert check_row(subject, row, SETTINGS, plain_error=0.05) == 0.3
+    monkeypatch.setattr(engine_check, "_relative_error", lambda *_: 0.43)
+    with pytest.raises(UnsupportedError, match=r"within 0\.42 standard"):
+        check_row(subject, row, SETTINGS, plain_error=0.08)
 
 
 def test_another_token_in_float32(monkeypatch):

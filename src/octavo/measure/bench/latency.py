@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.measure.bench.engine_check import CONTEXT, ask, judge
+from octavo.measure.bench.engine_check import CONTEXT, check_row
 from octavo.measure.bench.engine_load import raise_failed, serve_prompts
 from octavo.measure.bench.engine_rows import EngineRow, Subject, engine_about, open_engine
 from octavo.measure.bench.request_times import RequestTimes, Workload, statistics_ms
@@ -127,16 +127,18 @@ def _run_row(
     first: Sequence[LatencyResult],
     on_run: Progress,
 ) -> LatencyResult:
+    baseline = first[0] if first else None
+    plain_error = None
+    if baseline is not None and baseline.row.is_plain:
+        plain_error = baseline.records[0].values["relative_rms"]
+    error = check_row(subject, row, settings, plain_error)
     with open_engine(subject, row, settings) as engine:
-        answers = ask(engine, subject.vocab_size)
         about = {**subject.about, **row.about, **case.about, **engine_about(engine)}
         times = {
             length: _run_length(subject, engine, row, case, length, on_run)
             for length in case.input_lens
         }
-    error = judge(subject, row, answers)
     machine = subject.machine()
-    baseline = first[0] if first else None
     records = []
     for index, (length, found) in enumerate(times.items()):
         values = {**length_values(found), "relative_rms": error}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.measure.bench.engine_check import CONTEXT, ask, judge
+from octavo.measure.bench.engine_check import CONTEXT, check_row
 from octavo.measure.bench.engine_load import serve_prompts
 from octavo.measure.bench.engine_rows import EngineRow, Subject, engine_about, open_engine
 from octavo.measure.bench.request_times import RandomPrompt, Workload, summarize
@@ -122,8 +122,12 @@ def _run_row(
     on_token: Callable[[str], None],
 ) -> ThroughputResult:
     prompts = case.workload.draw(subject.vocab_size)
+    baseline = None if first is None else first.record
+    plain_error = None
+    if first is not None and baseline is not None and first.row.is_plain:
+        plain_error = baseline.values["relative_rms"]
+    error = check_row(subject, row, settings, plain_error)
     with open_engine(subject, row, settings) as engine:
-        answers = ask(engine, subject.vocab_size)
         _warm_up(engine, case, prompts)
         before = engine.stats()
         times, duration_s = serve_prompts(
@@ -137,9 +141,9 @@ def _run_row(
     if failed := [one.error for one in times if one.error is not None]:
         raise OctavoError(f"{row.name}: {len(failed)} requests failed: {failed[0]}")
     values: dict[str, Any] = summarize(times, duration_s, PERCENTILES)
-    values |= {"num_preemptions": num_preemptions, "relative_rms": judge(subject, row, answers)}
-    if first is not None and first.record is not None:
-        values |= _gains(values, first.record.values)
+    values |= {"num_preemptions": num_preemptions, "relative_rms": error}
+    if baseline is not None:
+        values |= _gains(values, baseline.values)
     record = Measurement(
         op="throughput",
         impl="octavo",
