@@ -44,6 +44,7 @@ def test_the_command_of_a_record_repeats_it(capsys):
 
 def test_a_row_that_is_wrong_ends_with_1(capsys, monkeypatch):
     monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
+    monkeypatch.setitem(engine_check.TIMES_PLAIN, "e4m3", 0)
     assert octavo(*QUICK) == 1
     assert "error: fp8 is wrong" in capsys.readouterr().err
 

@@ -207,7 +207,9 @@ def test_a_scale_of_one_is_the_plain_cast():
     q, k, v = draw(1, 33)
     q[0, 0, 0, :4] = torch.tensor([1000.0, -1000.0, 448.0, 1e-9])
     attend = layer(fp8=STATIC, scales=QkvScales.ones())
-    found = attend.scaling.quantize((q, k, v), rotary=None, value_layout="rows", cu_seqlens=None)
+    found = attend.scaling.quantize(
+        (q, k, v), rotary=None, value_layout="rows", cu_seqlens=None, num_tokens=None
+    )
     for name, x in zip("qkv", (q, k, v), strict=True):
         plain = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
         assert_same_bits(getattr(found, name).contiguous(), plain)

@@ -118,7 +118,7 @@ ACTIVATION = {"dtype": BF16, "features": frozenset({"activation"})}
         (request(dtype=E5M2.dtype, other_dtype=E5M2.dtype), "triton"),
         (request(L4), "triton"),
         (request(L4, granularity="tensor by tensor"), "torch"),
-        (request(L4, rows=16, **ACTIVATION), "reference"),
+        (request(L4, rows=16, **ACTIVATION), "triton"),
         (request(A100), "reference"),
         (request(A100, dtype=BF16, granularity="tensor by channel"), "triton"),
         (request(CPU), "reference"),
