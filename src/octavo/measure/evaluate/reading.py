@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.decoder import make_static_cache
+from octavo.integrations.transformers.decoder import counts_on_host, make_static_cache
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 # Logits of so many tokens become losses at a time: their softmax needs a copy.
@@ -145,7 +145,7 @@ class _Replays:
         stop = start + ids.shape[1]
         positions = torch.arange(start, stop, device=ids.device)[None]
         is_short = self.num_passes <= NUM_WARMUPS or ids.shape != self.ids.shape
-        if is_short or self._counts_on_host():
+        if is_short or counts_on_host(self.cache):
             return self._call(ids, positions)
         self.ids.copy_(ids)
         self.positions.copy_(positions)
@@ -157,15 +157,6 @@ class _Replays:
         self.graph.replay()
         assert self.logits is not None
         return self.logits
-
-    def _counts_on_host(self) -> bool:
-        """Whether a replay would find the number of tokens that there were at its capture.
-
-        Transformers' own layers with a window are such; ours have taken their place by now.
-        """
-        from transformers.cache_utils import StaticSlidingWindowLayer
-
-        return any(isinstance(layer, StaticSlidingWindowLayer) for layer in self.cache.layers)
 
     def _call(self, ids: Tensor, positions: Tensor) -> Tensor:
         result = self.model(
