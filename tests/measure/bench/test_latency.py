@@ -12,6 +12,7 @@ from octavo.measure.bench.engine_rows import make_rows, open_subject
 from octavo.measure.bench.latency import LatencyCase, length_values, line_values, run_latency
 from octavo.measure.bench.request_times import RequestTimes
 from octavo.measure.fit import Line
+from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
 CASE = LatencyCase(input_lens=(5, 70), output_len=3, batch_size=2, num_iters=2)
@@ -110,6 +111,35 @@ def test_between_tokens_counts_from_the_last_first_token():
     assert values["num_itl_samples"] == 4
     assert values["mean_itl_ms"] == values["p99_itl_ms"] == 1000
     assert values["median_ttft_ms"] == 5000
+
+
+def test_between_tokens_counts_while_the_whole_batch_decodes():
+    def times(*parts_s):
+        return RequestTimes(input_len=1, output_len=len(parts_s), start_s=0.0, parts_s=parts_s)
+
+    # After 5 s the second sequence is alone, and twice as fast.
+    values = length_values([[times(1.0, 3.0, 4.0, 5.0), times(3.0, 4.0, 5.0, 5.5, 6.0)]])
+    assert values["num_itl_samples"] == 4
+    assert values["mean_itl_ms"] == values["p10_itl_ms"] == 1000
+
+
+def test_a_batch_that_never_decodes_together_is_refused(subject):
+    """A prompt takes nine passes here, in which the answer before it comes to its end."""
+    settings = EngineSettings(max_num_seqs=8, max_num_batched_tokens=8)
+    rows = make_rows(["auto"], subject)
+    with pytest.raises(ConfigError, match="2 sequences at once.*output_len"):
+        run_latency(subject, rows, CASE, settings, command="octavo")
+
+
+def test_graphs_are_captured_before_the_clock_starts(subject, monkeypatch):
+    seen = []
+    serve_prompts, warm_up = latency.serve_prompts, Engine.warm_up
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: seen.append("graphs") or warm_up(engine))
+    monkeypatch.setattr(
+        latency, "serve_prompts", lambda *args: seen.append("batch") or serve_prompts(*args)
+    )
+    run(subject, ["auto"])
+    assert seen == ["graphs"] + ["batch"] * CASE.num_runs
 
 
 def test_values_of_a_line():

@@ -10,6 +10,7 @@ from octavo.measure.bench.engine_load import serve_prompts
 from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
 from octavo.measure.bench.request_times import RandomPrompt, RequestTimes, Workload
 from octavo.measure.bench.throughput import ThroughputCase, run_throughput
+from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
 WORK = Workload(num_prompts=5, input_len=20, output_len=6, range_ratio=0.15)
@@ -64,6 +65,19 @@ def test_a_request_that_fails_fails_its_row(subject, monkeypatch):
     monkeypatch.setattr(throughput, "serve_prompts", lambda *a, **k: ([failed], 1.0))
     with pytest.raises(OctavoError, match="auto: 1 requests failed: boom"):
         run(subject, ["auto"])
+
+
+def test_graphs_are_captured_before_the_clock_starts(subject, monkeypatch):
+    seen, warm_up = [], Engine.warm_up
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: seen.append("graphs") or warm_up(engine))
+
+    def serve(*args, **options):
+        seen.append("load")
+        return serve_prompts(*args, **options)
+
+    monkeypatch.setattr(throughput, "serve_prompts", serve)
+    run(subject, ["auto"])
+    assert seen == ["graphs", "load", "load"]  # the first is a warm-up
 
 
 def test_prompts_that_never_fit_raise_before_any_runs(subject):

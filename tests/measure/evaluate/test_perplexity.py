@@ -1,5 +1,7 @@
 """Perplexity through the KV cache: what counts, what a row does, and what is left as it was."""
 
+import contextlib
+import copy
 import math
 import sys
 from pathlib import Path
@@ -83,6 +85,44 @@ def test_a_cache_that_never_moves_reads_the_same(recipe, chunk, monkeypatch):
     assert found == pytest.approx(expected[:2], rel=1e-5)
 
 
+@pytest.mark.parametrize("recipe", [None, Recipe(kv_cache={"granularity": "token"})])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_replays_know_nothing_that_only_the_host_counts(family, recipe, monkeypatch):
+    """Layers with a window count tokens on the host, where a replay finds the capture's number."""
+    model = make_decoder(family, **({} if family == "llama" else {"sliding_window": 32}))
+    if recipe is not None:
+        apply_(model, recipe)
+    expected = window_losses(model, WINDOWS[:2], Reading(chunk=3, batch=2))
+    readers = []
+
+    def make_reader(model):
+        readers.append(reading_module._Replays(model, 2, len(WINDOWS[0]), 3))
+        return readers[-1]
+
+    class Graph:
+        def replay(self):
+            reader = readers[-1]
+            for layer, count in zip(reader.cache.layers, self.counts, strict=True):
+                if count is not None:
+                    layer.cumulative_length_int = count
+            reader.logits.copy_(reader._call(reader.ids, reader.positions))
+
+    @contextlib.contextmanager
+    def capture(graph):
+        before = copy.deepcopy(readers[-1].cache.layers)
+        graph.counts = [getattr(layer, "cumulative_length_int", None) for layer in before]
+        yield
+        readers[-1].cache.layers = before
+
+    monkeypatch.setattr(reading_module, "_Passes", make_reader)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    found = window_losses(model, WINDOWS[:2], Reading(chunk=3, batch=2))
+    assert found == pytest.approx(expected, rel=1e-5)
+    is_stock_window = recipe is None and family != "llama"
+    assert (readers[-1].graph is None) == is_stock_window
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "recipe",
@@ -90,8 +130,10 @@ def test_a_cache_that_never_moves_reads_the_same(recipe, chunk, monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_replays_read_what_passes_read(recipe, chunk, monkeypatch):
-    model = make_decoder("llama", head_dim=64).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_replays_read_what_passes_read(family, recipe, chunk, monkeypatch):
+    sizes = {"head_dim": 64, **({} if family == "llama" else {"sliding_window": 32})}
+    model = make_decoder(family, **sizes).to("cuda", torch.bfloat16)
     if recipe is not None:
         apply_(model, Recipe(kv_cache=recipe))
     windows = [torch.randint(2, 60, (200,)) for _ in range(3)]

@@ -14,6 +14,7 @@ import octavo
 from octavo.errors import UnsupportedError
 from octavo.serving.engine.decode_graphs import batch_sizes
 from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.request import gather
 from octavo.serving.engine.settings import EngineSettings
 
 RECIPES = {
@@ -144,6 +145,27 @@ def test_a_row_that_fails_while_its_next_pass_is_under_way(monkeypatch):
     found = run(engine, make_request("a", max_tokens=9), make_request("b", which=1, max_tokens=9))
     assert [one.finish_reason for one in found] == ["error", "length"]
     assert len(found[0].tokens) == 4 and len(found[1].tokens) == 9
+    assert engine.stats().num_pages_in_use == 0
+
+
+def test_a_step_that_is_interrupted_loses_no_token(monkeypatch):
+    """Ctrl-C while the host waits for tokens whose next pass is under way."""
+    (truth,) = run(make_engine(), make_request(max_tokens=9))
+    engine = make_engine()
+    use_padding(engine)
+    engine.add(make_request(max_tokens=9))
+    deltas = [*engine.step(), *engine.step()]
+    assert engine._ahead is not None
+
+    def interrupt(under_way):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine._passes, "read", interrupt)
+        engine.step()
+    while engine.has_work:
+        deltas += engine.step()
+    assert gather(deltas).tokens == truth.tokens
     assert engine.stats().num_pages_in_use == 0
 
 

@@ -141,6 +141,17 @@ def make_static_cache(model: Any, max_length: int) -> Any:
     return StaticCache(config=model.config, max_cache_len=max_length)
 
 
+def counts_on_host(cache: Any) -> bool:
+    """Whether a CUDA graph's replays would find the number of tokens that its capture found.
+
+    Transformers' own static layers with a window are such; ours, which take their place in the
+    first pass of a recipe, count on the device.
+    """
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    return any(isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers)
+
+
 def random_keys_and_values(model: Any, batch: int, seed: int = 0) -> KeysAndValues:
     """Normal keys and values for a model's cache: the same for the same columns of a layer.
 

@@ -133,6 +133,7 @@ def _run_row(
         plain_error = baseline.records[0].values["relative_rms"]
     error = check_row(subject, row, settings, plain_error)
     with open_engine(subject, row, settings) as engine:
+        engine.warm_up()
         about = {**subject.about, **row.about, **case.about, **engine_about(engine)}
         times = {
             length: _run_length(subject, engine, row, case, length, on_run)
@@ -190,6 +191,7 @@ def _run_length(
         times, _ = serve_prompts(engine, short if is_warmup else prompts)
         raise_failed(times)
         if not is_warmup:
+            _decoding_s(times)  # before more time goes into it
             batches.append(times)
     return batches
 
@@ -197,17 +199,17 @@ def _run_length(
 def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]:
     """Time to the first token and between tokens, of all batches of a length.
 
-    Time between tokens is that after the whole batch has its first one: until then, steps compute
-    prompts as well.
+    Time between tokens is that while the whole batch decodes: before, steps compute prompts as
+    well, and after it they are those of fewer sequences.
     """
     ttfts, itls, latencies = [], [], []
     for batch in batches:
-        is_decoding_s = max(times.parts_s[0] for times in batch)
+        first_s, last_s = _decoding_s(batch)
         for times in batch:
             ttfts.append(times.ttft_s)
             latencies.append(times.latency_s)
-            gaps = zip(times.parts_s, times.itls_s, strict=False)
-            itls += [gap for start, gap in gaps if start >= is_decoding_s]
+            gaps = zip(times.parts_s, times.parts_s[1:], strict=False)
+            itls += [end - start for start, end in gaps if start >= first_s and end <= last_s]
     return {
         **statistics_ms("ttft", ttfts, PERCENTILES),
         **statistics_ms("itl", itls, PERCENTILES),
@@ -215,6 +217,19 @@ def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]
         "num_ttft_samples": len(ttfts),
         "num_itl_samples": len(itls),
     }
+
+
+def _decoding_s(batch: Sequence[RequestTimes]) -> tuple[float, float]:
+    """From when to when all sequences of a batch decode; raises if they never do."""
+    first_s = max(times.parts_s[0] for times in batch)
+    last_s = min(times.parts_s[-1] for times in batch)
+    if last_s <= first_s:
+        raise ConfigError(
+            f"expected {len(batch)} sequences at once after their prompts of {batch[0].input_len} "
+            "tokens, got one that had ended before another began: use a larger output_len or "
+            "max_num_batched_tokens, more pages, or a smaller batch"
+        )
+    return first_s, last_s
 
 
 def line_values(line: Line, first: Line | None) -> dict[str, float]:

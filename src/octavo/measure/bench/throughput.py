@@ -128,6 +128,7 @@ def _run_row(
         plain_error = baseline.values["relative_rms"]
     error = check_row(subject, row, settings, plain_error)
     with open_engine(subject, row, settings) as engine:
+        engine.warm_up()
         _warm_up(engine, case, prompts)
         before = engine.stats()
         times, duration_s = serve_prompts(

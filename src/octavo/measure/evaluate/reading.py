@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.decoder import make_static_cache
+from octavo.integrations.transformers.decoder import counts_on_host, make_static_cache
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 # Logits of so many tokens become losses at a time: their softmax needs a copy.
@@ -144,7 +144,8 @@ class _Replays:
         self.num_passes += 1
         stop = start + ids.shape[1]
         positions = torch.arange(start, stop, device=ids.device)[None]
-        if self.num_passes <= NUM_WARMUPS or ids.shape != self.ids.shape:
+        is_short = self.num_passes <= NUM_WARMUPS or ids.shape != self.ids.shape
+        if is_short or counts_on_host(self.cache):
             return self._call(ids, positions)
         self.ids.copy_(ids)
         self.positions.copy_(positions)

@@ -202,7 +202,7 @@ class Engine:
         self._num_steps += 1
         try:
             under_way = self._passes.begin(batch) if under_way is None else under_way
-            self._ahead = self._passes.begin_next(under_way)
+            ahead = self._passes.begin_next(under_way)
             tokens = self._passes.read(under_way)
         except torch.AcceleratorError:
             raise
@@ -211,13 +211,14 @@ class Engine:
             return [*deltas, self._fail(error.sequence, str(error))]  # all others run again
         except Exception as error:
             logger.exception("a forward pass of %d tokens failed", batch.num_tokens)
-            self._ahead = None
             message = f"{type(error).__name__}: {error}"
             left = open_chunks(batch)
             return deltas + [self._fail(chunk.sequence, message) for chunk in left]
         batch = Batch(open_chunks(batch))
         known = [one.token if isinstance(one, Sampled) else None for one in tokens]
         self._scheduler.advance(batch, known)
+        # Not before: interrupted while it waits for tokens, the step is taken again.
+        self._ahead = ahead
         for sequence, one in zip(batch.sampled, tokens, strict=True):
             if isinstance(one, Sampled):
                 deltas.append(self._note(sequence, one))
