@@ -210,8 +210,8 @@ class Scheduler:
         ended, where one may be let in, and where pages are short. An answer may still end with the
         token that is not known: what this pass computes of it is then for nobody.
         """
-        may_admit = bool(self.waiting) and len(self.running) < self.settings.max_num_seqs
-        if may_admit or len(batch.chunks) != len(self.running):
+        has_room = bool(self.waiting) and not self._is_full
+        if has_room or len(batch.chunks) != len(self.running):
             return None
         for sequence, _, num_tokens, samples in batch.chunks:
             max_tokens = sequence.request.sampling.max_tokens
@@ -288,13 +288,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _admit(self) -> Sequence | None:
-        """Let the first that waits run, if there is room for it; None if not."""
+    @property
+    def _is_full(self) -> bool:
+        """Whether nobody can be let in, whoever it is."""
         # A page for each that runs, or the newcomer would soon have to give its own back.
         reserve = len(self.running)
-        is_full = reserve >= self.settings.max_num_seqs or self.allocator.num_free <= reserve
-        if not self.waiting or is_full:
+        return reserve >= self.settings.max_num_seqs or self.allocator.num_free <= reserve
+
+    def _admit(self) -> Sequence | None:
+        """Let the first that waits run, if there is room for it; None if not."""
+        if not self.waiting or self._is_full:
             return None
+        reserve = len(self.running)
         sequence = self.waiting[0]
         matched = self._match(sequence)
         missing = self._num_pages(sequence.num_tokens) - len(matched)
