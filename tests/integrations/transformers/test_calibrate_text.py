@@ -162,7 +162,7 @@ def test_scales_on_a_gpu(tmp_path, texts):
 
 def test_resuming_after_an_interrupt(tmp_path, texts, monkeypatch):
     settings = CalibrationSettings(observer="percentile", percentile=99, granularity="head")
-    subject = text_model("gemma3")
+    subject = text_model("gemma3_text")
     data = subject.cut_windows(texts, 24)
     whole = calibrate_to_file(subject.subject(), data, tmp_path / "a.json", settings, num_prompts=8)
     path, num_calls = tmp_path / "b.json", 0

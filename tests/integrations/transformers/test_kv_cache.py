@@ -201,6 +201,7 @@ def test_fp8_generates_with_beams_padding_and_parts(family):
     assert torch.equal(dynamic, static)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
 def test_a_static_step_compiles_in_one_graph(family):
     model, prompts = make_decoder(family), make_prompts(2, 20)

@@ -109,6 +109,7 @@ def test_generation_with_padding_beams_static_caches_and_skipped_layers(settings
     assert torch.equal(dynamic, static)
 
 
+@pytest.mark.slow
 def test_a_static_step_compiles_in_one_graph():
     model, ids = make_decoder("llama"), make_prompts(2, 12)["input_ids"]
     apply_(model, Recipe(kv_cache={**HEAD, **BOTH}, scales=calibrate(model, **BOTH).to_dict()))
