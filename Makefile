@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 JOBS ?= auto
 COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
+COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types test test-slow test-gpu bench clean
@@ -42,9 +43,10 @@ types: $(READY)  ## mypy, strict
 
 check: lint types  ## lint and types
 
-# Kernels run in an interpreter, which measuring coverage makes half as fast again.
+# Measuring coverage makes tests half as slow again: only those of the covered folders pay for it.
 test: check  ## lint, types and tests with coverage
-	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/kernels $(COVERED)
+	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' $(COVERED_TESTS) $(COVERED)
+	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/kernels $(addprefix --ignore=,$(COVERED_TESTS))
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' tests/kernels
 
 test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
