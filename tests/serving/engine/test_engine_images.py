@@ -84,6 +84,7 @@ def draw_parts(chance):
     return tuple(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=4)
 @given(data=st.data())
