@@ -39,7 +39,7 @@ NUM_TOKENS = 16
 # Attention that returns zeros, in prompts or afterwards, is at 44 % or more.
 MAX_ERROR = {"float32": 1e-3, "plain": 0.08, "e4m3": 0.18, "e5m2": 0.36}
 # How much more random layers make of a rounding depends on their sizes: Llama-3.1-8B's, compiled on
-# an H200, were at 5.3 % in BF16 and at 25.5 % with e4m3, which is as five to one as 8.4 % and 1.7 %
+# an H200, were at 5.3 % in BF16 and five times that with e4m3, as five to one as 8.4 % and 1.7 %
 # on a CPU. So where a plain row has gone before, FP8 may be so many times its error, but never as
 # far as attention that returns zeros.
 TIMES_PLAIN = {"e4m3": 8, "e5m2": 16}
