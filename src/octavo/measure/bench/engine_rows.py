@@ -201,7 +201,7 @@ def open_engine(subject: Subject, row: EngineRow, settings: EngineSettings) -> I
 def engine_about(engine: Engine) -> dict[str, Scalar]:
     """What a record says of an engine."""
     settings = engine.settings
-    names = ("page_size", "max_num_batched_tokens", "cuda_graphs", "compile")
-    chosen = {name: getattr(settings, name, None) for name in names}
-    about = {name: value for name, value in chosen.items() if value is not None}
+    names = ("page_size", "max_num_batched_tokens", "compile")
+    about: dict[str, Scalar] = {name: getattr(settings, name) for name in names}
+    about["cuda_graphs"] = engine.has_graphs  # what runs, not what was asked for
     return {**about, "num_pages": engine.stats().num_pages}

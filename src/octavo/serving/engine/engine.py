@@ -104,6 +104,11 @@ class Engine:
         return tuple(sorted(self._model.eos_tokens))
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps run by CUDA graphs."""
+        return self._runner is not None and self._runner.graphs is not None
+
+    @property
     def has_images(self) -> bool:
         """Whether prompts may have images."""
         return self._images is not None
