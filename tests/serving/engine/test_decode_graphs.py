@@ -244,6 +244,23 @@ def test_compiled_layers_have_the_same_tokens(family):
     assert all(layer._compiled_call_impl is None for layer in layers)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_are_compiled_for_one_token_and_for_more():
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    model = make_model("llama")
+    engine = make_engine(model, compile=True)
+    num_graphs = counters["unique_graphs"]
+    assert num_graphs > 0
+    answers(engine)
+    engine.close()
+    assert counters["unique_graphs"] == 2 * num_graphs
+    answers(make_engine(model, compile=True))
+    assert counters["unique_graphs"] == 2 * num_graphs
+
+
 SIZES = {"head_dim": 64, "hidden_size": 256}
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from octavo.cache.spec import CacheSpec
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 class Runner:
     """A model with its pages.
+
+    All passes are in inference mode, trials as well: compiled layers have a graph for each mode.
 
     images: its embeddings of images, None if it takes none.
     graphs: what runs steps that only decode, if `use_graphs` was called and a graph can hold them.
@@ -57,6 +60,7 @@ class Runner:
         sizes = {"max_batch": max_batch, "max_context": max_context}
         self.graphs = DecodeGraphs(self.model, self.storage, **sizes)
 
+    @torch.inference_mode()
     def capture_graphs(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Capture the graphs of all batch sizes, if steps run by them."""
         if self.graphs is None:
@@ -75,6 +79,7 @@ class Runner:
         assert self.graphs is not None
         return self.graphs.run(batch, tokens)
 
+    @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Compute the chunks; returns logits [sampled sequences, vocab] for the next tokens.
 

@@ -31,7 +31,8 @@ class Group:
         return len(self.lengths)
 
 
-@dataclass(frozen=True)
+# Not frozen: the compiler would look into every tensor of one that is, and make a graph for each kind.
+@dataclass(eq=False)
 class Step:
     """A packed pass over the pages, shared by all layers.
 
