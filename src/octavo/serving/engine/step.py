@@ -31,7 +31,7 @@ class Group:
         return len(self.lengths)
 
 
-# Not frozen: the compiler would look into every tensor of one that is, and make a graph for each kind.
+# Not frozen: of one that is, the compiler looks into every tensor, and makes a graph for each kind.
 @dataclass(eq=False)
 class Step:
     """A packed pass over the pages, shared by all layers.
