@@ -18,6 +18,7 @@ from octavo.cli.engine_flags import (
     Model,
     NumPages,
     PageSize,
+    Peers,
     Rows,
     Seed,
     SkipLayers,
@@ -71,6 +72,7 @@ def latency(
     ] = 1,
     kv_cache_dtype: Rows = None,
     skip_layers: SkipLayers = None,
+    peers: Peers = None,
     layers: Layers = None,
     dtype: Dtype = "auto",
     device: DeviceName = None,
@@ -101,6 +103,7 @@ def latency(
     from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.engine_rows import check_rows, make_rows, open_subject
     from octavo.measure.bench.latency import LatencyCase, run_latency
+    from octavo.measure.bench.peer_impls import registered_prefill
 
     names, skipped = list(kv_cache_dtype or DEFAULT_ROWS), skip_layers or []
     config, device = choose_subject(model, config, device)
@@ -132,6 +135,7 @@ def latency(
         "--num-iters-warmup": num_warmups,
         "--kv-cache-dtype": names,
         "--kv-cache-dtype-skip-layers": skipped,
+        "--peers": None if peers is None else "FOLDER",  # whichever it was on this machine
         "--layers": layers,
         "--dtype": dtype,
         "--max-num-batched-tokens": max_num_batched_tokens,
@@ -147,7 +151,7 @@ def latency(
     with err.status("making the model"):
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
-    with StillProgress() as progress:
+    with registered_prefill(peers), StillProgress() as progress:
         task = progress.add_task("measuring", total=len(rows) * case.num_runs)
         results = run_latency(
             subject,

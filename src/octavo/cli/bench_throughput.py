@@ -18,6 +18,7 @@ from octavo.cli.engine_flags import (
     Model,
     NumPages,
     PageSize,
+    Peers,
     Rows,
     Seed,
     SkipLayers,
@@ -90,6 +91,7 @@ def throughput(
     ] = 256,
     kv_cache_dtype: Rows = None,
     skip_layers: SkipLayers = None,
+    peers: Peers = None,
     layers: Layers = None,
     dtype: Dtype = "auto",
     device: DeviceName = None,
@@ -117,6 +119,7 @@ def throughput(
     from octavo.measure import store
     from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.engine_rows import check_rows, make_rows, open_subject
+    from octavo.measure.bench.peer_impls import registered_prefill
     from octavo.measure.bench.request_times import Workload
     from octavo.measure.bench.throughput import ThroughputCase, run_throughput
 
@@ -153,6 +156,7 @@ def throughput(
         "--max-num-seqs": max_num_seqs,
         "--kv-cache-dtype": names,
         "--kv-cache-dtype-skip-layers": skipped,
+        "--peers": None if peers is None else "FOLDER",  # whichever it was on this machine
         "--layers": layers,
         "--dtype": dtype,
         "--max-num-batched-tokens": max_num_batched_tokens,
@@ -169,7 +173,7 @@ def throughput(
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
     num_tokens = sum(prompt.output_len for prompt in workload.draw(subject.vocab_size))
-    with StillProgress() as progress:
+    with registered_prefill(peers), StillProgress() as progress:
         task = progress.add_task("tokens", total=len(rows) * num_tokens)
         results = run_throughput(
             subject,

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +54,8 @@ Rows = Annotated[
         "what the others are compared with. After an FP8 name: +head or +token (a scale for each "
         "head, or for each token and head), +unit (scales of 1.0) and +skip=PATTERN, such as "
         "fp8+skip=sliding_window. Scales are the checkpoint's, or, of random weights, calibrated "
-        "first.",
+        "first. After any: +prefill=IMPL, attention of prompts by that implementation, such as "
+        "auto+prefill=vllm-fa3 with --peers.",
         show_default=False,
     ),
 ]
@@ -63,6 +65,17 @@ SkipLayers = Annotated[
         "--kv-cache-dtype-skip-layers",
         help="Layers whose cache is left as it is in every FP8 row (0-1, sliding_window, …); may "
         "be given more than once.",
+        show_default=False,
+    ),
+]
+Peers = Annotated[
+    Path | None,
+    typer.Option(
+        "--peers",
+        help="Folder with vLLM's FlashAttention-3 (*.abi3.so), which rows may then ask for: "
+        "auto+prefill=vllm-fa3.",
+        exists=True,
+        file_okay=False,
         show_default=False,
     ),
 ]

@@ -46,6 +46,7 @@ class DecoderAttention(Float32Buffers):
     soft-cap would, so layers with one are refused.
     saturated: how many keys and values lay beyond the range of their scale, int64 [2] on the
     device; counted if counts_saturation.
+    impl: the implementation of its ops by name, prefill_impl that of `prefill` if it is another.
     """
 
     key_scale: Tensor
@@ -83,6 +84,7 @@ class DecoderAttention(Float32Buffers):
         self.spec, self.dtype, self.granularity, self.name = spec, dtype, granularity, name
         self.counts_saturation = counts_saturation
         self.impl: str | None = None
+        self.prefill_impl: str | None = None
         shape = (num_kv_heads,) if isinstance(granularity, PerHead) else ()
         for which, scale in (("key", key_scale), ("value", value_scale)):
             self.register_buffer(f"{which}_scale", self._checked(which, scale, shape))
@@ -208,7 +210,7 @@ class DecoderAttention(Float32Buffers):
             sinks=sinks,
             num_cached_tokens=num_cached_tokens,
             out_dtype=out_dtype,
-            impl=self.impl,
+            impl=self.prefill_impl or self.impl,
         )
 
     def decode(

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
+from octavo.measure.bench.engine_check import ask
 from octavo.measure.bench.engine_rows import check_rows, make_rows, open_engine, open_subject
 from octavo.recipe import Recipe
 from octavo.serving.engine.settings import EngineSettings
@@ -64,6 +65,29 @@ def test_layers_to_skip_are_a_rows_own_or_all_rows(subject):
     assert rows[1].about["skip_layers"] == "0,1"
     with pytest.raises(ConfigError, match="layers to skip are for rows in FP8"):
         make_rows(["auto"], subject, skip_layers=["1"])
+
+
+def test_prompts_may_have_an_implementation_of_their_own(subject):
+    plain, fp8 = make_rows(["auto+prefill=reference", "fp8+unit+skip=0+prefill=mine"], subject)
+    assert plain.is_plain and plain.prefill_impl == plain.about["prefill_impl"] == "reference"
+    assert fp8.recipe.skip_layers == ("0",) and fp8.prefill_impl == "mine"
+    assert "prefill_impl" not in make_rows(["auto"], subject)[0].about
+    with pytest.raises(ConfigError, match="name of an implementation after"):
+        check_rows(["auto+prefill="])
+
+
+def test_the_implementation_of_prompts_runs_or_raises(subject):
+    settings = EngineSettings(num_pages=8)
+    plain, missing = make_rows(["auto+prefill=reference", "auto+prefill=missing"], subject)
+    with open_engine(subject, plain, settings) as engine:
+        assert {layer.prefill_impl for layer in engine._model.attention} == {"reference"}
+        assert {layer.impl for layer in engine._model.attention} == {None}
+        assert ask(engine, subject.vocab_size)
+    with (
+        open_engine(subject, missing, settings) as engine,
+        pytest.raises(OctavoError, match="missing"),
+    ):
+        ask(engine, subject.vocab_size)
 
 
 def test_a_recipe_s_file_is_a_row(subject, tmp_path):

@@ -55,13 +55,18 @@ class EngineModel:
 
     recipe: its kv_cache is what pages hold; None stores keys and values as they are. Its
     vision_attention is for the tower of a model whose images the engine reads, vision_impl the
-    implementation of that by name; None is the fastest that can. attention: the
-    layers by index. max_context: how many tokens the model was made for; None if it does not say.
-    eos_tokens: what ends an answer, as `generate` has it.
+    implementation of that by name, prefill_impl that of attention of prompts; None is the fastest
+    that can. attention: the layers by index. max_context: how many tokens the model was made for;
+    None if it does not say. eos_tokens: what ends an answer, as `generate` has it.
     """
 
     def __init__(
-        self, model: Any, recipe: Recipe | None = None, *, vision_impl: str | None = None
+        self,
+        model: Any,
+        recipe: Recipe | None = None,
+        *,
+        vision_impl: str | None = None,
+        prefill_impl: str | None = None,
     ) -> None:
         from transformers import AttentionInterface
 
@@ -79,6 +84,8 @@ class EngineModel:
         self.model, self.recipe = model, recipe
         _, self._decoder = text.find_decoder(model)
         self.attention = [made[name] for name in modules]
+        for layer in self.attention:
+            layer.prefill_impl = prefill_impl
         self.device = _one_device(modules)
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()

@@ -1,16 +1,17 @@
 """The rows of a benchmark of the engine: one model, kept, under one recipe after the other.
 
-    DTYPE[+head|+token][+unit][+skip=PATTERN]…
+    DTYPE[+head|+token][+unit][+skip=PATTERN]…[+prefill=IMPL]
 
-DTYPE is one of `DTYPES`, or the .json or .toml file of a recipe, which takes +skip alone. Scales of
-FP8 rows are per tensor unless the name says per head or per token, and come from the checkpoint;
-for random weights they are calibrated here, on random tokens. unit takes 1.0.
+DTYPE is one of `DTYPES`, or the .json or .toml file of a recipe, which takes +skip and +prefill
+alone. Scales of FP8 rows are per tensor unless the name says per head or per token, and come from
+the checkpoint; for random weights they are calibrated here, on random tokens. unit takes 1.0.
+prefill: attention of prompts by this implementation, such as a peer's (`peer_impls`).
 """
 
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ FORMATS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 PLAIN = "auto"
 DTYPES = (PLAIN, *FORMATS)
 GRANULARITIES = ("head", "token")
-SKIP = "+skip="
+SKIP, PREFILL = "+skip=", "+prefill="
 # Random tokens that scales are calibrated on, where the weights are random as well.
 CALIBRATION_LEN = 1024
 
@@ -61,10 +62,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """A recipe by the name that was asked for."""
+    """A recipe by the name that was asked for; prefill_impl: of attention of prompts, by name."""
 
     name: str
     recipe: Recipe
+    prefill_impl: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +78,8 @@ class EngineRow:
         """What records say of it."""
         settings = self.recipe.kv_cache
         found: dict[str, Scalar] = {"row": self.name}
+        if self.prefill_impl is not None:
+            found["prefill_impl"] = self.prefill_impl
         if settings is None:
             return {**found, "kv_cache_dtype": PLAIN}
         found["kv_cache_dtype"] = f"fp8_{settings.format}"
@@ -141,28 +145,36 @@ def _has_checkpoint_scales(row: EngineRow) -> bool:
 def _with_scales(row: EngineRow, scales: dict[str, Any]) -> EngineRow:
     settings = dict(row.recipe.kv_cache or {})
     changed = row.recipe.replace(kv_cache={**settings, "scaling": "static"}, scales=scales)
-    return EngineRow(row.name, changed)
+    return replace(row, recipe=changed)
 
 
 def _parse(text: str, skip_layers: Sequence[str]) -> EngineRow:
+    whole, _, prefill_impl = text.partition(PREFILL)
+    if PREFILL in text and not prefill_impl:
+        raise ConfigError(f"expected the name of an implementation after {PREFILL}, got {text!r}")
+    recipe = _parse_recipe(whole, skip_layers)
+    return EngineRow(text, recipe, prefill_impl or None)
+
+
+def _parse_recipe(text: str, skip_layers: Sequence[str]) -> Recipe:
     front, *skipped = text.split(SKIP)
     if front.endswith((".json", ".toml")):
         recipe = Recipe.load(front)
         if recipe.kv_cache is None and skipped:
             raise ConfigError(f"{text}: layers to skip are for a recipe with a kv_cache, got none")
         more = [] if recipe.kv_cache is None else [*skipped, *skip_layers]
-        return EngineRow(text, recipe.replace(skip_layers=[*recipe.skip_layers, *more]))
+        return recipe.replace(skip_layers=[*recipe.skip_layers, *more])
     skipped += skip_layers
     dtype, *words = front.split("+")
     if dtype == PLAIN and text == PLAIN:
-        return EngineRow(text, Recipe())
+        return Recipe()
     granularity = [word for word in words if word in GRANULARITIES]
     others = [word for word in words if word not in GRANULARITIES]
     is_known = others in ([], ["unit"]) and granularity in ([], ["head"], ["token"])
     if dtype not in FORMATS or not is_known or (others and granularity == ["token"]):
         raise ConfigError(
             f"expected {PLAIN}, or {', '.join(FORMATS)} with +head or +token, +unit, {SKIP}PATTERN "
-            f"after it, or a recipe's file; got {text!r}"
+            f"after it, or a recipe's file, and {PREFILL}IMPL after all; got {text!r}"
         )
     settings: dict[str, Any] = {
         "format": FORMATS[dtype],
@@ -170,7 +182,7 @@ def _parse(text: str, skip_layers: Sequence[str]) -> EngineRow:
     }
     if others:
         settings["scaling"] = "unit"
-    return EngineRow(text, Recipe(kv_cache=settings, skip_layers=skipped))
+    return Recipe(kv_cache=settings, skip_layers=skipped)
 
 
 def _calibrate(subject: Subject) -> dict[str, Any]:
@@ -185,7 +197,7 @@ def _calibrate(subject: Subject) -> dict[str, Any]:
 @contextmanager
 def open_engine(subject: Subject, row: EngineRow, settings: EngineSettings) -> Iterator[Engine]:
     """An engine that has the model for this row; afterwards its memory is free for the next."""
-    engine = load_engine(subject.model, row.recipe, settings)
+    engine = load_engine(subject.model, row.recipe, settings, prefill_impl=row.prefill_impl)
     try:
         yield engine
     finally:

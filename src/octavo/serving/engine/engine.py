@@ -319,12 +319,14 @@ def load_engine(
     dtype: str = "auto",
     device: str | None = None,
     vision_impl: str | None = None,
+    prefill_impl: str | None = None,
 ) -> Engine:
     """An engine for a model: a folder or hub name, or a model that is loaded already.
 
     None is SmolLM2-135M-Instruct, "chart-reader" the chart reader that comes with octavo. dtype,
     device: of a model that is loaded here. A model that was loaded already is changed until the
-    engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention.
+    engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention,
+    prefill_impl: of attention of prompts, by name.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
     if model is None or isinstance(model, str):
@@ -334,7 +336,7 @@ def load_engine(
         image_processor = loaded.image_processor if image_processor is None else image_processor
     elif dtype != "auto" or device is not None:
         raise ConfigError("dtype and device are for a model by name, got one that is loaded")
-    prepared = EngineModel(model, recipe, vision_impl=vision_impl)
+    prepared = EngineModel(model, recipe, vision_impl=vision_impl, prefill_impl=prefill_impl)
     try:
         return Engine(
             *(prepared, tokenizer, settings), model_name=name, image_processor=image_processor
