@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_engine import finish, make_model, make_request
 
 import octavo
+from octavo.layers.one_token_linear import OneTokenLinear
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -62,3 +63,14 @@ def test_the_cache_takes_its_part_of_the_memory():
     assert 0 < nbytes <= min(2**30, most + num_scale_bytes)
     answers(engine)
     engine.close()
+
+
+@pytest.mark.gpu
+def test_single_tokens_are_products_with_a_vector():
+    engine = make_engine(max_num_seqs=1, cuda_graphs=False)
+    model = engine.model
+    linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    assert {type(part) for part in linears} == {OneTokenLinear}
+    assert answers(engine)
+    engine.close()
+    assert {type(part) for part in linears} == {torch.nn.Linear}

@@ -28,6 +28,7 @@ from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.saturation import Watch
 from octavo.integrations.transformers.text_model import MAX_LENGTHS
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.layers.one_token_linear import give_single_tokens_back, take_single_tokens
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
 
@@ -96,6 +97,10 @@ class EngineModel:
         self.eos_tokens = _eos_tokens(model)
         self._watch = Watch()
         self._compiled: list[Any] = []
+        self._linears: list[nn.Linear] = []
+        if self.device.type == "cuda":
+            for part in self._parts():
+                self._linears += take_single_tokens(part)
         apply_vision_(model, recipe, vision_impl=vision_impl)
         # A compiled layer is two parts, before and after attention, which picks its kernels itself.
         AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
@@ -154,18 +159,22 @@ class EngineModel:
 
         A pass of one token, and then all others, get a version each: begin with one of one token.
         """
-        # Where there is one row, products are read at the memory's speed only with this search.
-        options = {"coordinate_descent_tuning": True} if self.device.type == "cuda" else None
-        decoder: Any = self._decoder
-        for part in (*decoder.layers, self.model.get_output_embeddings()):
-            if part is not None and part._compiled_call_impl is None:
-                part.compile(options=options)
+        for part in self._parts():
+            if part._compiled_call_impl is None:
+                part.compile()
                 self._compiled.append(part)
+
+    def _parts(self) -> list[Any]:
+        """The layers, and what makes logits of the last one's result."""
+        decoder: Any = self._decoder
+        head = self.model.get_output_embeddings()
+        return [*decoder.layers, *([] if head is None else [head])]
 
     def close(self) -> None:
         """Give the model back as it was."""
         for part in self._compiled:
             part._compiled_call_impl = None
+        give_single_tokens_back(self._linears)
         uninstall(self.model, IMPLEMENTATION)
         if self.recipe.vision_attention is not None:
             vision.detach(self.model)

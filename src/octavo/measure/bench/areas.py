@@ -58,7 +58,11 @@ AREAS = {
         ),
     ),
     "engine": Area(
-        sources=("integrations/transformers/engine_*.py", "serving/engine/*.py"),
+        sources=(
+            "integrations/transformers/engine_*.py",
+            "layers/one_token_linear.py",
+            "serving/engine/*.py",
+        ),
         without=("serving/engine/__init__.py", "serving/engine/llm.py", "serving/engine/text.py"),
         tests=("serving/engine/test_*.py",),
     ),
