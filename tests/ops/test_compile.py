@@ -247,6 +247,25 @@ def test_matmul(case):
     check(function, data, scale, inputs["bias"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_matvec(dtype):
+    """Parts of a fused weight, and more around them in one graph."""
+    draw = Draw(0)
+    fused, bias = draw.normal(24, 40, dtype=dtype), draw.normal(16, dtype=dtype)
+
+    def function(x, fused, bias):
+        first = ops.matvec(x + 1, fused[:16], bias)
+        return first.relu(), ops.matvec(first, fused[:, 8:24])
+
+    check(function, draw.normal(1, 1, 40, dtype=dtype), fused, bias)
+
+
+def test_matvec_of_more_rows_is_told_while_compiling():
+    run = compiled(lambda x, weight: ops.matvec(x, weight))
+    with pytest.raises(Exception, match=r"x as one row, .* got \[2, 8\]"):
+        run(torch.zeros(2, 8), torch.zeros(3, 8))
+
+
 def test_a_linear_layer_quantizes_its_input_inside():
     weight = make_matmul_inputs(MatmulCase())["b"]
 

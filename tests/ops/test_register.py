@@ -33,6 +33,7 @@ OPERATORS = {
     "append_kv",
     "attention",
     "decode_attention",
+    "matvec",
     "prefill_attention",
     "quantize_dynamic",
     "quantize_static",
@@ -93,6 +94,14 @@ def append_inputs(**options):
     }
 
 
+def matvec_inputs(**changes):
+    draw = Draw(0)
+    shapes = {"x": (1, 40), "weight": (6, 40), "bias": (6,)}
+    return {
+        name: draw.normal(*shape, dtype=torch.bfloat16) for name, shape in shapes.items()
+    } | changes
+
+
 SMALL = AttentionCase(batch=1, q_len=5, head_dim=32)
 SPEC = AttentionSpec(causal=True, window=3)
 
@@ -142,6 +151,13 @@ CALLS = {
     "matmul-plain": lambda: ops.scaled_mm(**make_matmul_inputs(MatmulCase(a=None))),
     "matmul-block": lambda: ops.scaled_mm(
         **make_matmul_inputs(MatmulCase(a=PerBlock(1, 64), b=PerBlock(64, 64)))
+    ),
+    "matvec": lambda: ops.matvec(**matvec_inputs()),
+    "matvec-strided": lambda: ops.matvec(
+        torch.ones(40, 3)[:, 1], Draw(0).normal(6, 90)[::2, 50:], impl="reference"
+    ),
+    "matvec-empty": lambda: ops.matvec(
+        **matvec_inputs(x=torch.ones(1, 1, 0), weight=torch.ones(6, 0), bias=None)
     ),
 }
 
@@ -216,6 +232,11 @@ WITH_GRADIENTS = {
     "scaled_mm": (
         ops.scaled_mm,
         require_grad(make_matmul_inputs(MatmulCase(a=None, has_bias=True)), "a", "bias"),
+    ),
+    "matvec": (ops.matvec, require_grad(matvec_inputs(), "x", "weight", "bias")),
+    "matvec of a weight": (
+        ops.matvec,
+        {"x": torch.ones(4), "weight": torch.ones(3, 4, requires_grad=True)},
     ),
     "quantize": (ops.quantize, {"x": torch.ones(3, 4, requires_grad=True)}),
     "quantize_static": (
@@ -292,6 +313,8 @@ def test_meta_tensors_give_shapes_without_data():
     assert (three.k.shape, three.scales.q.shape) == (k.shape, (4,))
     weight = ops.quantize(torch.empty(9, 300, **meta), PerTensor())
     assert ops.scaled_mm(torch.empty(3, 300, **meta), weight).shape == (3, 9)
+    out = ops.matvec(torch.empty(1, 1, 300, **meta), torch.empty(9, 300, **meta))
+    assert (out.shape, out.dtype, out.device.type) == ((1, 1, 9), torch.bfloat16, "meta")
 
 
 @contextmanager

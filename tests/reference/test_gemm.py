@@ -1,4 +1,4 @@
-"""scaled_mm for every pair of granularities against float64 on dequantized operands."""
+"""scaled_mm for every pair of granularities, and matvec, against float64."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 from octavo.numerics.formats import E5M2
 from octavo.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from octavo.numerics.quantize import Quantized, quantize
-from octavo.reference.gemm import scaled_mm
+from octavo.reference.gemm import matvec, scaled_mm
 from octavo.testing.cases import MATMULS, MatmulCase
 from octavo.testing.inputs import Draw, make_matmul_inputs
 
@@ -109,3 +109,45 @@ def test_products_of_a_block_are_scaled_after_they_are_added():
     a = Quantized(data, torch.tensor([[1e30, 2.0]]), PerBlock(1, 2))
     b = Quantized(ones, torch.ones(()), PerTensor())
     assert float(scaled_mm(a, b)) == 4.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("depth", [0, 1, 63, 64, 65, 2880])
+def test_matvec(depth, dtype):
+    """Each sum of products and bias is off by at most K + 1 roundings of float32."""
+    draw = Draw(0)
+    x, weight = draw.normal(depth, dtype=dtype), draw.normal(9, depth, dtype=dtype)
+    bias = draw.normal(9, dtype=dtype)
+    truth = weight.double() @ x.double() + bias.double()
+    torch.testing.assert_close(
+        matvec(x, weight, bias, compute=torch.float64), truth, rtol=0, atol=1e-12
+    )
+    single = matvec(x, weight, bias)
+    assert single.dtype == torch.float32 and single.shape == (9,)
+    magnitude = weight.double().abs() @ x.double().abs() + bias.double().abs()
+    assert ((single.double() - truth).abs() <= (depth + 1) * 2.0**-24 * magnitude).all()
+    assert torch.equal(matvec(x, weight), matvec(x, weight, torch.zeros_like(bias)))
+
+
+def test_matvec_of_what_is_not_finite():
+    x = torch.tensor([0.0, 1.0, torch.inf])
+    weight = torch.tensor(
+        [[torch.inf, 0, 1], [0, torch.inf, 1], [0, -torch.inf, 1], [1, 1, 0], [0, 0, torch.nan]]
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        out = matvec(x.to(dtype), weight.to(dtype))
+        assert out.isnan().tolist() == [True, False, True, True, True]
+        assert float(out[1]) == torch.inf
+
+
+def test_matvec_does_not_follow_the_precision_of_products():
+    """What torch may do to float32 matrix products is no part of the meaning."""
+    draw = Draw(0)
+    x, weight = draw.normal(300), draw.normal(9, 300)
+    expected = matvec(x, weight)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(matvec(x, weight), expected)
+    finally:
+        torch.set_float32_matmul_precision(before)

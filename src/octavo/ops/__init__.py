@@ -4,6 +4,7 @@ from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
 from octavo.ops.decode_attention import decode_attention
 from octavo.ops.explain import Explanation, explain
+from octavo.ops.matvec import matvec
 from octavo.ops.plan_decode import plan_decode
 from octavo.ops.prefill_attention import prefill_attention
 from octavo.ops.quantize import quantize
@@ -21,6 +22,7 @@ __all__ = [
     "attention",
     "decode_attention",
     "explain",
+    "matvec",
     "plan_decode",
     "prefill_attention",
     "quantize",

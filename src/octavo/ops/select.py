@@ -20,6 +20,7 @@ OPS = (
     "append_kv",
     "attention",
     "decode_attention",
+    "matvec",
     "prefill_attention",
     "quantize",
     "quantize_qkv",

@@ -1,4 +1,4 @@
-"""What a scaled matrix product means, for every granularity."""
+"""What a scaled matrix product means, for every granularity, and a product with one vector."""
 
 import torch
 from torch import Tensor
@@ -32,6 +32,18 @@ def scaled_mm(
         row_scale = _row_scale(a, block).to(compute)
         column_scale = _row_scale(b, block).to(compute)
         out += products * row_scale.unsqueeze(-1) * column_scale
+    return out if bias is None else out + bias.to(compute)
+
+
+def matvec(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, compute: torch.dtype = torch.float32
+) -> Tensor:
+    """weight · x + bias in the `compute` dtype.
+
+    x: [K]; weight: [N, K]; bias: [N]. Each product by itself, so that Inf · 0 is NaN whatever a
+    BLAS makes of zeros, and a float32 sum is one whatever torch allows matrix products to be.
+    """
+    out = (weight.to(compute) * x.to(compute)).sum(dim=1)
     return out if bias is None else out + bias.to(compute)
 
 
