@@ -75,6 +75,7 @@ def test_only_plain_layers_change_and_all_of_them_back():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.inference_mode()
 def test_one_graph_for_a_token_and_one_for_more():
     layer = nn.Linear(48, 40)
     take_single_tokens(layer)
