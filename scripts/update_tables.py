@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "encoder": vision.encoder,
     "generate": decoders.generate,
     "load": vision.load,
+    "perplexity": decoders.perplexity,
     "speeds": speeds,
     "structures": kernels.structures,
     "towers": vision.towers,
