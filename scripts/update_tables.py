@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from octavo.atomic import write_atomically
-from tables import decoders, kernels, vision
+from tables import decoders, kernels, serving, vision
 from tables.speeds import speeds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,10 +29,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode": kernels.decode,
     "encoder": vision.encoder,
     "generate": decoders.generate,
+    "latency": serving.latency,
     "load": vision.load,
     "perplexity": decoders.perplexity,
     "speeds": speeds,
     "structures": kernels.structures,
+    "throughput": serving.throughput,
     "towers": vision.towers,
 }
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -61,6 +61,7 @@ def test_towers_of_old_and_new_records(script, has_fused, tmp_path):
         ("docs/numerics.md", "| 131,072 |"),
         ("README.md", "| decode, 8 × 128k"),
         ("docs/kv-cache.md", "| BF16, chunks of 512 |"),
+        ("docs/benchmarks.md", "| 128,000 |"),
     ],
 )
 def test_a_changed_figure_is_noticed(script, file, figure, tmp_path, monkeypatch, capsys):
