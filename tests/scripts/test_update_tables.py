@@ -24,7 +24,7 @@ def test_tables_agree_with_the_records(script):
 
 
 @pytest.mark.parametrize("has_fused", [True, False])
-def test_towers_of_old_and_new_records(script, has_fused, tmp_path, monkeypatch):
+def test_towers_of_old_and_new_records(script, has_fused, tmp_path):
     """Records without our own path in BF16 have a table as well, with an empty column."""
     machine = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
     times = [("sdpa", "bf16", 60), ("vllm-fa3", "bf16", 48), ("octavo", "bf16", 90)]
@@ -45,8 +45,8 @@ def test_towers_of_old_and_new_records(script, has_fused, tmp_path, monkeypatch)
                 )
             )
     store.append(tmp_path / "encoder_h200.jsonl", records)
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
-    lines = [line for line in script.towers().splitlines() if line.startswith("| tower")]
+    table = script.TABLES["towers"](tmp_path)
+    lines = [line for line in table.splitlines() if line.startswith("| tower")]
     assert len(lines) == 2
     over, name = (", 1.25×", " 40.0 (octavo with vllm-fa3) ") if has_fused else ("", "")
     plain = f"| tower, 3 × hd | 32.0 (1.50×{over}) |"
@@ -56,7 +56,13 @@ def test_towers_of_old_and_new_records(script, has_fused, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("file", "figure"), [("docs/numerics.md", "| 131,072 |"), ("README.md", "| decode, 8 × 128k")]
+    ("file", "figure"),
+    [
+        ("docs/numerics.md", "| 131,072 |"),
+        ("README.md", "| decode, 8 × 128k"),
+        ("docs/kv-cache.md", "| BF16, chunks of 512 |"),
+        ("docs/benchmarks.md", "| 128,000 |"),
+    ],
 )
 def test_a_changed_figure_is_noticed(script, file, figure, tmp_path, monkeypatch, capsys):
     original, copy = SCRIPT.parents[1] / file, tmp_path / "copy.md"

@@ -1,0 +1,104 @@
+"""The table of the README: whole models and kernels in FP8, beside the fastest others."""
+
+from pathlib import Path
+
+from octavo.measure import store
+from octavo.measure.records import Measurement
+from octavo.measure.report.markdown import to_markdown
+from octavo.measure.report.tables import Table
+from tables.common import fastest
+
+OURS = ("gluon", "triton", "selected", "torch")
+# Of those, what `select` runs for the rows of SPEEDS.
+SELECTED = ("gluon", "selected")
+# What users run: the op, its case in the records, and what it is in words.
+SPEEDS = (
+    ("attention", "1x8192 heads 16/16 head_dim 72", "ViT attention, 8192 tokens, head_dim 72"),
+    ("attention", "1x8192 heads 16/16 head_dim 128", "DiT attention, 8192 tokens, head_dim 128"),
+    ("attention", "1x32768 heads 32/8 head_dim 128", "causal prefill, 32k tokens, heads 32/8"),
+    ("decode_attention", "1x32768 heads 32/8 head_dim 128 page 64", "decode, 1 × 32k tokens"),
+    ("decode_attention", "8x32768 heads 32/8 head_dim 128 page 64", "decode, 8 × 32k tokens"),
+    ("decode_attention", "8x131072 heads 32/8 head_dim 128 page 64", "decode, 8 × 128k tokens"),
+    ("scaled_mm", "4608x12288x3072", "linear layer, 4608 × 3072 → 12288"),
+    ("scaled_mm", "16x28672x4096", "linear layer, 16 × 4096 → 28672"),
+)
+# Whole models: of the encoder's records the resolution, of generate's the context and the batch.
+TOWERS = (("fullhd", "vision tower of Qwen3-VL-30B-A3B, 3 FullHD images"), ("4k", "3 4K images"))
+DECODERS = (
+    (131072, 1, "Llama-3.1-8B-shaped decoder, one token after 1 × 128k"),
+    (32768, 8, "8 × 32k"),
+)
+
+
+def speeds(results: Path) -> str:
+    """octavo's FP8 beside the fastest BF16 and the fastest FP8 with the same accumulation."""
+    records = store.read(results / "kernels_h200.jsonl")
+    towers = store.read(results / "encoder_h200.jsonl")
+    decoders = store.read(results / "generate_h200.jsonl")
+    rows = (
+        *(_tower_speed(towers, resolution, words) for resolution, words in TOWERS),
+        *(_generate_speed(decoders, context, batch, words) for context, batch, words in DECODERS),
+        *(_speed(op, shape, words, records) for op, shape, words in SPEEDS),
+    )
+    header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
+    machine = records[0].machine
+    table = Table(caption="", header=header, rows=rows)
+    return (
+        f"Whole models, then kernels, on an {machine.gpu}; medians, each row one run, results "
+        f"checked first (torch {machine.versions['torch']}, Triton {machine.versions['triton']}). "
+        "Models have random weights; the tower's BF16 is stock transformers with the fastest "
+        "attention, the decoder's is octavo's BF16 pages. Operands of kernels are quantized before "
+        "the clock starts. The other FP8: FlashAttention-3 with two-level "
+        "accumulation, as vLLM builds it; cuDNN, whose result is rounded to FP8 as well; "
+        "`torch._scaled_mm` with one scale per token and channel, which octavo itself runs where "
+        f"it is the fastest.\n\n{to_markdown(table)}\n"
+    )
+
+
+def _speed(op: str, shape: str, words: str, records: list[Measurement]) -> tuple[str, ...]:
+    found = [r for r in records if (r.op, r.case["shape"]) == (op, shape)]
+    if op == "scaled_mm":  # what a linear layer does
+        found = [r for r in found if r.case["scales"] in ("token by channel", "none")]
+    in_fp8 = [r for r in found if r.case["operands"] == "FP8" and r.case.get("levels") != 1]
+    ours = fastest([r for r in in_fp8 if r.impl in SELECTED])
+    bf16 = fastest([r for r in found if r.case["operands"] == "BF16"])
+    other = fastest([r for r in in_fp8 if r.impl not in OURS])
+    own = "octavo's " if bf16.impl in ("gluon", "triton") else ""
+    return (
+        words,
+        _time(ours),
+        f"{_time(bf16)} ({own}{bf16.impl})",
+        f"{_time(other)} ({other.impl})",
+        *(f"{x.values['median_ms'] / ours.values['median_ms']:.2f}×" for x in (bf16, other)),
+    )
+
+
+def _tower_speed(records: list[Measurement], resolution: str, words: str) -> tuple[str, ...]:
+    """A whole vision tower with static scales, by graphs or not, over the fastest stock one."""
+    of_size = [r for r in records if r.case["resolution"] == resolution]
+    ours = fastest([r for r in of_size if r.case["recipe"] == "static"])
+    stock = fastest([r for r in of_size if r.case["recipe"] == "bf16" and not r.case["graphs"]])
+    return _whole(words, ours, stock, stock.impl)
+
+
+def _generate_speed(
+    records: list[Measurement], context: int, batch: int, words: str
+) -> tuple[str, ...]:
+    """One token of a whole decoder with static scales, over BF16 pages."""
+    found = [r for r in records if (r.case["context"], r.case["batch"]) == (context, batch)]
+    ours, bf16 = (
+        fastest([r for r in found if r.case["recipe"] == recipe]) for recipe in ("fp8", "bf16")
+    )
+    return _whole(words, ours, bf16, "octavo's")
+
+
+def _whole(words: str, ours: Measurement, bf16: Measurement, who: str) -> tuple[str, ...]:
+    ratio = bf16.values["median_ms"] / ours.values["median_ms"]
+    return words, _time(ours), f"{_time(bf16)} ({who})", "", f"{ratio:.2f}×", ""
+
+
+def _time(record: Measurement) -> str:
+    ms = record.values["median_ms"]
+    if ms >= 10:
+        return f"{ms:.3g} ms" if ms < 1000 else f"{ms:.0f} ms"
+    return f"{ms:.2f} ms" if ms >= 1 else f"{1e3 * ms:.3g} µs"

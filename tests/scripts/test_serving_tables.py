@@ -1,0 +1,233 @@
+"""Tables about the engine, from records made up and from records of the benchmarks themselves."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from octavo.measure import store
+from octavo.measure.bench.engine_rows import make_rows, open_subject
+from octavo.measure.bench.latency import LatencyCase, line_values, run_latency
+from octavo.measure.bench.request_times import Workload
+from octavo.measure.bench.throughput import ThroughputCase, run_throughput
+from octavo.measure.fit import Line
+from octavo.measure.records import Machine, Measurement
+from octavo.serving.engine.settings import EngineSettings
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "update_tables.py"
+MACHINE = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
+ENGINE = {
+    "model": "llama",
+    "dtype": "bfloat16",
+    "weight_bytes": 9_080_000_000,
+    "layers": 32,
+    "compile": True,
+    "page_size": 64,
+    "max_num_batched_tokens": 8192,
+    "num_pages": 100,
+}
+BATCH = {**ENGINE, "batch_size": 1, "output_len": 128, "seed": 0}
+LOAD = {
+    **ENGINE,
+    "num_prompts": 48,
+    "input_len": 20000,
+    "output_len": 2000,
+    "range_ratio": 0.15,
+    "max_concurrency": 8,
+    "max_num_seqs": 8,
+}
+
+
+@pytest.fixture
+def tables():
+    spec = importlib.util.spec_from_file_location("update_tables", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TABLES
+
+
+def record(op, case, values, *, baseline=None, day=1):
+    return Measurement(
+        op=op,
+        impl="octavo",
+        case=case,
+        values=values,
+        machine=MACHINE,
+        command="x",
+        baseline=baseline,
+        date=f"2026-11-{day:02d}T00:00:00Z",
+    )
+
+
+def times(row, input_len, ttft, itl, *, day=1, speedup=None, **case):
+    values = {"median_ttft_ms": ttft, "median_itl_ms": itl}
+    if speedup is not None:
+        values |= {"ttft_speedup": speedup, "itl_speedup": 2 * speedup}
+    case = {**BATCH, "row": row, "input_len": input_len, **case}
+    return record("latency", case, values, baseline=speedup and "auto", day=day)
+
+
+def line(row, own, first=None, *, day=1):
+    case = {**BATCH, "row": row, "input_lens": "256,4096"}
+    values = line_values(own, first)
+    return record("latency_fit", case, values, baseline=first and "auto", day=day)
+
+
+def rows_of(text):
+    """The cells of every line of tables, heads included."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def latency(tables, folder, records):
+    store.append(folder / "latency_h200.jsonl", records)
+    return tables["latency"](folder)
+
+
+def test_latency_has_a_table_for_each_model(tables, tmp_path):
+    text = latency(
+        tables,
+        tmp_path,
+        [
+            times("auto", 4096, 100.4, 5.875),
+            times("auto", 256, 70.98, 5.545),
+            times("fp8+skip=sliding_window", 4096, 50.0, 12.345, speedup=1.25),
+            times("auto", 256, 1234.5, 2.5, model="gpt", mlp="dense 4 in place of experts"),
+        ],
+    )
+    assert rows_of(text) == [
+        [
+            "input tokens",
+            "TTFT, `auto`",
+            "TTFT, `fp8+skip=sliding_window`",
+            "ITL, `auto`",
+            "ITL, `fp8+skip=sliding_window`",
+        ],
+        ["256", "71.0", "", "5.54", ""],
+        ["4,096", "100", "50.0 (1.25×)", "5.88", "12.3 (2.50×)"],
+        ["input tokens", "TTFT, `auto`", "ITL, `auto`"],
+        ["256", "1,234", "2.50"],
+    ]
+    llama, gpt = text.split("**gpt**")
+    assert llama.startswith("**llama** (32 layers, BF16, compiled, up to 8,192 tokens in a step)")
+    assert "on an NVIDIA H200: 1 sequence at once, 128 tokens after each prompt" in llama
+    assert "× is the speed-up over the first row of the same run" in llama
+    assert "×" not in gpt and "MLP dense 4 in place of experts" in gpt
+    assert "as a line" not in text
+
+
+def test_latency_of_other_settings_is_another_table(tables, tmp_path):
+    changes = [{}, {"batch_size": 8}, {"compile": False}, {"layers": 2}, {"cuda_graphs": False}]
+    text = latency(tables, tmp_path, [times("auto", 256, 70, 5, **one) for one in changes])
+    assert text.count("| input tokens |") == len(changes)
+    assert text.count("8 sequences at once") == text.count("(2 layers") == 1
+    assert text.count("without CUDA graphs") == 1 and text.count(" compiled") == len(changes) - 1
+
+
+def test_the_newest_record_counts(tables, tmp_path):
+    """Also beside one that is older than a field, or had another number of pages."""
+    text = latency(
+        tables,
+        tmp_path,
+        [
+            times("auto", 256, 70, 1, day=1),
+            times("auto", 256, 70, 3, day=3, cuda_graphs=True, num_pages=7),
+            times("auto", 256, 70, 2, day=2),
+            times("fp8", 256, 70, 4, day=1),
+            times("fp8", 256, 70, 5, day=1),
+            line("auto", Line(9.0, 1e-5, 0.0), day=2),
+            line("auto", Line(8.0, 1e-5, 0.0), day=1),
+        ],
+    )
+    assert rows_of(text)[1:] == [["256", "70.0", "70.0", "3.00", "5.00"]]
+    assert text.count("- `auto`: ") == 1 and "- `auto`: 9.00 ms" in text
+
+
+FIRST = Line(5.687, 2.97e-5, 0.081)
+
+
+@pytest.mark.parametrize(
+    ("own", "first", "words"),
+    [
+        (FIRST, None, "and 29.7 µs for each 1000 tokens of context, 0.08 ms unexplained."),
+        (Line(5.6, 1.485e-5, 0), FIRST, "0.09 ms less for every token, 0.50 of its slope, always"),
+        (Line(5.984, 1.485e-5, 0), FIRST, "0.30 ms more for every token, 0.50 of its slope, fast"),
+        (Line(5.984, 1.485e-5, 0), FIRST, "faster from 20,000 tokens on."),
+        (Line(5.984, 2.97e-5, 0), FIRST, "1.00 of its slope, never faster."),
+        (Line(5.39, 5.94e-5, 0), FIRST, "2.00 of its slope, faster up to 10,000 tokens."),
+        (Line(5.0, 0.0, 0), Line(6.0, 0.0, 0), "1.00 ms less for every token, always faster."),
+    ],
+)
+def test_lines_in_words(tables, own, first, words, tmp_path):
+    text = latency(tables, tmp_path, [times("fp8", 256, 70, 5), line("fp8", own, first)])
+    (found,) = [one for one in text.splitlines() if one.startswith("- ")]
+    intercept = f"{own.intercept:.2f}"
+    assert found.startswith(
+        f"- `fp8`: {intercept} ms (reading the weights at 4540 GB/s: 2.00 ms) and "
+    )
+    assert words in found
+    assert ("beside `auto`" in found) == (first is not None)
+    assert "nan" not in found
+
+
+def load(row, rate, *, gain=None, day=1, **case):
+    values = {"output_throughput": rate, "duration": 96000 / rate}
+    values |= {"median_ttft_ms": 12345.6, "median_itl_ms": 20.04}
+    if gain is not None:
+        values["output_throughput_gain"] = gain
+    case = {**LOAD, "row": row, **case}
+    return record("throughput", case, values, baseline=gain and "auto", day=day)
+
+
+def test_throughput(tables, tmp_path):
+    records = [
+        load("auto", 320.0),
+        load("fp8", 1.0, gain=9.0, day=1),
+        load("fp8", 480.0, gain=1.5, day=2),
+        load("auto", 100.0, model="gpt", range_ratio=0.0),
+    ]
+    del records[-1].case["max_concurrency"]
+    store.append(tmp_path / "throughput_h200.jsonl", records)
+    text = tables["throughput"](tmp_path)
+    head = ["", "output tokens/s", "TTFT (ms)", "ITL (ms)", "duration (s)"]
+    assert rows_of(text) == [
+        head,
+        ["`auto`", "320", "12,346", "20.0", "300"],
+        ["`fp8`", "480 (1.50×)", "12,346", "20.0", "200"],
+        head,
+        ["`auto`", "100", "12,346", "20.0", "960"],
+    ]
+    llama, gpt = text.split("**gpt**")
+    assert "48 requests of 20,000 tokens, 2,000 tokens after each, both ± 15%, 8 open" in llama
+    assert "× is the gain over the first row of the same run" in llama
+    assert "after each, all open at once, up to 8 in a step" in gpt and "×" not in gpt
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_throughput_without_records_says_nothing(tables, has_file, tmp_path):
+    if has_file:
+        (tmp_path / "throughput_h200.jsonl").touch()
+    assert tables["throughput"](tmp_path) == ""
+
+
+def test_records_of_the_benchmarks_have_what_the_tables_want(tables, tmp_path):
+    subject = open_subject(None, "tiny", dtype="float32", device="cpu", layers=1)
+    rows = make_rows(["auto", "fp8"], subject)
+    settings = EngineSettings()
+    case = LatencyCase(input_lens=(16, 64), output_len=4, num_iters=1, num_warmups=0)
+    found = run_latency(subject, rows, case, settings, command="x")
+    store.append(tmp_path / "latency_h200.jsonl", [r for one in found for r in one.records])
+    text = tables["latency"](tmp_path)
+    header, *lengths = rows_of(text)
+    assert header[1:] == ["TTFT, `auto`", "TTFT, `fp8`", "ITL, `auto`", "ITL, `fp8`"]
+    assert [row[0] for row in lengths] == ["16", "64"]
+    assert all(row[2].endswith("×)") and row[4].endswith("×)") for row in lengths)
+    assert "\n- `auto`: " in text and "\n- `fp8`: " in text and "beside `auto`" in text
+    load = ThroughputCase(
+        workload=Workload(num_prompts=2, input_len=16, output_len=4), num_warmups=0
+    )
+    loads = run_throughput(subject, rows, load, settings, command="x")
+    store.append(tmp_path / "throughput_h200.jsonl", [r for one in loads for r in one.records])
+    _, auto, fp8 = rows_of(tables["throughput"](tmp_path))
+    assert auto[0] == "`auto`" and "×" not in auto[1]
+    assert fp8[0] == "`fp8`" and fp8[1].endswith("×)")
