@@ -83,6 +83,14 @@ def decode() -> None:
             ops.decode_attention(**inputs, plan=plan)
 
 
+def matvec() -> None:
+    for columns, depth in ((65, 2880), (136, 4096), (7, 201)):
+        fused, bias = randn(2 * columns, depth), randn(columns)
+        for weight in (fused[:columns], fused[::2]):
+            ops.matvec(randn(1, depth), weight, bias, impl="triton")
+            ops.matvec(randn(1, depth), weight, impl="triton")
+
+
 def prefill() -> None:
     case = PagedCase(lengths=(300, 65), q_lens=(200, 65), granularity=PerToken())
     ops.prefill_attention(**make_prefill_inputs(case, dtype=FP8, device="cuda"), impl="triton")
@@ -127,6 +135,7 @@ CASES: dict[str, Callable[[], None]] = {
     "append_kv": append_kv,
     "attention": attention,
     "decode": decode,
+    "matvec": matvec,
     "prefill": prefill,
     "quantize": quantize,
     "quantize_qkv": quantize_qkv,

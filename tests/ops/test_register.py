@@ -153,9 +153,7 @@ CALLS = {
         **make_matmul_inputs(MatmulCase(a=PerBlock(1, 64), b=PerBlock(64, 64)))
     ),
     "matvec": lambda: ops.matvec(**matvec_inputs()),
-    "matvec-strided": lambda: ops.matvec(
-        torch.ones(40, 3)[:, 1], Draw(0).normal(6, 90)[::2, 50:], impl="reference"
-    ),
+    "matvec-strided": lambda: ops.matvec(torch.ones(40, 3)[:, 1], Draw(0).normal(6, 90)[::2, 50:]),
     "matvec-empty": lambda: ops.matvec(
         **matvec_inputs(x=torch.ones(1, 1, 0), weight=torch.ones(6, 0), bias=None)
     ),

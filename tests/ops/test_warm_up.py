@@ -39,7 +39,10 @@ ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=F
                 "decode_attention": len(BATCHES) * len(ROOMS),
             },
         ),
-        (LinearLayers(64, 32), {"quantize": len(ROWS), "scaled_mm": 2 * len(ROWS)}),
+        (
+            LinearLayers(64, 32),
+            {"quantize": len(ROWS), "scaled_mm": 2 * len(ROWS), "matvec": 2},
+        ),
     ],
 )
 def test_every_op_is_called(layers, expected):

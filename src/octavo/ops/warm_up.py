@@ -27,6 +27,7 @@ from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
 from octavo.ops.check import check_heads
 from octavo.ops.decode_attention import decode_attention
+from octavo.ops.matvec import matvec
 from octavo.ops.prefill_attention import prefill_attention
 from octavo.ops.quantize import quantize
 from octavo.ops.quantize_qkv import quantize_qkv
@@ -203,6 +204,14 @@ def _linear(layers: LinearLayers, device: torch.device) -> list[Call]:
             (f"{name}: scaled_mm", partial(scaled_mm, quantized, weight)),
             (f"{name}: scaled_mm, bias", partial(scaled_mm, quantized, weight, bias)),
         ]
+    # One token by the weight as it is. One row serves as all: the kernel is the same.
+    x = _bf16(device, 1, layers.depth)
+    plain = x.expand(layers.columns, -1)
+    name = f"linear, {layers.depth} to {layers.columns}, 1 token"
+    calls += [
+        (f"{name}: matvec", partial(matvec, x, plain)),
+        (f"{name}: matvec, bias", partial(matvec, x, plain, bias)),
+    ]
     return calls
 
 

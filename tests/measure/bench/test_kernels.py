@@ -98,6 +98,27 @@ def test_the_baseline_is_the_fastest_in_bf16():
     assert of_itself.values["speedup"] == 1.0
 
 
+def test_a_baseline_by_name_though_ours_is_bf16_as_well():
+    for benchmark in benchmarks(CPU, ["matvec"]):
+        records, objections = timed(benchmark)
+        assert [one.name for one in objections] == ["triton"]
+        times = {record.impl: record.values["median_ms"] for record in records}
+        assert set(times) == {"reference", "torch"}
+        for record in records:
+            assert record.baseline == "torch BF16"
+            assert record.values["speedup"] == times["torch"] / times[record.impl]
+
+
+def test_matvec_counts_the_weights_bytes():
+    sizes = {}
+    for benchmark in benchmarks(torch.device("cuda"), ["matvec"]):
+        assert [one.name for one in benchmark.contenders] == ["triton", "torch"]
+        (num_bytes,) = {one.bytes for one in benchmark.contenders}
+        sizes[benchmark.case["shape"]] = num_bytes
+    assert sizes["14336x4096"] == 14336 * 4096 * 2
+    assert {"4096x2880", "512x2880", "2880x4096", "128256x4096"} < set(sizes)
+
+
 def test_a_wrong_result_is_not_timed(quantize):
     wrong = replace(quantize, truth=torch.zeros_like)
     with pytest.raises(UnsupportedError, match="quantize by reference is wrong"):

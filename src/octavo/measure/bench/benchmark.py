@@ -53,7 +53,8 @@ class Benchmark:
 
     make_inputs: takes a seed. truth: what a call should give, of the part of a result that
     `checked` returns. is_cached: inputs and results may lie in the L2 cache, where in a model the
-    kernel before leaves them.
+    kernel before leaves them. baseline: the BF16 contender that speed-ups are over; the fastest one
+    if left out.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Benchmark:
     flops: float = 0.0
     checked: Callable[[Any], Tensor] = lambda result: result
     is_cached: bool = False
+    baseline: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def run_benchmark(
 ) -> tuple[list[Measurement], list[Objection]]:
     """The records of all who took part, and who could not.
 
-    Each record has the speed-up over the fastest BF16 contender of the same run, and names it; and,
+    Each record has the speed-up over the benchmark's baseline in the same run, and names it; and,
     if the ceilings are known, how much of the nearer one it reached. load_s: time each contender
     after it alone has loaded the GPU for so long, instead of all of them in turn.
     """
@@ -204,7 +206,7 @@ def _records(
     in_bf16 = [
         (values["median_ms"], contender.name)
         for contender, values in results
-        if contender.operands == "BF16"
+        if contender.operands == "BF16" and benchmark.baseline in (None, contender.name)
     ]
     baseline_ms, baseline = min(in_bf16, default=(math.nan, None))
     for contender, values in results:
