@@ -121,7 +121,9 @@ def _reading_words(dtype: str, chunk: int) -> str:
 def _ratio(record: Measurement) -> str:
     ratio = record.values["perplexity_ratio"]
     error_percent = record.values.get("recovery_standard_error_percent")
-    error = "" if error_percent is None else f" ± {error_percent / 100 * ratio:.4f}"
+    # Both are the same share of their own: they are one over the other.
+    share = None if error_percent is None else error_percent / record.values["recovery_percent"]
+    error = "" if share is None else f" ± {share * ratio:.4f}"
     return f"{ratio:.4f}{error}"
 
 
