@@ -145,15 +145,29 @@ class KvCacheSettings(Settings):
 class LinearSettings(Settings):
     """Linear layers with e4m3 weights and, unless `activation` is None, e4m3 activations.
 
-    scaling is that of the activations: "static" scales are the recipe's, one for each layer, and
-    need activation "tensor". Weights are quantized once, by their own amax.
+    activation: left out, it is what goes with the rest: "tensor" with static scaling, "block 1x128"
+    with blocks of the weight, else "token". scaling is that of the activations: "static" scales are
+    the recipe's, one for each layer, and need activation "tensor". Weights are quantized once, by
+    their own amax. vLLM's words are understood as well: method "fp8", activation_scheme for
+    scaling, weight_block_size [128, 128] for weight "block 128x128".
     """
 
+    format: Literal["e4m3"] = "e4m3"
     weight: Literal["channel", "tensor", "block 128x128"] = "channel"
     activation: Annotated[
         Literal["token", "tensor", "block 1x128"] | None, BeforeValidator(read_none)
     ] = "token"
     scaling: Literal["dynamic", "static"] = "dynamic"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = _translate_linear(fields)
+        if "activation" not in fields and fields.get("scaling") == "static":
+            fields["activation"] = "tensor"
+        elif "activation" not in fields and fields.get("weight") == "block 128x128":
+            fields["activation"] = "block 1x128"
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -163,6 +177,24 @@ class LinearSettings(Settings):
                 "set activation='tensor' or scaling='dynamic'"
             )
         return self
+
+
+def _translate_linear(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's words for linear layers in octavo's; both for one thing must say the same."""
+    own = {k: x for k, x in fields.items() if k not in ("activation_scheme", "weight_block_size")}
+    if (method := own.pop("method", "fp8")) != "fp8":
+        raise ConfigError(f"method: expected 'fp8', got {brief(method)}")
+    said: dict[str, Any] = {}
+    if (scheme := fields.get("activation_scheme")) is not None:
+        said["scaling"] = scheme
+    if (size := read_none(fields.get("weight_block_size"))) is not None:
+        if not isinstance(size, list | tuple) or list(size) != [128, 128]:
+            raise ConfigError(f"weight_block_size: expected [128, 128] or None, got {brief(size)}")
+        said["weight"] = "block 128x128"
+    for key, value in said.items():
+        if own.setdefault(key, value) != value:
+            raise ConfigError(f"{key}: got {brief(own[key])} and {brief(value)}: say it once")
+    return own
 
 
 VisionAttention = Annotated[AttentionSettings | Bf16Settings | None, PlainValidator(_read_vision)]
