@@ -38,9 +38,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"numerics", "cache"},
     "ops": {"numerics", "cache", "reference", "kernels"},
     "layers": {"numerics", "cache", "ops"} | SETTINGS,
-    "calibration": {"numerics", "cache", "ops", "layers", "calibration.scale_file"} | SETTINGS,
-    "calibration.scale_file": SETTINGS,
+    "calibration": {"numerics", "cache", "ops", "layers", "calibration.scale_file"}
+    | {"calibration.scale_values"}
+    | SETTINGS,
+    "calibration.scale_values": set(),
+    "calibration.scale_file": {"calibration.scale_values"} | SETTINGS,
     "integrations": {"numerics", "cache", "ops", "layers", "calibration", "calibration.scale_file"}
+    | {"calibration.scale_values"}
     | SETTINGS,
     "serving": set(),
     "serving.engine": LIBRARY - {"reference", "kernels", "serving.server"} | SETTINGS,

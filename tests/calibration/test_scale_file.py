@@ -11,14 +11,13 @@ import pytest
 
 from octavo.calibration.scale_file import (
     FORMAT_VERSION,
-    MAX_SCALE,
-    MIN_SCALE,
     LayerScales,
     ScaleHeader,
     ScaleSet,
     load_scales,
     save_scales,
 )
+from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError, ConfigError
 from octavo.recipe import Recipe
 
@@ -478,9 +477,9 @@ def test_files_without_a_kind_serve_both(path):
         load_scales(path).require_kind(kind)
 
 
-@pytest.mark.parametrize("kind", ["linear", "", 1, ["kv_cache"]])
+@pytest.mark.parametrize("kind", ["weights", "", 1, ["kv_cache"]])
 def test_a_kind_that_does_not_exist(kind, path):
-    message = "expected kind to be one of vision_attention, kv_cache, got"
+    message = "expected kind to be one of vision_attention, kv_cache, linear, got"
     with pytest.raises(ConfigError, match=message):
         ScaleHeader(kind=kind)
     header = {"format_version": 1, "kind": kind}
