@@ -178,10 +178,10 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         parts = f"{super().extra_repr()}, weight={self.settings.weight}"
         return f"{parts}, activation={self.settings.activation}, scaling={self.settings.scaling}"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x · weightᵀ + bias for x [..., in] in bf16, fp16 or fp32, in x's dtype."""
-        self._check_input(x)
-        rows = x.reshape(-1, self.in_features)
+    def forward(self, input: Tensor) -> Tensor:
+        """input · weightᵀ + bias for [..., in] in bf16, fp16 or fp32, in the input's dtype."""
+        self._check_input(input)
+        rows = input.reshape(-1, self.in_features)
         if (num_missing := self.weight.shape[1] - self.in_features) > 0:
             rows = nn.functional.pad(rows, (0, num_missing))
         operand: Quantized | Tensor = rows
@@ -194,12 +194,12 @@ class Fp8Linear(Float32Buffers, nn.Linear):
             Quantized(self.weight, self.weight_scale, self._product_granularity()),
             self.bias,
             activation=activation,
-            out_dtype=x.dtype,
+            out_dtype=input.dtype,
             impl=self.impl,
         )
         if out.shape[1] != self.out_features:
             out = out[:, : self.out_features].contiguous()
-        return out.reshape(*x.shape[:-1], self.out_features)
+        return out.reshape(*input.shape[:-1], self.out_features)
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in FLOAT_DTYPES:
