@@ -258,8 +258,8 @@ class Recipe(ComponentRecipe):
     skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
-    scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, for scaling
-    "static" and the means of center_keys.
+    scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, of linear
+    layers {layer: {"input": …}}, for scaling "static" and the means of center_keys.
     margin: what calibration multiplies scales by before it saves them.
     """
 

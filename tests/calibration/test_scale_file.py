@@ -486,6 +486,74 @@ def test_a_kind_that_does_not_exist(kind, path):
     assert message in load_error(path, {"octavo": header, "layers": {"a": ENTRY}})
 
 
+INPUTS = {"mlp.10.up": 0.25, "mlp.2.up": 1 / 3}
+
+
+def test_input_scales_of_linear_layers(path):
+    scales = ScaleSet({}, ScaleHeader(kind="linear"), INPUTS)
+    save_scales(path, scales)
+    assert (
+        load_scales(path) == scales == ScaleSet({}, scales.header, dict(reversed(INPUTS.items())))
+    )
+    assert list(load_scales(path).inputs) == ["mlp.2.up", "mlp.10.up"]
+    assert json.loads(path.read_text())["layers"]["mlp.10.up"] == {"input": 0.25}
+    assert pickle.loads(pickle.dumps(scales)) == copy.deepcopy(scales) == scales
+    assert vllm_scales(path) == {}
+    scales.require_kind("linear")
+    with pytest.raises(CheckpointError, match="for kv_cache, got a file for linear"):
+        scales.require_kind("kv_cache")
+    with pytest.raises(CheckpointError, match="for linear, got a file for kv_cache: octavo.calib"):
+        ScaleSet({"a": SCALES}, ScaleHeader(kind="kv_cache")).require_kind("linear")
+
+
+def test_input_scales_beside_those_of_attention(path):
+    scales = ScaleSet({"attn": SCALES}, inputs=INPUTS)
+    save_scales(path, scales)
+    assert load_scales(path) == scales
+    assert vllm_scales(path).keys() == {"attn"}
+    assert load_scales(path) != ScaleSet({"attn": SCALES})
+    scales.require(["attn"])
+    scales.require_inputs(INPUTS)
+    for require in (scales.require, scales.require_inputs):
+        with pytest.raises(CheckpointError, match="for 'none', got none; the [12] layers with"):
+            require(["none"])
+    with pytest.raises(CheckpointError, match="expected input scales for 'attn', got none"):
+        scales.require_inputs(["attn"])
+    recipe = Recipe(linear={"scaling": "static"}, scales=scales.to_dict())
+    assert ScaleSet.from_dict(Recipe.from_toml(recipe.to_toml()).scales) == scales
+
+
+def test_another_word_for_an_input_scale(path):
+    path.write_text('{"mlp.up": {"input_scale": 0.5}}')
+    assert load_scales(path).inputs == {"mlp.up": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"input": 0.0}, "layer 'a': input to be a positive finite number"),
+        ({"input": -1}, "layer 'a': input to be a positive finite number"),
+        ({"input": None}, "layer 'a': input to be a positive finite number"),
+        ({"input": True}, "layer 'a': input to be a positive finite number"),
+        ({"input": [1.0]}, "layer 'a': input to be a positive finite number"),
+        ({"input": "1"}, "layer 'a': input to be a positive finite number"),
+        ({"input": 1.0, "input_scale": 1.0}, "layer 'a': expected input alone, got 'input'"),
+        ({**ENTRY, "input": 1.0}, "layer 'a': expected input alone, got 'q'"),
+    ],
+)
+def test_input_scales_that_are_refused(entry, said, path):
+    assert said in load_error(path, {"a": entry})
+
+
+def test_a_layer_is_attention_or_linear():
+    with pytest.raises(ConfigError, match="attention or of an input, got both: a"):
+        ScaleSet({"a": SCALES}, inputs={"a": 1.0})
+    with pytest.raises(ConfigError, match="input scale of a to be a positive finite number"):
+        ScaleSet({}, inputs={"a": math.nan})
+    with pytest.raises(ConfigError, match="at least one layer"):
+        ScaleSet({}, inputs={})
+
+
 MEANS = LayerScales(0.1, (0.2, 0.3), 0.4, k_mean=((1.5, -2e-7, 0.0), (-300.25, 1 / 3, 4)))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.device import Device
 from octavo.layers.linear import Fp8Linear
@@ -143,6 +144,24 @@ def test_sizes_are_padded_to_what_matrix_products_read():
     assert layer.weight.shape == (48, 64) and (layer.in_features, layer.out_features) == (63, 33)
     assert layer.weight_scale.shape == layer.bias.shape == (48,)
     assert layer.dequantize().shape == (33, 63)
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_implementations_see_sizes_that_they_are_fast_at(options):
+    shapes = []
+
+    def run(a, b, bias, *, out_dtype, activation):
+        data = a if isinstance(a, torch.Tensor) else a.data
+        shapes.append((*data.shape, *b.data.shape, *bias.shape))
+        return data.new_zeros(len(data), len(b.data), dtype=out_dtype)
+
+    ops.register_impl("scaled_mm", "mine", run)
+    try:
+        layer = make(make_plain(63, 33), options, impl="mine")
+        assert layer(torch.ones(5, 63)).shape == (5, 33)
+    finally:
+        ops.unregister_impl("scaled_mm", "mine")
+    assert shapes == [(5, 64, 48, 64, 48)]
 
 
 @pytest.mark.parametrize(

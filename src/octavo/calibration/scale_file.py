@@ -21,7 +21,7 @@ is the mean key of each KV head, [num_kv_heads][head_dim], that was subtracted b
 are for octavo alone: for plain keys, which vLLM stores, they are wrong.
 
 A linear layer has the scale of its activations: "model.layers.0.mlp.up_proj": {"input": 0.013}. It
-stands among the attention layers; vLLM asks for those by name and does not see it.
+stands among the attention layers; vLLM's loader passes over entries without q, k and v.
 """
 
 import difflib
