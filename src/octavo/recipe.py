@@ -145,11 +145,10 @@ class KvCacheSettings(Settings):
 class LinearSettings(Settings):
     """Linear layers with e4m3 weights and, unless `activation` is None, e4m3 activations.
 
-    activation: left out, it is what goes with the rest: "tensor" with static scaling, "block 1x128"
-    with blocks of the weight, else "token". scaling is that of the activations: "static" scales are
-    the recipe's, one for each layer, and need activation "tensor". Weights are quantized once, by
-    their own amax. vLLM's words are understood as well: method "fp8", activation_scheme for
-    scaling, weight_block_size [128, 128] for weight "block 128x128".
+    activation: left out, "tensor" with static scaling, "block 1x128" with block weights, else
+    "token". scaling is that of the activations: "static" scales are the recipe's, one for each
+    layer, and need activation "tensor". Weights are quantized once, by their own amax. vLLM's words
+    are understood as well: method, activation_scheme (scaling), weight_block_size (weight).
     """
 
     format: Literal["e4m3"] = "e4m3"
@@ -163,11 +162,9 @@ class LinearSettings(Settings):
     @classmethod
     def _read_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
         fields = _translate_linear(fields)
-        if "activation" not in fields and fields.get("scaling") == "static":
-            fields["activation"] = "tensor"
-        elif "activation" not in fields and fields.get("weight") == "block 128x128":
-            fields["activation"] = "block 1x128"
-        return fields
+        by_weight = "block 1x128" if fields.get("weight") == "block 128x128" else "token"
+        is_static = fields.get("scaling") == "static"
+        return {"activation": "tensor" if is_static else by_weight, **fields}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -184,9 +181,8 @@ def _translate_linear(fields: Mapping[str, Any]) -> dict[str, Any]:
     own = {k: x for k, x in fields.items() if k not in ("activation_scheme", "weight_block_size")}
     if (method := own.pop("method", "fp8")) != "fp8":
         raise ConfigError(f"method: expected 'fp8', got {brief(method)}")
-    said: dict[str, Any] = {}
-    if (scheme := fields.get("activation_scheme")) is not None:
-        said["scaling"] = scheme
+    scheme = fields.get("activation_scheme")
+    said: dict[str, Any] = {} if scheme is None else {"scaling": scheme}
     if (size := read_none(fields.get("weight_block_size"))) is not None:
         if not isinstance(size, list | tuple) or list(size) != [128, 128]:
             raise ConfigError(f"weight_block_size: expected [128, 128] or None, got {brief(size)}")
