@@ -164,6 +164,10 @@ class Odd(nn.Linear):
     """Someone else's."""
 
 
+class OddEmbedding(nn.Embedding):
+    """Not like a linear layer."""
+
+
 class Conv1D(nn.Module):
     def __init__(self):
         super().__init__()
@@ -203,6 +207,7 @@ def test_layers_that_are_no_plain_linear_layers_are_named():
             "attention": nn.MultiheadAttention(32, 2),
             "torch": nn.TransformerEncoderLayer(32, 2, 32),
             "embedding": nn.Embedding(32, 32),
+            "odd_embedding": OddEmbedding(32, 32),
             "norm": nn.LayerNorm(32),
             "convolution": nn.Conv2d(3, 32, 3),
             "lm_head": nn.Linear(32, 64),

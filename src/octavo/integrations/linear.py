@@ -131,7 +131,8 @@ def _other_kind(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if isinstance(module, nn.Linear):
         return f"{kind}, not a plain nn.Linear"
-    if type(module).__module__.startswith("torch.nn"):
+    is_torchs = type(module).__module__.startswith("torch.nn")
+    if is_torchs or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
         return None
     for name, x in module.named_parameters(recurse=False):
         if x.is_floating_point() and x.dim() >= 2 and (name == "weight" or name.endswith("proj")):
