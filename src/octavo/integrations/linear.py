@@ -108,7 +108,6 @@ def quantize_linear_(
         for place in places:
             parent, _, leaf = place.rpartition(".")
             setattr(model.get_submodule(parent), leaf, made)
-        del plain
     return list(plan.chosen)
 
 

@@ -280,3 +280,22 @@ def test_an_adapter_from_a_file_has_its_own_numbers(tmp_path):
     assert found.keys() == expected.keys() and found
     for name, x in found.items():
         assert torch.equal(x.float(), expected[name].float())
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_vision_tower_with_both(is_static):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes)).eval()
+    pixels = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    truth = model(**pixels).last_hidden_state
+    recipe = Recipe(vision_attention="fp8", linear="fp8")
+    if is_static:  # dynamic attention does not look into the scales of linear layers
+        scales = calibrate_linear(model, [pixels]).to_dict()
+        recipe = recipe.replace(linear={"scaling": "static"}, scales=scales)
+    changes = apply_(model, recipe)
+    assert {field: len(names) for field, names in changes.layers.items()} == {
+        "vision_attention": 2,
+        "linear": 12,
+    }
+    assert 0 < relative_rms(model(**pixels).last_hidden_state, truth) < 0.1
