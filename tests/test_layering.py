@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src" / "octavo"
 FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 
 OPEN = {"errors", "env", "version", "atomic", "brief"}  # to everyone
-SETTINGS = {"recipe", "patterns"}  # to layers and all above
+SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
 TELLERS = {f"measure.{name}" for name in ("records", "store", "fit", "roofline", "report")}
@@ -30,16 +30,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "atomic": {"errors"},
     "brief": set(),
     "patterns": set(),
-    "recipe": {"patterns"},
+    "settings": set(),
+    "recipe": {"patterns", "settings"},
     "numerics": set(),
     "cache": {"numerics"},
     "reference": {"numerics", "cache"},
     "kernels": {"numerics", "cache"},
     "ops": {"numerics", "cache", "reference", "kernels"},
     "layers": {"numerics", "cache", "ops"} | SETTINGS,
-    "calibration": {"numerics", "cache", "ops", "layers", "calibration.scale_file"} | SETTINGS,
-    "calibration.scale_file": SETTINGS,
+    "calibration": {"numerics", "cache", "ops", "layers", "calibration.scale_file"}
+    | {"calibration.scale_values"}
+    | SETTINGS,
+    "calibration.scale_values": set(),
+    "calibration.scale_file": {"calibration.scale_values"} | SETTINGS,
     "integrations": {"numerics", "cache", "ops", "layers", "calibration", "calibration.scale_file"}
+    | {"calibration.scale_values"}
     | SETTINGS,
     "serving": set(),
     "serving.engine": LIBRARY - {"reference", "kernels", "serving.server"} | SETTINGS,
@@ -55,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Row -> packages from outside the standard library.
 PACKAGES: dict[str, set[str]] = {
+    "settings": {"pydantic"},
     "recipe": {"pydantic", "tomli_w"},
     **dict.fromkeys(("numerics", "cache", "reference", "kernels", "ops", "layers"), {"torch"}),
     "calibration": {"torch", "pydantic"},

@@ -88,6 +88,61 @@ def test_shorthands(fields, expected):
     assert getattr(Recipe(**fields), name) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"scaling": "static"}, LinearSettings(scaling="static", activation="tensor")),
+        (
+            {"weight": "block 128x128"},
+            LinearSettings(weight="block 128x128", activation="block 1x128"),
+        ),
+        (
+            {"weight": "block 128x128", "activation": "token"},
+            LinearSettings(weight="block 128x128", activation="token"),
+        ),
+        (
+            {"weight": "block 128x128", "scaling": "static"},
+            LinearSettings(weight="block 128x128", activation="tensor", scaling="static"),
+        ),
+        ({"method": "fp8"}, LinearSettings()),
+        ({"activation_scheme": "dynamic", "weight_block_size": None}, LinearSettings()),
+        ({"activation_scheme": "static"}, LinearSettings(scaling="static", activation="tensor")),
+        ({"weight_block_size": [128, 128]}, LinearSettings(weight="block 128x128")),
+        ({"weight_block_size": (128, 128)}, LinearSettings(weight="block 128x128")),
+        ({"activation_scheme": "static", "scaling": "static"}, LinearSettings(scaling="static")),
+    ],
+)
+def test_linear_layers_understand_the_words_of_vllm(fields, expected):
+    assert LinearSettings(**fields) == expected
+    assert LinearSettings.read(fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"method": "awq"}, "method: expected 'fp8', got 'awq'"),
+        ({"weight_block_size": [64, 64]}, "expected [128, 128] or None, got [64, 64]"),
+        ({"weight_block_size": 128}, "expected [128, 128] or None, got 128"),
+        (
+            {"weight_block_size": [128, 128], "weight": "channel"},
+            "weight: got 'channel' and 'block 128x128': say it once",
+        ),
+        (
+            {"activation_scheme": "static", "scaling": "dynamic"},
+            "scaling: got 'dynamic' and 'static': say it once",
+        ),
+        ({"activation_scheme": "sometimes"}, "scaling: expected 'dynamic' or 'static'"),
+        ({"activation_scheme": "static", "activation": "token"}, "needs activation 'tensor'"),
+        ({"format": "e5m2"}, "format: expected 'e4m3', got 'e5m2'"),
+        ({"weights": "tensor"}, "unknown key 'weights': did you mean 'weight'?"),
+    ],
+)
+def test_linear_settings_that_contradict_themselves(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        LinearSettings(**fields)
+    assert said in str(caught.value)
+
+
 def test_a_kv_cache_per_token_is_dynamic_by_itself():
     assert KvCacheSettings(granularity="token").scaling == "dynamic"
 
@@ -134,7 +189,7 @@ def test_is_empty(fields, is_empty):
         ({"kv_cache": "fp9"}, "kv_cache: expected None, 'fp8', 'fp8_e5m2' or settings"),
         ({"kv_cache": True}, "kv_cache: expected None, 'fp8'"),
         ({"kv_cache": {1: 2}}, "kv_cache: expected None, 'fp8'"),
-        ({"linear": KvCacheSettings()}, "linear: expected None, 'fp8' or settings (weight"),
+        ({"linear": KvCacheSettings()}, "linear: expected None, 'fp8' or settings (format, weight"),
         ({"attention": {"granularity": "token"}}, "granularity: expected 'tensor' or 'head', got"),
         ({"attention": {"granularity": ["head"]}}, "expected 'tensor' or 'head', got ['head']"),
         ({"kv_cache": {"format": "fp8"}}, "format: expected 'e4m3' or 'e5m2', got 'fp8'"),
@@ -186,7 +241,7 @@ def test_invalid_fields(fields, said):
         (lambda: AttentionSettings(scaling="static "), "expected 'dynamic' or 'static'"),
         (lambda: KvCacheSettings(granularity="token", scaling="static"), "go together"),
         (lambda: KvCacheSettings(granularity="head", scaling="dynamic"), "go together"),
-        (lambda: LinearSettings(scaling="static"), "needs activation 'tensor', got 'token'"),
+        (lambda: LinearSettings(scaling="static", activation="token"), "'tensor', got 'token'"),
         (lambda: LinearSettings(scaling="static", activation=None), "got None"),
         (lambda: LinearSettings(scaling="static", activation="block 1x128"), "got 'block 1x128'"),
         (lambda: ComponentRecipe(skip_layers=["0"]), "skip_layers needs"),
@@ -433,8 +488,8 @@ def test_describe():
     assert recipe.describe().splitlines() == [
         "vision_attention: granularity head, scaling static",
         "kv_cache: format e4m3, granularity tensor, scaling checkpoint",
-        "linear: weight channel, activation None, scaling dynamic",
-        "t2.linear: weight channel, activation token, scaling dynamic",
+        "linear: format e4m3, weight channel, activation None, scaling dynamic",
+        "t2.linear: format e4m3, weight channel, activation token, scaling dynamic",
         "skip_layers: sliding_window, 0-3",
         "t2.ignored_layers: img_mlp",
         "promote_every: None",

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from octavo.errors import OctavoError as OctavoError
     from octavo.errors import UnsupportedError as UnsupportedError
     from octavo.integrations.apply import apply_ as apply_
+    from octavo.integrations.apply import quantize_ as quantize_
     from octavo.integrations.apply import restore_ as restore_
+    from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
@@ -82,7 +84,9 @@ _HOME = {
     "apply_": "octavo.integrations.apply",
     "calibrate": "octavo.integrations.transformers.calibrate",
     "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
+    "calibrate_linear": "octavo.integrations.calibrate_linear",
     "load_scales": "octavo.calibration.scale_file",
+    "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
 }

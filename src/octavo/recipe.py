@@ -5,12 +5,11 @@ quantized is None in Python and absent in a file. Where None must be written (we
 layers, one-level accumulation, a component to leave alone) a file says "none": TOML has no null.
 """
 
-import difflib
 import json
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,13 +18,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import tomli_w
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     StrictBool,
-    ValidationError,
     model_validator,
 )
 
@@ -33,74 +29,11 @@ from octavo.atomic import write_atomically
 from octavo.brief import brief, unique_keys
 from octavo.errors import ConfigError
 from octavo.patterns import parse_pattern
+from octavo.settings import Settings, Shorthands, read_none
 
 # What a layer has in a scale file: a scale, one for each head, or a mean key of each head.
 LayerEntry = Mapping[str, float | tuple[float, ...] | tuple[tuple[float, ...], ...]]
 InlineScales = Mapping[str, Any]
-Shorthands = Mapping[str, Mapping[str, str]]
-
-
-class _Settings(BaseModel):
-    """What all settings share: frozen, strict about keys, and errors that are ConfigErrors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    shorthands: ClassVar[Shorthands] = {"fp8": {}}
-
-    def __init__(self, /, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            problems = [_problem(line, type(self)) for line in error.errors(include_url=False)[:5]]
-            raise ConfigError("; ".join(problems)) from None
-
-    @classmethod
-    def read(cls, value: object, *, other_words: tuple[str, ...] = ()) -> Self | None:
-        """The settings that `value` means: None, a shorthand, a mapping or settings already."""
-        if type(value) is cls:  # a Recipe is not the recipe of a component
-            return value
-        if _none(value) is None:
-            return None
-        if isinstance(value, str) and value in cls.shorthands:
-            return cls(**cls.shorthands[value])
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return cls(**value)
-        words = ", ".join(["None", *map(repr, (*cls.shorthands, *other_words))])
-        keys = ", ".join(cls.model_fields)
-        raise ConfigError(f"expected {words} or settings ({keys}), got {brief(value)}")
-
-    def written_fields(self) -> Iterator[tuple[str, Any]]:
-        """The fields that a file or a repr shows: all but those that are empty by default."""
-        for name, value in self:
-            default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if value or value != default:
-                yield name, value
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        return self.written_fields()
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.written_fields())
-
-
-def _problem(line: Mapping[str, Any], model: type[BaseModel]) -> str:
-    """One line of a pydantic ValidationError in octavo's words."""
-    where = ".".join(str(part)[:100] for part in line["loc"])
-    match line["type"]:
-        case "extra_forbidden":
-            close = difflib.get_close_matches(where, model.model_fields, n=1)
-            advice = f"did you mean {close[0]!r}?" if close else "remove it"
-            keys = ", ".join(model.model_fields)
-            return f"unknown key {where!r}: {advice} (the keys are {keys})"
-        case "value_error":
-            problem = line["ctx"]["error"]
-            return f"{where}: {problem}" if where else str(problem)
-        case _:
-            expected = line["msg"].replace("Input should be", "expected")
-            return f"{where}: {expected}, got {brief(line['input'])}"
-
-
-def _none(value: object) -> object:
-    return None if isinstance(value, str) and value == "none" else value
 
 
 def _read_patterns(value: object) -> tuple[str, ...]:
@@ -110,7 +43,7 @@ def _read_patterns(value: object) -> tuple[str, ...]:
 
 
 def _read_scales(value: object) -> str | InlineScales | None:
-    if _none(value) is None:
+    if read_none(value) is None:
         return None
     if isinstance(value, str | os.PathLike) and (path := os.fsdecode(value)):
         return path
@@ -149,14 +82,14 @@ def _read_mean(layer: object, value: object) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(map(float, row)) for row in rows)
 
 
-class AttentionSettings(_Settings):
+class AttentionSettings(Settings):
     """Attention on Q, K and V in e4m3; "static" scales are the recipe's, "dynamic" the data's."""
 
     granularity: Literal["tensor", "head"] = "tensor"
     scaling: Literal["dynamic", "static"] = "dynamic"
 
 
-class Bf16Settings(_Settings):
+class Bf16Settings(Settings):
     """Attention in the model's own 16 bits, by the same fused path as in FP8; it has no scales."""
 
     shorthands: ClassVar[Shorthands] = {"bf16": {"dtype": "bf16"}}
@@ -170,7 +103,7 @@ def _read_vision(value: object) -> AttentionSettings | Bf16Settings | None:
     return AttentionSettings.read(value, other_words=("bf16",))
 
 
-class KvCacheSettings(_Settings):
+class KvCacheSettings(Settings):
     """A KV cache in FP8.
 
     scaling: "checkpoint" takes the scales that came with the weights, and 1.0 with a warning where
@@ -209,18 +142,29 @@ class KvCacheSettings(_Settings):
         return self
 
 
-class LinearSettings(_Settings):
+class LinearSettings(Settings):
     """Linear layers with e4m3 weights and, unless `activation` is None, e4m3 activations.
 
-    scaling is that of the activations: "static" scales are the recipe's, one for each layer, and
-    need activation "tensor". Weights are quantized once, by their own amax.
+    activation: left out, "tensor" with static scaling, "block 1x128" with block weights, else
+    "token". scaling is that of the activations: "static" scales are the recipe's, one for each
+    layer, and need activation "tensor". Weights are quantized once, by their own amax. vLLM's words
+    are understood as well: method, activation_scheme (scaling), weight_block_size (weight).
     """
 
+    format: Literal["e4m3"] = "e4m3"
     weight: Literal["channel", "tensor", "block 128x128"] = "channel"
     activation: Annotated[
-        Literal["token", "tensor", "block 1x128"] | None, BeforeValidator(_none)
+        Literal["token", "tensor", "block 1x128"] | None, BeforeValidator(read_none)
     ] = "token"
     scaling: Literal["dynamic", "static"] = "dynamic"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = _translate_linear(fields)
+        by_weight = "block 1x128" if fields.get("weight") == "block 128x128" else "token"
+        is_static = fields.get("scaling") == "static"
+        return {"activation": "tensor" if is_static else by_weight, **fields}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -232,6 +176,23 @@ class LinearSettings(_Settings):
         return self
 
 
+def _translate_linear(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's words for linear layers in octavo's; both for one thing must say the same."""
+    own = {k: x for k, x in fields.items() if k not in ("activation_scheme", "weight_block_size")}
+    if (method := own.pop("method", "fp8")) != "fp8":
+        raise ConfigError(f"method: expected 'fp8', got {brief(method)}")
+    scheme = fields.get("activation_scheme")
+    said: dict[str, Any] = {} if scheme is None else {"scaling": scheme}
+    if (size := read_none(fields.get("weight_block_size"))) is not None:
+        if not isinstance(size, list | tuple) or list(size) != [128, 128]:
+            raise ConfigError(f"weight_block_size: expected [128, 128] or None, got {brief(size)}")
+        said["weight"] = "block 128x128"
+    for key, value in said.items():
+        if own.setdefault(key, value) != value:
+            raise ConfigError(f"{key}: got {brief(own[key])} and {brief(value)}: say it once")
+    return own
+
+
 VisionAttention = Annotated[AttentionSettings | Bf16Settings | None, PlainValidator(_read_vision)]
 Attention = Annotated[AttentionSettings | None, PlainValidator(AttentionSettings.read)]
 KvCache = Annotated[KvCacheSettings | None, PlainValidator(KvCacheSettings.read)]
@@ -241,7 +202,7 @@ Tiles = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 Quantized = AttentionSettings | KvCacheSettings | LinearSettings
 
 
-class ComponentRecipe(_Settings):
+class ComponentRecipe(Settings):
     """What is quantized in one component of a pipeline, and which of its layers are not."""
 
     shorthands: ClassVar[Shorthands] = {}
@@ -293,8 +254,8 @@ class Recipe(ComponentRecipe):
     skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
-    scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, for scaling
-    "static" and the means of center_keys.
+    scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, of linear
+    layers {layer: {"input": …}}, for scaling "static" and the means of center_keys.
     margin: what calibration multiplies scales by before it saves them.
     """
 
@@ -303,7 +264,7 @@ class Recipe(ComponentRecipe):
         Mapping[str, Annotated[ComponentRecipe | None, PlainValidator(ComponentRecipe.read)]],
         AfterValidator(MappingProxyType),
     ] = Field(default_factory=lambda: MappingProxyType({}))
-    promote_every: Annotated[Tiles | None, BeforeValidator(_none)] = 1
+    promote_every: Annotated[Tiles | None, BeforeValidator(read_none)] = 1
     scales: Annotated[str | InlineScales | None, PlainValidator(_read_scales)] = None
     margin: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 1.5
 
@@ -422,7 +383,7 @@ def _plain(value: Any) -> Any:
     match value:
         case None:
             return "none"
-        case _Settings():
+        case Settings():
             return {name: _plain(field) for name, field in value.written_fields()}
         case Mapping():
             return {key: _plain(value[key]) for key in sorted(value)}

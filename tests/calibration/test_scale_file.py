@@ -11,14 +11,13 @@ import pytest
 
 from octavo.calibration.scale_file import (
     FORMAT_VERSION,
-    MAX_SCALE,
-    MIN_SCALE,
     LayerScales,
     ScaleHeader,
     ScaleSet,
     load_scales,
     save_scales,
 )
+from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError, ConfigError
 from octavo.recipe import Recipe
 
@@ -478,13 +477,81 @@ def test_files_without_a_kind_serve_both(path):
         load_scales(path).require_kind(kind)
 
 
-@pytest.mark.parametrize("kind", ["linear", "", 1, ["kv_cache"]])
+@pytest.mark.parametrize("kind", ["weights", "", 1, ["kv_cache"]])
 def test_a_kind_that_does_not_exist(kind, path):
-    message = "expected kind to be one of vision_attention, kv_cache, got"
+    message = "expected kind to be one of vision_attention, kv_cache, linear, got"
     with pytest.raises(ConfigError, match=message):
         ScaleHeader(kind=kind)
     header = {"format_version": 1, "kind": kind}
     assert message in load_error(path, {"octavo": header, "layers": {"a": ENTRY}})
+
+
+INPUTS = {"mlp.10.up": 0.25, "mlp.2.up": 1 / 3}
+
+
+def test_input_scales_of_linear_layers(path):
+    scales = ScaleSet({}, ScaleHeader(kind="linear"), INPUTS)
+    save_scales(path, scales)
+    assert (
+        load_scales(path) == scales == ScaleSet({}, scales.header, dict(reversed(INPUTS.items())))
+    )
+    assert list(load_scales(path).inputs) == ["mlp.2.up", "mlp.10.up"]
+    assert json.loads(path.read_text())["layers"]["mlp.10.up"] == {"input": 0.25}
+    assert pickle.loads(pickle.dumps(scales)) == copy.deepcopy(scales) == scales
+    assert vllm_scales(path) == {}
+    scales.require_kind("linear")
+    with pytest.raises(CheckpointError, match="for kv_cache, got a file for linear"):
+        scales.require_kind("kv_cache")
+    with pytest.raises(CheckpointError, match="for linear, got a file for kv_cache: octavo.calib"):
+        ScaleSet({"a": SCALES}, ScaleHeader(kind="kv_cache")).require_kind("linear")
+
+
+def test_input_scales_beside_those_of_attention(path):
+    scales = ScaleSet({"attn": SCALES}, inputs=INPUTS)
+    save_scales(path, scales)
+    assert load_scales(path) == scales
+    assert vllm_scales(path).keys() == {"attn"}
+    assert load_scales(path) != ScaleSet({"attn": SCALES})
+    scales.require(["attn"])
+    scales.require_inputs(INPUTS)
+    for require in (scales.require, scales.require_inputs):
+        with pytest.raises(CheckpointError, match="for 'none', got none; the [12] layers with"):
+            require(["none"])
+    with pytest.raises(CheckpointError, match="expected input scales for 'attn', got none"):
+        scales.require_inputs(["attn"])
+    recipe = Recipe(linear={"scaling": "static"}, scales=scales.to_dict())
+    assert ScaleSet.from_dict(Recipe.from_toml(recipe.to_toml()).scales) == scales
+
+
+def test_another_word_for_an_input_scale(path):
+    path.write_text('{"mlp.up": {"input_scale": 0.5}}')
+    assert load_scales(path).inputs == {"mlp.up": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"input": 0.0}, "layer 'a': input to be a positive finite number"),
+        ({"input": -1}, "layer 'a': input to be a positive finite number"),
+        ({"input": None}, "layer 'a': input to be a positive finite number"),
+        ({"input": True}, "layer 'a': input to be a positive finite number"),
+        ({"input": [1.0]}, "layer 'a': input to be a positive finite number"),
+        ({"input": "1"}, "layer 'a': input to be a positive finite number"),
+        ({"input": 1.0, "input_scale": 1.0}, "layer 'a': expected input alone, got 'input'"),
+        ({**ENTRY, "input": 1.0}, "layer 'a': expected input alone, got 'q'"),
+    ],
+)
+def test_input_scales_that_are_refused(entry, said, path):
+    assert said in load_error(path, {"a": entry})
+
+
+def test_a_layer_is_attention_or_linear():
+    with pytest.raises(ConfigError, match="attention or of an input, got both: a"):
+        ScaleSet({"a": SCALES}, inputs={"a": 1.0})
+    with pytest.raises(ConfigError, match="input scale of a to be a positive finite number"):
+        ScaleSet({}, inputs={"a": math.nan})
+    with pytest.raises(ConfigError, match="at least one layer"):
+        ScaleSet({}, inputs={})
 
 
 MEANS = LayerScales(0.1, (0.2, 0.3), 0.4, k_mean=((1.5, -2e-7, 0.0), (-300.25, 1 / 3, 4)))

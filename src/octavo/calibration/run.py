@@ -22,11 +22,11 @@ from octavo.calibration.observers import CalibrationSettings, Histogram, LayerOb
 from octavo.calibration.scale_file import (
     Kind,
     LayerScales,
-    Scale,
     ScaleHeader,
     ScaleSet,
     save_scales,
 )
+from octavo.calibration.scale_values import Scale
 from octavo.calibration.state import StateFile, state_path
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.formats import E4M3

@@ -1,4 +1,4 @@
-"""Scale files: the static scales of attention layers as JSON, in a form that vLLM reads too.
+"""Scale files: the static scales of a model's layers as JSON, in a form that vLLM reads too.
 
     {
       "octavo": {"format_version": 1, "model": "Qwen/Qwen3-VL-8B-Instruct", "margin": 1.5},
@@ -19,6 +19,9 @@ Scales of a KV cache may be those of keys to which something was done first: "ro
 the header says that keys and queries were multiplied by a Hadamard matrix, and "k_mean" in a layer
 is the mean key of each KV head, [num_kv_heads][head_dim], that was subtracted before. Such scales
 are for octavo alone: for plain keys, which vLLM stores, they are wrong.
+
+A linear layer has the scale of its activations: "model.layers.0.mlp.up_proj": {"input": 0.013}. It
+stands among the attention layers; vLLM's loader passes over entries without q, k and v.
 """
 
 import difflib
@@ -36,22 +39,31 @@ from typing import Any, Literal, get_args
 
 from octavo.atomic import write_atomically
 from octavo.brief import brief, list_names, unique_keys
+from octavo.calibration.scale_values import (
+    KeyMean,
+    Scale,
+    check_text,
+    checked_count,
+    checked_mean,
+    checked_number,
+    checked_scale,
+)
 from octavo.errors import CheckpointError, ConfigError
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
 MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
-MAX_TEXT_LENGTH = 1000
-MAX_MEAN = 2.0**127  # a float32 number
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # normal float32 numbers, and so are their reciprocals
-
-Scale = float | tuple[float, ...]
-KeyMean = tuple[tuple[float, ...], ...]
 # What scales are for, in the words of a recipe.
-Kind = Literal["vision_attention", "kv_cache"]
+Kind = Literal["vision_attention", "kv_cache", "linear"]
 
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
+_INPUT_KEYS = frozenset({"input", "input_scale"})
+_COMMANDS: dict[Kind, str] = {
+    "vision_attention": "octavo calibrate",
+    "kv_cache": "octavo calibrate --kv",
+    "linear": "octavo.calibrate_linear",
+}
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 
 
@@ -70,13 +82,13 @@ class LayerScales:
 
     def __post_init__(self) -> None:
         for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
-            object.__setattr__(self, key, _checked_scale(key, getattr(self, key)))
+            object.__setattr__(self, key, checked_scale(key, getattr(self, key)))
         if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
             raise ConfigError(
                 f"expected as many heads in k as in v, got {len(self.k)} and {len(self.v)}"
             )
         if self.k_mean is not None:
-            object.__setattr__(self, "k_mean", _checked_mean(self.k_mean, self.k))
+            object.__setattr__(self, "k_mean", checked_mean(self.k_mean, self.k))
 
     def per_tensor(self) -> "LayerScales":
         """The scales that serve all heads: the largest of each."""
@@ -107,15 +119,15 @@ class ScaleHeader:
             )
         for key in ("model", "data", "date", "observer"):
             if (text := getattr(self, key)) is not None:
-                _check_text(key, text)
+                check_text(key, text)
         if self.passes is not None:
-            _checked_count("passes", self.passes)
+            checked_count("passes", self.passes)
         if not isinstance(self.rotate_keys, bool):
             raise ConfigError(
                 f"expected rotate_keys to be true or false, got {brief(self.rotate_keys)}"
             )
         if self.margin is not None:
-            object.__setattr__(self, "margin", _checked_number("margin", self.margin))
+            object.__setattr__(self, "margin", checked_number("margin", self.margin))
         try:
             datetime.fromisoformat(self.date or "2000-01-01")
         except ValueError:
@@ -126,18 +138,29 @@ class ScaleHeader:
 
 @dataclass(frozen=True)
 class ScaleSet:
-    """The static scales of a model's attention layers, by layer name, and where they come from."""
+    """The static scales of a model's layers, by layer name, and where they come from.
+
+    layers: of attention. inputs: of the activations that linear layers are given.
+    """
 
     layers: Mapping[str, LayerScales]
     header: ScaleHeader = ScaleHeader()
+    inputs: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.layers:
+        if not self.layers and not self.inputs:
             raise ConfigError("expected the scales of at least one layer, got none")
-        for name in self.layers:
-            _check_text("the name of a layer", name)
-        ordered = {name: self.layers[name] for name in sorted(self.layers, key=_by_number)}
-        object.__setattr__(self, "layers", MappingProxyType(ordered))
+        if both := sorted(self.layers.keys() & self.inputs.keys()):
+            raise ConfigError(f"expected scales of attention or of an input, got both: {both[0]}")
+        for name in (*self.layers, *self.inputs):
+            check_text("the name of a layer", name)
+        layers = {name: self.layers[name] for name in sorted(self.layers, key=_by_number)}
+        object.__setattr__(self, "layers", MappingProxyType(layers))
+        inputs = {
+            name: checked_number(f"the input scale of {name}", self.inputs[name])
+            for name in sorted(self.inputs, key=_by_number)
+        }
+        object.__setattr__(self, "inputs", MappingProxyType(inputs))
 
     def layer(self, name: str) -> LayerScales:
         """The scales of one layer; CheckpointError if there are none."""
@@ -146,18 +169,16 @@ class ScaleSet:
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless there are scales for every one of these layers."""
-        missing = [name for name in names if name not in self.layers]
-        if missing:
-            raise CheckpointError(
-                f"expected scales for {list_names(missing)}, got none; "
-                f"the {len(self.layers)} layers with scales are "
-                f"{list_names(self._closest_first(missing[0]))}"
-            )
+        _require(self.layers, names, "scales")
+
+    def require_inputs(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless there are input scales for all of these linear layers."""
+        _require(self.inputs, names, "input scales")
 
     def require_kind(self, kind: Kind) -> None:
         """Raise CheckpointError if the header says that these scales are for something else."""
         if self.header.kind not in (None, kind):
-            command = "octavo calibrate --kv" if kind == "kv_cache" else "octavo calibrate"
+            command = _COMMANDS[kind]
             raise CheckpointError(
                 f"expected scales for {kind}, got a file for {self.header.kind}: {command} finds "
                 f"those for {kind}"
@@ -174,11 +195,6 @@ class ScaleSet:
                 "--rotate-keys and --center-keys"
             )
 
-    def _closest_first(self, name: str) -> list[str]:
-        candidates = list(islice(self.layers, _NUM_SUGGESTION_CANDIDATES))
-        close = difflib.get_close_matches(name[:200], candidates, n=3)
-        return [*close, *(other for other in self.layers if other not in close)]
-
     @classmethod
     def from_dict(cls, document: object) -> "ScaleSet":
         """The scales in the decoded JSON of a scale file; CheckpointError if it is none."""
@@ -194,7 +210,11 @@ class ScaleSet:
                 layers = layers["layers"]
                 if not isinstance(layers, Mapping):
                     raise ConfigError(f"expected layers to be an object, got {brief(layers)}")
-            return cls({name: _read_layer(name, layers[name]) for name in layers}, header)
+            inputs = {name: _read_input(name, x) for name, x in layers.items() if _is_input(x)}
+            attention = [name for name in layers if name not in inputs]
+            return cls(
+                {name: _read_layer(name, layers[name]) for name in attention}, header, inputs
+            )
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
 
@@ -205,11 +225,30 @@ class ScaleSet:
         known = {key: x for key, x in header.items() if x is not None and x is not False}
         return {
             "octavo": {"format_version": FORMAT_VERSION, **known},
-            "layers": {name: _layer_entry(scales) for name, scales in self.layers.items()},
+            "layers": {
+                **{name: _layer_entry(scales) for name, scales in self.layers.items()},
+                **{name: {"input": scale} for name, scale in self.inputs.items()},
+            },
         }
 
-    def __reduce__(self) -> tuple[type, tuple[dict[str, LayerScales], ScaleHeader]]:
-        return ScaleSet, (dict(self.layers), self.header)  # a mapping proxy cannot be pickled
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # A mapping proxy cannot be pickled.
+        return ScaleSet, (dict(self.layers), self.header, dict(self.inputs))
+
+
+def _require(found: Mapping[str, object], names: Iterable[str], what: str) -> None:
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"expected {what} for {list_names(missing)}, got none; the {len(found)} layers with "
+            f"{what} are {list_names(_closest_first(missing[0], found))}"
+        )
+
+
+def _closest_first(name: str, found: Mapping[str, object]) -> list[str]:
+    candidates = list(islice(found, _NUM_SUGGESTION_CANDIDATES))
+    close = difflib.get_close_matches(name[:200], candidates, n=3)
+    return [*close, *(other for other in found if other not in close)]
 
 
 def load_scales(path: str | os.PathLike[str]) -> ScaleSet:
@@ -263,7 +302,7 @@ def _check_size(num_bytes: int, num_commas: int = 0) -> None:
 def _read_header(entry: object) -> ScaleHeader:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
-    version = _checked_count("format_version", entry.get("format_version"))
+    version = checked_count("format_version", entry.get("format_version"))
     if version > FORMAT_VERSION:
         raise ConfigError(
             f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
@@ -276,6 +315,18 @@ def _read_header(entry: object) -> ScaleHeader:
             f"expected only {', '.join(known)} in the header, got {list_names(unknown)}"
         )
     return ScaleHeader(**values)
+
+
+def _is_input(entry: object) -> bool:
+    """Whether an entry is that of a linear layer."""
+    return isinstance(entry, Mapping) and bool(entry.keys() & _INPUT_KEYS)
+
+
+def _read_input(name: object, entry: Mapping[str, Any]) -> float:
+    if len(entry) > 1:
+        raise ConfigError(f"layer {brief(name)}: expected input alone, got {list_names([*entry])}")
+    (scale,) = entry.values()
+    return checked_number(f"layer {brief(name)}: input", scale)
 
 
 def _read_layer(name: object, entry: object) -> LayerScales:
@@ -308,11 +359,11 @@ def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) 
         raise ConfigError(f"expected {key} to be one number, got a list; move it to {heads_key}")
     if heads_key not in entry:
         return scale  # type: ignore[no-any-return]  # LayerScales checks it
-    heads = _checked_scale(heads_key, entry[heads_key])
+    heads = checked_scale(heads_key, entry[heads_key])
     if not isinstance(heads, tuple):
         raise ConfigError(f"expected {heads_key} to be a list, got {heads}")
     # Not equal to the bit: another program may have rounded the file's numbers.
-    if not math.isclose(_checked_number(key, scale), max(heads), rel_tol=1e-6):
+    if not math.isclose(checked_number(key, scale), max(heads), rel_tol=1e-6):
         raise ConfigError(f"expected {key} to be the largest of {heads_key}, got {scale}")
     return heads
 
@@ -328,63 +379,6 @@ def _layer_entry(scales: LayerScales) -> dict[str, Any]:
     if scales.k_mean is not None:
         entry["k_mean"] = [list(row) for row in scales.k_mean]
     return entry
-
-
-def _checked_scale(key: str, value: object) -> Scale:
-    if type(value) is float and MIN_SCALE <= value <= MAX_SCALE:
-        return value  # nearly always; files have up to 100,000 layers
-    if not isinstance(value, list | tuple):
-        return _checked_number(key, value)
-    if not value:
-        raise ConfigError(f"expected a scale for each head in {key}, got none")
-    return tuple(_checked_number(key, number) for number in value)
-
-
-def _checked_mean(mean: object, k: Scale) -> KeyMean:
-    rows = mean if isinstance(mean, list | tuple) else ()
-    lengths = {len(row) if isinstance(row, list | tuple) else 0 for row in rows}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ConfigError(
-            "expected k_mean to be a list of head_dim numbers for each head, all of one length, "
-            f"got {brief(mean)}"
-        )
-    if isinstance(k, tuple) and len(k) != len(rows):
-        raise ConfigError(f"expected as many heads in k_mean as in k, got {len(rows)}, {len(k)}")
-    for number in (number for row in rows for number in row):
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not abs(number) <= MAX_MEAN:
-            raise ConfigError(
-                f"expected k_mean to be finite numbers up to 2^127, got {brief(number)}"
-            )
-    return tuple(tuple(map(float, row)) for row in rows)
-
-
-def _checked_number(key: str, value: object) -> float:
-    is_bool = isinstance(value, bool)
-    if isinstance(value, int | float) and not is_bool and MIN_SCALE <= value <= MAX_SCALE:
-        return float(value)
-    raise ConfigError(
-        f"expected {key} to be a positive finite number, 2^-126 to 2^126, got {brief(value)}"
-    )
-
-
-def _checked_count(key: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"expected {key} to be a whole number from 1 on, got {brief(value)}")
-    return value
-
-
-def _check_text(key: str, text: object) -> None:
-    if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT_LENGTH:
-        raise ConfigError(
-            f"expected {key} to be a text of 1 to {MAX_TEXT_LENGTH} characters, got {brief(text)}"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"expected {key} to be Unicode, got a lone surrogate in {brief(text)}"
-        ) from None
 
 
 def _largest(scale: Scale) -> float:

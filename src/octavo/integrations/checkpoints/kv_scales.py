@@ -6,12 +6,10 @@ from pathlib import Path
 
 from octavo.brief import brief, list_names
 from octavo.calibration.scale_file import (
-    MAX_SCALE,
-    MIN_SCALE,
     LayerScales,
-    Scale,
     ScaleSet,
 )
+from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE, Scale
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.checkpoints.kv_names import (
     ScaleName,

@@ -1,0 +1,201 @@
+"""Which linear layers of a model are quantized, and their replacement in place.
+
+A plan comes first: it names every layer that will be quantized and every one that is left alone,
+with the reason, and all that can be wrong is found before anything changes.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo.brief import list_names
+from octavo.calibration.scale_file import ScaleSet
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
+from octavo.ops.check import check_fp8_device
+from octavo.patterns import Layer, match_layers
+from octavo.recipe import LinearSettings
+
+IGNORED = "ignored_layers"
+# Layers left alone by default, by the last component of their names.
+SENSITIVE_NAMES = {
+    "lm_head": "an output head",
+    "gate": "a router of experts",
+    "router": "a router of experts",
+}
+# Modules that read the weights of the linear layers inside them, past their forward.
+WEIGHT_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """The linear layers of a model: which are quantized, and which are left alone and why.
+
+    chosen: the names under which the model has each layer, by the first of them.
+    """
+
+    chosen: dict[str, tuple[str, ...]]
+    left: dict[str, str]
+
+
+def plan_linear(model: nn.Module, ignored_layers: Sequence[str] = ()) -> LinearPlan:
+    """What to quantize in a model; it is an error if nothing is, or if something is already."""
+    places = _places(model)
+    modules = {names[0]: model.get_submodule(names[0]) for names in places}
+    if done := [name for name, module in modules.items() if isinstance(module, Fp8Linear)]:
+        raise ConfigError(
+            f"expected a model with plain linear layers, got {len(done)} in FP8 already, such as "
+            f"{done[0]}"
+        )
+    if type(model) is nn.Linear:
+        raise ConfigError(
+            "expected a model with linear layers inside it, got an nn.Linear: "
+            "Fp8Linear.from_linear makes one of it"
+        )
+    left = {n: _other_kind(m) for n, m in modules.items() if type(m) is not nn.Linear}
+    named = {name: reason for name, reason in left.items() if reason is not None}
+    plain = [name for name, module in modules.items() if type(module) is nn.Linear]
+    layers = [Layer(name, _index(name)) for name in modules if name in named or name in plain]
+    ignored = {layer.name for layer in match_layers(ignored_layers, layers)}
+    named |= {name: reason for name, reason in _defaults(model, modules) if name in plain}
+    named |= dict.fromkeys(ignored, IGNORED)
+    chosen = {names[0]: names for names in places if names[0] in plain and names[0] not in named}
+    if not chosen:
+        reasons = [f"{name} ({reason})" for name, reason in named.items()]
+        raise ConfigError(
+            f"expected linear layers to quantize, got none in {type(model).__name__}; left alone "
+            f"are {list_names(reasons) or 'none'}"
+        )
+    return LinearPlan(chosen, {name: named[name] for name in modules if name in named})
+
+
+def check_linear(
+    model: nn.Module, plan: LinearPlan, settings: LinearSettings, scales: ScaleSet | None
+) -> None:
+    """Raise whatever `quantize_linear_` would find wrong with a layer."""
+    if settings.scaling == "static":
+        if scales is None:
+            raise ConfigError("expected scales for scaling 'static', got none: Recipe(scales=…)")
+        scales.require_kind("linear")
+        scales.require_inputs(plan.chosen)
+    for name in plan.chosen:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        if "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS):
+            raise UnsupportedError(
+                f"{name}: expected a linear layer without hooks, got some, which its replacement "
+                "would lose: remove them (offloaded weights have hooks, too) or ignore the layer"
+            )
+        if settings.activation is not None:
+            check_fp8_device(name, module.weight.device, None, instead=WITHOUT_FP8)
+        check_weight(module.weight, name)
+
+
+@torch.no_grad()
+def quantize_linear_(
+    model: nn.Module, plan: LinearPlan, settings: LinearSettings, scales: ScaleSet | None
+) -> list[str]:
+    """Replace the chosen layers, one after the other: no more than one is there twice."""
+    for name, places in plan.chosen.items():
+        plain = model.get_submodule(name)
+        assert isinstance(plain, nn.Linear)
+        is_static = scales is not None and settings.scaling == "static"
+        input_scale = scales.inputs[name] if is_static and scales is not None else None
+        made = Fp8Linear.from_linear(plain, settings, input_scale=input_scale, name=name)
+        for place in places:
+            parent, _, leaf = place.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, made)
+    return list(plan.chosen)
+
+
+def find_converted(model: nn.Module) -> list[str]:
+    """The FP8 layers whose plain weights are gone."""
+    return [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) and m.is_converted]
+
+
+def _places(model: nn.Module) -> list[tuple[str, ...]]:
+    """Every module inside a model, with all names that it has there."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            places.setdefault(id(module), []).append(name)
+    return [tuple(names) for names in places.values()]
+
+
+def _other_kind(module: nn.Module) -> str | None:
+    """Why a module with weights like a linear layer's is not quantized; None if it has none."""
+    kind = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return f"{kind}, not a plain nn.Linear"
+    is_torchs = type(module).__module__.startswith("torch.nn")
+    if is_torchs or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+        return None
+    for name, x in module.named_parameters(recurse=False):
+        if x.is_floating_point() and x.dim() >= 2 and (name == "weight" or name.endswith("proj")):
+            return f"{kind}, not a plain nn.Linear"
+    return None
+
+
+def _defaults(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Layers that are left alone unasked, with the reason."""
+    yield from _small(modules)
+    yield from _tied(model)
+    for name in modules:
+        if (reason := SENSITIVE_NAMES.get(name.rpartition(".")[2])) is not None:
+            yield name, reason
+    names = {id(module): name for name, module in modules.items()}
+    for prefix, part in [("", model), *modules.items()]:
+        if callable(find_head := getattr(part, "get_output_embeddings", None)):
+            head = find_head()
+            if id(head) in names:
+                yield names[id(head)], "an output head"
+        if isinstance(part, WEIGHT_READERS):
+            reason = f"{type(part).__name__} reads its weight"
+            yield from ((name, reason) for name in _below(prefix, modules))
+        if hasattr(part, "base_layer"):
+            reason = f"part of {type(part).__name__}, an adapter: quantize before adding it"
+            yield from ((name, reason) for name in _below(prefix, modules))
+        for kept in _kept_in_float32(part):
+            for name in _below(prefix, modules):
+                if f".{kept}." in f".{name.removeprefix(prefix)}.":
+                    yield name, "its model keeps it in float32"
+
+
+def _below(prefix: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if not prefix or name.startswith(f"{prefix}.")]
+
+
+def _small(modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            sizes = (module.in_features, module.out_features)
+            if min(sizes) < ALIGNMENT:
+                yield name, f"small: {sizes[0]} to {sizes[1]}"
+
+
+def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Layers that share a weight with another module, such as a head with the embedding."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for x in module.parameters(recurse=False):
+            owners.setdefault(id(x), []).append(name)
+    for names in owners.values():
+        for name in names if len(names) > 1 else ():
+            others = [other for other in names if other != name]
+            yield name, f"tied to {others[0]}" if others else "tied to itself"
+
+
+def _kept_in_float32(module: nn.Module) -> Iterable[str]:
+    """What transformers and diffusers keep in float32 when a model is loaded in 16 bits."""
+    kept: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        kept |= set(getattr(module, attribute, None) or ())
+    return sorted(kept)
+
+
+def _index(name: str) -> int | None:
+    """The first number among the components of a name: which layer or block it is in."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
