@@ -107,8 +107,9 @@ def test_encoder_flags_and_files(calls, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--quantization fp8", "no quantized linear layers yet"),
-        ("--ignored-layers img_mlp", "no quantized linear layers yet"),
+        ("--quantization int8", "expected --quantization fp8"),
+        ("--ignored-layers img_mlp", "needs --quantization fp8"),
+        ("--recipe x.toml --quantization fp8", "got both"),
         ("--kv-cache-dtype int4", "expected --kv-cache-dtype of auto"),
         ("--kv-cache-dtype-skip-layers 0", "needs --kv-cache-dtype fp8"),
         ("--recipe x.toml --kv-cache-dtype fp8", "got both"),

@@ -1,6 +1,6 @@
 """octavo serve: a model behind OpenAI's API."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,12 +94,19 @@ def serve(
     quantization: Annotated[
         str | None,
         typer.Option(
-            "--quantization", help="Of linear layers: not served yet.", show_default=False
+            "--quantization",
+            help="Of linear layers: fp8, a scale for each output of a weight and for each token.",
+            show_default=False,
         ),
     ] = None,
     ignored_layers: Annotated[
         list[str] | None,
-        typer.Option("--ignored-layers", help="For --quantization.", show_default=False),
+        typer.Option(
+            "--ignored-layers",
+            help="Linear layers that --quantization leaves as they are: a part of a name "
+            "(down_proj), a glob, re:…, a layer's number or range; may be given more than once.",
+            show_default=False,
+        ),
     ] = None,
     max_model_len: Annotated[
         str | None,
@@ -207,8 +214,6 @@ def serve(
     _need_server()
     from octavo.serving.server.settings import ImageLimits, ServerSettings
 
-    if quantization is not None or ignored_layers:
-        _refuse_quantized_linears()
     _check_log_level(log_level)
     encoder = EncoderOptions(
         attn_dtype=attn_dtype,
@@ -217,7 +222,11 @@ def serve(
         fp8_scale_save_path=scale_save_path,
         fp8_scale_save_margin=margin,
     )
-    recipe = make_recipe(recipe_path, kv_cache_dtype, skip_layers or [], encoder)
+    recipe = make_recipe(
+        *(recipe_path, kv_cache_dtype, skip_layers or [], encoder),
+        quantization=quantization,
+        ignored_layers=ignored_layers or [],
+    )
     keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
     settings = ServerSettings(
         model_names=tuple(served_model_name or ()),
@@ -260,14 +269,20 @@ def serve(
 
 
 def make_recipe(
-    path: Path | None, kv_cache_dtype: str, skip_layers: list[str], encoder: "EncoderOptions"
+    path: Path | None,
+    kv_cache_dtype: str,
+    skip_layers: list[str],
+    encoder: "EncoderOptions",
+    *,
+    quantization: str | None = None,
+    ignored_layers: Sequence[str] = (),
 ) -> "Recipe":
     """The recipe that a file or the flags mean."""
     from octavo.recipe import Recipe
 
     has_flags = kv_cache_dtype != "auto" or skip_layers or encoder.attn_dtype is not None
     if path is not None:
-        if has_flags:
+        if has_flags or quantization is not None or ignored_layers:
             raise ConfigError("expected --recipe or the flags that fill one, got both")
         return Recipe.load(path)
     if kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -276,6 +291,10 @@ def make_recipe(
     kv_cache = KV_CACHE_DTYPES[kv_cache_dtype]
     if skip_layers and kv_cache is None:
         raise ConfigError("--kv-cache-dtype-skip-layers needs --kv-cache-dtype fp8, got auto")
+    if quantization not in (None, "fp8"):
+        raise ConfigError(f"expected --quantization fp8, or none; got {quantization!r}")
+    if ignored_layers and quantization is None:
+        raise ConfigError("--ignored-layers needs --quantization fp8, got none")
     vision: Any = encoder.attn_dtype
     # A recipe's skip layers are those of all its attention, the encoder's too.
     if vision and [name for name in skip_layers if name != "sliding_window"]:
@@ -289,6 +308,8 @@ def make_recipe(
         vision_attention={"scaling": "static"} if scales is not None else vision,
         scales=None if scales is None else str(scales),
         skip_layers=skip_layers,
+        linear=quantization,
+        ignored_layers=ignored_layers,
     )
 
 
@@ -351,13 +372,6 @@ def _need_server() -> None:
             f"octavo serve needs {' and '.join(missing)}, not installed here: "
             "pip install 'octavo[server]'"
         )
-
-
-def _refuse_quantized_linears() -> None:
-    raise UnsupportedError(
-        "octavo serve has no quantized linear layers yet: leave --quantization and "
-        "--ignored-layers out"
-    )
 
 
 def _check_log_level(level: str) -> None:

@@ -238,7 +238,10 @@ def _check_model(model: Any) -> None:
 
 
 def _one_device(modules: dict[str, Any]) -> torch.device:
-    devices: set[torch.device] = {p.device for m in modules.values() for p in m.parameters()}
+    # FP8 weights are buffers.
+    devices: set[torch.device] = {
+        x.device for m in modules.values() for part in (m.parameters(), m.buffers()) for x in part
+    }
     if len(devices) > 1:
         raise UnsupportedError(
             f"expected a model on one device, got {', '.join(sorted(map(str, devices)))}"

@@ -11,6 +11,8 @@ import torch
 
 from octavo.cache.pages import PageAllocator
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.apply import apply_
+from octavo.integrations.linear_twin import quantized_twin, split_linear
 from octavo.integrations.transformers.engine_images import (
     FAMILIES,
     EngineImages,
@@ -326,16 +328,26 @@ def load_engine(
     None is SmolLM2-135M-Instruct, "chart-reader" the chart reader that comes with octavo. dtype,
     device: of a model that is loaded here. A model that was loaded already is changed until the
     engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention,
-    prefill_impl: of attention of prompts, by name.
+    prefill_impl: of attention of prompts, by name. Linear layers of the recipe are quantized in
+    place if the model is loaded here; beside one that was there before, whose weights stay.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
+    is_own = False
     if model is None or isinstance(model, str):
         loaded = load_served_model(model, dtype=dtype, device=device)
         model, name = loaded.model, loaded.name
         tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
         image_processor = loaded.image_processor if image_processor is None else image_processor
+        is_own = True
     elif dtype != "auto" or device is not None:
         raise ConfigError("dtype and device are for a model by name, got one that is loaded")
+    linear, recipe = (None, None) if recipe is None else split_linear(recipe)
+    if linear is not None:
+        if is_own:
+            changes = apply_(model, linear)
+        else:
+            model, changes = quantized_twin(model, linear)
+        logger.info("%s: %s", name, changes)
     prepared = EngineModel(model, recipe, vision_impl=vision_impl, prefill_impl=prefill_impl)
     try:
         return Engine(

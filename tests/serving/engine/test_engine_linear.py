@@ -1,0 +1,84 @@
+"""Linear layers in FP8 in the engine: the answers of the same model quantized by itself."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_engine import make_engine, make_model, make_request, run, save_decoder
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.layers.linear import Fp8Linear
+from octavo.recipe import Recipe
+from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.settings import EngineSettings
+
+LENGTHS = (20, 7, 33)
+
+
+def answers(engine):
+    requests = [make_request(str(n), length=n, which=n, max_tokens=12) for n in LENGTHS]
+    return [done.tokens for done in run(engine, *requests)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_the_answers_of_a_quantized_model(family):
+    recipe = Recipe(linear="fp8", ignored_layers=["down_proj"] if family != "gpt_oss" else [])
+    quantized = copy.deepcopy(model := make_model(family))
+    octavo.quantize_(quantized, recipe)
+    truth = [
+        tuple(
+            quantized.generate(
+                torch.tensor([make_request(length=n, which=n).prompt]),
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+            )[0, n:].tolist()
+        )
+        for n in LENGTHS
+    ]
+    engine = make_engine(model, recipe)
+    assert any(isinstance(part, Fp8Linear) for part in engine.model.modules())
+    assert answers(engine) == truth
+    engine.close()
+    # The model that was given is as it was, and serves again.
+    assert not any(isinstance(part, Fp8Linear) for part in model.modules())
+    plain = make_engine(model)
+    assert len(answers(plain)) == len(LENGTHS)
+    plain.close()
+
+
+def test_a_model_that_is_quantized_already():
+    model = make_model()
+    recipe = Recipe(linear="fp8")
+    engine = make_engine(model, recipe)
+    truth = answers(engine)
+    engine.close()
+    octavo.quantize_(model)
+    engine = make_engine(model)
+    assert answers(engine) == truth
+    engine.close()
+    with pytest.raises(ConfigError, match="in FP8 already"):
+        make_engine(model, recipe)
+
+
+def test_with_an_fp8_cache():
+    recipe = Recipe(linear="fp8", kv_cache={"scaling": "unit"})
+    engine = make_engine(recipe=recipe)
+    assert {layer.dtype for layer in engine._model.attention} == {torch.float8_e4m3fn}
+    assert all(len(tokens) == 12 for tokens in answers(engine))
+    engine.close()
+
+
+def test_a_model_by_name_is_quantized_in_place(tmp_path):
+    save_decoder(tmp_path, make_model())
+    settings = EngineSettings(num_pages=32, page_size=16)
+    engine = load_engine(str(tmp_path), Recipe(linear="fp8"), settings, dtype="float32")
+    linears = [p for p in engine.model.modules() if isinstance(p, torch.nn.Linear)]
+    assert {type(part) for part in linears} >= {Fp8Linear}
+    engine.close()
