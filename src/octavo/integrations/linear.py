@@ -57,7 +57,7 @@ def plan_linear(model: nn.Module, ignored_layers: Sequence[str] = ()) -> LinearP
         )
     left = {n: _other_kind(m) for n, m in modules.items() if type(m) is not nn.Linear}
     named = {name: reason for name, reason in left.items() if reason is not None}
-    plain = [name for name, module in modules.items() if type(module) is nn.Linear]
+    plain = {name for name, module in modules.items() if type(module) is nn.Linear}
     layers = [Layer(name, _index(name)) for name in modules if name in named or name in plain]
     ignored = {layer.name for layer in match_layers(ignored_layers, layers)}
     named |= {name: reason for name, reason in _defaults(model, modules) if name in plain}
