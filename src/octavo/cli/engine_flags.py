@@ -54,7 +54,8 @@ Rows = Annotated[
         "what the others are compared with. After an FP8 name: +head or +token (a scale for each "
         "head, or for each token and head), +unit (scales of 1.0) and +skip=PATTERN, such as "
         "fp8+skip=sliding_window. Scales are the checkpoint's, or, of random weights, calibrated "
-        "first. After any: +prefill=IMPL, attention of prompts by that implementation, such as "
+        "first. After any: +linear, linear layers in FP8 as well; and last +prefill=IMPL, "
+        "attention of prompts by that implementation, such as "
         "auto+prefill=vllm-fa3 with --peers.",
         show_default=False,
     ),

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from octavo.errors import UnsupportedError
+from octavo.errors import OctavoError, UnsupportedError
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench import engine_check
 from octavo.measure.bench.engine_check import CONTEXT, MAX_ERROR, ask, check_row, judge
 from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
@@ -55,7 +56,7 @@ def test_what_the_plain_row_was_off_by_counts(monkeypatch):
         check_row(subject, row, SETTINGS)
     with pytest.raises(UnsupportedError, match=r"within 0\.24 standard"):
         check_row(subject, row, SETTINGS, plain_error=0.03)
-    assert check_row(subject, row, SETTINGS, plain_error=0.05) == 0.3
+    assert check_row(subject, row, SETTINGS, plain_error=0.05) == {"relative_rms": 0.3}
     monkeypatch.setattr(engine_check, "_relative_error", lambda *_: 0.43)
     with pytest.raises(UnsupportedError, match=r"within 0\.42 standard"):
         check_row(subject, row, SETTINGS, plain_error=0.08)
@@ -84,3 +85,35 @@ def test_what_ends_answers_elsewhere_does_not_here():
     subject.model.generation_config.eos_token_id = list(range(256))
     subject.model.generation_config.do_sample = True
     assert error_of(subject, "auto") < 1e-5
+
+
+@pytest.mark.parametrize("config", ["tiny", "tiny-gpt-oss"])
+def test_linear_layers_are_part_of_the_model(config):
+    subject = subject_of(config, "float32")
+    (row,) = make_rows(["auto+linear"], subject)
+    errors = check_row(subject, row, SETTINGS)
+    assert errors["relative_rms"] < 1e-5
+    assert 0.01 < errors["linear_rms"] < engine_check.MAX_LINEAR_ERROR
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (0.0, "is wrong: expected results of linear layers within"),
+        (0.9, "is wrong: expected results of linear layers within"),
+        (float("nan"), "the check's prompt failed: expected logits that are finite"),
+    ],
+)
+def test_a_linear_layer_that_is_wrong(monkeypatch, factor, message):
+    """The engine computes what its model does: only beside the plain layers it is wrong."""
+    subject = subject_of("tiny", "float32")
+    (row,) = make_rows(["auto+linear"], subject)
+    forward = Fp8Linear.forward
+
+    def wrong(self, x):
+        out = forward(self, x)
+        return factor * out if self.name.endswith("layers.1.mlp.up_proj") else out
+
+    monkeypatch.setattr(Fp8Linear, "forward", wrong)
+    with pytest.raises(OctavoError, match=message):
+        check_row(subject, row, SETTINGS)

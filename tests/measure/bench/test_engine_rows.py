@@ -7,7 +7,13 @@ pytest.importorskip("transformers")
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.measure.bench.engine_check import ask
-from octavo.measure.bench.engine_rows import check_rows, make_rows, open_engine, open_subject
+from octavo.measure.bench.engine_rows import (
+    check_rows,
+    engine_about,
+    make_rows,
+    open_engine,
+    open_subject,
+)
 from octavo.recipe import Recipe
 from octavo.serving.engine.settings import EngineSettings
 
@@ -74,6 +80,34 @@ def test_prompts_may_have_an_implementation_of_their_own(subject):
     assert "prefill_impl" not in make_rows(["auto"], subject)[0].about
     with pytest.raises(ConfigError, match="name of an implementation after"):
         check_rows(["auto+prefill="])
+
+
+def test_linear_layers_may_be_fp8(subject):
+    names = ["auto", "auto+linear", "fp8+unit+linear", "fp8+linear+head+skip=0"]
+    plain, alone, both, head = make_rows(names, subject)
+    assert "linear" not in plain.about and plain.recipe.linear is None
+    assert alone.recipe == Recipe(linear="fp8") and alone.is_plain
+    assert alone.about["linear"] == str(alone.recipe.linear)
+    assert both.recipe == Recipe(
+        linear="fp8", kv_cache={"granularity": "tensor", "scaling": "unit"}
+    )
+    assert head.recipe.kv_cache.granularity == "head" and head.recipe.skip_layers == ("0",)
+    for name in ("auto+linear+linear", "auto+linear+skip=0", "auto+linear+head", "linear"):
+        with pytest.raises(ConfigError, match="expected auto"):
+            check_rows([name])
+
+
+def test_weights_in_fp8_are_half_as_many_bytes(subject):
+    rows = make_rows(["auto", "auto+linear"], subject)
+    found = []
+    for row in rows:
+        with open_engine(subject, row, EngineSettings(num_pages=8)) as engine:
+            found.append(engine_about(engine)["weight_bytes"])
+    assert found[0] == subject.about["weight_bytes"]
+    # Two layers of attention and MLP in FP8, and a float32 scale for each output.
+    num_weights = 2 * (16384 + 8192 + 24576)
+    num_outputs = 2 * (128 + 2 * 64 + 64 + 2 * 128 + 64)
+    assert found[1] == found[0] - num_weights + 4 * num_outputs
 
 
 def test_the_implementation_of_prompts_runs_or_raises(subject):

@@ -5,17 +5,24 @@ stock model gives the same tokens (teacher forcing): where two logits are close,
 order of sums may choose differently, and all later tokens with them, which is no error. In float32
 nothing is close enough for that: there, keys and values stored as they are must give the tokens of
 `model.generate()`.
+
+Linear layers in FP8 are part of the model that an engine is compared with. They are looked at by
+themselves, each beside the plain one with the same input: random layers after it make more of what
+it rounds.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from octavo.errors import OctavoError, UnsupportedError
+from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench.engine_rows import EngineRow, Subject, open_engine
+from octavo.numerics.error import relative_rms
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.request import MAX_LOGPROBS, Completion, Delta, Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
@@ -44,6 +51,9 @@ MAX_ERROR = {"float32": 1e-3, "plain": 0.08, "e4m3": 0.18, "e5m2": 0.36}
 # far as attention that returns zeros.
 TIMES_PLAIN = {"e4m3": 8, "e5m2": 16}
 HIGHEST = 0.42
+# Of the result of an FP8 linear layer, in the root mean square: both operands are rounded by 2.7 %,
+# which is 3.8 % of their product; half as much again is wrong.
+MAX_LINEAR_ERROR = 0.057
 
 
 @dataclass(frozen=True)
@@ -82,11 +92,18 @@ def check_row(
     row: EngineRow,
     settings: EngineSettings,
     plain_error: float | None = None,
-) -> float:
-    """The error of an engine of this row, as `judge` finds it, before any time goes into it."""
+) -> dict[str, float]:
+    """The errors of an engine of this row, before any time goes into it; raises if it is wrong.
+
+    relative_rms: as `judge` finds it. linear_rms: as `judge_linear` does, if linear layers are FP8.
+    """
     with open_engine(subject, row, settings) as engine:
         answers = ask(engine, subject.vocab_size)
-    return judge(subject, row, answers, plain_error)
+        own = replace(subject, model=engine.model)
+    errors = {"relative_rms": judge(own, row, answers, plain_error)}
+    if row.recipe.linear is not None:
+        errors["linear_rms"] = judge_linear(subject, own, row, answers[0])
+    return errors
 
 
 @torch.no_grad()
@@ -127,6 +144,36 @@ def judge(
     return worst
 
 
+@torch.no_grad()
+def judge_linear(subject: Subject, own: Subject, row: EngineRow, answer: Answer) -> float:
+    """The largest error of a linear layer in FP8 beside its plain one, on the same input.
+
+    own: with the FP8 layers. Raises if one is wrong.
+    """
+    errors: dict[str, float] = {}
+
+    def compare(name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        plain = subject.model.get_submodule(name)(*inputs)
+        errors[name] = relative_rms(output, plain)
+
+    layers = {n: m for n, m in own.model.named_modules() if isinstance(m, Fp8Linear)}
+    hooks = [m.register_forward_hook(partial(compare, n)) for n, m in layers.items()]
+    try:
+        _logits(own.model, answer)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missing := layers.keys() - errors:
+        raise UnsupportedError(f"{row.name}: expected all FP8 layers to run, got none of {missing}")
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= MAX_LINEAR_ERROR:  # nor if it is NaN
+        raise UnsupportedError(
+            f"{row.name} is wrong: expected results of linear layers within {MAX_LINEAR_ERROR:g} "
+            f"of the plain ones, got {errors[worst]:.3g} in {worst}"
+        )
+    return errors[worst]
+
+
 def _generate(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """What generate() answers, greedy; neither an end nor penalties of the model's own count."""
     ids = torch.tensor([prompt], device=model.device)
@@ -140,12 +187,18 @@ def _generate(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _relative_error(model: Any, answer: Answer) -> float:
-    completion, start = answer.completion, len(answer.prompt)
+    completion = answer.completion
     assert completion.logprobs is not None
-    ids = torch.tensor([[*answer.prompt, *completion.tokens]], device=model.device)
-    logits = model(ids[:, :-1], use_cache=False).logits[0, start - 1 :].float()
+    logits = _logits(model, answer)
     tokens = torch.tensor([[t for t, _ in one.top] for one in completion.logprobs])
     own = torch.tensor([[value for _, value in one.top] for one in completion.logprobs])
     truth = logits.log_softmax(-1).gather(1, tokens.to(logits.device)).cpu()
     spread = logits.std(-1).cpu()[:, None]
     return float(((own - truth) / spread).square().mean().sqrt())
+
+
+def _logits(model: Any, answer: Answer) -> torch.Tensor:
+    """The logits [tokens of the answer, vocab] from which a model would choose each of them."""
+    ids = torch.tensor([[*answer.prompt, *answer.completion.tokens]], device=model.device)
+    logits: torch.Tensor = model(ids[:, :-1], use_cache=False).logits
+    return logits[0, len(answer.prompt) - 1 :].float()

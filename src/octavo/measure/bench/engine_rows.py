@@ -1,11 +1,12 @@
 """The rows of a benchmark of the engine: one model, kept, under one recipe after the other.
 
-    DTYPE[+head|+token][+unit][+skip=PATTERN]…[+prefill=IMPL]
+    DTYPE[+head|+token][+unit][+linear][+skip=PATTERN]…[+prefill=IMPL]
 
 DTYPE is one of `DTYPES`, or the .json or .toml file of a recipe, which takes +skip and +prefill
 alone. Scales of FP8 rows are per tensor unless the name says per head or per token, and come from
 the checkpoint; for random weights they are calibrated here, on random tokens. unit takes 1.0.
-prefill: attention of prompts by this implementation, such as a peer's (`peer_impls`).
+linear: linear layers in FP8 as well, per channel and token. prefill: attention of prompts by this
+implementation, such as a peer's (`peer_impls`).
 """
 
 import gc
@@ -22,6 +23,7 @@ from octavo.integrations.transformers.calibrate_text import calibrate_kv
 from octavo.integrations.transformers.decoder import about_decoder, make_decoder
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.kernels.device import describe
+from octavo.layers.linear import Fp8Linear
 from octavo.measure.records import Machine, Scalar
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import Engine, load_engine
@@ -78,6 +80,8 @@ class EngineRow:
         """What records say of it."""
         settings = self.recipe.kv_cache
         found: dict[str, Scalar] = {"row": self.name}
+        if self.recipe.linear is not None:
+            found["linear"] = str(self.recipe.linear)
         if self.prefill_impl is not None:
             found["prefill_impl"] = self.prefill_impl
         if settings is None:
@@ -108,12 +112,18 @@ def open_subject(
 
 
 def _about(name: str, model: Any) -> dict[str, Scalar]:
-    """weight_bytes: what a step reads of the weights; of an embedding, that is a row at most."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"model": name, "dtype": dtype, "weight_bytes": weight_bytes(model)}
+
+
+def weight_bytes(model: Any) -> int:
+    """What a step reads of the weights; of an embedding, that is a row at most."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
     total = sum(p.nbytes for p in model.parameters()) - (0 if is_tied else embedding.nbytes)
-    return {"model": name, "dtype": str(model.dtype).removeprefix("torch."), "weight_bytes": total}
+    fp8 = [part for part in model.modules() if isinstance(part, Fp8Linear)]
+    return int(total + sum(part.weight.nbytes + part.weight_scale.nbytes for part in fp8))
 
 
 def make_rows(
@@ -164,17 +174,21 @@ def _parse_recipe(text: str, skip_layers: Sequence[str]) -> Recipe:
             raise ConfigError(f"{text}: layers to skip are for a recipe with a kv_cache, got none")
         more = [] if recipe.kv_cache is None else [*skipped, *skip_layers]
         return recipe.replace(skip_layers=[*recipe.skip_layers, *more])
-    skipped += skip_layers
     dtype, *words = front.split("+")
-    if dtype == PLAIN and text == PLAIN:
-        return Recipe()
+    linear = "fp8" if "linear" in words else None
+    if linear is not None:
+        words.remove("linear")
+    if dtype == PLAIN and not words and not skipped:
+        return Recipe(linear=linear)
+    skipped += skip_layers
     granularity = [word for word in words if word in GRANULARITIES]
     others = [word for word in words if word not in GRANULARITIES]
     is_known = others in ([], ["unit"]) and granularity in ([], ["head"], ["token"])
     if dtype not in FORMATS or not is_known or (others and granularity == ["token"]):
         raise ConfigError(
             f"expected {PLAIN}, or {', '.join(FORMATS)} with +head or +token, +unit, {SKIP}PATTERN "
-            f"after it, or a recipe's file, and {PREFILL}IMPL after all; got {text!r}"
+            f"after it, +linear with any of them, or a recipe's file, and {PREFILL}IMPL after all; "
+            f"got {text!r}"
         )
     settings: dict[str, Any] = {
         "format": FORMATS[dtype],
@@ -182,7 +196,7 @@ def _parse_recipe(text: str, skip_layers: Sequence[str]) -> Recipe:
     }
     if others:
         settings["scaling"] = "unit"
-    return Recipe(kv_cache=settings, skip_layers=skipped)
+    return Recipe(kv_cache=settings, skip_layers=skipped, linear=linear)
 
 
 def _calibrate(subject: Subject) -> dict[str, Any]:
@@ -216,4 +230,5 @@ def engine_about(engine: Engine) -> dict[str, Scalar]:
     names = ("page_size", "max_num_batched_tokens", "compile")
     about: dict[str, Scalar] = {name: getattr(settings, name) for name in names}
     about["cuda_graphs"] = engine.has_graphs  # what runs, not what was asked for
+    about["weight_bytes"] = weight_bytes(engine.model)
     return {**about, "num_pages": engine.stats().num_pages}

@@ -131,7 +131,7 @@ def _run_row(
     plain_error = None
     if baseline is not None and baseline.row.is_plain:
         plain_error = baseline.records[0].values["relative_rms"]
-    error = check_row(subject, row, settings, plain_error)
+    errors = check_row(subject, row, settings, plain_error)
     with open_engine(subject, row, settings) as engine:
         engine.warm_up()
         about = {**subject.about, **row.about, **case.about, **engine_about(engine)}
@@ -142,7 +142,7 @@ def _run_row(
     machine = subject.machine()
     records = []
     for index, (length, found) in enumerate(times.items()):
-        values = {**length_values(found), "relative_rms": error}
+        values = {**length_values(found), **errors}
         if baseline is not None:
             base = baseline.records[index].values
             for metric in ("ttft", "itl"):

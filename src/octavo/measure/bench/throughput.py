@@ -126,7 +126,7 @@ def _run_row(
     plain_error = None
     if first is not None and baseline is not None and first.row.is_plain:
         plain_error = baseline.values["relative_rms"]
-    error = check_row(subject, row, settings, plain_error)
+    errors = check_row(subject, row, settings, plain_error)
     with open_engine(subject, row, settings) as engine:
         engine.warm_up()
         _warm_up(engine, case, prompts)
@@ -142,7 +142,7 @@ def _run_row(
     if failed := [one.error for one in times if one.error is not None]:
         raise OctavoError(f"{row.name}: {len(failed)} requests failed: {failed[0]}")
     values: dict[str, Any] = summarize(times, duration_s, PERCENTILES)
-    values |= {"num_preemptions": num_preemptions, "relative_rms": error}
+    values |= {"num_preemptions": num_preemptions, **errors}
     if baseline is not None:
         values |= _gains(values, baseline.values)
     record = Measurement(
