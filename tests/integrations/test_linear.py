@@ -441,6 +441,7 @@ def test_scales_for_something_else():
         quantize_(model, {"activation_scheme": "static"}, scales=ScaleSet.from_dict(document))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"weight": "block 128x128"}, {"activation": None}], ids=str
 )

@@ -357,8 +357,22 @@ def test_static_activations_beyond_the_scale_saturate():
     assert relative_rms(layer(x), layer(torch.ones(1, 64))) < 1e-6
 
 
-@pytest.mark.parametrize("sizes", [(64, 48), (63, 21)], ids=str)
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+# Each takes the compiler seconds: one with padding and one without on every run.
+QUICK = (("channel by token", (63, 21)), ("block by block", (64, 48)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        pytest.param(
+            *(options, sizes),
+            id=f"{name}, {sizes}",
+            marks=[] if (name, sizes) in QUICK else pytest.mark.slow,
+        )
+        for name, options in SETTINGS.items()
+        for sizes in ((64, 48), (63, 21))
+    ],
+)
 def test_it_compiles_to_one_graph(options, sizes):
     torch.compiler.reset()  # all layers share one forward, whose graphs are counted
     layer = make(make_plain(*sizes), options)

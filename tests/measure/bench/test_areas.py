@@ -15,7 +15,7 @@ MACHINE = Machine.current(gpu="GPU", capability=(9, 0))
 
 @pytest.mark.parametrize("area", areas.AREAS)
 def test_every_area_has_sources_and_tests(area):
-    assert len(areas.sources_of(area)) >= 5
+    assert len(areas.sources_of(area)) >= 2
     assert areas.tests_of(area, TESTS)
 
 

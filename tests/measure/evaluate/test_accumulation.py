@@ -28,6 +28,7 @@ def test_short_contexts_are_found_either_way():
     assert all(r.values["is_found"] == 1 and r.values["relative_rms"] < 1e-6 for r in records)
 
 
+@pytest.mark.slow
 def test_at_131072_keys_one_level_loses_the_needle():
     two_level, one_level = accumulation_errors([131072], row)
     assert two_level.values["is_found"] == 1

@@ -73,7 +73,12 @@ def check_end(server, num_requests, *, grace_s, num_signals=1):
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "step_s", "num_signals"), [(20.0, 0.005, 1), (0.3, 0.02, 1), (20.0, 0.02, 2)]
+    ("grace_s", "step_s", "num_signals"),
+    [
+        (20.0, 0.005, 1),
+        pytest.param(0.3, 0.02, 1, marks=pytest.mark.slow),
+        pytest.param(20.0, 0.02, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_sigterm(grace_s, step_s, num_signals):
     with child_server("fake", grace_s, step_s) as server:

@@ -57,6 +57,10 @@ AREAS = {
             "integrations/transformers/test_kv_cache*.py",
         ),
     ),
+    "linear": Area(
+        sources=("layers/linear.py", "integrations/linear.py"),
+        tests=("layers/test_linear_gpu.py",),
+    ),
     "engine": Area(
         sources=(
             "integrations/transformers/engine_*.py",
