@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.linear import device_of
 from octavo.integrations.transformers import text
 from octavo.integrations.transformers.kv_scales import find_kv_scales
 from octavo.layers.decoder_attention import DecoderAttention
@@ -77,7 +78,7 @@ def make_layers(
         own = settings if name in chosen else None
         made[name] = _make_layer(name, module, windows[name], own, given.get(name), promote_every)
         made[name].counts_saturation = is_unit and own is not None
-        made[name].check_device(_device(module))
+        made[name].check_device(device_of(module))
     return made
 
 
@@ -89,7 +90,7 @@ def install(model: nn.Module, made: dict[str, CachedAttention], implementation: 
         layer.implementation = implementation
         layer.previous = attention.config._attn_implementation
         layer.was_emulated = _emulate(attention, False)
-        attention.add_module(CHILD, layer.to(_device(attention)))
+        attention.add_module(CHILD, layer.to(device_of(attention)))
     # After the last layer has seen the previous name: they share their config.
     for attention in found.values():
         attention.config._attn_implementation = implementation
@@ -118,10 +119,6 @@ def _check_config(decoder: Any) -> None:
         raise UnsupportedError(
             f"{type(decoder).__name__}: expected a cache for every layer, got layers that share one"
         )
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def _make_layer(

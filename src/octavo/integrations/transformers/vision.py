@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.linear import device_of
 from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.qkv import QkvScales
@@ -142,7 +143,7 @@ def attach(
         _check_dtypes(chosen)
     else:
         for name, module in chosen.items():
-            check_fp8_device(name, next(module.parameters()).device, impl)
+            check_fp8_device(name, device_of(module), impl)
     if scales is not None:
         scales.require_kind("vision_attention")
         scales.require_plain_keys("vision_attention")
@@ -224,7 +225,9 @@ def _check_not_offloaded(found: Mapping[str, nn.Module]) -> None:
 def _check_dtypes(chosen: Mapping[str, nn.Module]) -> None:
     """Attention in BF16 is in the model's own dtype, which must then have 16 bits."""
     for name, module in chosen.items():
-        dtype = next(module.parameters()).dtype
+        # Of linear layers in FP8 only a bias has the model's dtype.
+        first = next(module.parameters(), None)
+        dtype = None if first is None else first.dtype
         if dtype in (torch.float32, torch.float64):
             raise UnsupportedError(
                 f"{name}: expected a model in bfloat16 or float16 for vision_attention 'bf16', got "
@@ -260,7 +263,7 @@ def _make_layer(
     )
     is_by_name = type(module).__name__ != WHISPER
     layer.previous = _config(module)._attn_implementation if is_by_name else None
-    return layer.to(next(module.parameters()).device)
+    return layer.to(device_of(module))
 
 
 def _file_name(name: str, scales: ScaleSet) -> str:
