@@ -99,8 +99,8 @@ def read_linear(
     entry = _only(tensors, layer, WEIGHT_SCALES)
     if entry is None:
         raise CheckpointError(f"{layer}: expected weight_scale for its FP8 weight, got none")
-    scale = _read_scale(entry)
     shape, shards = _scale_shape(layer, weight.shape, entry, settings, text_config)
+    scale = _read_scale(entry)
     input_entry = _only(tensors, layer, INPUT_SCALES)
     is_static = settings.scaling == "static"
     if is_static != (input_entry is not None):
@@ -111,14 +111,14 @@ def read_linear(
         )
     input_scale = None
     if input_entry is not None:
-        input_scale = _read_scale(input_entry)
-        # A fused projection has one input: the largest scale of its parts holds for all.
-        if input_scale.numel() != 1 and tuple(input_scale.shape) != (len(shards or ()),):
+        num_parts = 1 if shards is None else len(shards)
+        if input_entry.num_elements != 1 and input_entry.shape != (num_parts,):
             raise CheckpointError(
                 f"{brief(input_entry.name)}: expected one scale, got shape "
                 f"{list(input_entry.shape)}"
             )
-        input_scale = input_scale.amax()
+        # A fused projection has one input: the largest scale of its parts holds for all.
+        input_scale = _read_scale(input_entry).amax()
     return StoredLinear(weight, scale.reshape(shape), input_scale, shards)
 
 
@@ -134,11 +134,11 @@ def _only(
 def _read_scale(entry: TensorEntry) -> Tensor:
     scale = read_tensor(entry).to(torch.float32)
     is_right = (scale >= MIN_SCALE) & (scale <= MAX_SCALE)
-    if scale.numel() == 0 or not bool(is_right.all()):
+    if not bool(is_right.all()):
         wrong = scale[~is_right].flatten()[:5].tolist()
         raise CheckpointError(
             f"{brief(entry.name)}: expected positive finite scales, 2^-126 to 2^126, got "
-            f"{', '.join(map(str, wrong)) or 'none'}"
+            f"{', '.join(map(str, wrong))}"
         )
     return scale
 
