@@ -160,7 +160,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         that cannot be the layer's.
         """
         for name, x in tensors.items():
-            dtype = self.weight.dtype if name == "weight" else torch.float32
+            dtype = format_named(self.settings.format).dtype if name == "weight" else torch.float32
             if problem := self._objection(name, x, dtype):
                 raise ConfigError(f"{self.label}: {name}: {problem}")
             placed = x if name == "input_scale" else self._placed(name, x)

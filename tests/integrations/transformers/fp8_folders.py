@@ -53,7 +53,15 @@ MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules":
 HF_QUANT_CONFIG = {"producer": {"name": "modelopt", "version": "0.29"}, "quantization": MODELOPT}
 
 
-def fp8_tensors(model, weight, *, is_static=False, scale_name="weight_scale", one_shape=()):
+def fp8_tensors(
+    model,
+    weight,
+    *,
+    is_static=False,
+    scale_name="weight_scale",
+    input_name="input_scale",
+    one_shape=(),
+):
     """The state dict of a model in BF16, linear layers in FP8 with scales beside them."""
     tensors = {name: x.to(torch.bfloat16) for name, x in model.state_dict().items()}
     granularity = parse_granularity(weight)
@@ -69,7 +77,7 @@ def fp8_tensors(model, weight, *, is_static=False, scale_name="weight_scale", on
         tensors[f"{layer}.weight"] = quantized.data
         tensors[f"{layer}.{scale_name}"] = scale.contiguous()
         if is_static:
-            tensors[f"{layer}.input_scale"] = torch.tensor(INPUT_SCALE).reshape(one_shape)
+            tensors[f"{layer}.{input_name}"] = torch.tensor(INPUT_SCALE).reshape(one_shape)
     return tensors
 
 
@@ -94,7 +102,8 @@ def dequantized(model, tensors, settings, *, rounds_inputs):
         activation = parse_granularity(settings.activation)
 
     def rounding(layer):
-        scale = tensors.get(f"{layer}.input_scale")
+        names = (f"{layer}.input_scale", f"{layer}.activation_scale")
+        scale = next((tensors[name] for name in names if name in tensors), None)
         scale = None if scale is None else scale.reshape(())
 
         def hook(module, args):

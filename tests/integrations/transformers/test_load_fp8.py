@@ -23,6 +23,7 @@ from fp8_folders import (  # noqa: E402
     make_plain,
     write,
 )
+from safetensors.torch import save_file  # noqa: E402
 from text_models import make_decoder, make_prompts  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
 
@@ -52,6 +53,15 @@ FORMATS = {
     "deepseek": (
         (BLOCK_FP8, None),
         {"weight": "block 128x128", "scale_name": "weight_scale_inv"},
+    ),
+    "static blocks": (
+        ({**BLOCK_FP8, "activation_scheme": "static"}, None),
+        {
+            "weight": "block 128x128",
+            "is_static": True,
+            "scale_name": "weight_scale_inv",
+            "input_name": "activation_scale",
+        },
     ),
     "fp8 static": ((TENSOR_FP8, None), {"weight": "tensor", "is_static": True}),
     "fp8 dynamic": (
@@ -258,6 +268,10 @@ BROKEN = {
         ),
         "got one of Embedding",
     ),
+    "NaN in a weight": (
+        lambda t: t[f"{UP}.weight"].view(torch.uint8)[3].fill_(0xFF),
+        "up_proj: expected a finite weight",
+    ),
     "missing weight": (remove("model.norm.weight"), "got none for 'model.norm.weight'"),
     "no FP8 at all": (
         lambda t: [
@@ -329,6 +343,39 @@ def test_a_plain_checkpoint_and_a_config_beside_raise(tmp_path):
         load_fp8(AutoModelForCausalLM, tmp_path / "plain", quantization_config={})
     with pytest.raises(CheckpointError, match="config.json"):
         load_fp8(AutoModelForCausalLM, str(tmp_path / "nothing" / "here" / "at all"))
+
+
+def test_a_subfolder(tmp_path):
+    save(tmp_path, FORMATS["modelopt file"])
+    model = load_fp8(AutoModelForCausalLM, tmp_path, subfolder="model")
+    assert isinstance(model.get_submodule(UP), Fp8Linear)
+
+
+def test_sharded_files(tmp_path):
+    folder, _, tensors = save(tmp_path, STATIC)
+    expected = run(load_fp8(AutoModelForCausalLM, folder))
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)  # scales and their weights end up in different files
+    parts = {f"model-{i}.safetensors": names[i::3] for i in range(3)}
+    for file, part in parts.items():
+        save_file({n: tensors[n] for n in part}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert_same_bits(run(load_fp8(AutoModelForCausalLM, folder)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["ct channel token", "deepseek", "fp8 static"])
+def test_on_a_gpu(tmp_path, form):
+    folder, plain, tensors = save(tmp_path, FORMATS[form])
+    model = load_fp8(AutoModelForCausalLM, folder, device_map="cuda")
+    layer = model.get_submodule(UP)
+    assert layer.weight.is_cuda and layer.weight_scale.is_cuda
+    ids = make_prompts(1, 23)["input_ids"]
+    actual = model(input_ids=ids.cuda(), use_cache=False).logits.float().cpu()
+    truth = run(dequantized(plain, tensors, layer.settings, rounds_inputs=False))
+    assert relative_rms(actual, truth) < 0.2
 
 
 def test_the_body_of_a_model_loads_from_the_whole(tmp_path):

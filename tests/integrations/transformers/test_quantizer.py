@@ -2,6 +2,7 @@
 
 import gc
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -180,6 +181,26 @@ def test_device_maps(tmp_path, device_map):
     assert_same_model(load(tmp_path / "fp8", device_map=device_map)[0], expected)
 
 
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_bits(tmp_path):
+    save(tmp_path / "plain")
+    expected, _, _ = load(tmp_path / "plain", "fp8", dtype="bfloat16")
+    model, missing, _ = load(tmp_path / "plain", "fp8", dtype="bfloat16", device_map="cuda")
+    assert missing == set() and model.get_submodule(UP).weight.is_cuda
+    for name, x in model.state_dict().items():
+        assert_same_bits(x.cpu(), expected.state_dict()[name])
+    save(tmp_path / "fp8", model)
+    again, _, _ = load(tmp_path / "fp8", device_map="cuda", dtype="bfloat16")
+    for name, x in again.state_dict().items():
+        assert_same_bits(x.cpu(), expected.state_dict()[name])
+
+
+def test_a_pattern_that_matches_nothing_raises(tmp_path):
+    save(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="matches none"):
+        load(tmp_path / "plain", "fp8", ["img_mlp"])
+
+
 def test_a_disk_is_no_device(tmp_path):
     save(tmp_path / "plain")
     with pytest.raises(UnsupportedError, match="disk"):
@@ -265,6 +286,20 @@ def test_with_a_kv_cache_generate_and_restore(tmp_path):
     assert model.generate(**make_prompts(2, 9), max_new_tokens=3).shape == (2, 12)
     with pytest.raises(UnsupportedError, match="cannot be restored"):
         restore_(model)
+
+
+def test_a_fresh_process_knows_what_was_saved(tmp_path):
+    save(tmp_path / "plain")
+    save(tmp_path / "fp8", load(tmp_path / "plain", "fp8")[0])
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as kind\n"
+        "from octavo.integrations.transformers.load import load_weights\n"
+        "model = load_weights(sys.argv[1], kind, dtype='auto', device='cpu')\n"
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "fp8")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "Fp8Linear\n", done.stderr
 
 
 def live_bytes():

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from octavo.integrations.transformers.octavo_config import OctavoConfig
 
 
+# Options of from_pretrained that say where files are.
+_WHERE = ("subfolder", "revision", "cache_dir", "local_files_only", "token")
+
+
 def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     """The model of an FP8 checkpoint with its weights and scales as they are, running in FP8.
 
@@ -32,14 +36,14 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     if "quantization_config" in options or "config" in options:
         raise ConfigError("expected the checkpoint to say how it is quantized, got a config beside")
     wants_info = options.pop("output_loading_info", False)
+    where = {key: options[key] for key in _WHERE if key in options}
     try:
-        settings = read_config(name)
+        settings = read_config(name, **where)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     config_class = getattr(kind, "config_class", None) or AutoConfig
-    shared = ("trust_remote_code", "revision", "cache_dir", "local_files_only", "token")
-    asked = {key: options[key] for key in (*shared, "subfolder") if key in options}
-    config = config_class.from_pretrained(name, **asked)
+    trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
+    config = config_class.from_pretrained(name, **where, **trust)
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             if hasattr(part, key):
@@ -60,11 +64,11 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     return (model, info) if wants_info else model
 
 
-def read_config(name: str) -> "OctavoConfig":
+def read_config(name: str, **where: Any) -> "OctavoConfig":
     """What the JSON files of an FP8 checkpoint mean in octavo's words."""
     from octavo.integrations.transformers.quantizer import OctavoConfig
 
-    config = _read_json(name, CONFIG_NAME)
+    config = _read_json(name, CONFIG_NAME, where)
     if config is None:
         raise CheckpointError(f"expected a folder or a hub name with {CONFIG_NAME}, got none")
     said = find_quantization_config(config)
@@ -73,16 +77,17 @@ def read_config(name: str) -> "OctavoConfig":
             return OctavoConfig(**said)
         except (ConfigError, TypeError) as error:
             raise CheckpointError(f"{CONFIG_NAME}: {error}") from None
-    return OctavoConfig(read_linear_scheme(config, _read_json(name, HF_QUANT_CONFIG_NAME)))
+    hf_quant_config = _read_json(name, HF_QUANT_CONFIG_NAME, where)
+    return OctavoConfig(read_linear_scheme(config, hf_quant_config))
 
 
-def _read_json(name: str, file_name: str) -> dict[str, Any] | None:
+def _read_json(name: str, file_name: str, where: dict[str, Any]) -> dict[str, Any] | None:
     if Path(name).is_dir():
-        return read_json(Path(name) / file_name)
+        return read_json(Path(name) / where.get("subfolder", "") / file_name)
     from transformers.utils.hub import cached_file
 
     try:
-        path = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(name, file_name, **where, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise CheckpointError(f"{file_name}: {brief(str(error))}") from None
     return None if path is None else read_json(Path(path))

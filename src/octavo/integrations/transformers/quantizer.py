@@ -198,6 +198,9 @@ class OctavoQuantizer(HfQuantizer):
         if stored.input_scale is not None:
             tensors["input_scale"] = stored.input_scale.to(weight.device)
         module.take_(tensors)
+        # In e4m3 all bits but the sign mean NaN, which torch does not look for in FP8.
+        if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            raise CheckpointError(f"{module.name}: expected a finite weight, got NaN in it")
 
 
 class _QuantizeWeight(ConversionOps):
