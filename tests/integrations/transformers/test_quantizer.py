@@ -143,6 +143,19 @@ def test_static_scales_are_in_the_weights(tmp_path):
     assert_same_model(load(tmp_path / "fp8", dtype="float32")[0], model)
 
 
+def test_a_config_is_good_for_two_models(tmp_path):
+    plain = make_plain()
+    scales = calibrate_linear(plain, [{"input_ids": make_prompts(1, 23)["input_ids"]}])
+    save(tmp_path / "plain", plain)
+    config = OctavoConfig({"scaling": "static"}, scales=scales)
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+        for _ in range(2)
+    )
+    assert_same_model(first, second)
+    assert config.scales is scales
+
+
 def test_static_without_scales_raises(tmp_path):
     save(tmp_path / "plain")
     with pytest.raises(ConfigError, match="needs scales, got none"):
@@ -245,6 +258,18 @@ def test_weights_that_are_fp8_already_are_not_quantized_again(tmp_path):
     write(tmp_path / "x", plain, fp8_tensors(plain, "tensor"), None, HF_QUANT_CONFIG)
     with pytest.raises(CheckpointError, match="octavo.load_fp8"):
         load(tmp_path / "x", "fp8")
+
+
+def test_integers_are_no_plain_weights(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path / "plain")
+    file = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].to(torch.int8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight in I8"):
+        load(tmp_path / "plain", "fp8")
 
 
 def test_broken_folders_of_our_own_raise(tmp_path):

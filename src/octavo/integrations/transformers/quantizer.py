@@ -33,7 +33,11 @@ from octavo.integrations.checkpoints.linear_layers import (
     kv_scale_names,
     read_linear,
 )
-from octavo.integrations.checkpoints.tensor_files import TensorEntry, read_header
+from octavo.integrations.checkpoints.tensor_files import (
+    FLOAT_DTYPES,
+    TensorEntry,
+    read_header,
+)
 from octavo.integrations.linear import plan_linear, put_linear_
 from octavo.integrations.transformers.octavo_config import METHOD, OctavoConfig
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
@@ -103,11 +107,13 @@ class OctavoQuantizer(HfQuantizer):
 
     def _place_empty(self, model: Any, tensors: Mapping[str, TensorEntry]) -> None:
         """Put FP8 layers without weights where plain ones were, for weights to be quantized."""
-        if quantized := [name for name, entry in tensors.items() if entry.dtype == FP8]:
-            raise CheckpointError(
-                f"expected plain weights to quantize, got {len(quantized)} in {FP8}, such as "
-                f"{quantized[0]}: octavo.load_fp8 loads such a checkpoint"
-            )
+        for name, entry in tensors.items():
+            is_weight = name.endswith(".weight") or entry.dtype.startswith("F8")
+            if is_weight and entry.dtype not in FLOAT_DTYPES:
+                raise CheckpointError(
+                    f"expected plain weights to quantize, got {name} in {entry.dtype}: "
+                    "octavo.load_fp8 loads a checkpoint in FP8"
+                )
         config = self.quantization_config
         plan = plan_linear(model, config.ignored_layers)
         if (scales := config.read_scales()) is not None:
@@ -142,7 +148,8 @@ class OctavoQuantizer(HfQuantizer):
             put_linear_(model, (place,), self._empty(place, plain, stored.shards))
         read = [rf"\.(?:{'|'.join(COMPANIONS)})$"]
         if brought := kv_scale_names(tensors):
-            read.append("(?:" + "|".join(re.escape(name) for name in brought) + ")$")
+            both = dict.fromkeys([*brought, *map(names.tensor, brought)])
+            read.append("(?:" + "|".join(map(re.escape, both)) + ")$")
         ignored: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(read)
 
@@ -163,7 +170,7 @@ class OctavoQuantizer(HfQuantizer):
         made.is_converted = True
         return made
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.problems:
             raise CheckpointError("; ".join(self.problems[:5]))
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
@@ -181,7 +188,10 @@ class OctavoQuantizer(HfQuantizer):
             except ConfigError as error:
                 raise CheckpointError(str(error)) from None
         self.stored = {}
-        self.quantization_config.scales = None  # input_scale has them now
+        # Static scales are in the layers now: what is saved needs none, and the caller's stays.
+        config = self.quantization_config
+        self.quantization_config = OctavoConfig(config.linear, config.ignored_layers)
+        model.config.quantization_config = self.quantization_config
         return model
 
     def quantize_(self, module: Fp8Linear, weight: Tensor) -> None:
@@ -245,11 +255,8 @@ class _NamesInModel:
 
     def layer(self, layer: str) -> str | None:
         """The model's name of a layer with a weight, None if it has no such layer."""
-        prefix = self.model.base_model_prefix
         own = f"{layer}.weight"
-        name, pattern = rename_source_key(
-            own, self.renamings, self.converters, prefix, self.tensors
-        )
+        name, pattern = self._rename(own)
         if name not in self.tensors and own in self.tensors:
             return layer
         if pattern is not None:
@@ -258,6 +265,14 @@ class _NamesInModel:
                 f"{type(self.model).__name__}, got one that transformers makes {name} of"
             )
         return name.removesuffix(".weight") if name in self.tensors else None
+
+    def tensor(self, name: str) -> str:
+        """What a report calls a tensor that the model may not have."""
+        return self._rename(name)[0]
+
+    def _rename(self, name: str) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        return rename_source_key(name, self.renamings, self.converters, prefix, self.tensors)
 
 
 def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -> None:
