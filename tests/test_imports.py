@@ -54,8 +54,11 @@ for name in ("init", "_lazy_init", "is_available", "device_count", "current_devi
 ALL_PUBLIC_NAMES = """
 import octavo
 for name in octavo.__all__:
-    getattr(octavo, name)
+    if name not in NEEDS_TRANSFORMERS:
+        getattr(octavo, name)
 """
+# Classes that a class of transformers is the base of.
+NEEDS_TRANSFORMERS = {"OctavoConfig"}
 
 GPU_IS_REFUSED = """
 try:
@@ -80,7 +83,8 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def blocking(packages: list[str], code: str) -> str:
-    return f"BLOCKED = {set(packages)!r}\n{BLOCK}\n{code}"
+    constants = f"BLOCKED = {set(packages)!r}\nNEEDS_TRANSFORMERS = {NEEDS_TRANSFORMERS!r}"
+    return f"{constants}\n{BLOCK}\n{code}"
 
 
 def import_seconds(report: str, package: str) -> float:
@@ -92,6 +96,13 @@ def import_seconds(report: str, package: str) -> float:
 def test_public_names_and_a_reference_call_need_no_gpu_and_no_optional_package():
     done = python(blocking(OPTIONAL, NO_CUDA + ALL_PUBLIC_NAMES + REFERENCE_CALL + GPU_IS_REFUSED))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_TRANSFORMERS))
+def test_a_name_that_needs_transformers_says_so(name):
+    done = python(blocking(OPTIONAL, f"import octavo; octavo.{name}"))
+    assert done.returncode != 0
+    assert f"octavo.{name} needs transformers: pip install 'octavo[transformers]'" in done.stderr
 
 
 def test_some_modules_need_no_torch():

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
+    from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
+    from octavo.integrations.transformers.quantizer import OctavoConfig as OctavoConfig
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
     from octavo.numerics.attention import AttentionSpec as AttentionSpec
     from octavo.numerics.attention import Packing as Packing
@@ -64,6 +66,7 @@ _HOME = {
     "EngineSettings": "octavo.serving.engine.settings",
     "LLM": "octavo.serving.engine.llm",
     "LayerScales": "octavo.calibration.scale_file",
+    "OctavoConfig": "octavo.integrations.transformers.quantizer",
     "OctavoError": "octavo.errors",
     "Packing": "octavo.numerics.attention",
     "PageAllocator": "octavo.cache.pages",
@@ -85,6 +88,7 @@ _HOME = {
     "calibrate": "octavo.integrations.transformers.calibrate",
     "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
     "calibrate_linear": "octavo.integrations.calibrate_linear",
+    "load_fp8": "octavo.integrations.transformers.load_fp8",
     "load_scales": "octavo.calibration.scale_file",
     "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
@@ -99,7 +103,14 @@ def __getattr__(name: str) -> object:
         return import_module("octavo.ops")
     if name not in _HOME:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    try:
+        value = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError(
+            f"octavo.{name} needs transformers: pip install 'octavo[transformers]'"
+        ) from error
     globals()[name] = value
     return value
 

@@ -187,6 +187,39 @@ def test_a_state_dict_that_does_not_fit(change, said):
     assert_same_bits(layer.state_dict()["weight"], before)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_it_takes_the_tensors_of_a_state_dict_without_any_of_its_own(options, sizes):
+    depth, columns = sizes
+    layer = make(make_plain(depth, columns, dtype=torch.bfloat16), options)
+    other = Fp8Linear(depth, columns, layer.settings, device="meta", dtype=torch.bfloat16)
+    state = layer.state_dict()
+    other.take_(state)
+    for name, x in other.state_dict().items():
+        assert_same_bits(x, state[name])
+    x = Draw(3).normal(5, depth, dtype=torch.bfloat16)
+    assert_same_bits(other(x), layer(x))
+    assert not other.bias.requires_grad
+    if depth % 16 == columns % 16 == 0:
+        assert other.weight.data_ptr() == state["weight"].data_ptr()
+
+
+def test_it_takes_no_tensors_that_are_not_its_own():
+    layer = make(make_plain(63, 21), {})
+    for name, x, said in (
+        ("weight", torch.zeros(21, 63), "expected torch.float8_e4m3fn, got torch.float32"),
+        ("weight", torch.zeros(21, 64).to(E4M3.dtype), r"expected shape \[21, 63\]"),
+        ("weight_scale", torch.ones(22), r"expected shape \[21\], got \[22\]"),
+        ("weight_scale", torch.zeros(21), "expected positive finite scales"),
+        ("weight_scale", torch.ones(21).bfloat16(), "expected torch.float32"),
+        ("bias", torch.zeros(32), r"expected shape \[21\]"),
+    ):
+        before = layer.state_dict()[name].clone()
+        with pytest.raises(ConfigError, match=f"block.3.up: {name}: {said}"):
+            layer.take_({name: x})
+        assert_same_bits(layer.state_dict()[name], before)
+
+
 def test_a_layer_that_was_not_loaded_shows_it():
     layer = Fp8Linear(32, 32, LinearSettings())
     assert layer(torch.ones(2, 32)).isnan().all()

@@ -92,11 +92,21 @@ def apply_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None = None) 
         if plan is not None and recipe.linear is not None:  # last: it cannot be undone
             changes.layers["linear"] = quantize_linear_(model, plan, recipe.linear, scales)
             changes.left["linear"] = plan.left
+            _note_for_saving(model, recipe)
     except Exception:
         if changes.layers:
             _detach(model)
         raise
     return changes
+
+
+def _note_for_saving(model: Any, recipe: Recipe) -> None:
+    """Have a transformers model's config say what its weights are: save_pretrained writes it."""
+    if any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
+        from octavo.integrations.transformers.quantizer import OctavoConfig
+
+        assert recipe.linear is not None
+        model.config.quantization_config = OctavoConfig(recipe.linear, recipe.ignored_layers)
 
 
 def quantize_(

@@ -105,10 +105,16 @@ def quantize_linear_(
         is_static = scales is not None and settings.scaling == "static"
         input_scale = scales.inputs[name] if is_static and scales is not None else None
         made = Fp8Linear.from_linear(plain, settings, input_scale=input_scale, name=name)
-        for place in places:
-            parent, _, leaf = place.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, made)
+        put_linear_(model, places, made)
+        del plain
     return list(plan.chosen)
+
+
+def put_linear_(model: nn.Module, places: Iterable[str], layer: Fp8Linear) -> None:
+    """Put a layer in all its places in a model."""
+    for place in places:
+        parent, _, leaf = place.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer)
 
 
 def find_converted(model: nn.Module) -> list[str]:
@@ -182,6 +188,10 @@ def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         for x in module.parameters(recurse=False):
             owners.setdefault(id(x), []).append(name)
+    # On the meta device transformers has announced what it will tie, but not done it.
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        first, second = (key.rpartition(".")[0] for key in pair)
+        yield from ((first, f"tied to {second}"), (second, f"tied to {first}"))
     for names in owners.values():
         for name in names if len(names) > 1 else ():
             others = [other for other in names if other != name]

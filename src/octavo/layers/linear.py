@@ -152,6 +152,20 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self.weight = _padded(quantized.data, self._placed_shape("weight"), 0)
         self.weight_scale = _padded(quantized.scale, self._placed_shape("weight_scale"), 1)
 
+    @torch.no_grad()
+    def take_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors by the names and in the shapes of a state dict, without a copy if they fit.
+
+        Unlike load_state_dict it needs no tensors of the same size before. ConfigError for one
+        that cannot be the layer's.
+        """
+        for name, x in tensors.items():
+            dtype = format_named(self.settings.format).dtype if name == "weight" else torch.float32
+            if problem := self._objection(name, x, dtype):
+                raise ConfigError(f"{self.label}: {name}: {problem}")
+            placed = x if name == "input_scale" else self._placed(name, x)
+            setattr(self, name, nn.Parameter(placed, False) if name == "bias" else placed)
+
     def set_input_scale_(self, input_scale: float | None) -> None:
         """Take the static scale of the activations, which is needed unless scaling is dynamic."""
         if self.input_scale is None:

@@ -24,7 +24,12 @@ from octavo.integrations.checkpoints.kv_scheme import (
     check_no_fnuz,
     read_announcement,
 )
-from octavo.integrations.checkpoints.tensor_files import CheckpointFiles, TensorEntry, read_tensor
+from octavo.integrations.checkpoints.tensor_files import (
+    CheckpointFiles,
+    TensorEntry,
+    check_zeros,
+    read_tensor,
+)
 
 
 def read_kv_scales(folder: Path, modules: Sequence[str] | None = None) -> ScaleSet | None:
@@ -91,7 +96,7 @@ def _read_layers(
     by_layer: dict[str, dict[str, ScaleName]] = {}
     for name in names:
         if name.kind == "zero_point":
-            _check_zero(files.tensors[name.tensor])
+            check_zeros(files.tensors[name.tensor])
             continue
         parts = by_layer.setdefault(name.layer, {})
         for part in name.part if name.part == "kv" else (name.part,):
@@ -168,17 +173,6 @@ def num_hidden_layers(files: CheckpointFiles) -> int | None:
     """How many layers the language model has, if the config says so."""
     count = files.text_value("num_hidden_layers")
     return count if isinstance(count, int) else None
-
-
-def _check_zero(entry: TensorEntry) -> None:
-    if entry.dtype in ("F8_E4M3", "I8", "U8", "I32", "I64"):
-        with open(entry.path, "rb") as file:
-            file.seek(entry.start)
-            is_zero = not any(file.read(entry.stop - entry.start))
-    else:
-        is_zero = not read_tensor(entry).any()
-    if not is_zero:
-        raise CheckpointError(f"{brief(entry.name)}: expected zeros (symmetric), got others")
 
 
 def _check_complete(files: CheckpointFiles, layers: dict[str, LayerScales]) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.brief import brief, list_names
+from octavo.brief import brief
 from octavo.errors import CheckpointError
+from octavo.integrations.checkpoints.scheme_fields import Expected, check_fields
 from octavo.integrations.checkpoints.tensor_files import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
@@ -16,7 +17,7 @@ from octavo.integrations.checkpoints.tensor_files import (
 Strategy = Literal["tensor", "attn_head"]
 
 # Settings of a kv_cache_scheme: what they must be. Observers have done their work.
-_EXPECTED = {
+_EXPECTED: Expected = {
     "num_bits": (8,),
     "type": ("float",),
     "strategy": ("tensor", "attn_head"),
@@ -87,6 +88,11 @@ def find_quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None
     return found[0] if found else None
 
 
+def method_name(method: str) -> str:
+    """A quant_method as we write it: some files have capitals, or compressed_tensors."""
+    return method.lower().replace("compressed_tensors", "compressed-tensors")
+
+
 def check_no_fnuz(files: CheckpointFiles) -> None:
     """Raise CheckpointError if the checkpoint is for e4m3fnuz, whose scales mean something else."""
     said = [find_quantization_config(files.config), files.hf_quant_config]
@@ -101,7 +107,7 @@ def _from_config(settings: dict[str, Any]) -> Announcement:
         if "quantization" in settings:  # ModelOpt's file, copied into config.json
             return _from_modelopt(settings, CONFIG_NAME)
         raise CheckpointError(f"{CONFIG_NAME}: expected a quant_method, got {brief(method)}")
-    method = method.lower().replace("compressed_tensors", "compressed-tensors")
+    method = method_name(method)
     if method.startswith("modelopt"):
         return _from_modelopt({**settings, "quant_method": method}, CONFIG_NAME)
     scheme = settings.get("kv_cache_scheme")
@@ -145,23 +151,6 @@ def _from_modelopt(settings: dict[str, Any], file_name: str) -> Announcement:
 
 def _check_scheme(scheme: object) -> Strategy | None:
     """The strategy of a kv_cache_scheme that means static scales for e4m3."""
-    if not isinstance(scheme, dict):
-        raise CheckpointError(f"expected kv_cache_scheme to be an object, got {brief(scheme)}")
-    unknown = [key for key in scheme if key not in _EXPECTED]
-    if unknown:
-        raise CheckpointError(f"kv_cache_scheme has settings we do not know: {list_names(unknown)}")
-    for key, values in _EXPECTED.items():
-        is_asked = key in scheme or key in _REQUIRED
-        # True is 1 and False is 0 to Python, not to a file.
-        said = (scheme.get(key), type(scheme.get(key)))
-        if (
-            values is not None
-            and is_asked
-            and said not in [(value, type(value)) for value in values]
-        ):
-            expected = " or ".join(map(repr, values))
-            raise CheckpointError(
-                f"kv_cache_scheme: expected {key} {expected}, got {brief(scheme.get(key))}"
-            )
-    strategy: Strategy | None = scheme.get("strategy")
+    fields = check_fields("kv_cache_scheme", scheme, _EXPECTED, _REQUIRED)
+    strategy: Strategy | None = fields.get("strategy")
     return strategy

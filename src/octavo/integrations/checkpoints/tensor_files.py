@@ -157,6 +157,18 @@ def read_tensor(entry: TensorEntry) -> Tensor:
     return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
 
 
+def check_zeros(entry: TensorEntry) -> None:
+    """Raise CheckpointError unless a zero point is what symmetric quantization has: zeros."""
+    if entry.dtype in ("F8_E4M3", "I8", "U8", "I32", "I64"):
+        with open(entry.path, "rb") as file:
+            file.seek(entry.start)
+            is_zero = not any(file.read(entry.stop - entry.start))
+    else:
+        is_zero = not read_tensor(entry).any()
+    if not is_zero:
+        raise CheckpointError(f"{brief(entry.name)}: expected zeros (symmetric), got others")
+
+
 def _weight_paths(folder: Path, index: dict[str, Any] | None) -> tuple[Path, ...]:
     has_single = (folder / SINGLE_NAME).exists()
     if index is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def choose_device(device: str | None) -> str:
     return device
 
 
+def register_fp8() -> None:
+    """Let transformers know what octavo saves: it would take FP8 weights for plain ones."""
+    import_module("octavo.integrations.transformers.quantizer")
+
+
 @contextmanager
 def loading(name: str, expected: str) -> Iterator[None]:
     """Whatever transformers raises on the way becomes one error with the model's name."""
@@ -51,6 +57,7 @@ def load_weights(
 
     unused: modules that are not needed, which checkpoints may lack.
     """
+    register_fp8()
     with loading(name, "weights"):
         model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     # transformers fills in random numbers and goes on.

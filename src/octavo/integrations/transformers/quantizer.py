@@ -1,0 +1,314 @@
+"""FP8 linear layers through transformers' from_pretrained and save_pretrained.
+
+transformers makes the model on the meta device, then the layers are replaced, then the weights
+stream in: a plain weight is quantized as soon as it is there, so that no second one is. A weight
+that is FP8 already comes in as it is; its scales are read here, since transformers would cast them
+or not know their names, and are put in place at the end.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from octavo.brief import list_names
+from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedError
+from octavo.integrations.checkpoints.linear_layers import (
+    COMPANIONS,
+    FP8,
+    StoredLinear,
+    find_linear,
+    kv_scale_names,
+    read_linear,
+)
+from octavo.integrations.checkpoints.tensor_files import (
+    FLOAT_DTYPES,
+    TensorEntry,
+    read_header,
+)
+from octavo.integrations.linear import plan_linear, put_linear_
+from octavo.integrations.transformers.octavo_config import METHOD, OctavoConfig
+from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
+from octavo.ops.check import check_fp8_device
+
+__all__ = ["OctavoConfig", "OctavoQuantizer"]
+
+
+@register_quantizer(METHOD)
+class OctavoQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model whose linear layers are to be FP8."""
+
+    quantization_config: OctavoConfig
+    pre_quantized: bool
+    is_trainable = False
+    is_compileable = True
+
+    def __init__(self, quantization_config: OctavoConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.input_scales: dict[str, float] = {}
+        self.stored: dict[str, StoredLinear] = {}
+        self.unfilled: set[str] = set()
+        self.problems: list[str] = []
+
+    def is_serializable(self) -> bool:
+        """Weights and scales are plain tensors."""
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise for what cannot be loaded, before anything is."""
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise UnsupportedError(
+                "expected FP8 linear layers on devices, got a device_map with disk: leave it out"
+            )
+        if self.pre_quantized:
+            return
+        config = self.quantization_config
+        if config.linear.scaling == "static" and config.scales is None:
+            raise ConfigError(
+                "scaling 'static' needs scales, got none: OctavoConfig(…, scales=…), as "
+                "calibrate_linear finds them"
+            )
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor of the checkpoint is a plain weight for an FP8 layer."""
+        layer, _, leaf = param_name.rpartition(".")
+        is_ours = leaf == "weight" and isinstance(model.get_submodule(layer), Fp8Linear)
+        return is_ours and not self.pre_quantized
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        """How many bytes a number of a tensor will take: device maps are made with it."""
+        is_quantized = self.param_needs_quantization(model, param_name)
+        return 1 if is_quantized else param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What quantizes a weight on its way into the model."""
+        return _QuantizeWeight(self)
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        tensors = _read_headers(checkpoint_files or ())
+        if self.pre_quantized:
+            self._place_stored(model, tensors)
+        else:
+            self._place_empty(model, tensors)
+
+    def _place_empty(self, model: Any, tensors: Mapping[str, TensorEntry]) -> None:
+        """Put FP8 layers without weights where plain ones were, for weights to be quantized."""
+        for name, entry in tensors.items():
+            is_weight = name.endswith(".weight") or entry.dtype.startswith("F8")
+            if is_weight and entry.dtype not in FLOAT_DTYPES:
+                raise CheckpointError(
+                    f"expected plain weights to quantize, got {name} in {entry.dtype}: "
+                    "octavo.load_fp8 loads a checkpoint in FP8"
+                )
+        config = self.quantization_config
+        plan = plan_linear(model, config.ignored_layers)
+        if (scales := config.read_scales()) is not None:
+            scales.require_kind("linear")
+            scales.require_inputs(plan.chosen)
+            self.input_scales = dict(scales.inputs)
+        for name, places in plan.chosen.items():
+            plain = model.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            made = self._empty(name, plain, None)
+            # The loader casts a weight to the dtype that it finds here: to FP8 without a scale.
+            made.weight = torch.empty_like(plain.weight.detach(), device="meta")
+            put_linear_(model, places, made)
+            self.unfilled.add(name)
+
+    def _place_stored(self, model: Any, tensors: Mapping[str, TensorEntry]) -> None:
+        """Put FP8 layers where the checkpoint has FP8 weights; all that is wrong is found here."""
+        if not tensors:
+            raise CheckpointError("expected FP8 weights in safetensors files, got none")
+        settings = self.quantization_config.linear
+        text_config = model.config.get_text_config().to_dict()
+        names = _NamesInModel(model)
+        for layer in find_linear(tensors):
+            place = names.layer(layer)
+            if place is None:  # the report of unexpected keys has it
+                continue
+            plain = model.get_submodule(place)
+            stored = read_linear(tensors, layer, settings, text_config)
+            _check_place(model, place, plain, stored.weight)
+            assert isinstance(plain, nn.Linear)
+            self.stored[place] = stored
+            put_linear_(model, (place,), self._empty(place, plain, stored.shards))
+        read = [rf"\.(?:{'|'.join(COMPANIONS)})$"]
+        if brought := kv_scale_names(tensors):
+            both = dict.fromkeys([*brought, *map(names.tensor, brought)])
+            read.append("(?:" + "|".join(map(re.escape, both)) + ")$")
+        ignored: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | set(read)
+
+    def _empty(self, name: str, plain: nn.Linear, shards: tuple[int, ...] | None) -> Fp8Linear:
+        bias: Tensor | None = plain.bias
+        made = Fp8Linear(
+            plain.in_features,
+            plain.out_features,
+            self.quantization_config.linear,
+            bias=bias is not None,
+            dtype=None if bias is None else bias.dtype,
+            device="meta",
+            shards=shards,
+            name=name,
+        )
+        # No tensors, or the loader would look for them in the files, and cast them.
+        made.weight_scale = made.input_scale = None  # type: ignore[assignment]
+        made.is_converted = True
+        return made
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.problems:
+            raise CheckpointError("; ".join(self.problems[:5]))
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        for name, module in layers.items():
+            if module.weight.is_meta:
+                raise UnsupportedError(f"{name}: expected a weight on a device, got it on disk")
+            if self.quantization_config.linear.activation is not None:
+                check_fp8_device(name, module.weight.device, None, instead=WITHOUT_FP8)
+            try:
+                if self.pre_quantized:
+                    self._finish_stored(module, self.stored[name])
+                elif name in self.unfilled:  # not in the files: transformers made it up
+                    self.quantize_(module, module.weight)
+                _finish_bias(module)
+            except ConfigError as error:
+                raise CheckpointError(str(error)) from None
+        self.stored = {}
+        # Static scales are in the layers now: what is saved needs none, and the caller's stays.
+        config = self.quantization_config
+        self.quantization_config = OctavoConfig(config.linear, config.ignored_layers)
+        model.config.quantization_config = self.quantization_config
+        return model
+
+    def quantize_(self, module: Fp8Linear, weight: Tensor) -> None:
+        """Fill an FP8 layer from its plain weight."""
+        module.quantize_weight_(weight)
+        self.unfilled.discard(module.name)
+        if module.settings.scaling == "static":
+            scale = self.input_scales[module.name]
+            module.take_({"input_scale": torch.tensor(scale, device=weight.device)})
+
+    def _finish_stored(self, module: Fp8Linear, stored: StoredLinear) -> None:
+        weight = module.weight
+        tensors = {"weight": weight, "weight_scale": stored.weight_scale.to(weight.device)}
+        if stored.input_scale is not None:
+            tensors["input_scale"] = stored.input_scale.to(weight.device)
+        module.take_(tensors)
+        # In e4m3 all bits but the sign mean NaN, which torch does not look for in FP8.
+        if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            raise CheckpointError(f"{module.name}: expected a finite weight, got NaN in it")
+
+
+class _QuantizeWeight(ConversionOps):
+    """Plain weights in, FP8 ones out; the layer gets its scales at once."""
+
+    def __init__(self, quantizer: OctavoQuantizer) -> None:
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What the loader puts into the model, by name."""
+        model: nn.Module = kwargs["model"]
+        out = {}
+        for name, x in input_dict.items():
+            weight = x[0] if isinstance(x, list) else x
+            module = model.get_submodule(name.rpartition(".")[0])
+            out[name] = weight
+            if isinstance(module, Fp8Linear) and name.endswith(".weight"):
+                try:
+                    self.quantizer.quantize_(module, weight)
+                    out[name] = module.weight
+                except OctavoError as error:  # the loader would turn it into one of its own
+                    self.quantizer.problems.append(str(error))
+        return out
+
+
+class _NamesInModel:
+    """What a model calls the tensors of a checkpoint."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        mapping = get_model_conversion_mapping(model)
+        self.renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self.tensors = model.state_dict()
+
+    def layer(self, layer: str) -> str | None:
+        """The model's name of a layer with a weight, None if it has no such layer."""
+        own = f"{layer}.weight"
+        name, pattern = self._rename(own)
+        if name not in self.tensors and own in self.tensors:
+            return layer
+        if pattern is not None:
+            raise CheckpointError(
+                f"{layer}: expected a weight that is one linear layer of "
+                f"{type(self.model).__name__}, got one that transformers makes {name} of"
+            )
+        return name.removesuffix(".weight") if name in self.tensors else None
+
+    def tensor(self, name: str) -> str:
+        """What a report calls a tensor that the model may not have."""
+        return self._rename(name)[0]
+
+    def _rename(self, name: str) -> tuple[str, str | None]:
+        prefix = self.model.base_model_prefix
+        return rename_source_key(name, self.renamings, self.converters, prefix, self.tensors)
+
+
+def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -> None:
+    tied = model.all_tied_weights_keys
+    if f"{name}.weight" in {*tied, *tied.values()}:
+        raise CheckpointError(
+            f"{name}: expected a plain weight for a layer that is tied to another, got {FP8}"
+        )
+    if type(plain) is not nn.Linear:
+        raise CheckpointError(
+            f"{name}: expected FP8 weights of linear layers, got one of {type(plain).__name__}"
+        )
+    if tuple(plain.weight.shape) != weight.shape:
+        raise CheckpointError(
+            f"{name}: expected a weight {list(plain.weight.shape)}, got {list(weight.shape)}"
+        )
+
+
+def _finish_bias(module: Fp8Linear) -> None:
+    bias: Tensor | None = module.bias
+    if bias is None:
+        return
+    if bias.shape[0] == module.weight.shape[0]:  # a size without padding, or one made up
+        bias.requires_grad_(False)
+        return
+    module.take_({"bias": bias.detach()})
+
+
+def _read_headers(paths: Sequence[str]) -> dict[str, TensorEntry]:
+    tensors: dict[str, TensorEntry] = {}
+    for path in map(Path, paths):
+        if path.suffix != ".safetensors":
+            continue
+        for entry in read_header(path):
+            if entry.name in tensors:
+                names = list_names([tensors[entry.name].path.name, path.name])
+                raise CheckpointError(f"expected {entry.name} once, got it in {names}")
+            tensors[entry.name] = entry
+    return tensors
