@@ -147,6 +147,16 @@ def test_attention_alone_is_restored_to_the_bit(family, folder_of, plain_of):
     assert_same_bits(run_transformer(pipe, family)[1], plain_of(family)[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_blocks(family, folder_of):
+    pipe = load_pipeline(folder_of(family))
+    apply_(pipe, Recipe(linear="fp8", attention="fp8"))
+    _, made = run_transformer(pipe, family)
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+    assert_same_bits(run_transformer(pipe, family)[1], made)
+
+
 def test_both_transformers_of_wan(folder_of):
     pipe = load_pipeline(folder_of("wan"))
     changes = apply_(pipe, Recipe(linear="fp8", ignored_layers=["attn2"]))

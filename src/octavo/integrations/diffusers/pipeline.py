@@ -14,7 +14,6 @@ from octavo.integrations.apply import (
     apply_linear_,
     check_restorable,
     detach_,
-    is_diffusers_model,
     prepare,
 )
 from octavo.integrations.diffusers.attention import as_patterns_see
@@ -106,11 +105,10 @@ def _component_recipes(
 
 
 def _check_fields(recipe: Recipe) -> None:
-    allowed = PIPELINE_FIELDS
     fields = {name.rpartition(".")[2] for name in recipe.settings()}
-    if unknown := sorted(fields - allowed):
+    if unknown := sorted(fields - PIPELINE_FIELDS):
         raise UnsupportedError(
-            f"expected a recipe for {', '.join(sorted(allowed))} of a pipeline, got "
+            f"expected a recipe for {', '.join(sorted(PIPELINE_FIELDS))} of a pipeline, got "
             f"{', '.join(unknown)}"
         )
 
@@ -136,7 +134,7 @@ def _share_patterns(
     """
     shared = dict(recipes)
     for field in PATTERN_FIELDS:
-        layers = {name: _layers(field, modules[name], own) for name, own in recipes.items()}
+        layers = {name: _layers(field, name, modules[name], own) for name, own in recipes.items()}
         everywhere = [layer for found in layers.values() for layer in found]
         patterns = list(dict.fromkeys(p for own in recipes.values() for p in getattr(own, field)))
         match_layers(patterns, everywhere)
@@ -146,7 +144,7 @@ def _share_patterns(
     return shared
 
 
-def _layers(field: str, module: nn.Module, own: Recipe) -> list[Layer]:
+def _layers(field: str, component: str, module: nn.Module, own: Recipe) -> list[Layer]:
     """The layers of one component that a field's patterns can match."""
     if field == "skip_layers":
         return as_patterns_see(module) if own.attention is not None else []
@@ -155,7 +153,7 @@ def _layers(field: str, module: nn.Module, own: Recipe) -> list[Layer]:
     names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     layers = [Layer(name, layer_index(name)) for name in names]
     if field == "included_layers":
-        optional = kept_of(module, is_text_encoder=not is_diffusers_model(module)).optional
+        optional = kept_of(module, is_text_encoder=is_text_encoder(component)).optional
         hits = [parse_pattern(text).matches for text in optional]
         layers = [layer for layer in layers if any(hit(layer) for hit in hits)]
     return layers

@@ -229,8 +229,8 @@ def note_quantized_(model: nn.Module, recipe: Recipe) -> None:
     """Write into a model's config that octavo quantized it, so that it is saved and loaded so."""
     if not hasattr(model, "register_to_config"):
         return
-    config = OctavoDiffusersConfig(recipe.linear or "fp8", recipe.ignored_layers)
-    config.included_layers = recipe.included_layers
+    assert recipe.linear is not None
+    config = OctavoDiffusersConfig(recipe.linear, recipe.ignored_layers, recipe.included_layers)
     _set_config(model, config)
     model.hf_quantizer = OctavoDiffusersQuantizer(config, pre_quantized=True)
 
