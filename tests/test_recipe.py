@@ -248,6 +248,7 @@ def test_invalid_fields(fields, said):
         (lambda: Recipe(skip_layers=["0"]), "skip_layers needs quantized attention"),
         (lambda: Recipe(linear="fp8", skip_layers=["0"]), "skip_layers needs quantized attention"),
         (lambda: Recipe(kv_cache="fp8", ignored_layers=["a"]), "ignored_layers needs"),
+        (lambda: Recipe(attention="fp8", included_layers=["a"]), "included_layers needs"),
         (lambda: Recipe(attention={"scaling": "static"}), "needs scales, got none"),
         (lambda: Recipe(kv_cache={"scaling": "static"}), "needs scales, got none"),
         (
@@ -466,7 +467,7 @@ class TestForComponent:
         assert recipe.for_component("text_encoder", is_text_encoder=True).is_empty
 
     def test_a_text_encoder_that_is_not_quantized_ignores_nothing(self):
-        recipe = Recipe(linear="fp8", ignored_layers=["img_mlp"])
+        recipe = Recipe(linear="fp8", ignored_layers=["img_mlp"], included_layers=["txt_mlp"])
         assert recipe.for_component("text_encoder", is_text_encoder=True) == Recipe()
 
     def test_a_transformer_beside_a_quantized_text_encoder_is_left_alone(self):
@@ -480,6 +481,7 @@ def test_describe():
         kv_cache="fp8",
         linear={"activation": None},
         skip_layers=["sliding_window", "0-3"],
+        included_layers=["txt_mlp"],
         components={"t2": {"linear": "fp8", "ignored_layers": ["img_mlp"]}, "vae": None},
         promote_every=None,
         scales="s.json",
@@ -491,6 +493,7 @@ def test_describe():
         "linear: format e4m3, weight channel, activation None, scaling dynamic",
         "t2.linear: format e4m3, weight channel, activation token, scaling dynamic",
         "skip_layers: sliding_window, 0-3",
+        "included_layers: txt_mlp",
         "t2.ignored_layers: img_mlp",
         "promote_every: None",
         "scales: s.json",
@@ -588,6 +591,7 @@ PARTS = {
     "linear": SETTINGS,
     "skip_layers": PATTERNS,
     "ignored_layers": PATTERNS,
+    "included_layers": PATTERNS,
 }
 DOCUMENTS = st.fixed_dictionaries(
     {},

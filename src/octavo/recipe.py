@@ -212,6 +212,7 @@ class ComponentRecipe(Settings):
     linear: Linear = None
     skip_layers: Patterns = ()
     ignored_layers: Patterns = ()
+    included_layers: Patterns = ()
 
     def settings(self) -> dict[str, Quantized | Bf16Settings]:
         """The settings of everything that the recipe changes, by field."""
@@ -239,8 +240,9 @@ class ComponentRecipe(Settings):
         fields = self.quantized().keys()
         if self.skip_layers and not fields & {"vision_attention", "attention", "kv_cache"}:
             raise ConfigError("skip_layers needs quantized attention or kv_cache, got neither")
-        if self.ignored_layers and not fields & {"linear", "text_encoder"}:
-            raise ConfigError("ignored_layers needs quantized linear layers, got none; set linear")
+        for name in ("ignored_layers", "included_layers"):
+            if getattr(self, name) and not fields & {"linear", "text_encoder"}:
+                raise ConfigError(f"{name} needs quantized linear layers, got none; set linear")
         return self
 
 
@@ -252,6 +254,7 @@ class Recipe(ComponentRecipe):
     layers. text_encoder: linear layers of a pipeline's text encoders. Each is None, "fp8" (kv_cache
     also "fp8_e5m2", vision_attention also "bf16", which quantizes nothing) or its settings.
     skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
+    included_layers: those of linear layers to quantize although the model's defaults leave them.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
     scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, of linear
@@ -296,9 +299,10 @@ class Recipe(ComponentRecipe):
         if name in self.components:
             own = dict(self.components[name] or ())
         elif is_text_encoder:
-            own = {"linear": self.text_encoder, "ignored_layers": self.ignored_layers}
+            patterns = ("ignored_layers", "included_layers")
+            own = {"linear": self.text_encoder, **{name: getattr(self, name) for name in patterns}}
         if own.get("linear") is None:
-            own["ignored_layers"] = ()
+            own["ignored_layers"] = own["included_layers"] = ()
         scales = self.scales if ComponentRecipe(**own).is_static else None
         return Recipe(**own, promote_every=self.promote_every, scales=scales, margin=self.margin)
 
@@ -310,7 +314,7 @@ class Recipe(ComponentRecipe):
         """One line for each thing that is changed, in the recipe's own words."""
         lines = [f"{field}: {settings}" for field, settings in self.settings().items()]
         for prefix, part in [("", self), *((f"{n}.", c) for n, c in self.components.items())]:
-            for field in ("skip_layers", "ignored_layers"):
+            for field in ("skip_layers", "ignored_layers", "included_layers"):
                 if patterns := getattr(part, field, ()):
                     lines.append(f"{prefix}{field}: {', '.join(patterns)}")
         if lines and self.promote_every != 1:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from octavo import ops
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.kernels.device import Device
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
@@ -447,3 +447,34 @@ def test_what_a_printed_model_shows():
     layer = make(make_plain(63, 21), {"activation": None})
     shown = "in_features=63, out_features=21, bias=True, weight=channel, activation=None"
     assert shown in repr(layer)
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("size", [(64, 48), (17, 23)])
+def test_a_layer_on_meta_takes_its_tensors_one_by_one(options, size):
+    expected = make(make_plain(*size), options)
+    made = Fp8Linear(*size, LinearSettings(**options), device="meta")
+    for name, x in expected.state_dict().items():
+        made.take_(name, x)
+    for name, x in expected.state_dict().items():
+        assert_same_bits(made.state_dict()[name], x)
+    x = Draw(1).normal(3, size[0])
+    assert_same_bits(made(x), expected(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "message"),
+    [
+        ("weight", torch.zeros(48, 64), "expected torch.float8_e4m3fn, got torch.float32"),
+        ("weight", torch.zeros(48, 63).to(E4M3.dtype), r"expected shape \[48, 64\]"),
+        ("weight_scale", torch.zeros(48), "expected positive finite scales"),
+        ("weight_scale", torch.ones(48).bfloat16(), "expected torch.float32"),
+        ("input_scale", torch.ones(()), "expected no input_scale"),
+        ("bias", torch.zeros(48), "expected no bias"),
+        ("name", torch.zeros(1), "expected no name"),
+    ],
+)
+def test_tensors_that_a_layer_does_not_take(name, x, message):
+    made = Fp8Linear(64, 48, LinearSettings(), bias=False, device="meta")
+    with pytest.raises(CheckpointError, match=message):
+        made.take_(name, x)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from octavo.brief import list_names
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.linear import (
+    LinearPlan,
     check_linear,
     find_converted,
     plan_linear,
@@ -21,6 +23,8 @@ from octavo.recipe import LinearSettings, Recipe
 
 # Up to so many layers that stay for one reason have a line of their own.
 NUM_LEFT_LINES = 3
+# The fields that octavo can do to a model by itself; the others belong to a pipeline.
+MODEL_FIELDS = ("vision_attention", "attention", "kv_cache", "linear")
 
 
 @dataclass(frozen=True)
@@ -60,44 +64,126 @@ def _left_lines(name: str, left: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def apply_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None = None) -> Changes:
-    """Do what `recipe` says to a model, in place; returns what was changed.
+@dataclass(frozen=True)
+class Preparation:
+    """What was found out about a model before anything in it changes.
+
+    skipped: the attention layers that skip_layers matches. plan: of linear layers, if they are
+    quantized; scales: theirs, if static.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    skipped: frozenset[str]
+    plan: LinearPlan | None
+    scales: ScaleSet | None
+
+
+def apply_(model: Any, recipe: Recipe, *, vision_impl: str | None = None) -> Changes:
+    """Do what `recipe` says to a model or a diffusers pipeline, in place; returns what was changed.
 
     A field that octavo cannot do to this model is an error, and the model stays as it was; FP8
     vision attention on a GPU without FP8 is one, too. Linear layers are replaced one by one and
     cannot be restored. vision_impl: the implementation of vision attention by name, such as
     "reference"; left out, the fastest that can.
     """
-    fields = recipe.settings()
     if vision_impl is not None:
         _check_vision_impl(vision_impl, recipe)
-    if unknown := sorted(fields.keys() - {"vision_attention", "kv_cache", "linear"}):
+    if not isinstance(model, nn.Module):
+        from octavo.integrations.diffusers.pipeline import apply_pipeline_
+
+        return apply_pipeline_(model, recipe)
+    preparation = prepare(model, recipe)
+    changes = Changes({})
+    try:
+        apply_attention_(preparation, changes, vision_impl)
+        apply_linear_(preparation, changes)  # last: it cannot be undone
+    except Exception:
+        if changes.layers:
+            detach_(model)
+        raise
+    return changes
+
+
+def prepare(
+    model: nn.Module, recipe: Recipe, *, kept: Mapping[str, str] | None = None
+) -> Preparation:
+    """Raise whatever `apply_` would find wrong; nothing changes.
+
+    kept: linear layers that stay, with the reason; left out, what is known of the model's class.
+    """
+    fields = recipe.settings()
+    if unknown := sorted(fields.keys() - set(MODEL_FIELDS)):
         raise UnsupportedError(
-            f"expected a recipe for vision_attention, kv_cache and linear, got {', '.join(unknown)}"
+            f"expected a recipe for {', '.join(MODEL_FIELDS)}, got {', '.join(unknown)}"
         )
     if not fields:
         raise ConfigError("expected a recipe that changes something, got an empty one")
+    if recipe.attention is not None and not is_diffusers_model(model):
+        raise UnsupportedError(
+            "attention: expected a transformer of diffusers, or its pipeline, got "
+            f"{type(model).__name__}; towers of vision models have vision_attention"
+        )
     skipped = skipped_layers(model, recipe)
-    plan = None
-    if recipe.linear is not None:
-        plan = plan_linear(model, recipe.ignored_layers)
-        scales = read_scales(recipe, recipe.linear)
-        check_linear(model, plan, recipe.linear, scales)
-    changes = Changes({})
-    try:
-        if recipe.vision_attention is not None:
-            _apply_vision(model, recipe, skipped, changes, vision_impl)
-        if recipe.kv_cache is not None:
-            _apply_kv_cache(model, recipe, skipped, changes)
-        if plan is not None and recipe.linear is not None:  # last: it cannot be undone
-            changes.layers["linear"] = quantize_linear_(model, plan, recipe.linear, scales)
-            changes.left["linear"] = plan.left
-            _note_for_saving(model, recipe)
-    except Exception:
-        if changes.layers:
-            _detach(model)
-        raise
-    return changes
+    if recipe.attention is not None:
+        from octavo.integrations.diffusers import attention
+
+        attention.choose_layers(model, recipe.attention, skipped)
+    if recipe.linear is None:
+        return Preparation(model, recipe, skipped, None, None)
+    if kept is None:
+        kept = _kept_layers(model, recipe)
+    plan = plan_linear(model, recipe.ignored_layers, kept)
+    scales = read_scales(recipe, recipe.linear)
+    check_linear(model, plan, recipe.linear, scales)
+    return Preparation(model, recipe, skipped, plan, scales)
+
+
+def _kept_layers(model: nn.Module, recipe: Recipe) -> Mapping[str, str]:
+    if is_diffusers_model(model):
+        from octavo.integrations.diffusers.defaults import kept_layers
+
+        return kept_layers(model, recipe.included_layers)
+    match_layers(recipe.included_layers, [])
+    return MappingProxyType({})
+
+
+def is_diffusers_model(model: object) -> bool:
+    """Whether a model's class is one of diffusers, or extends one."""
+    return any(base.__module__.startswith("diffusers.") for base in type(model).__mro__)
+
+
+def apply_attention_(
+    preparation: Preparation, changes: Changes, vision_impl: str | None = None
+) -> None:
+    """Do what the recipe says about attention of any kind, noting it in `changes`."""
+    model, recipe, skipped = preparation.model, preparation.recipe, preparation.skipped
+    if recipe.vision_attention is not None:
+        _apply_vision(model, recipe, skipped, changes, vision_impl)
+    if recipe.attention is not None:
+        from octavo.integrations.diffusers import attention
+
+        changes.layers["attention"] = attention.attach(
+            model, recipe.attention, skip_layers=skipped, promote_every=recipe.promote_every
+        )
+        changes.left["attention"] = attention.find_others(model)
+    if recipe.kv_cache is not None:
+        _apply_kv_cache(model, recipe, skipped, changes)
+
+
+def apply_linear_(preparation: Preparation, changes: Changes) -> None:
+    """Do what the recipe says about linear layers, noting it in `changes`."""
+    model, plan, settings = preparation.model, preparation.plan, preparation.recipe.linear
+    if plan is None or settings is None:
+        return
+    changes.layers["linear"] = quantize_linear_(model, plan, settings, preparation.scales)
+    changes.left["linear"] = plan.left
+    if is_diffusers_model(model):
+        from octavo.integrations.diffusers.quantizer import note_quantized_
+
+        note_quantized_(model, preparation.recipe)
+    else:
+        _note_for_saving(model, preparation.recipe)
 
 
 def _note_for_saving(model: Any, recipe: Recipe) -> None:
@@ -110,7 +196,7 @@ def _note_for_saving(model: Any, recipe: Recipe) -> None:
 
 
 def quantize_(
-    model: nn.Module,
+    model: Any,
     config: str | Mapping[str, Any] | LinearSettings | Recipe = "fp8",
     *,
     ignored_layers: Sequence[str] = (),
@@ -218,39 +304,58 @@ def _apply_kv_cache(
 
 def skipped_layers(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     """The names of the layers that skip_layers matches, of all attention that the recipe is for."""
-    from octavo.integrations.transformers import text, vision
-
     layers: list[Layer] = []
     if recipe.vision_attention is not None:
+        from octavo.integrations.transformers import vision
+
         found = vision.find_layers(model)
         layers += [Layer(name, index) for index, name in enumerate(found)]
+    if recipe.attention is not None:
+        from octavo.integrations.diffusers import attention
+
+        layers += attention.as_patterns_see(model)
     if recipe.kv_cache is not None:
+        from octavo.integrations.transformers import text
+
         layers += text.as_patterns_see(model)
     return frozenset(layer.name for layer in match_layers(recipe.skip_layers, layers))
 
 
-def restore_(model: nn.Module) -> Changes:
+def restore_(model: Any) -> Changes:
     """Undo `apply_`, and `use_graphs_` with it; returns what was undone.
 
     Linear layers in FP8 are an error: their plain weights are gone.
     """
-    if converted := find_converted(model):
-        raise UnsupportedError(
-            f"expected linear layers with their own weights, got {len(converted)} that are FP8 "
-            f"now, such as {converted[0]}, and cannot be restored: load the model again"
-        )
-    undone = _detach(model)
+    if not isinstance(model, nn.Module):
+        from octavo.integrations.diffusers.pipeline import restore_pipeline_
+
+        return restore_pipeline_(model)
+    check_restorable(model)
+    undone = detach_(model)
     if not undone:
         raise ConfigError("expected a model that apply_ has changed, got one as it was made")
     return Changes(undone)
 
 
-def _detach(model: nn.Module) -> dict[str, list[str]]:
+def check_restorable(model: nn.Module) -> None:
+    """Raise if a model has linear layers whose plain weights are gone."""
+    if converted := find_converted(model):
+        raise UnsupportedError(
+            f"expected linear layers with their own weights, got {len(converted)} that are FP8 "
+            f"now, such as {converted[0]}, and cannot be restored: load the model again"
+        )
+
+
+def detach_(model: nn.Module) -> dict[str, list[str]]:
     """Undo what can be undone; the layers by field."""
     from octavo.integrations.transformers import graphed_vision, kv_cache, vision
 
     graphed = graphed_vision.find_graphed(model)
     undone = {"vision_attention": vision.detach(model), "kv_cache": kv_cache.detach(model)}
+    if is_diffusers_model(model):
+        from octavo.integrations.diffusers import attention
+
+        undone["attention"] = attention.detach(model)
     if graphed:
         undone["vision_graphs"] = graphed_vision.drop_graphs_(model)
     return {name: layers for name, layers in undone.items() if layers}

@@ -4,8 +4,9 @@ A plan comes first: it names every layer that will be quantized and every one th
 with the reason, and all that can be wrong is found before anything changes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -41,8 +42,15 @@ class LinearPlan:
     left: dict[str, str]
 
 
-def plan_linear(model: nn.Module, ignored_layers: Sequence[str] = ()) -> LinearPlan:
-    """What to quantize in a model; it is an error if nothing is, or if something is already."""
+def plan_linear(
+    model: nn.Module,
+    ignored_layers: Sequence[str] = (),
+    kept: Mapping[str, str] = MappingProxyType({}),
+) -> LinearPlan:
+    """What to quantize in a model; it is an error if nothing is, or if something is already.
+
+    kept: layers that stay by what is known of the model, with the reason.
+    """
     places = _places(model)
     modules = {names[0]: model.get_submodule(names[0]) for names in places}
     if done := [name for name, module in modules.items() if isinstance(module, Fp8Linear)]:
@@ -58,9 +66,10 @@ def plan_linear(model: nn.Module, ignored_layers: Sequence[str] = ()) -> LinearP
     left = {n: _other_kind(m) for n, m in modules.items() if type(m) is not nn.Linear}
     named = {name: reason for name, reason in left.items() if reason is not None}
     plain = {name for name, module in modules.items() if type(module) is nn.Linear}
-    layers = [Layer(name, _index(name)) for name in modules if name in named or name in plain]
+    layers = [Layer(name, layer_index(name)) for name in modules if name in named or name in plain]
     ignored = {layer.name for layer in match_layers(ignored_layers, layers)}
     named |= {name: reason for name, reason in _defaults(model, modules) if name in plain}
+    named |= {name: reason for name, reason in kept.items() if name in plain}
     named |= dict.fromkeys(ignored, IGNORED)
     chosen = {names[0]: names for names in places if names[0] in plain and names[0] not in named}
     if not chosen:
@@ -206,6 +215,6 @@ def _kept_in_float32(module: nn.Module) -> Iterable[str]:
     return sorted(kept)
 
 
-def _index(name: str) -> int | None:
+def layer_index(name: str) -> int | None:
     """The first number among the components of a name: which layer or block it is in."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.formats import format_named
 from octavo.numerics.granularity import (
@@ -181,6 +181,17 @@ class Fp8Linear(Float32Buffers, nn.Linear):
                 f"{input_scale}"
             )
         self.input_scale.fill_(input_scale)
+
+    @torch.no_grad()
+    def take_(self, name: str, x: Tensor) -> None:
+        """Take one tensor of a state dict as it is and where it is: a layer may be made on meta."""
+        own = getattr(self, name) if name in self._buffers or name in self._parameters else None
+        if own is None:
+            raise CheckpointError(f"{self.label}: expected no {name}, got {list(x.shape)}")
+        if problem := self._objection(name, x, own.dtype):
+            raise CheckpointError(f"{self.label}: {name}: {problem}")
+        placed = x if name == "input_scale" else self._placed(name, x)
+        setattr(self, name, nn.Parameter(placed, False) if name == "bias" else placed)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] as the product sees it."""

@@ -1,0 +1,222 @@
+"""FP8 attention as an attention backend of diffusers.
+
+diffusers' backends are the members of a closed enum. Ours is appended to it, and set on the
+processors of single layers: never as the active backend, which every other model would take.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor, nn
+
+from octavo import ops
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.diffusers.masks import reduce_mask
+from octavo.integrations.linear import layer_index
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.granularity import PerHead, PerTensor
+from octavo.ops.check import check_fp8_device
+from octavo.patterns import Layer
+from octavo.recipe import AttentionSettings
+
+BACKEND = "octavo"
+_LABEL = "FP8 attention"
+# Where a processor keeps the backend that it had before.
+_PREVIOUS = "_octavo_previous_backend"
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention layers of a model that ask diffusers for a backend, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "processor", None), "_attention_backend")
+    }
+
+
+def find_others(model: nn.Module) -> dict[str, str]:
+    """The attention layers that ask for no backend, with the reason why they stay."""
+    others = {}
+    for name, module in model.named_modules():
+        processor = getattr(module, "processor", None)
+        if callable(processor) and not hasattr(processor, "_attention_backend"):
+            others[name] = f"{type(processor).__name__} asks for no backend"
+    return others
+
+
+def as_patterns_see(model: nn.Module) -> list[Layer]:
+    """The attention layers as `skip_layers` sees them."""
+    return [Layer(name, layer_index(name)) for name in find_layers(model)]
+
+
+def choose_layers(
+    model: nn.Module, settings: AttentionSettings, skip_layers: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The processors of the layers that `attach` changes, by name; raises whatever is wrong."""
+    if settings.scaling != "dynamic":
+        raise UnsupportedError(
+            f"attention: expected scaling 'dynamic' in diffusers, got {settings.scaling!r}"
+        )
+    layers = find_layers(model)
+    chosen = {name: layer for name, layer in layers.items() if name not in skip_layers}
+    if not chosen:
+        raise UnsupportedError(
+            "attention: expected attention layers that ask diffusers for a backend, got none in "
+            f"{type(model).__name__}"
+        )
+    processors: dict[str, Any] = {name: layer.processor for name, layer in layers.items()}
+    skipped = {id(processors[name]): name for name in layers.keys() - chosen.keys()}
+    for name in chosen:
+        _check_processor(name, processors[name], skipped.get(id(processors[name])))
+    return {name: processors[name] for name in chosen}
+
+
+def attach(
+    model: nn.Module,
+    settings: AttentionSettings,
+    *,
+    skip_layers: frozenset[str] = frozenset(),
+    promote_every: int | None = 1,
+) -> list[str]:
+    """Let a model's attention layers run in FP8; returns their names."""
+    chosen = choose_layers(model, settings, skip_layers)
+    member = register(settings, promote_every)
+    for processor in chosen.values():
+        if not hasattr(processor, _PREVIOUS):  # one processor may serve several layers
+            setattr(processor, _PREVIOUS, processor._attention_backend)
+        processor._attention_backend = member
+    return list(chosen)
+
+
+def _check_processor(name: str, processor: Any, skipped: str | None) -> None:
+    if skipped is not None:
+        raise UnsupportedError(
+            f"attention layer {name}: expected a processor of its own, got one that it shares with "
+            f"{skipped}, which is skipped: skip both or none"
+        )
+    if hasattr(processor, _PREVIOUS):
+        raise ConfigError(f"attention layer {name}: expected plain attention, got FP8 already")
+    if getattr(processor, "_parallel_config", None) is not None:
+        raise UnsupportedError(
+            f"attention layer {name}: expected attention on one device, got context parallelism"
+        )
+
+
+def detach(model: nn.Module) -> list[str]:
+    """Give the layers back the backends that they had; returns the names of the layers."""
+    names, processors = [], {}
+    for name, layer in find_layers(model).items():
+        processor: Any = layer.processor
+        if hasattr(processor, _PREVIOUS):
+            names.append(name)
+            processors[id(processor)] = processor
+    for processor in processors.values():
+        processor._attention_backend = getattr(processor, _PREVIOUS)
+        delattr(processor, _PREVIOUS)
+    return names
+
+
+def register(settings: AttentionSettings, promote_every: int | None = 1) -> AttentionBackendName:
+    """diffusers' backend for FP8 attention with these settings; made once for each of them.
+
+    A backend learns nothing of the layer that calls it: settings that are not the default have a
+    backend of their own.
+    """
+    name = BACKEND
+    if settings.granularity != "tensor":
+        name += f"_{settings.granularity}"
+    if promote_every != 1:
+        name += f"_promote_{promote_every or 'never'}"
+    member = _add_member(name)
+    if member not in _AttentionBackendRegistry._backends:
+        # diffusers drops what a backend's signature does not name. This one is given whatever any
+        # backend takes, and refuses what it cannot do.
+        known = set().union(*_AttentionBackendRegistry._supported_arg_names.values())
+        _AttentionBackendRegistry.register(member)(_make_backend(settings, promote_every))
+        _AttentionBackendRegistry._supported_arg_names[member] |= known
+    return member
+
+
+def _add_member(name: str) -> AttentionBackendName:
+    """The enum's member of this name, appended if it has none: diffusers has no other way in."""
+    if name in AttentionBackendName._value2member_map_:
+        return AttentionBackendName(name)
+    member: Any = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name.upper(), name
+    member._sort_order_ = len(AttentionBackendName._member_names_)
+    AttentionBackendName._member_names_.append(member._name_)
+    AttentionBackendName._member_map_[member._name_] = member
+    AttentionBackendName._value2member_map_[name] = member
+    return member
+
+
+def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Callable[..., Tensor]:
+    granularity = PerHead() if settings.granularity == "head" else PerTensor()
+
+    def octavo_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: object = None,
+        **others: object,
+    ) -> Tensor:
+        refused = {"return_lse": return_lse, "parallel_config": _parallel_config, **others}
+        _refuse(dropout_p, **refused)
+        _check_shapes(query, key, enable_gqa, is_causal, attn_mask is not None)
+        check_fp8_device(_LABEL, query.device, None)
+        reduced = None
+        if attn_mask is not None:
+            sizes = (query.shape[0], query.shape[1], key.shape[1])
+            reduced = reduce_mask(attn_mask.to(query.device), *sizes)
+        quantized = ops.quantize_qkv(
+            *(query, key, value),
+            granularity=granularity,
+            value_layout="transposed" if query.is_cuda else "rows",
+        )
+        spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)
+        out = ops.attention(
+            *(quantized.q, quantized.k, quantized.v, spec, quantized.scales),
+            key_mask=None if reduced is None else reduced.keys,
+            out_dtype=query.dtype,
+            value_layout=quantized.value_layout,
+        )
+        if reduced is not None and reduced.queries is not None:
+            out = torch.where(reduced.queries[:, :, None, None], out, 0.0)
+        return out
+
+    return octavo_attention
+
+
+def _refuse(dropout_p: float, **others: object) -> None:
+    """Raise for what was asked for and FP8 attention cannot do."""
+    if dropout_p:
+        raise UnsupportedError(f"{_LABEL}: expected dropout_p 0, got {dropout_p}")
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{_LABEL}: expected no {name}, got {value}")
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, enable_gqa: bool, is_causal: bool, has_mask: bool
+) -> None:
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        raise ConfigError(
+            f"{_LABEL}: expected as many KV heads as heads, or enable_gqa, got {key.shape[2]} and "
+            f"{query.shape[2]}"
+        )
+    if is_causal and has_mask:
+        raise UnsupportedError(f"{_LABEL}: expected is_causal or a mask, got both")
+    if is_causal and query.shape[1] != key.shape[1]:
+        # torch lines up the first query with the first key, octavo the last with the last.
+        raise UnsupportedError(
+            f"{_LABEL}: expected causal queries of the same tokens as the keys, got "
+            f"{query.shape[1]} queries and {key.shape[1]} keys"
+        )
