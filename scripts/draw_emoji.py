@@ -85,7 +85,7 @@ def draw(font: Any, character: str, size: int) -> np.ndarray[Any, Any]:
     return np.asarray(canvas)
 
 
-def draw_all(font_path: Path, names: dict[str, str]) -> dict[str, np.ndarray[Any, Any]]:
+def draw_all(font_path: Path, names: dict[str, str]) -> dict[str, Any]:
     """The arrays of the file, for these names and their characters."""
     from PIL import ImageFont
 

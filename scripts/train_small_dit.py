@@ -51,7 +51,7 @@ from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 
 # Few and narrow layers, for tests.
-TINY = {
+TINY: dict[str, Any] = {
     "num_layers": 1,
     "num_single_layers": 1,
     "attention_head_dim": 16,
@@ -110,8 +110,6 @@ class Run:
         self.model = self._make_model(words).to(settings.device)
         self.data = Pictures.make(**arrays, words=self.model.words, device=settings.device)
         self.average = copy.deepcopy(self.model)
-        for parameter in _parameters(self.average):
-            parameter.requires_grad_(False)
         self.loss = SmallImageLoss(self.model)
         self.parameters = _parameters(self.model)
         self.is_cuda = settings.device.startswith("cuda")
@@ -199,7 +197,8 @@ class Run:
             self.graph.replay()
             loss = self.last_loss.clone()
         keep = min(AVERAGE, self.step / (self.step + 9))
-        torch._foreach_lerp_(_parameters(self.average), self.parameters, 1 - keep)
+        with torch.no_grad():
+            torch._foreach_lerp_(_parameters(self.average), self.parameters, 1 - keep)
         return loss
 
     def _capture(self) -> None:
@@ -233,7 +232,7 @@ class Run:
         return evaluate(self.average, self.data, self.settings.eval_pictures, sheet)
 
 
-def _parameters(model: SmallImagePipeline) -> list[torch.nn.Parameter]:
+def _parameters(model: SmallImagePipeline) -> list[Tensor]:
     return [*model.transformer.parameters(), *model.words.parameters()]
 
 

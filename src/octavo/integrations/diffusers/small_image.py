@@ -74,7 +74,7 @@ def picture_ids(device: torch.device | str) -> Tensor:
 class WordEncoder(ModelMixin, ConfigMixin):  # type: ignore[misc]  # diffusers has no types
     """Learned vectors of words in the place of FLUX's text encoders."""
 
-    @register_to_config
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self, words: list[str], size: int = 128, max_words: int = MAX_WORDS) -> None:
         super().__init__()
         if not words or len({PAD, *words}) != len(words) + 1:
