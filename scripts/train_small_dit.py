@@ -60,6 +60,7 @@ TINY: dict[str, Any] = {
 }
 AVERAGE = 0.999  # what a step leaves of the moving average of the weights
 COMMAND = "python scripts/train_small_dit.py"
+SHEET = "contact_sheet.png"
 SHEET_COLUMNS, SHEET_ZOOM, CAPTION = 10, 3, 14  # caption: pixels below a picture
 
 
@@ -74,6 +75,7 @@ class Settings:
     names: int | None
     tiny: bool
     compile: bool
+    eager: bool
     device: str
     output: Path
     state: Path
@@ -188,7 +190,7 @@ class Run:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.done)))
         self.learning_rate.fill_(self.settings.learning_rate * warm_up * (0.01 + 0.99 * cosine))
         self.step += 1
-        if not self.is_cuda:
+        if self.settings.eager or not self.is_cuda:
             loss = self._learn()
         else:
             if self.graph is None:
@@ -225,11 +227,6 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         return loss.detach()
-
-    def evaluate(self) -> Score:
-        """The score of some held-out pictures, and a contact sheet of them."""
-        sheet = self.settings.state / "contact_sheet.png"
-        return evaluate(self.average, self.data, self.settings.eval_pictures, sheet)
 
 
 def _parameters(model: SmallImagePipeline) -> list[Tensor]:
@@ -285,7 +282,7 @@ def write_sheet(path: Path, pictures: Tensor, prompts: list[str]) -> None:
 def train(settings: Settings) -> Run:
     """Train until the steps or the minutes are over, writing progress and checkpoints."""
     settings.state.mkdir(parents=True, exist_ok=True)
-    run = Run(settings)
+    run, sheet = Run(settings), settings.state / SHEET
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("starting", total=1.0)
@@ -302,7 +299,7 @@ def train(settings: Settings) -> Run:
                 text = f"step {run.step}  loss {mean(losses):.4f}  {rate:.2f} steps/s"
                 progress.update(task, description=text, completed=min(1.0, run.done))
             if run.step % settings.eval_every == 0 or is_over:
-                found = run.evaluate()
+                found = evaluate(run.average, run.data, settings.eval_pictures, sheet)
                 run.save()
                 note(run, mean(losses), found)
                 progress.console.print(
@@ -346,8 +343,7 @@ def finish(run: Run) -> Measurement:
     settings = run.settings
     size = save_small_image_model(run.average, settings.output)
     loaded = load_small_image_model(settings.output).to(settings.device)
-    sheet = settings.state / "contact_sheet.png"
-    found = evaluate(loaded, run.data, settings.final_pictures, sheet)
+    found = evaluate(loaded, run.data, settings.final_pictures, settings.state / SHEET)
     record = Measurement(
         op="small_image_score",
         impl="bf16",
@@ -377,6 +373,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--names", type=int, help="use only the first ones")
     parser.add_argument("--tiny", action="store_true", help="a model too small to draw, for tests")
     parser.add_argument("--compile", action="store_true", help="the blocks, with torch.compile")
+    parser.add_argument("--eager", action="store_true", help="without a CUDA graph")
     parser.add_argument("--device", default=device)
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of the model")
     parser.add_argument("--state", type=Path, default=Path("build/small_dit"), help="folder")

@@ -100,6 +100,18 @@ def test_a_step_moves_weights_and_then_their_average(script, arguments):
     assert 0 < float(run.learning_rate) < run.settings.learning_rate  # still warming up
 
 
+@pytest.mark.gpu
+def test_a_cuda_graph_learns_from_new_pictures_in_each_step(script, arguments):
+    run = script.Run(script.parse([*arguments, "--steps", "1000", "--device", "cuda"]))
+    losses = [float(run.learn()) for _ in range(6)]
+    assert run.graph is not None and len(set(losses)) == 6
+    assert all(0.3 < loss < 3 for loss in losses)
+    now, average = run.model.transformer.proj_out.weight, run.average.transformer.proj_out.weight
+    assert 0 < average.norm() < now.norm()
+    eager = script.Run(script.parse([*arguments, "--device", "cuda", "--eager"]))
+    assert 0.3 < float(eager.learn()) < 3 and eager.graph is None
+
+
 def test_missing_pictures_are_named(script, tmp_path):
     with pytest.raises(ConfigError, match="draw_emoji.py"):
         script.read_data(tmp_path / "none.npz", None)
