@@ -156,13 +156,17 @@ class Fp8Linear(Float32Buffers, nn.Linear):
     def take_(self, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors by the names and in the shapes of a state dict, without a copy if they fit.
 
-        Unlike load_state_dict it needs no tensors of the same size before. ConfigError for one
-        that cannot be the layer's.
+        Unlike load_state_dict it needs no tensors of the same size before: a layer may be made on
+        meta. CheckpointError for one that cannot be the layer's.
         """
+        is_static, has_bias = self.settings.scaling == "static", self.bias is not None
+        known = {"weight": True, "weight_scale": True, "input_scale": is_static, "bias": has_bias}
         for name, x in tensors.items():
+            if not known.get(name):
+                raise CheckpointError(f"{self.label}: expected no {name}, got {list(x.shape)}")
             dtype = format_named(self.settings.format).dtype if name == "weight" else torch.float32
             if problem := self._objection(name, x, dtype):
-                raise ConfigError(f"{self.label}: {name}: {problem}")
+                raise CheckpointError(f"{self.label}: {name}: {problem}")
             placed = x if name == "input_scale" else self._placed(name, x)
             setattr(self, name, nn.Parameter(placed, False) if name == "bias" else placed)
 
@@ -183,16 +187,6 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self.input_scale.fill_(input_scale)
 
     @torch.no_grad()
-    def take_(self, name: str, x: Tensor) -> None:
-        """Take one tensor of a state dict as it is and where it is: a layer may be made on meta."""
-        own = getattr(self, name) if name in self._buffers or name in self._parameters else None
-        if own is None:
-            raise CheckpointError(f"{self.label}: expected no {name}, got {list(x.shape)}")
-        if problem := self._objection(name, x, own.dtype):
-            raise CheckpointError(f"{self.label}: {name}: {problem}")
-        placed = x if name == "input_scale" else self._placed(name, x)
-        setattr(self, name, nn.Parameter(placed, False) if name == "bias" else placed)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] as the product sees it."""
         quantized = Quantized(self.weight, self.weight_scale, self._product_granularity())

@@ -196,7 +196,7 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             return
         if leaf.endswith("_scale"):
             value = value.view(torch.float32)
-        layer.take_(leaf, value)
+        layer.take_({leaf: value})
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for name in sorted(self._fp8_names):
