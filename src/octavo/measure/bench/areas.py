@@ -58,8 +58,21 @@ AREAS = {
         ),
     ),
     "linear": Area(
-        sources=("layers/linear.py", "integrations/linear.py"),
-        tests=("layers/test_linear_gpu.py",),
+        sources=(
+            "layers/linear.py",
+            "integrations/linear.py",
+            "integrations/transformers/load_fp8.py",
+            "integrations/transformers/quantizer.py",
+        ),
+        tests=(
+            "layers/test_linear_gpu.py",
+            "integrations/transformers/test_load_fp8.py",
+            "integrations/transformers/test_quantizer.py",
+        ),
+    ),
+    "diffusion": Area(
+        sources=("integrations/diffusers/attention*.py", "integrations/diffusers/pipeline.py"),
+        tests=("integrations/diffusers/test_attention.py",),
     ),
     "engine": Area(
         sources=(
