@@ -199,6 +199,14 @@ def test_text_encoders(family, folder_of):
     run_transformer(pipe, family)
 
 
+def test_a_quantized_text_encoder_is_not_saved(folder_of, tmp_path):
+    pipe = load_pipeline(folder_of("wan"))
+    apply_(pipe, Recipe(text_encoder="fp8"))
+    with pytest.raises(UnsupportedError, match="text_encoder: expected plain weights to save"):
+        pipe.save_pretrained(tmp_path)
+    assert not list((tmp_path / "text_encoder").glob("*"))
+
+
 def test_patterns_match_in_one_of_the_components_that_share_them(folder_of):
     pipe = load_pipeline(folder_of("qwen_image"))
     recipe = Recipe(linear="fp8", text_encoder="fp8", ignored_layers=["txt_mlp", "down_proj"])

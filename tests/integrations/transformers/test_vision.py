@@ -352,7 +352,7 @@ def test_models_and_recipes_that_are_refused():
     with pytest.raises(UnsupportedError, match="got LlamaForCausalLM with LlamaAttention"):
         apply_(text, Recipe(vision_attention="fp8"))
     model, _ = make("vit")
-    with pytest.raises(UnsupportedError, match="got attention"):
+    with pytest.raises(UnsupportedError, match="attention: expected a transformer of diffusers"):
         apply_(model, Recipe(vision_attention="fp8", kv_cache="fp8", attention="fp8"))
     with pytest.raises(ConfigError, match="got an empty one"):
         apply_(model, Recipe())
