@@ -210,6 +210,7 @@ def test_throughput_without_records_says_nothing(tables, has_file, tmp_path):
     assert tables["throughput"](tmp_path) == ""
 
 
+@pytest.mark.slow
 def test_records_of_the_benchmarks_have_what_the_tables_want(tables, tmp_path):
     subject = open_subject(None, "tiny", dtype="float32", device="cpu", layers=1)
     rows = make_rows(["auto", "fp8"], subject)

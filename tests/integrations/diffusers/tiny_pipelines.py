@@ -8,6 +8,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -432,3 +433,9 @@ def run_pipeline(pipe: DiffusionPipeline, family: str, *, num_steps: int = 1) ->
         **FAMILIES[family].call,
     )
     return getattr(result, FAMILIES[family].result)
+
+
+def few(*quick):
+    """All families as parameters; those that are not named here are for `make test-slow`."""
+    assert set(quick) <= FAMILIES.keys()
+    return [pytest.param(f, marks=[] if f in quick else pytest.mark.slow) for f in FAMILIES]

@@ -37,6 +37,7 @@ def test_the_record_is_good_enough(record):
     assert (FOLDER / WEIGHTS).stat().st_size == record.values["weights_bytes"] <= 10_000_000
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_the_record(record):
     """The first of the record's questions are answered as well, within their sampling error."""
     questions = generated_questions(NUM_QUESTIONS)

@@ -95,7 +95,13 @@ def check(family, requests, completions):
         assert done.usage.completion_tokens == len(done.tokens)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others with `make test-slow`.
+QUICK = ("llama", "gpt_oss", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAMILIES]
+)
 @settings(max_examples=3)
 @given(data=st.data())
 def test_random_schedules(family, data):
