@@ -11,6 +11,8 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.bench import engine_check
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 QUICK = ["--config", "tiny-gpt-oss", "--num-prompts", "4", "--input-len", "20", "--output-len", "4"]
 
 

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 KERNEL = "octavo.kernels.append_kv.triton:_append_kernel"
 POINTERS = {f"{name}_ptr": "*bf16" for name in ("key", "value", "query", "out")}
 POINTERS |= {f"{name}_ptr": "*fp32" for name in ("cos", "sin", "key_scale", "value_scale")}

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 NAMES = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 STRIDES = [f"{x}_{of}_stride" for x in "qk" for of in ("batch", "token", "head")]
 STRIDES += [f"v_{of}_stride" for of in ("batch", "inner", "head")]

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 SIZES = [
     "num_jobs",
     "num_row_tiles",

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 FP8 = {"key_ptr": "*fp8e4nv", "value_ptr": "*fp8e4nv"}
 BF16 = {"key_ptr": "*bf16", "value_ptr": "*bf16"}
 BYTES = {"key_ptr": "*u8", "value_ptr": "*u8"}

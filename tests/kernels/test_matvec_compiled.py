@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 KERNEL = "octavo.kernels.matvec.triton:_matvec_kernel"
 POINTERS = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
 SIZES = {"num_columns": "i32", "depth": "i32", "row_stride": "i32"}

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 MODULE = "octavo.kernels.quantize.triton"
 POINTERS = {"x_ptr": "*bf16", "data_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 SIZES = {"num_rows": "i32", "num_columns": "i32", "row_stride": "i64"}

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 MODULE = "octavo.kernels.quantize_qkv.triton"
 PARTS = {f"{part}_ptr": "*bf16" for part in "qkv"}
 STRIDES = {f"{part}_{name}_stride": "i32" for part in "qkv" for name in ("batch", "token", "head")}

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 KERNEL = "octavo.kernels.rotate_qk.triton:_rotate_kernel"
 STRIDES = {f"{part}_{name}_stride": "i32" for part in "qk" for name in ("batch", "token", "head")}
 SIZES = {

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 MODULE = "octavo.kernels.scaled_mm.triton"
 SIZES = {"num_rows": "i32", "num_columns": "i32", "depth": "i32"}
 SIZES |= {"a_stride": "i32", "b_stride": "i32"}

@@ -20,7 +20,10 @@ from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E4
 from octavo.integrations.transformers import kv_cache  # noqa: E402
 from octavo.layers.decoder_attention import DecoderAttention  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:the model brings no scales")
+pytestmark = [
+    pytest.mark.slow,  # in CI with `make test-slow`: it takes its time
+    pytest.mark.filterwarnings("ignore:the model brings no scales"),
+]
 BOTH = {"rotate_keys": True, "center_keys": True}
 TOKEN, HEAD = {"granularity": "token"}, {"granularity": "head", "scaling": "static"}
 TENSOR = {"scaling": "static"}

@@ -13,6 +13,8 @@ from octavo.measure.bench.throughput import ThroughputCase, run_throughput
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 WORK = Workload(num_prompts=5, input_len=20, output_len=6, range_ratio=0.15)
 
 

@@ -25,6 +25,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 
 @pytest.fixture(scope="module")
 def reader():

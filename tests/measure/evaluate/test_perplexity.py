@@ -30,6 +30,8 @@ from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
 )
 from octavo.measure.evaluate.reading import Reading, window_losses  # noqa: E402
 
+pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
+
 WINDOWS = [make_prompts(1, 70, seed)["input_ids"][0] for seed in (1, 2, 3)]
 
 
