@@ -26,7 +26,7 @@ class OctavoConfig(QuantizationConfigMixin):
     `calibrate_linear` finds them; a saved model has them in its weights.
     """
 
-    quant_method = METHOD  # type: ignore[assignment]
+    quant_method = METHOD
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ WINDOW_COLUMNS = 256
 GROWTH, MIN_GROWTH_TOKENS = 32, 256
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class PagedLayer(CacheLayerMixin):
     """Pages of one layer: a range for each sequence, which grows, or a ring if it has a window.
 
     is_first: whether it keeps what all layers share. checks_room: whether it refuses more tokens
@@ -45,7 +45,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         checks_room: bool = False,
         max_length: int | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.attention, self.sequences = attention, sequences
         self.is_first, self.checks_room, self.max_length = is_first, checks_room, max_length
         self.window = attention.spec.window
@@ -56,7 +56,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.key_scale, self.value_scale = attention.key_scale, attention.value_scale
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
+    def is_compileable(self) -> bool:
         """Whether a compiled step may use the layer: a static one."""
         return self.max_length is not None
 

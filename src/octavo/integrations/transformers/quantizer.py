@@ -272,7 +272,10 @@ class _NamesInModel:
 
     def _rename(self, name: str) -> tuple[str, str | None]:
         prefix = self.model.base_model_prefix
-        return rename_source_key(name, self.renamings, self.converters, prefix, self.tensors)
+        found: tuple[str, str | None] = rename_source_key(
+            name, self.renamings, self.converters, prefix, self.tensors
+        )
+        return found
 
 
 def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -> None:

@@ -77,7 +77,7 @@ def find_windows(model: nn.Module) -> dict[str, int | None]:
     config: Any = decoder.config
     layers = DynamicCache(config=config).layers
     return {
-        name: getattr(layers[module.layer_idx], "sliding_window", None)  # type: ignore[index]
+        name: getattr(layers[module.layer_idx], "sliding_window", None)
         for name, module in found.items()
     }
 
