@@ -122,7 +122,6 @@ def test_uneven_batches_take_no_longer_than_even_ones():
     assert times[1] <= 1.05 * times[0]
 
 
-@pytest.mark.slow
 def test_a_very_large_batch(device):
     lengths = [(i * 7919) % 700 for i in range(5000)]
     settings = settings_of(lengths)
