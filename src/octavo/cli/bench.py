@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.cli.bench_diffusion import diffusion
 from octavo.cli.bench_encoder import encoder
 from octavo.cli.bench_generate import generate
 from octavo.cli.bench_latency import latency
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.measure.bench.precompile import Task
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
+app.command("diffusion")(diffusion)
 app.command("encoder")(encoder)
 app.command("generate")(generate)
 app.command("latency")(latency)

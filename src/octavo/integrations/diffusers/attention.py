@@ -129,7 +129,7 @@ def register(settings: AttentionSettings, promote_every: int | None = 1) -> Atte
         name += f"_{settings.granularity}"
     if promote_every != 1:
         name += f"_promote_{promote_every or 'never'}"
-    member = _add_member(name)
+    member = add_backend(name)
     if member not in _AttentionBackendRegistry._backends:
         # diffusers drops what a backend's signature does not name. This one is given whatever any
         # backend takes, and refuses what it cannot do.
@@ -139,7 +139,7 @@ def register(settings: AttentionSettings, promote_every: int | None = 1) -> Atte
     return member
 
 
-def _add_member(name: str) -> AttentionBackendName:
+def add_backend(name: str) -> AttentionBackendName:
     """The enum's member of this name, appended if it has none: diffusers has no other way in."""
     if name in AttentionBackendName._value2member_map_:
         return AttentionBackendName(name)

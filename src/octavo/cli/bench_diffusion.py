@@ -1,0 +1,110 @@
+"""octavo bench diffusion: one step of a diffusion transformer, in BF16 and in FP8."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.console import err, out
+from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.tables import print_table
+
+COLUMNS = (
+    *("recipe", "attention", "median_ms", "p20_ms", "p80_ms", "speedup", "peak_bytes_ratio"),
+    *("linear_relative_rms", "attention_relative_rms", "relative_rms"),
+)
+
+
+def diffusion(
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            help="Sizes, with commas between: flux.1-dev, qwen-image, wan2.2-14b, or tiny-flux, "
+            "tiny-qwen, tiny-wan (for a CPU). Weights are random. flux.1-dev on a GPU and "
+            "tiny-flux on a CPU if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    recipes: Annotated[
+        str,
+        typer.Option(
+            "--recipes",
+            help="Of bf16, linear, attention, linear+attention (FP8), linear-block (blocks of "
+            "128 x 128), with commas between; bf16 is the baseline and must be there.",
+        ),
+    ] = "bf16,linear,linear+attention",
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers", min=1, help="Only so many blocks of each kind.", show_default=False
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the blocks, in BF16 as in FP8.")
+    ] = True,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers",
+            help="Folder with FlashAttention-3's *.abi3.so: the baseline attends by whatever is "
+            "fastest, torch's own or these.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    output: RecordsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time one step of a diffusion transformer with random weights, in BF16 and in FP8.
+
+    The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
+    at hand. Layers of the first and the last block are first compared with those of the BF16 model
+    on the same inputs, and compiled models with themselves; a wrong one is not timed. The memory is
+    that of the weights and one step together.
+    """
+    from rich.progress import track
+
+    from octavo.kernels.device import default_device
+    from octavo.measure import store
+    from octavo.measure.bench.benchmark import Objection
+    from octavo.measure.bench.diffusion import StepCase, run_step
+    from octavo.measure.records import Measurement
+    from octavo.measure.report.tables import Table, from_records
+
+    device = default_device()
+    names = _split(config or ("tiny-flux" if device.capability is None else "flux.1-dev"))
+    chosen = tuple(_split(recipes))
+    cases = [StepCase(name, chosen, layers, compile) for name in names]
+    check_folder(output)
+    records: list[Measurement] = []
+    objections: list[Objection] = []
+    options = "" if layers is None else f" --layers {layers}"
+    options += "" if compile else " --no-compile"
+    options += "" if peers is None else " --peers FOLDER"  # whichever it was on this machine
+    for case in track(cases, description="measuring", console=err):
+        command = f"octavo bench diffusion --config {case.size} --recipes {','.join(chosen)}"
+        found, objected = run_step(case, device.torch_device, command + options, peers)
+        records += found
+        objections += objected
+        if output is not None:
+            store.append(output, found)
+    if as_json:
+        for record in records:
+            typer.echo(record.to_json())
+        return
+    for case in cases:
+        of_case = [r for r in records if r.case["model"] == case.size]
+        if of_case:
+            caption = f"{case.size}, {of_case[0].case['inputs']}; baseline: {of_case[0].baseline}"
+            print_table(from_records(of_case, caption=caption, columns=COLUMNS))
+    rows = dict.fromkeys((o.name, o.operands, o.reason) for o in objections)
+    if rows:
+        header = ("impl", "recipe", "why not")
+        print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
+    if output is not None:
+        out.print(f"Records: {output}", soft_wrap=True)
+
+
+def _split(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

@@ -1,0 +1,312 @@
+"""One step of a diffusion transformer: BF16 with its fastest attention beside FP8, all compiled.
+
+All who take part have the same weights and inputs. Before anyone is timed, linear and attention
+layers of some blocks are compared with the BF16 model's on the inputs that they have there, and the
+compiled model with itself before it was compiled. On a GPU each is timed after it has had the GPU
+to itself for a second.
+"""
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.brief import list_names
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.apply import apply_
+from octavo.integrations.diffusers import full_size
+from octavo.integrations.diffusers.attention import find_layers
+from octavo.kernels.device import describe
+from octavo.measure.bench import peer_impls
+from octavo.measure.bench.benchmark import Objection
+from octavo.measure.bench.timing import sample_in_turn_ms, sample_ms, sample_sustained_ms
+from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.numerics.error import relative_rms
+from octavo.recipe import Recipe
+
+BF16 = "bf16"
+RECIPES: Mapping[str, Recipe | None] = {
+    BF16: None,
+    "linear": Recipe(linear="fp8"),
+    "attention": Recipe(attention="fp8"),
+    "linear+attention": Recipe(linear="fp8", attention="fp8"),
+    "linear-block": Recipe(linear={"weight": "block 128x128"}),
+}
+LOAD_S, NUM_SAMPLES = 1.0, 7
+# Relative RMS against the same layer in BF16. Quantizing both operands of a product costs 0.037 on
+# normal values; an attention layer has up to two products and attention between them, in a row.
+MAX_LINEAR_ERROR, MAX_ATTENTION_ERROR = 0.057, 0.12
+# Compiling rounds elsewhere; more than this must be less than what FP8 itself costs.
+MAX_COMPILED_ERROR = 0.02
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One step of a model of this size, by these recipes.
+
+    num_layers: so many blocks of each kind; None is all.
+    """
+
+    size: str
+    recipes: tuple[str, ...] = (BF16, "linear", "linear+attention")
+    num_layers: int | None = None
+    is_compiled: bool = True
+
+    def __post_init__(self) -> None:
+        full_size.find_full_size(self.size)
+        unknown = [name for name in self.recipes if name not in RECIPES]
+        if unknown or BF16 not in self.recipes:
+            raise ConfigError(
+                f"expected {BF16} and recipes of {', '.join(RECIPES)}; got "
+                f"{', '.join(self.recipes) or 'none'}"
+            )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer of the BF16 model was given, and what it made of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+@dataclass(frozen=True)
+class _Truth:
+    result: Tensor
+    linear: Mapping[str, _Call]
+    attention: Mapping[str, _Call]
+
+
+@torch.no_grad()
+def run_step(
+    case: StepCase, device: torch.device, command: str, folder: Path | None = None
+) -> tuple[list[Measurement], list[Objection]]:
+    """The records of all recipes, the first the baseline; and who could not take part.
+
+    folder: may hold peers; the fastest BF16 attention at hand is that of the baseline, and of FP8
+    linear layers beside attention in BF16.
+    """
+    size = full_size.find_full_size(case.size)
+    plain = full_size.make_transformer(size, device, num_layers=case.num_layers)
+    inputs = full_size.make_inputs(size, device)
+    peers = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
+    with peer_impls.registered(folder, peers):
+        attention, objections = _fastest_attention(plain, inputs, ("native", "cudnn", *peers))
+        full_size.use_bf16_attention_(plain, attention)
+        truth = _truth(plain, inputs)
+        rows: list[tuple[str, dict[str, float]]] = []
+        for name in sorted(case.recipes, key=lambda name: name != BF16):
+            try:
+                rows.append((name, _measure(case, name, plain, inputs, truth)))
+            except UnsupportedError as error:
+                objections.append(Objection("diffusion_step", "octavo", name, str(error)))
+            _forget()
+    return _records(case, rows, attention, device, command), objections
+
+
+def _forget() -> None:
+    """Give up what compiling has kept of the last model: two of them may be all that fits."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _fastest_attention(
+    model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str]
+) -> tuple[str, list[Objection]]:
+    """The fastest BF16 attention for the first attention layer's own q, k and v."""
+    name, layer = next(iter(find_layers(model).items()))
+    call = _record(model, [name], inputs).calls[name]
+    device = next(model.parameters()).device
+    calls: dict[str, Callable[[], Any]] = {}
+    objections: list[Objection] = []
+    for candidate in names:
+        twin = copy.deepcopy(layer)
+        holder = nn.ModuleList([twin])
+        full_size.use_bf16_attention_(holder, candidate)
+        attend = partial(twin, *call.args, **call.kwargs)
+        try:
+            error = _error(attend(), call.result)
+        except (UnsupportedError, RuntimeError) as reason:
+            text = str(reason).splitlines()[0]
+            objections.append(Objection("diffusion_step", candidate, "BF16", text))
+            continue
+        if not error <= 0.02:
+            raise UnsupportedError(f"{candidate} is wrong: expected 0.02 at most, got {error:.3g}")
+        calls[candidate] = attend
+    if not calls:
+        reasons = [f"{o.name}: {o.reason}" for o in objections]
+        raise UnsupportedError(f"expected an attention that runs, got none: {list_names(reasons)}")
+    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
+    best = {name: min(ms) for name, ms in zip(calls, samples, strict=True)}
+    return min(best, key=lambda name: best[name]), objections
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    result: Tensor
+    calls: Mapping[str, _Call]
+
+
+def _record(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -> _Recorded:
+    """A pass of the model, and what the layers of these names were given and gave."""
+    calls: dict[str, _Call] = {}
+
+    def keep(name: str, args: Any, kwargs: Any, result: Any) -> None:
+        calls[name] = _Call(args, kwargs, result)
+
+    hooks = [
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, kwargs, result, name=name: keep(name, args, kwargs, result),
+            with_kwargs=True,
+        )
+        for name in names
+    ]
+    try:
+        result = model(**inputs)[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return _Recorded(result, calls)
+
+
+def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
+    """The BF16 model's own result, and its layers in the first and the last block."""
+    blocks = list(full_size.repeated_blocks(model))
+    some = {blocks[0], blocks[-1]}
+    inside = [n for n, _ in model.named_modules() if any(n.startswith(f"{b}.") for b in some)]
+    linear = [n for n in inside if isinstance(model.get_submodule(n), nn.Linear)]
+    attention = [n for n in inside if n in find_layers(model)]
+    seen = _record(model, [*linear, *attention], inputs)
+    return _Truth(
+        seen.result,
+        {n: seen.calls[n] for n in linear if n in seen.calls},
+        {n: seen.calls[n] for n in attention if n in seen.calls},
+    )
+
+
+def _measure(
+    case: StepCase, name: str, plain: nn.Module, inputs: Mapping[str, Any], truth: _Truth
+) -> dict[str, float]:
+    """Check one recipe, then time it."""
+    recipe, device = RECIPES[name], truth.result.device
+    model: Any = copy.deepcopy(plain)
+    if recipe is not None:
+        apply_(model, recipe)
+    values = _check(name, model, truth)
+    eager = model(**inputs)[0]
+    values["relative_rms"] = relative_rms(eager, truth.result)
+    call = partial(model, **inputs)
+    if case.is_compiled:
+        model.compile_repeated_blocks(fullgraph=True)
+        compiled = relative_rms(call()[0], eager)
+        limit = max(MAX_COMPILED_ERROR, values["relative_rms"])
+        if not compiled <= limit:
+            raise UnsupportedError(
+                f"{name} compiled is wrong: expected what it is without, with a relative error of "
+                f"at most {limit:.3g}, got {compiled:.3g}"
+            )
+        values["compiled_relative_rms"] = compiled
+    del eager
+    return values | _memory(model, call) | _sample(call, device)
+
+
+def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:
+    """The worst errors of linear and of attention layers; raises if one is wrong."""
+    kinds = (("linear", truth.linear, MAX_LINEAR_ERROR),)
+    kinds += (("attention", truth.attention, MAX_ATTENTION_ERROR),)
+    values = {}
+    for kind, calls, limit in kinds:
+        errors = {
+            layer: _error(model.get_submodule(layer)(*call.args, **call.kwargs), call.result)
+            for layer, call in calls.items()
+        }
+        bad = [f"{layer} {error:.3g}" for layer, error in errors.items() if not error <= limit]
+        if bad or not errors:
+            raise UnsupportedError(
+                f"{name} is wrong: expected {kind} layers with a relative error of at most "
+                f"{limit}, got {list_names(bad) or 'no layers'}"
+            )
+        values[f"{kind}_relative_rms"] = max(errors.values())
+    return values
+
+
+def _error(actual: Any, expected: Any) -> float:
+    """The worst relative RMS of one result, or of several in a tuple."""
+    if isinstance(expected, Tensor):
+        return relative_rms(actual, expected)
+    pairs = [(a, b) for a, b in zip(actual, expected, strict=True) if isinstance(b, Tensor)]
+    errors = [relative_rms(a, b) for a, b in pairs]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:
+    """Bytes of the weights, and the most that a step needs with them."""
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    weights = float(sum(t.numel() * t.element_size() for t in tensors.values()))
+    if not next(model.parameters()).is_cuda:
+        return {"weight_bytes": weights}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    peak = weights + torch.cuda.max_memory_allocated() - before
+    return {"weight_bytes": weights, "peak_bytes": peak}
+
+
+def _sample(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return timing(sample_ms(call, device, warmup_ms=0.0, budget_ms=0.0, min_samples=3))
+    load = sample_sustained_ms(call, load_s=LOAD_S, num_samples=NUM_SAMPLES)
+    return timing(load.samples_ms) | {"sm_mhz": load.sm_mhz, "watts": load.watts}
+
+
+def _records(
+    case: StepCase,
+    rows: Sequence[tuple[str, dict[str, float]]],
+    attention: str,
+    device: torch.device,
+    command: str,
+) -> list[Measurement]:
+    described, size = describe(device), full_size.find_full_size(case.size)
+    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    baseline = dict(rows)[BF16]
+    records = []
+    for name, values in rows:
+        recipe = RECIPES[name]
+        has_fp8_attention = recipe is not None and recipe.attention is not None
+        about: dict[str, Scalar] = {
+            "model": case.size,
+            "weights": "random",
+            "inputs": size.about,
+            "layers": "all" if case.num_layers is None else case.num_layers,
+            "recipe": name,
+            "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
+            "compiled": case.is_compiled,
+        }
+        values = values | {"speedup": baseline["median_ms"] / values["median_ms"]}
+        for part in ("peak", "weight"):
+            if f"{part}_bytes" in values:
+                ratio = values[f"{part}_bytes"] / baseline[f"{part}_bytes"]
+                values[f"{part}_bytes_ratio"] = ratio
+        records.append(
+            Measurement(
+                op="diffusion_step",
+                impl="diffusers" if recipe is None else "octavo",
+                case=about,
+                values=values,
+                machine=machine,
+                command=command,
+                baseline=f"diffusers BF16, {attention}" + ", compiled" * case.is_compiled,
+            )
+        )
+    return records

@@ -1,0 +1,100 @@
+"""One step of a diffusion transformer: who takes part, what is checked, what records say."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from octavo.errors import ConfigError
+from octavo.integrations.diffusers import full_size
+from octavo.layers.linear import Fp8Linear
+from octavo.measure.bench import diffusion
+from octavo.measure.bench.diffusion import StepCase, run_step
+
+CPU = torch.device("cpu")
+EAGER = StepCase("tiny-flux", ("bf16", "linear+attention"), is_compiled=False)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion, "_sample", lambda *_: {"median_ms": 1.0})
+
+
+def test_records_name_the_baseline_and_the_errors() -> None:
+    records, objections = run_step(EAGER, CPU, "octavo bench diffusion")
+    plain, fp8 = records
+    assert [r.case["recipe"] for r in records] == ["bf16", "linear+attention"]
+    assert (plain.impl, fp8.impl) == ("diffusers", "octavo")
+    assert fp8.baseline == "diffusers BF16, native"
+    assert fp8.case["attention"] == "octavo FP8" and plain.case["attention"] == "native BF16"
+    assert plain.values["relative_rms"] == 0 < fp8.values["relative_rms"]
+    assert 0.01 < fp8.values["linear_relative_rms"] <= diffusion.MAX_LINEAR_ERROR
+    assert 0.01 < fp8.values["attention_relative_rms"] <= diffusion.MAX_ATTENTION_ERROR
+    assert fp8.values["weight_bytes_ratio"] < 0.95
+    assert {o.name for o in objections} == {"cudnn"}
+
+
+def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Fp8Linear.forward
+    monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: 1.1 * forward(self, x))
+    records, objections = run_step(EAGER, CPU, "octavo bench diffusion")
+    assert [r.case["recipe"] for r in records] == ["bf16"]
+    assert "linear layers with a relative error" in objections[-1].reason
+
+
+def test_attention_that_sees_nothing_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(result: Any) -> Any:
+        return 0 * result if isinstance(result, torch.Tensor) else [0 * x for x in result]
+
+    def apply_and_blind(model: Any, recipe: Any) -> None:
+        for layer in full_size.find_layers(model).values():
+            forward = layer.forward
+            layer.forward = lambda *a, _forward=forward, **k: nothing(_forward(*a, **k))
+
+    monkeypatch.setattr(diffusion, "apply_", apply_and_blind)
+    case = replace(EAGER, recipes=("bf16", "attention"))
+    records, objections = run_step(case, CPU, "octavo bench diffusion")
+    assert len(records) == 1 and "attention layers" in objections[-1].reason
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("size", ["tiny-flux", "tiny-qwen", "tiny-wan"])
+def test_compiled_models_are_themselves(size: str) -> None:
+    case = StepCase(size, ("bf16", "linear"), num_layers=2)
+    records, _ = run_step(case, CPU, "octavo bench diffusion")
+    assert len(records) == 2
+    assert all(r.values["compiled_relative_rms"] < 0.02 for r in records)
+    assert records[1].case["layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "recipes"), [("flux", ("bf16",)), ("tiny-flux", ("linear",)), ("tiny-flux", ("fp8",))]
+)
+def test_unknown_sizes_and_recipes_raise(size: str, recipes: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        StepCase(size, recipes)
+
+
+def test_what_a_class_keeps_in_float32_stays() -> None:
+    size = full_size.find_full_size("tiny-wan")
+    model = full_size.make_transformer(size, CPU)
+    kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert kinds["scale_shift_table"] == kinds["blocks.0.norm2.weight"] == torch.float32
+    assert kinds["blocks.0.attn1.to_q.weight"] == torch.bfloat16
+
+
+def test_full_sizes_have_the_tokens_that_they_say() -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(shape)
+
+    flux = full_size.FULL_SIZES["flux.1-dev"].make_inputs(draw)
+    assert flux["hidden_states"].shape[1] + flux["encoder_hidden_states"].shape[1] == 4608
+    frames, height, width = (
+        full_size.FULL_SIZES["wan2.2-14b"].make_inputs(draw)["hidden_states"].shape[2:]
+    )
+    assert frames * height * width // 4 == 75600
