@@ -478,3 +478,12 @@ def test_tensors_that_a_layer_does_not_take(name, x, message):
     made = Fp8Linear(64, 48, LinearSettings(), bias=False, device="meta")
     with pytest.raises(CheckpointError, match=message):
         made.take_({name: x})
+
+
+def test_a_name_is_read_only_to_raise():
+    """What torch.compile sees read it compiles again for: each layer has another label."""
+    layer = Fp8Linear.from_linear(torch.nn.Linear(32, 32), LinearSettings(), name="one")
+    x = torch.randn(3, 32)
+    expected = layer(x)
+    del layer.label, layer.name
+    assert torch.equal(layer(x), expected)

@@ -19,7 +19,7 @@ from octavo.numerics.granularity import (
 )
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.scales import amax_to_scale, finite_amax
-from octavo.ops.check import FLOAT_DTYPES, check_float, check_fp8_device
+from octavo.ops.check import FLOAT_DTYPES, check_float, check_fp8_device, fp8_objection
 from octavo.recipe import LinearSettings
 
 # What FP8 matrix products read at once; other sizes would leave the fast implementations.
@@ -230,7 +230,8 @@ class Fp8Linear(Float32Buffers, nn.Linear):
             raise ConfigError(
                 f"{self.label}: expected x [..., {self.in_features}], got {list(x.shape)}"
             )
-        if self.activation is not None:
+        # torch.compile compiles a layer again for each label that it reads: only to raise.
+        if self.activation is not None and self.impl is None and fp8_objection(x.device):
             check_fp8_device(self.label, x.device, self.impl, instead=WITHOUT_FP8)
 
     def _product_granularity(self) -> Granularity:

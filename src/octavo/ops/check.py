@@ -42,12 +42,13 @@ def check_fp8_device(
     name: what the error calls the layer. impl: an implementation asked for by name decides itself.
     instead: what the error says to do.
     """
-    objection = None if impl is not None else _fp8_objection(device)
+    objection = None if impl is not None else fp8_objection(device)
     if objection is not None:
         raise UnsupportedError(f"{name}: {objection}: {instead}")
 
 
-def _fp8_objection(device: torch.device) -> str | None:
+def fp8_objection(device: torch.device) -> str | None:
+    """Why FP8 would be left to the reference on a device; None if it would not."""
     found = describe(device)
     # A CPU has none: there the reference is the only path, and no surprise.
     if found.capability is None or found.capability >= MIN_FP8_CAPABILITY:
@@ -58,7 +59,7 @@ def _fp8_objection(device: torch.device) -> str | None:
 
 # torch.compile asks once, while it traces, and need not look inside. This is all that its decorator
 # assume_constant_result does, which would import the whole compiler here.
-_fp8_objection._dynamo_marked_constant = True  # type: ignore[attr-defined]
+fp8_objection._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_attention_impl(

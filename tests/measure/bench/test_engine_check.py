@@ -96,6 +96,27 @@ def test_linear_layers_are_part_of_the_model(config):
     assert 0.01 < errors["linear_rms"] < engine_check.MAX_LINEAR_ERROR
 
 
+def test_what_linear_layers_round_counts(monkeypatch):
+    subject = subject_of("tiny", "auto")
+    (row,) = make_rows(["fp8+linear"], subject)
+    errors = check_row(subject, row, SETTINGS)
+    assert 0.01 < errors["linear_rounding"] < 0.1
+    monkeypatch.setattr(engine_check, "_linear_rounding", lambda *_: 0.3)
+    monkeypatch.setattr(engine_check, "_relative_error", lambda *_: 0.4611)
+    with pytest.raises(UnsupportedError, match=r"within 0\.460\d* standard"):  # √(0.18² + 2 · 0.3²)
+        check_row(subject, row, SETTINGS)
+    monkeypatch.setattr(engine_check, "_relative_error", lambda *_: 0.459)
+    assert check_row(subject, row, SETTINGS)["relative_rms"] == 0.459
+
+
+def test_attention_that_is_zero_beside_linear_layers(monkeypatch):
+    monkeypatch.setattr(DecoderAttention, "decode", lambda self, q, *a, **k: torch.zeros_like(q))
+    subject = subject_of("tiny", "auto")
+    (row,) = make_rows(["fp8+linear"], subject)
+    with pytest.raises(UnsupportedError, match="is wrong: expected log-probabilities within"):
+        check_row(subject, row, SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("factor", "message"),
     [

@@ -95,15 +95,18 @@ def check_row(
 ) -> dict[str, float]:
     """The errors of an engine of this row, before any time goes into it; raises if it is wrong.
 
-    relative_rms: as `judge` finds it. linear_rms: as `judge_linear` does, if linear layers are FP8.
+    relative_rms: as `judge` finds it. If linear layers are FP8, linear_rms, as `judge_linear` finds
+    it, and linear_rounding, what they cost the logits.
     """
     with open_engine(subject, row, settings) as engine:
         answers = ask(engine, subject.vocab_size)
         own = replace(subject, model=engine.model)
-    errors = {"relative_rms": judge(own, row, answers, plain_error)}
-    if row.recipe.linear is not None:
-        errors["linear_rms"] = judge_linear(subject, own, row, answers[0])
-    return errors
+    if row.recipe.linear is None:
+        return {"relative_rms": judge(own, row, answers, plain_error)}
+    linear_rms = judge_linear(subject, own, row, answers[0])
+    rounding = max(_linear_rounding(subject.model, own.model, answer) for answer in answers)
+    error = judge(own, row, answers, plain_error, rounding)
+    return {"relative_rms": error, "linear_rms": linear_rms, "linear_rounding": rounding}
 
 
 @torch.no_grad()
@@ -112,11 +115,14 @@ def judge(
     row: EngineRow,
     answers: Sequence[Answer],
     plain_error: float | None = None,
+    linear_rounding: float = 0.0,
 ) -> float:
     """How far log-probabilities are from the stock model's at most; raises if they are wrong.
 
     Runs the model as transformers has it: after the engine was closed. plain_error: of a row with
-    keys and values as they are, in the same dtype.
+    keys and values as they are, in the same dtype. linear_rounding: what FP8 in the model's own
+    linear layers costs, in the same unit. Where the engine's values differ by as much as a rounding
+    step, its layers round otherwise than the model's, and two such costs lie between them.
     """
     model = subject.model
     is_exact = model.dtype == torch.float32 and row.is_plain
@@ -126,6 +132,8 @@ def judge(
         limit = MAX_ERROR[fmt]
         if plain_error is not None:
             limit = min(max(limit, TIMES_PLAIN[fmt] * plain_error), max(limit, HIGHEST))
+    if not is_exact:
+        limit = math.hypot(limit, math.sqrt(2) * linear_rounding)
     worst = 0.0
     for answer in answers:
         tokens = answer.completion.tokens
@@ -195,6 +203,14 @@ def _relative_error(model: Any, answer: Answer) -> float:
     truth = logits.log_softmax(-1).gather(1, tokens.to(logits.device)).cpu()
     spread = logits.std(-1).cpu()[:, None]
     return float(((own - truth) / spread).square().mean().sqrt())
+
+
+@torch.no_grad()
+def _linear_rounding(plain: Any, own: Any, answer: Answer) -> float:
+    """How far the logits of a model with FP8 layers are from those of the plain one."""
+    truth, rounded = _logits(plain, answer), _logits(own, answer)
+    difference = rounded.log_softmax(-1) - truth.log_softmax(-1)
+    return float((difference / truth.std(-1, keepdim=True)).square().mean().sqrt())
 
 
 def _logits(model: Any, answer: Answer) -> torch.Tensor:
