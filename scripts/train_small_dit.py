@@ -106,6 +106,8 @@ class Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         torch.set_float32_matmul_precision("high")
+        # Its gradient fails for these lengths (cuDNN 9.19, H200: an illegal memory access).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch.manual_seed(settings.seed)
         arrays = read_data(settings.data, settings.names)
         words = vocabulary(arrays["names"], arrays["sizes"])

@@ -101,6 +101,7 @@ def test_a_step_moves_weights_and_then_their_average(script, arguments):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # autocast's norms
 def test_a_cuda_graph_learns_from_new_pictures_in_each_step(script, arguments):
     run = script.Run(script.parse([*arguments, "--steps", "1000", "--device", "cuda"]))
     losses = [float(run.learn()) for _ in range(6)]
