@@ -1,6 +1,7 @@
 """Triton kernels run in its interpreter where there is no GPU, with its arithmetic put right."""
 
 import os
+import re
 import warnings
 
 import numpy as np
@@ -24,6 +25,29 @@ DTYPES = {
     tl.float32: torch.float32,
 }
 convert_float = interpreter._convert_float
+# Cases that take the interpreter long and have a smaller sibling: slow where there is no GPU.
+LONG_CASES = re.compile(
+    r"""
+    test_attention.py::test_lengths\[(batch|q_len=130|q_len=63|q_len=129-torch.bfloat16)
+    | test_attention.py::test_packed\[q_lens=\(65
+    | test_attention.py::test_packed\[.*-token\]
+    | test_attention.py::test_scales\[(2|None|1-head)
+    | test_prefill.py::test_pages\[(head_major-(32|128)|token_major-(16|128))
+    | test_prefill.py::test_scales_and_dtypes\[torch.float8_(e5m2|e4m3fn-head)
+    | test_quantize_qkv.py::test_padding_is_not_looked_at\[(1|16|37)-
+    | test_quantize_qkv.py::test_histories_go_round\[head
+    | test_quantize_qkv.py::test_rotary\[.*-head
+    | test_matvec.py::test_(columns|depths)\[\d+-(2049|2880)
+    """,
+    re.VERBOSE,
+)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if LONG_CASES.search(item.nodeid):
+                item.add_marker(pytest.mark.slow)
 
 
 def convert(data, source, target, rounding_mode):
