@@ -10,7 +10,16 @@ from octavo.cli.options import AsJson, RecordsFile, check_folder
 from octavo.cli.tables import print_table
 
 COLUMNS = (
-    *("recipe", "attention", "median_ms", "p20_ms", "p80_ms", "speedup", "peak_bytes_ratio"),
+    *(
+        "recipe",
+        "graphs",
+        "attention",
+        "median_ms",
+        "p20_ms",
+        "p80_ms",
+        "speedup",
+        "peak_bytes_ratio",
+    ),
     *("linear_relative_rms", "attention_relative_rms", "relative_rms"),
 )
 
@@ -43,6 +52,13 @@ def diffusion(
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the blocks, in BF16 as in FP8.")
     ] = True,
+    graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="By CUDA graphs as well, in BF16 as in FP8; the default on a GPU.",
+        ),
+    ] = None,
     peers: Annotated[
         Path | None,
         typer.Option(
@@ -59,9 +75,9 @@ def diffusion(
     """Time one step of a diffusion transformer with random weights, in BF16 and in FP8.
 
     The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
-    at hand. Layers of the first and the last block are first compared with those of the BF16 model
-    on the same inputs, and compiled models with themselves; a wrong one is not timed. The memory is
-    that of the weights and one step together.
+    at hand, with or without CUDA graphs. Layers of the first and the last block are first compared
+    with those of the BF16 model on the same inputs, and compiled models with themselves; a wrong
+    one is not timed. The memory is that of the weights and one step together.
     """
     from rich.progress import track
 
@@ -75,12 +91,14 @@ def diffusion(
     device = default_device()
     names = _split(config or ("tiny-flux" if device.capability is None else "flux.1-dev"))
     chosen = tuple(_split(recipes))
-    cases = [StepCase(name, chosen, layers, compile) for name in names]
+    by_graphs = device.capability is not None if graphs is None else graphs
+    cases = [StepCase(name, chosen, layers, compile, by_graphs) for name in names]
     check_folder(output)
     records: list[Measurement] = []
     objections: list[Objection] = []
     options = "" if layers is None else f" --layers {layers}"
     options += "" if compile else " --no-compile"
+    options += "" if graphs is None else f" --{'' if graphs else 'no-'}graphs"
     options += "" if peers is None else " --peers FOLDER"  # whichever it was on this machine
     for case in track(cases, description="measuring", console=err):
         command = f"octavo bench diffusion --config {case.size} --recipes {','.join(chosen)}"

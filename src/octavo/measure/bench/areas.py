@@ -71,8 +71,15 @@ AREAS = {
         ),
     ),
     "diffusion": Area(
-        sources=("integrations/diffusers/attention*.py", "integrations/diffusers/pipeline.py"),
-        tests=("integrations/diffusers/test_attention.py",),
+        sources=(
+            "integrations/diffusers/attention*.py",
+            "integrations/diffusers/pipeline.py",
+            "integrations/diffusers/step_graphs.py",
+        ),
+        tests=(
+            "integrations/diffusers/test_attention.py",
+            "integrations/diffusers/test_step_graphs.py",
+        ),
     ),
     "engine": Area(
         sources=(

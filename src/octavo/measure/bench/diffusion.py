@@ -23,6 +23,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.diffusers import full_size
 from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.step_graphs import use_step_graphs_
 from octavo.kernels.device import describe
 from octavo.measure.bench import peer_impls
 from octavo.measure.bench.benchmark import Objection
@@ -45,19 +46,22 @@ LOAD_S, NUM_SAMPLES = 1.0, 7
 MAX_LINEAR_ERROR, MAX_ATTENTION_ERROR = 0.057, 0.12
 # Compiling rounds elsewhere; more than this must be less than what FP8 itself costs.
 MAX_COMPILED_ERROR = 0.02
+# A replay runs the same kernels; cuBLAS may have another workspace.
+MAX_GRAPH_ERROR = 0.005
 
 
 @dataclass(frozen=True)
 class StepCase:
     """One step of a model of this size, by these recipes.
 
-    num_layers: so many blocks of each kind; None is all.
+    num_layers: so many blocks of each kind; None is all. use_graphs: by CUDA graphs as well.
     """
 
     size: str
     recipes: tuple[str, ...] = (BF16, "linear", "linear+attention")
     num_layers: int | None = None
     is_compiled: bool = True
+    use_graphs: bool = False
 
     def __post_init__(self) -> None:
         full_size.find_full_size(self.size)
@@ -85,15 +89,24 @@ class _Truth:
     attention: Mapping[str, _Call]
 
 
+@dataclass(frozen=True)
+class _Row:
+    recipe: str
+    is_graph: bool
+    values: dict[str, float]
+
+
 @torch.no_grad()
 def run_step(
     case: StepCase, device: torch.device, command: str, folder: Path | None = None
 ) -> tuple[list[Measurement], list[Objection]]:
-    """The records of all recipes, the first the baseline; and who could not take part.
+    """The records of all recipes, the fastest in BF16 the baseline; and who could not take part.
 
     folder: may hold peers; the fastest BF16 attention at hand is that of the baseline, and of FP8
     linear layers beside attention in BF16.
     """
+    if case.use_graphs and device.type != "cuda":
+        raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got {device}")
     size = full_size.find_full_size(case.size)
     plain = full_size.make_transformer(size, device, num_layers=case.num_layers)
     inputs = full_size.make_inputs(size, device)
@@ -102,10 +115,10 @@ def run_step(
         attention, objections = _fastest_attention(plain, inputs, ("native", "cudnn", *peers))
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)
-        rows: list[tuple[str, dict[str, float]]] = []
+        rows: list[_Row] = []
         for name in sorted(case.recipes, key=lambda name: name != BF16):
             try:
-                rows.append((name, _measure(case, name, plain, inputs, truth)))
+                rows += _measure(case, name, plain, inputs, truth)
             except UnsupportedError as error:
                 objections.append(Objection("diffusion_step", "octavo", name, str(error)))
             _forget()
@@ -195,34 +208,48 @@ def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
 
 def _measure(
     case: StepCase, name: str, plain: nn.Module, inputs: Mapping[str, Any], truth: _Truth
-) -> dict[str, float]:
-    """Check one recipe, then time it."""
+) -> list[_Row]:
+    """Check one recipe, then time it, by graphs as well if they are asked for."""
     recipe, device = RECIPES[name], truth.result.device
     model: Any = copy.deepcopy(plain)
     if recipe is not None:
         apply_(model, recipe)
     values = _check(name, model, truth)
-    eager = model(**inputs)[0]
-    values["relative_rms"] = relative_rms(eager, truth.result)
     call = partial(model, **inputs)
+    result = call()[0]
+    values["relative_rms"] = relative_rms(result, truth.result)
     if case.is_compiled:
         model.compile_repeated_blocks(fullgraph=True)
-        compiled = relative_rms(call()[0], eager)
         limit = max(MAX_COMPILED_ERROR, values["relative_rms"])
-        if not compiled <= limit:
-            raise UnsupportedError(
-                f"{name} compiled is wrong: expected what it is without, with a relative error of "
-                f"at most {limit:.3g}, got {compiled:.3g}"
-            )
-        values["compiled_relative_rms"] = compiled
-    del eager
-    return values | _memory(model, call) | _sample(call, device)
+        compiled = call()[0]
+        values["compiled_relative_rms"] = _checked(f"{name} compiled", compiled, result, limit)
+        result = compiled
+    rows = [_Row(name, False, values | _memory(model, call) | _sample(call, device))]
+    if case.use_graphs:
+        use_step_graphs_(model)
+        replayed = _checked(f"{name} by graphs", call()[0], result, MAX_GRAPH_ERROR)
+        own = values | {"graph_relative_rms": replayed}
+        rows.append(_Row(name, True, own | _sample(call, device)))
+    return rows
+
+
+def _checked(what: str, actual: Tensor, expected: Tensor, limit: float) -> float:
+    """The relative error of a result that should be another's; raises if it is not."""
+    error = relative_rms(actual, expected)
+    if not error <= limit:
+        raise UnsupportedError(
+            f"{what} is wrong: expected what it is without, with a relative error of at most "
+            f"{limit:.3g}, got {error:.3g}"
+        )
+    return error
 
 
 def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:
     """The worst errors of linear and of attention layers; raises if one is wrong."""
-    kinds = (("linear", truth.linear, MAX_LINEAR_ERROR),)
-    kinds += (("attention", truth.attention, MAX_ATTENTION_ERROR),)
+    kinds = [
+        ("linear", truth.linear, MAX_LINEAR_ERROR),
+        ("attention", truth.attention, MAX_ATTENTION_ERROR),
+    ]
     values = {}
     for kind, calls, limit in kinds:
         errors = {
@@ -272,32 +299,39 @@ def _sample(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 def _records(
     case: StepCase,
-    rows: Sequence[tuple[str, dict[str, float]]],
+    rows: Sequence[_Row],
     attention: str,
     device: torch.device,
     command: str,
 ) -> list[Measurement]:
     described, size = describe(device), full_size.find_full_size(case.size)
     machine = Machine.current(gpu=described.gpu, capability=described.capability)
-    baseline = dict(rows)[BF16]
+    in_bf16 = [row for row in rows if row.recipe == BF16]
+    if not in_bf16:
+        return []
+    fastest = min(in_bf16, key=lambda row: row.values["median_ms"])
+    told = [f"diffusers BF16, {attention}", *(["compiled"] if case.is_compiled else [])]
+    told += ["by graphs"] if fastest.is_graph else []
+    plain = in_bf16[0].values  # without graphs: what they keep is no part of a model
     records = []
-    for name, values in rows:
-        recipe = RECIPES[name]
+    for row in rows:
+        recipe = RECIPES[row.recipe]
         has_fp8_attention = recipe is not None and recipe.attention is not None
         about: dict[str, Scalar] = {
             "model": case.size,
             "weights": "random",
             "inputs": size.about,
             "layers": "all" if case.num_layers is None else case.num_layers,
-            "recipe": name,
+            "recipe": row.recipe,
             "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
             "compiled": case.is_compiled,
+            "graphs": row.is_graph,
         }
-        values = values | {"speedup": baseline["median_ms"] / values["median_ms"]}
-        for part in ("peak", "weight"):
-            if f"{part}_bytes" in values:
-                ratio = values[f"{part}_bytes"] / baseline[f"{part}_bytes"]
-                values[f"{part}_bytes_ratio"] = ratio
+        values = dict(row.values)
+        values["speedup"] = fastest.values["median_ms"] / values["median_ms"]
+        for part in ("peak_bytes", "weight_bytes"):
+            if part in values:
+                values[f"{part}_ratio"] = values[part] / plain[part]
         records.append(
             Measurement(
                 op="diffusion_step",
@@ -306,7 +340,7 @@ def _records(
                 values=values,
                 machine=machine,
                 command=command,
-                baseline=f"diffusers BF16, {attention}" + ", compiled" * case.is_compiled,
+                baseline=", ".join(told),
             )
         )
     return records

@@ -1,0 +1,163 @@
+"""Diffusion transformers that run by CUDA graphs: a step without a launch of each kernel.
+
+A step of FP8 layers is many short kernels, and the host may need longer to launch them than the GPU
+to run them. Steps of one generation have the same shapes, so one capture serves them all. As
+`use_graphs_` does for vision towers, a forward is put on the instance.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.apply import is_diffusers_model
+
+GRAPHS = "_octavo_step_graphs"
+# Shapes with a graph of their own; of more, that which was not used for longest is given up.
+MAX_GRAPHS = 4
+NUM_WARM_UPS = 2
+# Tensors of other kinds of arguments keep their place in the graph; values are part of its key.
+_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
+    """Let a pipeline's transformers, or one of them, run by CUDA graphs; returns their names.
+
+    `apply_` and compiling come first. The first step of each shape is captured: what asks the
+    device for a value cannot be, and raises then. Everything on the host that the forward depends
+    on beside its arguments (adapters, hooks) must stay as it is; `drop_step_graphs_` before it
+    changes.
+    """
+    found = _transformers(model)
+    for name, module in found.items():
+        if GRAPHS in vars(module):
+            raise ConfigError(f"{name}: expected a transformer without graphs, got one with them")
+        if "forward" in vars(module) or hasattr(module, "_diffusers_hook"):
+            raise UnsupportedError(
+                f"{name}: expected a forward of its class, got a replaced or hooked one, which may "
+                "do another thing in each step: remove step caches and offloading first"
+            )
+        device = next(module.parameters()).device
+        if device.type != "cuda":
+            raise UnsupportedError(f"{name}: CUDA graphs need a CUDA GPU, got {device}")
+    for module in found.values():
+        graphs = StepGraphs(module, max_graphs)
+        vars(module).update({GRAPHS: graphs, "forward": partial(StepGraphs.__call__, graphs)})
+    return list(found)
+
+
+def drop_step_graphs_(model: Any) -> list[str]:
+    """Undo `use_step_graphs_`; returns the names of the transformers that had graphs."""
+    found = {name: m for name, m in _transformers(model).items() if GRAPHS in vars(m)}
+    if not found:
+        raise ConfigError(
+            "expected transformers with graphs, got none: use_step_graphs_ makes them"
+        )
+    for module in found.values():
+        del vars(module)["forward"], vars(module)[GRAPHS]
+    return list(found)
+
+
+def _transformers(model: Any) -> dict[str, nn.Module]:
+    """A pipeline's transformers by name, or a transformer by that of its class."""
+    if isinstance(model, nn.Module):
+        if not is_diffusers_model(model):
+            raise UnsupportedError(
+                f"expected a transformer of diffusers, got {type(model).__name__}"
+            )
+        return {type(model).__name__: model}
+    parts: Mapping[str, Any] = getattr(model, "components", {})
+    found = {
+        n: m for n, m in parts.items() if n.startswith("transformer") and isinstance(m, nn.Module)
+    }
+    if not found:
+        raise ConfigError(f"expected a pipeline with a transformer, got {type(model).__name__}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    layout: Any  # which of the inputs are inside which lists
+    inputs: list[Tensor]
+    outputs: Any
+
+
+class StepGraphs:
+    """The graphs of one transformer, by the shapes of its arguments."""
+
+    def __init__(self, module: nn.Module, max_graphs: int = MAX_GRAPHS) -> None:
+        if max_graphs < 1:
+            raise ConfigError(f"expected max_graphs of 1 or more, got {max_graphs}")
+        self.run: Callable[..., Any] = partial(type(module).forward, module)
+        self.max_graphs = max_graphs
+        self.captured: OrderedDict[Any, _Captured] = OrderedDict()
+        self.pool: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
+        raise UnsupportedError("expected a model without graphs to copy: drop_step_graphs_ first")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the transformer's own forward returns, in tensors of their own."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError("expected a step without gradients: use torch.no_grad()")
+        leaves, layout = _pytree.tree_flatten((args, kwargs))
+        key = (len(args), *kwargs, *map(_key_of, leaves))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if key not in self.captured or self.captured[key].layout != layout:
+            self.captured.pop(key, None)
+            while len(self.captured) >= self.max_graphs:
+                self.captured.popitem(last=False)
+            self.captured[key] = self._capture(leaves, layout)
+        self.captured.move_to_end(key)
+        found = self.captured[key]
+        for own, given in zip(found.inputs, tensors, strict=True):
+            own.copy_(given)
+        found.graph.replay()
+        return _pytree.tree_map_only(Tensor, torch.clone, found.outputs)
+
+    def _capture(self, leaves: list[Any], layout: Any) -> _Captured:
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = _pytree.tree_unflatten(own, layout)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                self.run(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                outputs = self.run(*args, **kwargs)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                "expected a step that waits for nothing, got one that cannot be captured: "
+                f"{str(error).splitlines()[0]}; run it without graphs"
+            ) from error
+        tensors = [leaf for leaf in own if isinstance(leaf, Tensor)]
+        return _Captured(graph, layout, tensors, outputs)
+
+
+def _key_of(leaf: Any) -> Any:
+    """What of an argument a graph is made for; raises for one that it cannot hold."""
+    if isinstance(leaf, Tensor):
+        if not leaf.is_cuda:
+            raise UnsupportedError(
+                f"expected tensors on the GPU, got one on {leaf.device} of shape "
+                f"{list(leaf.shape)}: move it there, or run without graphs"
+            )
+        return (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
+    if isinstance(leaf, _VALUES):
+        return (type(leaf), leaf)
+    raise UnsupportedError(
+        f"expected arguments of tensors, numbers and texts, got {type(leaf).__name__}: run "
+        "without graphs"
+    )
