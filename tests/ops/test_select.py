@@ -18,6 +18,7 @@ from octavo.ops.select import (
     OPS,
     Request,
     features_of,
+    find_run,
     impl_names,
     scale_granularity,
     select,
@@ -44,6 +45,7 @@ def registry():
     yield _IMPLS
     for op, impls in before.items():
         _IMPLS[op][:] = impls
+    find_run.cache_clear()
 
 
 def refuse(reason: str):
@@ -336,3 +338,20 @@ def test_implementations_get_small_operands_contiguous(registry):
         assert all(x.is_contiguous() for x in tensors), op
         result, expected = (x.data if op == "quantize" else x for x in (result, expected))
         assert_same_bits(result, expected)
+
+
+def test_what_was_found_is_kept_until_the_registry_changes(registry):
+    asked = []
+
+    def object_to(request: Request) -> str | None:
+        asked.append(request)
+        return None
+
+    ops.register_impl("quantize", "first", print, objection=object_to, is_automatic=True)
+    request = Request(op="quantize", device=CPU, dtype=torch.bfloat16)
+    assert find_run(request, None) is print and find_run(request, None) is print
+    assert len(asked) == 1
+    ops.register_impl("quantize", "second", max, is_automatic=True)
+    assert find_run(request, None) is max
+    ops.unregister_impl("quantize", "second")
+    assert find_run(request, None) is print

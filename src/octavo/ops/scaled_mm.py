@@ -25,7 +25,7 @@ from octavo.numerics.granularity import (
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.quantize import quantize as reference_quantize
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_one_device, check_scale
-from octavo.ops.quantize import quantize
+from octavo.ops.quantize import quantize_operand
 from octavo.ops.register import define
 from octavo.ops.select import Request, find_run, register_impl, register_reference
 from octavo.reference.gemm import scaled_mm as reference
@@ -173,7 +173,7 @@ def _torch(
     from octavo.kernels.scaled_mm.torch import scaled_mm as run
 
     if activation is not None and isinstance(a, Tensor):
-        a = quantize(a, activation)
+        a = quantize_operand(a, activation)
     if isinstance(a, Tensor):
         raise ConfigError(f"expected a in FP8 for torch._scaled_mm, got {a.dtype}")
     return run(a, b, bias, out_dtype=out_dtype)

@@ -7,6 +7,7 @@ sentence that says why a request cannot be served.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,12 +104,14 @@ def register_impl(
     if any(impl.name == name for impl in impls):
         raise ConfigError(f"{op} already has an implementation {name!r}: choose another name")
     impls.insert(0, Impl(name, run, objection, reason, is_automatic, reluctance))
+    find_run.cache_clear()
 
 
 def register_reference(op: str, run: Callable[..., Any]) -> None:
     """Add the reference, which serves every request and comes last."""
     reference = Impl("reference", run, lambda request: None, "plain torch runs on any device")
     _impls_of(op).append(reference)
+    find_run.cache_clear()
 
 
 def unregister_impl(op: str, name: str) -> None:
@@ -117,6 +120,7 @@ def unregister_impl(op: str, name: str) -> None:
         raise ConfigError(f"the reference of {op} is its specification and cannot be taken away")
     impls = _impls_of(op)
     impls.remove(_named(op, name))
+    find_run.cache_clear()
 
 
 def select(request: Request, impl: str | None = None) -> Selection:
@@ -140,6 +144,7 @@ def select(request: Request, impl: str | None = None) -> Selection:
     raise UnsupportedError(f"no implementation of {request.op} can run this: {listed}")
 
 
+@lru_cache(maxsize=4096)  # a request is all that decides, and steps of a model ask the same again
 def find_run(request: Request, impl: str | None) -> Callable[..., Any]:
     """The function that serves `request`."""
     return _named(request.op, select(request, impl).impl).run
