@@ -63,6 +63,7 @@ def small_demo(monkeypatch):
     return reader
 
 
+@pytest.mark.slow
 def test_a_small_demo_ends_in_a_page(small_demo, capsys, tmp_path):
     assert run(make_app(COMMANDS), ["demo", "-o", str(tmp_path)]) == 0
     records = store.read(tmp_path / "records.jsonl")

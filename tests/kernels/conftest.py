@@ -32,6 +32,7 @@ LONG_CASES = re.compile(
     | test_attention.py::test_packed\[q_lens=\(65
     | test_attention.py::test_packed\[.*-token\]
     | test_attention.py::test_scales\[(2|None|1-head)
+    | test_attention_infinite_logits.py::test_attention\[\w+-torch.bfloat16
     | test_prefill.py::test_pages\[(head_major-(32|128)|token_major-(16|128))
     | test_prefill.py::test_scales_and_dtypes\[torch.float8_(e5m2|e4m3fn-head)
     | test_quantize_qkv.py::test_padding_is_not_looked_at\[(1|16|37)-

@@ -56,7 +56,7 @@ def make_model(family="llama"):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_pages_in_fp8_give_the_tokens_of_apply_and_generate(family, recipe):
     prompts, truth = make_prompts(70, 12), []
     model = make_model(family)

@@ -313,6 +313,7 @@ def test_with_a_kv_cache_generate_and_restore(tmp_path):
         restore_(model)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_knows_what_was_saved(tmp_path):
     save(tmp_path / "plain")
     save(tmp_path / "fp8", load(tmp_path / "plain", "fp8")[0])
@@ -352,6 +353,7 @@ def peak_while_loading(folder, monkeypatch, kept=None):
     return max(peaks), model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_planted", [False, True])
 def test_no_more_than_the_fp8_model_and_a_layer_is_in_memory(tmp_path, monkeypatch, is_planted):
     plain = make_plain(hidden_size=256, intermediate_size=512, num_hidden_layers=8)

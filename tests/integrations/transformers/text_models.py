@@ -1,5 +1,6 @@
 """Small decoders of every family with random weights that make their logits differ; a tokenizer."""
 
+import pytest
 import torch
 from transformers import (
     AutoConfig,
@@ -36,6 +37,14 @@ FAMILIES = {
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
 }
+
+
+def few(*quick):
+    """All families as parameters; those that are not named here are for `make test-slow`."""
+    assert set(quick) <= FAMILIES.keys()
+    return [pytest.param(f, marks=[] if f in quick else pytest.mark.slow) for f in FAMILIES]
+
+
 # A decoder with a vision tower beside it.
 VISION_LANGUAGE = "qwen3_vl"
 _VISION = {

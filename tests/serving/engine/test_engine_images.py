@@ -120,6 +120,7 @@ def test_random_schedules(family, data):
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preemption_and_prefix_hits_happen_and_change_nothing(family):
     engine = make_engine(family, num_pages=8, max_num_batched_tokens=12)

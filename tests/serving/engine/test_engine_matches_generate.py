@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-from text_models import FAMILIES, VOCABULARY, make_decoder
+from text_models import FAMILIES, VOCABULARY, few, make_decoder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_engine import use_padding
@@ -95,13 +95,7 @@ def check(family, requests, completions):
         assert done.usage.completion_tokens == len(done.tokens)
 
 
-# The others with `make test-slow`.
-QUICK = ("llama", "gpt_oss", "gemma3_text")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", few("llama", "gpt_oss", "gemma3_text"))
 @settings(max_examples=3)
 @given(data=st.data())
 def test_random_schedules(family, data):
@@ -126,7 +120,7 @@ def test_random_schedules(family, data):
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few("llama", "gpt_oss"))
 def test_preemption_and_prefix_hits_happen_and_change_nothing(family, has_graphs):
     engine = make_engine(
         family, page_size=PAGE_SIZE, num_pages=7, max_num_seqs=4, max_num_batched_tokens=64
