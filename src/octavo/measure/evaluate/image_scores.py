@@ -23,6 +23,7 @@ WINDOW, SIGMA = 11, 1.5
 K1, K2 = 0.01, 0.03
 NO_LPIPS = "LPIPS is left out: the package lpips is not installed (pip install lpips)"
 LPIPS_OFF = "LPIPS is left out: it was not asked for"
+Net = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,16 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
     """
     _check(a, b)
     a, b = a.to("cpu", torch.float64), b.to("cpu", torch.float64)
-    found, note = _lpips(a, b, lpips)
-    return ImageScores(_psnr_db(a, b), _ssim(a, b), found, note)
+    net = _find_lpips(lpips)
+    if isinstance(net, str):
+        return ImageScores(_psnr_db(a, b), _ssim(a, b), lpips_note=net)
+    return ImageScores(_psnr_db(a, b), _ssim(a, b), _lpips(a, b, net))
+
+
+def why_no_lpips(lpips: bool | None = None) -> str | None:
+    """Why `compare_images` would leave LPIPS out here; None if it would not."""
+    net = _find_lpips(lpips)
+    return net if isinstance(net, str) else None
 
 
 def _check(a: Tensor, b: Tensor) -> None:
@@ -113,34 +122,35 @@ def _blur(x: Tensor) -> Tensor:
     return F.conv2d(across, weights.transpose(2, 3), groups=x.shape[1])
 
 
-def _lpips(a: Tensor, b: Tensor, asked: bool | None) -> tuple[tuple[float, ...] | None, str | None]:
+def _lpips(a: Tensor, b: Tensor, net: Net) -> tuple[float, ...]:
+    pairs = zip(2 * a - 1, 2 * b - 1, strict=True)
+    with torch.inference_mode():
+        return tuple(float(net(x.float()[None], y.float()[None])) for x, y in pairs)
+
+
+def _find_lpips(asked: bool | None) -> Net | str:
+    """The network, or why there is none; an error if it must be there."""
     if asked is False:
-        return None, LPIPS_OFF
+        return LPIPS_OFF
     if find_spec("lpips") is None:
         if asked:
             raise UnsupportedError(NO_LPIPS)
-        return None, NO_LPIPS
+        return NO_LPIPS
     try:
-        net = _lpips_net()
+        return _lpips_net()
     except (OSError, RuntimeError) as error:  # the weights of its backbone are a download
         note = f"LPIPS is left out: its weights could not be loaded ({str(error)[:200]})"
         if asked:
             raise UnsupportedError(note) from error
-        return None, note
-    with torch.inference_mode():
-        found = [
-            float(net(x.unsqueeze(0).float(), y.unsqueeze(0).float()))
-            for x, y in zip(2 * a - 1, 2 * b - 1, strict=True)
-        ]
-    return tuple(found), None
+        return note
 
 
 @cache
-def _lpips_net() -> Callable[[Tensor, Tensor], Tensor]:
+def _lpips_net() -> Net:
     """LPIPS by AlexNet, the variant that its authors recommend for comparisons."""
     from lpips import LPIPS
 
-    net: Callable[[Tensor, Tensor], Tensor] = LPIPS(net="alex", verbose=False).eval()
+    net: Net = LPIPS(net="alex", verbose=False).eval()
     return net
 
 
