@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,10 @@ RESULTS = ("images", "frames", "video")  # what pipelines call what they have ma
 class PromptScorer(Protocol):
     """Tells how well pictures fit their prompts, such as CLIP does."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What records call it."""
+        ...
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Sequence[float]:
         """A score for each pair; the more, the better."""
@@ -84,7 +88,7 @@ def evaluate(
         pipe = make_pipeline()
         changes = None if row.recipe is None else apply_(pipe, row.recipe)
         try:
-            pictures = draw(pipe, job, on_picture=lambda name=row.name: on_picture(name))
+            pictures = draw(pipe, job, on_picture=partial(on_picture, row.name))
             scores = None if first is None else _compare(pictures, first, lpips)
         except ConfigError as error:
             raise ConfigError(f"row {row.name}: {error}") from error
