@@ -1,7 +1,7 @@
 """warmup: compile ahead what linear layers of known sizes will need."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -79,12 +79,12 @@ def parse_shapes(text: str) -> list[Shape]:
     return shapes
 
 
-def _checked(shape: Sequence[int]) -> Shape:
-    is_fitting = isinstance(shape, Sequence) and len(shape) == 3
-    if not is_fitting or not all(type(size) is int and size >= 1 for size in shape):
-        raise ConfigError(f"expected a shape (M, K, N) of sizes from 1 on, got {brief(shape)}")
-    num_tokens, depth, columns = shape
-    return num_tokens, depth, columns
+def _checked(shape: object) -> Shape:
+    match shape:
+        case [int(num_tokens), int(depth), int(columns)] if bool not in map(type, shape):
+            if min(num_tokens, depth, columns) >= 1:
+                return num_tokens, depth, columns
+    raise ConfigError(f"expected a shape (M, K, N) of sizes from 1 on, got {brief(shape)}")
 
 
 def _aligned(size: int) -> int:

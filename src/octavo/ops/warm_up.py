@@ -219,16 +219,15 @@ def _linear(layers: LinearLayers, device: torch.device) -> list[Call]:
     for rows in layers.rows:
         x = _bf16(device, rows, layers.depth)
         name = f"{size}, {rows} tokens"
-        # A layer gives its plain input to the product, which quantizes it on the way.
-        activation = None if layers.is_static else layers.activation
-        operands: dict[str, tuple[Quantized | Tensor, Granularity | None]]
-        operands = {"scaled_mm, plain input": (x, activation)}
+        operands: dict[str, tuple[Quantized | Tensor, Granularity | None]] = {}
         if layers.activation is not None:
             scale = torch.ones((), device=device) if layers.is_static else None
             to_fp8 = partial(quantize, x, layers.activation, scale=scale)
             calls.append((f"{name}: quantize", to_fp8))
-            quantized = {"scaled_mm": (to_fp8(), None)}
-            operands = quantized if layers.is_static else {**quantized, **operands}
+            operands["scaled_mm"] = (to_fp8(), None)
+        if not layers.is_static:
+            # A layer gives its plain input to the product, which quantizes it on the way.
+            operands["scaled_mm, plain input"] = (x, layers.activation)
         calls += [
             (f"{name}: {op}{suffix}", partial(scaled_mm, a, weight, bias, activation=how))
             for op, (a, how) in operands.items()

@@ -41,7 +41,8 @@ def _make(file: Path) -> nn.Module:
 
     config = _read(file)
     kind: Any = getattr(diffusers, str(config.get("_class_name")), None)
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+    is_model = isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)
+    if not is_model:
         raise CheckpointError(
             f"{file}: expected the _class_name of a model of diffusers, got "
             f"{config.get('_class_name')!r}"
