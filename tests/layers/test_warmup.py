@@ -102,6 +102,14 @@ def test_wrong_shapes_raise(shapes):
         warmup(shapes)
 
 
+def test_what_a_gpu_cannot_run_is_not_compiled_for(calls, monkeypatch):
+    a100 = Device(type="cuda", name="A100", capability=(8, 0), num_sms=108)
+    monkeypatch.setattr(import_module("octavo.ops.check"), "describe", lambda device: a100)
+    with pytest.raises(UnsupportedError, match="warmup: .*got A100 .*weights alone"):
+        warmup(SHAPES)
+    assert len(warmup(SHAPES, {"activation": None})) == 2 * 3 and len(calls) == 2 * 3
+
+
 def test_nothing_to_do_raises():
     with pytest.raises(ConfigError, match="got none"):
         warmup([])

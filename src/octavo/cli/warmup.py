@@ -81,8 +81,8 @@ def warmup(
 
     from octavo import env
     from octavo.errors import ConfigError
-    from octavo.layers.warmup import linear_layers, parse_shapes
-    from octavo.ops.warm_up import check_gpu, warm_up_calls
+    from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
+    from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 
     if model is None and shapes is None:
         raise ConfigError("expected a model or --shapes, got neither")
@@ -94,6 +94,9 @@ def warmup(
     elif tokens is not None:
         raise ConfigError("--tokens is for a model's layers, which is not there")
     device = check_gpu()
+    # A model may be served with plain linear layers where FP8 ones cannot run.
+    if all(isinstance(one, LinearLayers) for one in layers):
+        check_fp8(layers, device.torch_device)  # type: ignore[arg-type]
     num_calls = 0
     with Progress(console=err) as progress:
         task = progress.add_task("compiling", total=len(layers))

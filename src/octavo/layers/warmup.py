@@ -10,6 +10,7 @@ from octavo.brief import brief
 from octavo.errors import ConfigError
 from octavo.layers.linear import ALIGNMENT
 from octavo.numerics.granularity import parse_granularity
+from octavo.ops.check import check_fp8_device
 from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 from octavo.recipe import LinearSettings
 
@@ -33,6 +34,7 @@ def warmup(
     layers = linear_layers(shapes, linear)
     gpu = check_gpu(device)
     where = gpu.torch_device if device is None else torch.device(device)
+    check_fp8(layers, where)
     names = []
     for layer in layers:  # one after the other: each has a weight
         for name, call in warm_up_calls([layer], where):
@@ -66,6 +68,12 @@ def linear_layers(
         )
         for (depth, columns), rows in tokens.items()
     ]
+
+
+def check_fp8(layers: Iterable[LinearLayers], device: torch.device) -> None:
+    """Raise for layers that would raise on a device themselves."""
+    if any(layer.activation is not None for layer in layers):
+        check_fp8_device("warmup", device, None, instead="warm up weights alone (activation=None)")
 
 
 def parse_shapes(text: str) -> list[Shape]:
