@@ -1,14 +1,19 @@
 """octavo eval images: from a small image model to a table, records and a sheet."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from octavo import ScaleSet, quantize_, save_scales
+from octavo.calibration.scale_file import ScaleHeader
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
 from octavo.integrations.diffusers.small_image import (
+    load_small_image_model,
     make_small_image_model,
     save_small_image_model,
 )
@@ -57,6 +62,19 @@ def test_rows_become_a_table_records_and_a_sheet(capsys, model, tmp_path):
     command = f"octavo eval images {model} --prompt dog --prompt 'cat on blue' --row bf16 --row fp8"
     assert all(r.command.startswith(command) for r in records)
     assert (folder / "sheet.png").is_file() and len(list(folder.rglob("0*.png"))) == 6
+
+
+def test_a_row_with_static_scales(model, tmp_path):
+    """Scales far too large round everything to zero: they are those of the file."""
+    plan = quantize_(load_small_image_model(Path(model)).transformer).layers["linear"]
+    psnr = {}
+    for scale in (0.05, 1e6):
+        scales, path = tmp_path / f"{scale}.json", tmp_path / f"{scale}.jsonl"
+        found = ScaleSet({}, ScaleHeader(kind="linear"), dict.fromkeys(plan, scale))
+        save_scales(scales, found)
+        assert draw(model, "--row", "bf16", "--row", f"static={scales}", "-o", path) == 0
+        psnr[scale] = store.read(path)[1].values["psnr_db"]
+    assert psnr[0.05] > psnr[1e6] + 3
 
 
 def test_the_gate_fails_with_its_reason(capsys, model, tmp_path):
