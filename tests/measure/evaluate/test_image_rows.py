@@ -21,6 +21,7 @@ BLOCK = {"weight": "block 128x128", "activation": "block 1x128"}
         ("tensor", {"linear": {"weight": "tensor", "activation": "tensor"}}),
         ("weights", {"linear": {"activation": None}}),
         ("static=a+b.json", {"linear": {"scaling": "static"}, "scales": "a+b.json"}),
+        ("static=a+fp8s.json", {"linear": {"scaling": "static"}, "scales": "a+fp8s.json"}),
         (
             "fp8+static=s.json+attention+ignore=ff",
             {

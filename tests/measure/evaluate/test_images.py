@@ -81,6 +81,12 @@ def test_each_row_is_compared_with_the_first(made):
     assert "lpips" not in fp8.values and "clip_score" not in fp8.values
 
 
+def test_later_rows_are_compared_with_the_first_too(made):
+    rows = [*ROWS, ImageRow("fp8+ignore=ff", ROWS[1].recipe)]
+    _, second, third = run(made, rows)
+    assert third.baseline == "bf16" and third.values == second.values
+
+
 def test_a_record_says_what_was_drawn(made):
     job = ImageJob(
         model="m",
