@@ -204,7 +204,8 @@ def _print_notes(records: list[Any], lpips: bool | None, clip: str | None) -> No
     from octavo.measure.evaluate.image_scores import why_no_lpips
 
     if not any("lpips" in record.values for record in records):
-        out.print(why_no_lpips(lpips), soft_wrap=True)
+        case = records[0].case
+        out.print(why_no_lpips(lpips, min(case["height"], case["width"])), soft_wrap=True)
     if clip is None:
         out.print("The CLIP score is left out: --clip FOLDER names a CLIP model", soft_wrap=True)
 

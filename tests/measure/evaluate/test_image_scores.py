@@ -11,7 +11,12 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.evaluate import image_scores
-from octavo.measure.evaluate.image_scores import MAX_PSNR_DB, ImageScores, compare_images
+from octavo.measure.evaluate.image_scores import (
+    MAX_PSNR_DB,
+    ImageScores,
+    compare_images,
+    why_no_lpips,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +136,9 @@ def with_package(monkeypatch, kind):
 
 def test_lpips_is_taken_of_each_picture(monkeypatch):
     with_package(monkeypatch, MadeUp)
-    a, b = torch.zeros(2, 3, 16, 16), torch.zeros(2, 3, 16, 16)
+    a, b = torch.zeros(2, 3, 31, 40), torch.zeros(2, 3, 31, 40)
     b[1, 0, 0, 0] = 0.25
+    assert why_no_lpips() is None
     scores = compare_images(a, b)
     assert scores.lpips == (0.0, 0.5) and scores.mean_lpips == 0.25 and scores.lpips_note is None
 
@@ -142,9 +148,19 @@ def test_weights_that_cannot_be_loaded_are_said(monkeypatch):
         raise OSError("no network")
 
     with_package(monkeypatch, fail)
-    a = torch.zeros(1, 3, 16, 16)
+    a = torch.zeros(1, 3, 32, 32)
     assert "could not be loaded (no network)" in compare_images(a, a).lpips_note
     with pytest.raises(UnsupportedError, match="no network"):
+        compare_images(a, a, lpips=True)
+
+
+def test_pictures_too_small_for_lpips(monkeypatch):
+    with_package(monkeypatch, MadeUp)
+    a = torch.zeros(1, 3, 40, 30)
+    scores = compare_images(a, a)
+    assert scores.lpips is None and "needs 31 pixels on each side, got 30" in scores.lpips_note
+    assert why_no_lpips(None, 30) == scores.lpips_note
+    with pytest.raises(UnsupportedError, match="got 30"):
         compare_images(a, a, lpips=True)
 
 

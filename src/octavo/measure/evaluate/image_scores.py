@@ -23,6 +23,7 @@ WINDOW, SIGMA = 11, 1.5
 K1, K2 = 0.01, 0.03
 NO_LPIPS = "LPIPS is left out: the package lpips is not installed (pip install lpips)"
 LPIPS_OFF = "LPIPS is left out: it was not asked for"
+MIN_LPIPS_SIDE = 31  # pixels that AlexNet needs
 Net = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -64,15 +65,18 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
     """
     _check(a, b)
     a, b = a.to("cpu", torch.float64), b.to("cpu", torch.float64)
-    net = _find_lpips(lpips)
+    net = _find_lpips(lpips, min(a.shape[2:]))
     if isinstance(net, str):
         return ImageScores(_psnr_db(a, b), _ssim(a, b), lpips_note=net)
     return ImageScores(_psnr_db(a, b), _ssim(a, b), _lpips(a, b, net))
 
 
-def why_no_lpips(lpips: bool | None = None) -> str | None:
-    """Why `compare_images` would leave LPIPS out here; None if it would not."""
-    net = _find_lpips(lpips)
+def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str | None:
+    """Why `compare_images` would leave LPIPS out here; None if it would not.
+
+    side: the shorter one of pictures, in pixels.
+    """
+    net = _find_lpips(lpips, side)
     return net if isinstance(net, str) else None
 
 
@@ -128,21 +132,21 @@ def _lpips(a: Tensor, b: Tensor, net: Net) -> tuple[float, ...]:
         return tuple(float(net(x.float()[None], y.float()[None])) for x, y in pairs)
 
 
-def _find_lpips(asked: bool | None) -> Net | str:
+def _find_lpips(asked: bool | None, side: int) -> Net | str:
     """The network, or why there is none; an error if it must be there."""
     if asked is False:
         return LPIPS_OFF
-    if find_spec("lpips") is None:
-        if asked:
-            raise UnsupportedError(NO_LPIPS)
-        return NO_LPIPS
-    try:
-        return _lpips_net()
-    except (OSError, RuntimeError) as error:  # the weights of its backbone are a download
-        note = f"LPIPS is left out: its weights could not be loaded ({str(error)[:200]})"
-        if asked:
-            raise UnsupportedError(note) from error
-        return note
+    note = NO_LPIPS
+    if find_spec("lpips") is not None:
+        note = f"LPIPS is left out: it needs {MIN_LPIPS_SIDE} pixels on each side, got {side}"
+        if side >= MIN_LPIPS_SIDE:
+            try:
+                return _lpips_net()
+            except (OSError, RuntimeError) as error:  # the weights of its backbone are a download
+                note = f"LPIPS is left out: its weights could not be loaded ({str(error)[:200]})"
+    if asked:
+        raise UnsupportedError(note)
+    return note
 
 
 @cache
