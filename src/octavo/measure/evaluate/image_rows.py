@@ -23,7 +23,8 @@ WORDS = {
     "weights": "linear layers with FP8 weights alone",
     "static=FILE": "linear layers with static scales of their inputs, from a scale file",
     "text_encoder": "linear layers of text encoders as well, per channel and token",
-    "attention": "attention in FP8, per tensor; attention=head: per head",
+    "attention": "attention in FP8, per tensor; attention=head: per head; attention=static: with "
+    "scales of the file of static=FILE",
     "ignore=PATTERN": "linear layers that stay as they are",
     "include=PATTERN": "linear layers that are quantized although they stay by default",
     "skip=PATTERN": "attention layers that stay as they are",
@@ -124,6 +125,9 @@ def _fields(said: dict[str, list[str]]) -> dict[str, Any]:
             fields["attention"] = "fp8"
         case "head" | "tensor" as granularity:
             fields["attention"] = {"granularity": granularity}
+        case "static":
+            fields["attention"] = {"scaling": "static"}
         case str(value):
-            raise ConfigError(f"expected attention, attention=head or =tensor, got {value!r}")
+            expected = "expected attention, attention=head, =tensor or =static"
+            raise ConfigError(f"{expected}, got {value!r}")
     return fields
