@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from octavo.atomic import write_atomically
 from tables import decoders, kernels, serving, vision
+from tables.images import images
 from tables.speeds import speeds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode": kernels.decode,
     "encoder": vision.encoder,
     "generate": decoders.generate,
+    "images": images,
     "latency": serving.latency,
     "load": vision.load,
     "perplexity": decoders.perplexity,

@@ -70,11 +70,35 @@ def test_unknown_variables_of_a_given_mapping():
     assert env.unknown_variables({"OCTAVO_X": "", "PATH": ""}) == ("OCTAVO_X",)
 
 
-def test_compiled_kernels_go_where_they_are_told(monkeypatch, tmp_path):
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    env.use_cache_dir()
-    assert "TRITON_CACHE_DIR" not in os.environ
+@pytest.fixture
+def triton_cache_dir(monkeypatch):
+    """Sets or deletes TRITON_CACHE_DIR, as it was before afterwards."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    return lambda: os.environ.get("TRITON_CACHE_DIR")
+
+
+def test_compiled_kernels_go_where_they_are_told(monkeypatch, tmp_path, triton_cache_dir):
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")  # so that it is restored afterwards
     env.use_cache_dir()
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert triton_cache_dir() == env.compiled_dir() == str(tmp_path / "triton")
+
+
+def test_compiled_kernels_survive_in_the_users_cache(monkeypatch, tmp_path, triton_cache_dir):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    env.use_cache_dir()
+    assert triton_cache_dir() == str(tmp_path / ".cache" / "octavo" / "triton")
+
+
+def test_tritons_folder_counts_if_it_is_the_only_one_named(monkeypatch, triton_cache_dir):
+    env.use_cache_dir()
+    assert triton_cache_dir() == env.compiled_dir() == "elsewhere"
+
+
+def test_an_empty_name_means_tritons_own_folder(monkeypatch, tmp_path, triton_cache_dir):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", "")
+    env.use_cache_dir()
+    assert triton_cache_dir() is None
+    assert env.compiled_dir() == str(tmp_path / ".triton" / "cache")

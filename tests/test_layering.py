@@ -85,6 +85,8 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/bench/serving.py": {"httpx"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
+    "measure/evaluate/contact_sheet.py": {"PIL"},
+    "measure/evaluate/image_scores.py": {"lpips"},
     "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
     from octavo.integrations.transformers.quantizer import OctavoConfig as OctavoConfig
+    from octavo.layers.warmup import warmup as warmup
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
     from octavo.numerics.attention import AttentionSpec as AttentionSpec
     from octavo.numerics.attention import Packing as Packing
@@ -93,6 +94,7 @@ _HOME = {
     "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
+    "warmup": "octavo.layers.warmup",
 }
 
 __all__ = sorted(["__version__", "ops", *_HOME])

@@ -29,9 +29,9 @@ DEBUG = EnvVar(
 
 CACHE_DIR = EnvVar(
     "OCTAVO_CACHE_DIR",
-    "",
+    "~/.cache/octavo",
     "Folder for compiled kernels, which `octavo warmup` fills and an image can carry. "
-    "Empty means Triton's own (`TRITON_CACHE_DIR`, or `~/.triton/cache`).",
+    "Unset, a `TRITON_CACHE_DIR` that is set counts; empty means Triton's own folder.",
 )
 
 API_KEY = EnvVar(
@@ -50,9 +50,16 @@ def is_debug() -> bool:
 
 
 def use_cache_dir() -> None:
-    """Make OCTAVO_CACHE_DIR, if set, the folder in which Triton keeps what it compiles."""
-    if folder := CACHE_DIR.read():
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+    """Make OCTAVO_CACHE_DIR the folder in which Triton keeps what it compiles."""
+    folder = CACHE_DIR.read()
+    is_told_otherwise = "TRITON_CACHE_DIR" in os.environ and CACHE_DIR.name not in os.environ
+    if folder and not is_told_otherwise:
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.expanduser(folder), "triton")
+
+
+def compiled_dir() -> str:
+    """The folder in which Triton keeps what it compiles, once octavo's ops are there."""
+    return os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

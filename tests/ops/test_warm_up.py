@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.decode.config import DecodeShape, default, default_gluon
 from octavo.kernels.device import Device
 from octavo.kernels.quantize_qkv.config import default as default_qkv
 from octavo.kernels.quantize_qkv.config import token_classes
 from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.granularity import PerTensor, PerToken
 from octavo.ops.quantize_qkv import quantize_qkv
 from octavo.ops.warm_up import (
     BATCHES,
@@ -19,6 +20,7 @@ from octavo.ops.warm_up import (
     ROWS,
     AttentionLayers,
     LinearLayers,
+    check_gpu,
     warm_up_calls,
 )
 
@@ -41,7 +43,13 @@ ENCODER = AttentionLayers(num_heads=2, num_kv_heads=2, head_dim=40, is_decoder=F
         ),
         (
             LinearLayers(64, 32),
-            {"quantize": len(ROWS), "scaled_mm": 2 * len(ROWS), "matvec": 2},
+            {"quantize": len(ROWS), "scaled_mm": 4 * len(ROWS), "matvec": 2},
+        ),
+        (LinearLayers(64, 32, rows=(5,)), {"quantize": 1, "scaled_mm": 4}),
+        (LinearLayers(64, 32, rows=(5,), activation=None), {"scaled_mm": 2}),
+        (
+            LinearLayers(64, 32, rows=(5,), activation=PerTensor(), is_static=True),
+            {"quantize": 1, "scaled_mm": 2},
         ),
     ],
 )
@@ -99,6 +107,39 @@ def test_a_window_sinks_and_softcap():
     layers = AttentionLayers(num_heads=2, num_kv_heads=1, head_dim=32, spec=spec, has_sinks=True)
     for _, call in warm_up_calls([layers], torch.device("cpu")):
         call()
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (LinearLayers(128, 256, rows=(3,)), {("FP8", None), ("plain", PerToken())}),
+        (LinearLayers(128, 256, rows=(3,), activation=None), {("plain", None)}),
+        (
+            LinearLayers(128, 256, rows=(3,), activation=PerTensor(), is_static=True),
+            {("FP8", None)},
+        ),
+    ],
+)
+def test_a_linear_layer_calls_what_it_will_call(monkeypatch, layers, expected):
+    """Its plain input goes to the product, unless its scale is given."""
+    module, seen = import_module("octavo.ops.warm_up"), set()
+
+    def record(a, b, bias=None, *, activation=None):
+        assert b.data.shape == (128, 256) and len(a if isinstance(a, torch.Tensor) else a.data) == 3
+        seen.add(("plain" if isinstance(a, torch.Tensor) else "FP8", activation))
+
+    monkeypatch.setattr(module, "scaled_mm", record)
+    for _, call in warm_up_calls([layers], torch.device("cpu")):
+        call()
+    assert seen == expected
+
+
+def test_only_a_gpu_is_compiled_for(monkeypatch):
+    module = import_module("octavo.ops.warm_up")
+    with pytest.raises(UnsupportedError, match="compiled on the GPU they will run on, got CPU"):
+        check_gpu("cpu")
+    monkeypatch.setattr(module, "default_device", lambda: H200)
+    assert check_gpu() is H200
 
 
 def test_nothing_to_compile():

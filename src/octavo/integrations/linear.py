@@ -14,6 +14,7 @@ from torch import nn
 from octavo.brief import list_names
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers.kept_parts import KEPT_PARTS
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer, match_layers
@@ -162,6 +163,9 @@ def _defaults(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[tuple
         if (reason := SENSITIVE_NAMES.get(name.rpartition(".")[2])) is not None:
             yield name, reason
     names = {id(module): name for name, module in modules.items()}
+    for prefix, part in modules.items():
+        if (reason := KEPT_PARTS.get(type(part).__name__)) is not None:
+            yield from ((name, reason) for name in _below(prefix, modules))
     for prefix, part in [("", model), *modules.items()]:
         if callable(find_head := getattr(part, "get_output_embeddings", None)):
             head = find_head()

@@ -11,7 +11,7 @@ from octavo.numerics.formats import E4M3, is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_columns
-from octavo.ops.select import Request, features_of, select
+from octavo.ops.select import Request, features_of, is_rocm, select
 
 MIN_FP8_CAPABILITY = (8, 9)  # of tensor cores
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,6 +50,9 @@ def check_fp8_device(
 def fp8_objection(device: torch.device) -> str | None:
     """Why FP8 would be left to the reference on a device; None if it would not."""
     found = describe(device)
+    is_foreign = found.type not in ("cpu", "cuda", "meta")
+    if is_foreign or (found.type == "cuda" and is_rocm()):
+        return f"expected an NVIDIA GPU or a CPU, got {found.name} ({found.type})"
     # A CPU has none: there the reference is the only path, and no surprise.
     if found.capability is None or found.capability >= MIN_FP8_CAPABILITY:
         return None

@@ -28,6 +28,8 @@ OPS = (
     "rotate_qk",
     "scaled_mm",
 )
+# octavo's own; a third party may register one for other GPUs.
+NVIDIA_IMPLS = frozenset({"gluon", "torch", "triton"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ def unregister_impl(op: str, name: str) -> None:
 def select(request: Request, impl: str | None = None) -> Selection:
     """The implementation that serves `request`: the one named, or the first without objection."""
     if impl is not None:
-        objection = _named(request.op, impl).objection(request)
+        objection = _objection(_named(request.op, impl), request)
         if objection is not None:
             raise UnsupportedError(f"{request.op} with impl={impl!r} cannot run: {objection}")
         return Selection(impl, "asked for by name")
@@ -134,7 +136,7 @@ def select(request: Request, impl: str | None = None) -> Selection:
     for candidate in _impls_of(request.op):
         if not candidate.is_automatic:
             continue
-        objection = candidate.objection(request)
+        objection = _objection(candidate, request)
         if objection is None:
             objection = candidate.reluctance(request)
         if objection is None:
@@ -142,6 +144,19 @@ def select(request: Request, impl: str | None = None) -> Selection:
         objections[candidate.name] = objection
     listed = "; ".join(f"{name}: {objection}" for name, objection in objections.items())
     raise UnsupportedError(f"no implementation of {request.op} can run this: {listed}")
+
+
+def _objection(impl: Impl, request: Request) -> str | None:
+    """Why an implementation cannot serve a request, or None."""
+    # By ROCm, torch calls AMD's GPUs "cuda" and gives them versions that look like NVIDIA's.
+    if impl.name in NVIDIA_IMPLS and request.device.type == "cuda" and is_rocm():
+        return f"octavo's kernels are for NVIDIA GPUs, got {request.device.name} by ROCm"
+    return impl.objection(request)
+
+
+def is_rocm() -> bool:
+    """Whether this torch is for AMD's GPUs."""
+    return torch.version.hip is not None
 
 
 @lru_cache(maxsize=4096)  # a request is all that decides, and steps of a model ask the same again

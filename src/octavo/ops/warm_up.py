@@ -14,14 +14,16 @@ from torch import Tensor
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.cache.view import PagedView
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.attention.config import SHORT
+from octavo.kernels.device import Device, default_device, describe
 from octavo.kernels.quantize_qkv.config import token_classes
 from octavo.numerics.amax import AmaxHistory
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
-from octavo.numerics.granularity import PerChannel, PerToken
+from octavo.numerics.granularity import Granularity, PerChannel, PerToken
 from octavo.numerics.qkv import QkvScales, QuantizedQkv
+from octavo.numerics.quantize import Quantized
 from octavo.numerics.rotary import Rotary
 from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
@@ -68,10 +70,18 @@ class AttentionLayers:
 
 @dataclass(frozen=True)
 class LinearLayers:
-    """Linear layers that share their shape: a weight of [columns, depth]."""
+    """Linear layers that share their shape: a weight of [columns, depth].
+
+    rows: tokens of the calls. weight, activation: granularities; activation None is a plain input.
+    is_static: the input has one scale, which is given.
+    """
 
     columns: int
     depth: int
+    rows: tuple[int, ...] = ROWS
+    weight: Granularity = PerChannel()
+    activation: Granularity | None = PerToken()
+    is_static: bool = False
 
 
 Layers = AttentionLayers | LinearLayers
@@ -95,6 +105,16 @@ def warm_up_calls(layers: list[Layers], device: torch.device) -> list[Call]:
         else:
             calls += _decoder(one, device) if one.is_decoder else _encoder(one, device)
     return calls
+
+
+def check_gpu(device: torch.device | str | None = None) -> Device:
+    """The GPU to compile for, the current one if left out; UnsupportedError if it is none."""
+    found = default_device() if device is None else describe(device)
+    if found.capability is None:
+        raise UnsupportedError(
+            f"kernels are compiled on the GPU they will run on, got {found.name}"
+        )
+    return found
 
 
 def _encoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
@@ -191,27 +211,36 @@ def _decoder(layers: AttentionLayers, device: torch.device) -> list[Call]:
 
 
 def _linear(layers: LinearLayers, device: torch.device) -> list[Call]:
-    """Few rows and many: they have kernels of their own."""
-    weight = quantize(_bf16(device, layers.columns, layers.depth), PerChannel())
-    bias = _bf16(device, layers.columns)
+    """Few rows and many, with and without a bias: they have kernels of their own."""
+    weight = quantize(_bf16(device, layers.columns, layers.depth), layers.weight)
+    biases = {"": None, ", bias": _bf16(device, layers.columns)}
+    size = f"linear, {layers.depth} to {layers.columns}"
     calls: list[Call] = []
-    for rows in ROWS:
+    for rows in layers.rows:
         x = _bf16(device, rows, layers.depth)
-        name = f"linear, {layers.depth} to {layers.columns}, {rows} tokens"
-        quantized = quantize(x, PerToken())
+        name = f"{size}, {rows} tokens"
+        operands: dict[str, tuple[Quantized | Tensor, Granularity | None]] = {}
+        if layers.activation is not None:
+            scale = torch.ones((), device=device) if layers.is_static else None
+            to_fp8 = partial(quantize, x, layers.activation, scale=scale)
+            calls.append((f"{name}: quantize", to_fp8))
+            operands["scaled_mm"] = (to_fp8(), None)
+        if not layers.is_static:
+            # A layer gives its plain input to the product, which quantizes it on the way.
+            operands["scaled_mm, plain input"] = (x, layers.activation)
         calls += [
-            (f"{name}: quantize", partial(quantize, x, PerToken())),
-            (f"{name}: scaled_mm", partial(scaled_mm, quantized, weight)),
-            (f"{name}: scaled_mm, bias", partial(scaled_mm, quantized, weight, bias)),
+            (f"{name}: {op}{suffix}", partial(scaled_mm, a, weight, bias, activation=how))
+            for op, (a, how) in operands.items()
+            for suffix, bias in biases.items()
         ]
-    # One token by the weight as it is. One row serves as all: the kernel is the same.
-    x = _bf16(device, 1, layers.depth)
-    plain = x.expand(layers.columns, -1)
-    name = f"linear, {layers.depth} to {layers.columns}, 1 token"
-    calls += [
-        (f"{name}: matvec", partial(matvec, x, plain)),
-        (f"{name}: matvec, bias", partial(matvec, x, plain, bias)),
-    ]
+    if 1 in layers.rows:
+        # One token by the weight as it is. One row serves as all: the kernel is the same.
+        x = _bf16(device, 1, layers.depth)
+        plain = x.expand(layers.columns, -1)
+        calls += [
+            (f"{size}, 1 token: matvec{suffix}", partial(matvec, x, plain, bias))
+            for suffix, bias in biases.items()
+        ]
     return calls
 
 

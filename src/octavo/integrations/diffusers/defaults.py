@@ -107,6 +107,37 @@ BY_CLASS: Mapping[str, Kept] = {
             **_OUT,
         }
     ),
+    "HunyuanVideoTransformer3DModel": Kept(
+        {
+            "time_text_embed": TIME,
+            "x_embedder": INPUT,
+            "context_embedder": REFINER,
+            "norm.linear": MODULATION,
+            **_ADA_NORM_BLOCKS,
+            **_OUT,
+        }
+    ),
+    "HunyuanImageTransformer2DModel": Kept(
+        {
+            "time_guidance_embed": TIME,
+            "x_embedder": INPUT,
+            "context_embedder": REFINER,
+            "context_embedder_2": INPUT,
+            "norm.linear": MODULATION,
+            **_ADA_NORM_BLOCKS,
+            **_OUT,
+        }
+    ),
+    "GlmImageTransformer2DModel": Kept(
+        {
+            "time_condition_embed": TIME,
+            "image_projector": INPUT,
+            "glyph_projector": INPUT,
+            "prior_projector": INPUT,
+            **_ADA_NORM_BLOCKS,
+            **_OUT,
+        }
+    ),
     "Cosmos3OmniTransformer": Kept(
         {
             "time_embedder": TIME,

@@ -1,0 +1,289 @@
+"""What FP8 does to pictures: each row's against the first row's, of the same prompts and seeds."""
+
+import gc
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.integrations.apply import Changes, apply_
+from octavo.kernels.device import describe
+from octavo.measure.evaluate.image_rows import ImageRow, plain_row
+from octavo.measure.evaluate.image_scores import ImageScores, compare_images
+from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.report.tables import Table
+
+DEFAULT_PROMPTS = files("octavo") / "assets" / "small_image_prompts.txt"
+RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
+
+
+class PromptScorer(Protocol):
+    """Tells how well pictures fit their prompts, such as CLIP does."""
+
+    @property
+    def name(self) -> str:
+        """What records call it."""
+        ...
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Sequence[float]:
+        """A score for each pair; the more, the better."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageJob:
+    """What every row draws: a picture for each prompt, the i-th by the noise of seed + i.
+
+    num_inference_steps: None is the pipeline's own. options: further arguments of its call.
+    """
+
+    model: str
+    dtype: str
+    prompts: tuple[str, ...]
+    num_inference_steps: int | None = None
+    seed: int = 0
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("expected a prompt to draw, got none")
+
+    @property
+    def prompts_sha256(self) -> str:
+        """The beginning of the hash of the prompts, in their order."""
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+
+
+def evaluate(
+    make_pipeline: Callable[[], Any],
+    rows: Sequence[ImageRow],
+    job: ImageJob,
+    *,
+    command: str,
+    lpips: bool | None = None,
+    scorer: PromptScorer | None = None,
+    on_picture: Callable[[str], None] = lambda row: None,
+    on_row: Callable[[Measurement, list[Tensor]], None] = lambda record, pictures: None,
+) -> list[Measurement]:
+    """One record for each row: how near its pictures are to the first row's.
+
+    make_pipeline: makes a pipeline as it is loaded, for every row: linear layers in FP8 cannot be
+    restored. lpips: as in `compare_images`. on_picture: is told a row's name after each picture.
+    on_row: is given each record, and the row's pictures, [frames, 3, height, width] a prompt.
+    """
+    if len(rows) < 2 or len({row.name for row in rows}) != len(rows):
+        raise ConfigError(f"expected two different rows or more, got {[r.name for r in rows]}")
+    first: list[Tensor] | None = None
+    records = []
+    for row in rows:
+        pipe = make_pipeline()
+        changes = None if row.recipe is None else apply_(pipe, row.recipe)
+        try:
+            pictures = draw(pipe, job, on_picture=partial(on_picture, row.name))
+            scores = None if first is None else _compare(pictures, first, lpips)
+        except ConfigError as error:
+            raise ConfigError(f"row {row.name}: {error}") from error
+        record = Measurement(
+            op="images",
+            impl="diffusers",
+            case={
+                **_case(job, pipe, pictures),
+                "row": row.name,
+                **_counts(changes),
+                **({} if scorer is None else {"clip_model": scorer.name}),
+            },
+            values={**_score_values(scores), **_prompt_values(scorer, pictures, job.prompts)},
+            machine=_machine(pipe),
+            command=command,
+            baseline=None if first is None else rows[0].name,
+        )
+        first = pictures if first is None else first
+        records.append(record)
+        del pipe
+        _free_memory()
+        on_row(record, pictures)
+    return records
+
+
+def draw(pipe: Any, job: ImageJob, on_picture: Callable[[], None] = lambda: None) -> list[Tensor]:
+    """The pictures of each prompt, float32 [frames, 3, height, width] on the CPU, 0 to 1."""
+    pictures = []
+    known = inspect.signature(type(pipe).__call__).parameters
+    if unknown := [name for name in job.options if name not in known]:
+        raise ConfigError(f"expected options of {type(pipe).__name__}, got {unknown[0]}")
+    for place, prompt in enumerate(job.prompts):
+        result = pipe(
+            prompt=prompt,
+            num_inference_steps=num_steps(pipe, job),
+            generator=torch.Generator().manual_seed(job.seed + place),
+            output_type="pt",
+            **job.options,
+        )
+        pictures.append(_frames(result))
+        on_picture()
+    return pictures
+
+
+def num_steps(pipe: Any, job: ImageJob) -> int:
+    """The steps that are asked for, or else those of the pipeline's own default."""
+    if job.num_inference_steps is not None:
+        return job.num_inference_steps
+    parameter = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
+    if parameter is None or not isinstance(parameter.default, int):
+        raise ConfigError(f"expected num_inference_steps for {type(pipe).__name__}, got none")
+    return parameter.default
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a pipeline by its name; ConfigError unless a row has it."""
+    plain_row(name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def is_small_image(model: str | None) -> bool:
+    """Whether a name is that of the small image model, or a folder holds one."""
+    from octavo.integrations.diffusers.load import SMALL_IMAGE
+    from octavo.integrations.diffusers.small_image import MARK
+
+    return model is None or model == SMALL_IMAGE or (Path(model) / MARK).is_file()
+
+
+def read_prompts(path: Path | None) -> tuple[str, ...]:
+    """The lines of a file that are not blank; None is the list for the small image model."""
+    try:
+        text = (DEFAULT_PROMPTS if path is None else path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected prompts in UTF-8, got {error}") from None
+    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not prompts:
+        raise ConfigError(f"{path}: expected a prompt in each line, got none")
+    return prompts
+
+
+def choose_prompts(prompts: Sequence[str], num_pictures: int | None) -> tuple[str, ...]:
+    """So many prompts, from the first on and again once all are used; None is each once."""
+    if num_pictures is None:
+        return tuple(prompts)
+    if num_pictures < 1:
+        raise ConfigError(f"expected one picture or more, got {num_pictures}")
+    return tuple(prompts[i % len(prompts)] for i in range(num_pictures))
+
+
+def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
+    """A sentence for each row whose mean PSNR is below a limit."""
+    return [
+        f"row {r.case['row']}: expected a mean PSNR of {min_psnr_db:g} dB or more against "
+        f"{r.baseline}, got {r.values['psnr_db']:.2f} dB"
+        for r in records
+        if "psnr_db" in r.values and r.values["psnr_db"] < min_psnr_db
+    ]
+
+
+def images_table(records: Sequence[Measurement]) -> Table:
+    """The rows with the mean and the worst of each score that was taken."""
+    case = records[0].case
+    heads = {
+        "psnr_db": "PSNR (dB)",
+        "worst_psnr_db": "worst",
+        "ssim": "SSIM",
+        "worst_ssim": "worst",
+        "lpips": "LPIPS",
+        "worst_lpips": "worst",
+        "clip_score": "CLIP score",
+        "worst_clip_score": "worst",
+    }
+    taken = [name for name in heads if any(name in record.values for record in records)]
+    return Table(
+        caption=(
+            f"images: {case['model']}, {case['num_pictures']} pictures of {case['width']} × "
+            f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}"
+        ),
+        header=("row", *(heads[name] for name in taken)),
+        rows=tuple((r.case["row"], *(r.values.get(name) for name in taken)) for r in records),
+    )
+
+
+def _frames(result: Any) -> Tensor:
+    """What a pipeline has made for one prompt, [frames, 3, height, width]."""
+    found = next((x for name in RESULTS if (x := getattr(result, name, None)) is not None), None)
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, Tensor) or found.dim() < 3 or found.shape[-3] != 3:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(f"expected pictures [..., 3, height, width] of a pipeline, got {got}")
+    return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
+
+
+def _compare(pictures: list[Tensor], first: list[Tensor], lpips: bool | None) -> ImageScores:
+    return compare_images(torch.cat(pictures), torch.cat(first), lpips=lpips)
+
+
+def _score_values(scores: ImageScores | None) -> dict[str, float]:
+    if scores is None:
+        return {}
+    values = {
+        "psnr_db": scores.mean_psnr_db,
+        "worst_psnr_db": min(scores.psnr_db),
+        "ssim": scores.mean_ssim,
+        "worst_ssim": min(scores.ssim),
+    }
+    if scores.lpips is not None and scores.mean_lpips is not None:
+        values |= {"lpips": scores.mean_lpips, "worst_lpips": max(scores.lpips)}
+    return values
+
+
+def _prompt_values(
+    scorer: PromptScorer | None, pictures: list[Tensor], prompts: Sequence[str]
+) -> dict[str, float]:
+    if scorer is None:
+        return {}
+    pairs = zip(pictures, prompts, strict=True)
+    found = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
+    return {"clip_score": sum(found) / len(found), "worst_clip_score": min(found)}
+
+
+def _case(job: ImageJob, pipe: Any, pictures: list[Tensor]) -> dict[str, Scalar]:
+    num_frames, _, height, width = pictures[0].shape
+    return {
+        "model": job.model,
+        "pipeline": type(pipe).__name__,
+        "dtype": job.dtype,
+        "num_pictures": len(pictures),
+        **({"num_frames": num_frames} if num_frames > 1 else {}),
+        "num_inference_steps": num_steps(pipe, job),
+        "seed": job.seed,
+        "prompts_sha256": job.prompts_sha256,
+        **job.options,
+        "height": height,
+        "width": width,
+    }
+
+
+def _counts(changes: Changes | None) -> dict[str, Scalar]:
+    """How many layers of each kind are in FP8, of all components."""
+    counts: dict[str, Scalar] = {"num_linear": 0, "num_attention": 0}
+    for name, layers in ({} if changes is None else changes.layers).items():
+        kind = f"num_{name.rpartition('.')[2]}"
+        counts[kind] = int(counts.get(kind, 0)) + len(layers)
+    return counts
+
+
+def _machine(pipe: Any) -> Machine:
+    device = describe(pipe.device)
+    return Machine.current(gpu=device.gpu, capability=device.capability)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,238 @@
+"""The evaluation of pictures, by pipelines that draw what they are told."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octavo import Recipe
+from octavo.errors import ConfigError
+from octavo.integrations.apply import Changes
+from octavo.measure.evaluate import images
+from octavo.measure.evaluate.image_rows import ImageRow
+from octavo.measure.evaluate.images import (
+    ImageJob,
+    choose_prompts,
+    draw,
+    evaluate,
+    images_table,
+    read_prompts,
+    rows_below,
+)
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+ROWS = [ImageRow("bf16", None), ImageRow("fp8", Recipe(linear="fp8"))]
+JOB = ImageJob(model="m", dtype="bfloat16", prompts=("dog", "cat"), seed=5)
+
+
+class Pipe:
+    """Draws noise of its generator; once quantized, with an error that grows with the seed."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, result="images", shape=(1, 3, 16, 24)):
+        self.result, self.shape, self.error, self.calls = result, shape, 0.0, []
+
+    def __call__(
+        self, prompt, num_inference_steps=7, generator=None, output_type="pil", height=None
+    ):
+        assert output_type == "pt"
+        seed = generator.initial_seed()
+        self.calls.append((prompt, num_inference_steps, seed, height))
+        picture = torch.rand(self.shape, generator=generator) / 2 + self.error * (seed - 4)
+        return SimpleNamespace(**{self.result: picture})
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The pipelines that were made; apply_ gives them an error of 0.01."""
+
+    def apply(pipe, recipe):
+        pipe.error = 0.01
+        return Changes({"transformer.linear": ["a", "b"], "text_encoder.linear": ["c"]})
+
+    monkeypatch.setattr(images, "apply_", apply)
+    monkeypatch.setattr(images.gc, "collect", lambda: 0)  # takes its time after many tests
+    return []
+
+
+def run(made, rows=ROWS, job=JOB, make=Pipe, **options):
+    def make_pipeline():
+        made.append(make())
+        return made[-1]
+
+    return evaluate(make_pipeline, rows, job, command="c", lpips=False, **options)
+
+
+def test_each_row_is_compared_with_the_first(made):
+    plain, fp8 = run(made)
+    assert len(made) == 2 and made[0].error == 0 and made[1].error == 0.01
+    assert made[0].calls == made[1].calls == [("dog", 7, 5, None), ("cat", 7, 6, None)]
+    assert plain.values == {} and plain.baseline is None and fp8.baseline == "bf16"
+    # Errors of 0.01 and 0.02.
+    assert fp8.values["worst_psnr_db"] == pytest.approx(-20 * math.log10(0.02), abs=1e-3)
+    mean = (-20 * math.log10(0.02) + 40) / 2
+    assert fp8.values["psnr_db"] == pytest.approx(mean, abs=1e-3)
+    assert fp8.values["worst_ssim"] < fp8.values["ssim"] < 1
+    assert "lpips" not in fp8.values and "clip_score" not in fp8.values
+
+
+def test_later_rows_are_compared_with_the_first_too(made):
+    rows = [*ROWS, ImageRow("fp8+ignore=ff", ROWS[1].recipe)]
+    _, second, third = run(made, rows)
+    assert third.baseline == "bf16" and third.values == second.values
+
+
+def test_a_record_says_what_was_drawn(made):
+    job = ImageJob(
+        model="m",
+        dtype="bfloat16",
+        prompts=("dog",),
+        seed=8,
+        num_inference_steps=2,
+        options={"height": 16},
+    )
+    plain, fp8 = run(made, job=job)
+    expected = {
+        "model": "m",
+        "pipeline": "Pipe",
+        "dtype": "bfloat16",
+        "num_pictures": 1,
+        "num_inference_steps": 2,
+        "seed": 8,
+        "prompts_sha256": job.prompts_sha256,
+        "height": 16,
+        "width": 24,
+    }
+    assert fp8.case == {**expected, "row": "fp8", "num_linear": 3, "num_attention": 0}
+    assert plain.case["num_linear"] == 0 and fp8.op == "images" and fp8.command == "c"
+    assert made[0].calls == [("dog", 2, 8, 16)]
+    other = ImageJob(model="m", dtype="bfloat16", prompts=("cat",))
+    assert job.prompts_sha256 != other.prompts_sha256 and len(job.prompts_sha256) == 16
+    json.loads(fp8.to_json())
+
+
+def test_every_frame_of_a_video_counts(made):
+    seen = []
+    _, fp8 = run(
+        made,
+        make=lambda: Pipe("frames", (1, 4, 3, 16, 16)),
+        on_row=lambda record, pictures: seen.append([tuple(x.shape) for x in pictures]),
+    )
+    assert seen == [[(4, 3, 16, 16)] * 2] * 2
+    assert fp8.case["num_frames"] == 4 and fp8.case["num_pictures"] == 2
+
+
+class Scorer:
+    name = "made up"
+
+    def score(self, pictures, prompts):
+        assert len(pictures) == len(prompts)
+        return [len(prompt) * 10.0 for prompt in prompts]
+
+
+def test_a_scorer_sees_every_row_with_its_prompts(made):
+    job = ImageJob(model="m", dtype="bfloat16", prompts=("dog", "tiger"), seed=5)
+    records = run(made, job=job, scorer=Scorer())
+    for record in records:
+        assert record.case["clip_model"] == "made up"
+        assert record.values["clip_score"] == 40.0 and record.values["worst_clip_score"] == 30.0
+
+
+def test_progress_is_told(made):
+    names = []
+    run(made, on_picture=names.append)
+    assert names == ["bf16", "bf16", "fp8", "fp8"]
+
+
+def test_lpips_is_in_the_record_where_it_is_taken(made, monkeypatch):
+    scores = images.ImageScores((30.0, 40.0), (0.9, 0.8), (0.1, 0.3))
+    monkeypatch.setattr(images, "compare_images", lambda a, b, lpips: scores)
+    values = run(made)[1].values
+    assert values["lpips"] == 0.2 and values["worst_lpips"] == 0.3
+    assert values["worst_psnr_db"] == 30.0 and values["worst_ssim"] == 0.8
+
+
+def test_pictures_that_are_not_finite_name_their_row(made, monkeypatch):
+    def break_(pipe, recipe):
+        pipe.error = math.nan
+        return Changes({})
+
+    monkeypatch.setattr(images, "apply_", break_)
+    with pytest.raises(ConfigError, match="row fp8: expected finite pictures"):
+        run(made)
+
+
+@pytest.mark.parametrize("rows", [[], ROWS[:1], [ROWS[1], ROWS[1]]])
+def test_rows_must_differ(made, rows):
+    with pytest.raises(ConfigError, match="two different rows"):
+        run(made, rows=rows)
+
+
+def test_what_a_pipeline_cannot_do_raises():
+    with pytest.raises(ConfigError, match="options of Pipe, got width"):
+        draw(Pipe(), ImageJob(model="m", dtype="d", prompts=("dog",), options={"width": 8}))
+    with pytest.raises(ConfigError, match=r"got \[1, 16, 16\]"):
+        draw(Pipe(shape=(1, 16, 16)), JOB)
+    with pytest.raises(ConfigError, match="got NoneType"):
+        draw(Pipe("sounds"), JOB)
+    with pytest.raises(ConfigError, match="expected a prompt"):
+        ImageJob(model="m", dtype="d", prompts=())
+
+    class Vague(Pipe):
+        def __call__(self, prompt, num_inference_steps=None, **options):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="num_inference_steps for Vague"):
+        draw(Vague(), JOB)
+
+
+def test_the_gate_names_rows_below_it(made):
+    records = run(made)
+    assert rows_below(records, 30) == []
+    (sentence,) = rows_below(records, 38)
+    assert "row fp8" in sentence and "38 dB or more against bf16, got 36.99 dB" in sentence
+
+
+def test_the_table_has_the_scores_that_were_taken(made):
+    table = images_table(run(made))
+    assert table.header == ("row", "PSNR (dB)", "worst", "SSIM", "worst")
+    assert [row[0] for row in table.rows] == ["bf16", "fp8"] and table.rows[0][1] is None
+    assert "2 pictures of 24 × 16, 7 steps, against bf16" in table.caption
+
+
+def test_prompts_of_a_file(tmp_path):
+    (tmp_path / "p.txt").write_text("a dog\n\n  a cat \n")
+    assert read_prompts(tmp_path / "p.txt") == ("a dog", "a cat")
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ConfigError, match="expected a prompt in each line"):
+        read_prompts(tmp_path / "empty.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match="expected prompts in UTF-8"):
+        read_prompts(tmp_path / "latin.txt")
+
+
+def test_prompts_serve_again():
+    assert choose_prompts(("a", "b"), None) == ("a", "b")
+    assert choose_prompts(("a", "b"), 1) == ("a",)
+    assert choose_prompts(("a", "b"), 5) == ("a", "b", "a", "b", "a")
+    with pytest.raises(ConfigError, match="one picture or more"):
+        choose_prompts(("a",), 0)
+
+
+def test_the_small_image_model_knows_its_prompts():
+    pytest.importorskip("diffusers")
+    from octavo.integrations.diffusers.small_image import WordEncoder
+    from octavo.integrations.diffusers.small_image_training import vocabulary
+
+    spec = importlib.util.spec_from_file_location("draw_emoji", SCRIPTS / "draw_emoji.py")
+    emoji = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(emoji)
+    words = WordEncoder(words=vocabulary(list(emoji.parse_names()), list(emoji.SPRITE_SIZES)))
+    prompts = read_prompts(None)
+    assert len(prompts) == len(set(prompts)) == 16
+    assert all(any(words.encode(prompt)) for prompt in prompts)
