@@ -85,10 +85,12 @@ class Omni:
             recipe = make_recipe(config, parts, attention=attention, scales=scales)
         self.recipe = recipe
         self.changes: Changes | None = None if recipe.is_empty else apply_(self.pipe, recipe)
+        self.cache: dict[str, Any] | None = None
         if cache_backend is not None:
             from octavo.integrations.diffusers.step_cache import use_step_cache_
 
             use_step_cache_(self.pipe, cache_backend, dict(cache_config or {}))
+            self.cache = {"backend": cache_backend, **(cache_config or {})}
 
     @property
     def makes_video(self) -> bool:
