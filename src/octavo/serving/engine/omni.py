@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from octavo.brief import brief
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.errors import CapacityError, ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import Changes, apply_
 from octavo.integrations.diffusers.call import (
     OnStep,
@@ -158,6 +158,12 @@ class Omni:
                 )
         except OctavoError:
             raise
+        except torch.OutOfMemoryError as error:
+            size = f"{len(batch)} pictures at once"
+            raise CapacityError(
+                f"expected memory for {size}, got none: ask for fewer or smaller ones, or set "
+                f"max_batch_size ({error})"
+            ) from error
         except (TypeError, ValueError) as error:
             if steps.num_in_batch:
                 raise

@@ -137,4 +137,4 @@ def _problem(problem: Any) -> str:
         case "value_error":
             return f"{place}: {problem['ctx']['error']}"
     expected = problem["msg"].replace("Input should be", "expected")
-    return f"{place}: {expected}, got {brief(problem['input'])}"
+    return f"{place or 'body'}: {expected}, got {brief(problem['input'])}"
