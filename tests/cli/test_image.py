@@ -208,7 +208,7 @@ def test_a_video_without_a_name_says_where_it_goes(tmp_path, capsys):
     extra = ("--extra-args", '{"max_sequence_length": 32}')
     assert draw(tmp_path / "wan", "-p", "a cat", *size, *extra) == 1
     assert "extra_args: expected names of no other field" in said(capsys.readouterr().err)
-    extra = ("--extra-args", '{"guidance_scale_2": 2.0}')
+    extra = ("--extra-args", '{"guidance_scale_2": 2.0}', "--max-sequence-length", 32)
     compare = ("--quantization", "fp8", "--compare", "bf16")
     assert draw(tmp_path / "wan", "-p", "a cat", *size, *extra, *compare) == 0
     assert "the video goes to out." in said(capsys.readouterr().err)

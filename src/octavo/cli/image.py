@@ -75,6 +75,14 @@ def image(
     num_frames: Annotated[
         int | None, typer.Option("--num-frames", help="Of a video.", show_default=False)
     ] = None,
+    max_sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-sequence-length",
+            help="Tokens of a prompt, of its text encoder.",
+            show_default=False,
+        ),
+    ] = None,
     extra_args: Annotated[
         str | None,
         typer.Option(
@@ -158,6 +166,7 @@ def image(
         height=height,
         width=width,
         num_frames=num_frames,
+        max_sequence_length=max_sequence_length,
         num_images_per_prompt=batch,
         seed=seed,
         extra_args=read_object("--extra-args", extra_args) or {},
