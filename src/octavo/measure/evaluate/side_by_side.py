@@ -50,6 +50,7 @@ def draw_side_by_side(first: Any, second: Any, captions: tuple[str, str]) -> Any
 
 def _fitting(pen: Any, text: str, font: Any, width: int) -> str:
     """As much of a text as has room."""
+    text = text[: width // 2]  # a character has 2 pixels or more
     while text and pen.textlength(text, font=font) > width:
         text = text[:-1]
     return text
