@@ -170,8 +170,8 @@ def test_a_full_queue_is_429():
 
     async def scenario(client):
         tasks = [asyncio.ensure_future(client.post(PATH, json={"prompt": "a"})) for _ in range(2)]
-        await until(lambda: client.server.engine.num_open == 2)
-        assert client.server.engine.num_waiting <= 1
+        engine = client.server.engine
+        await until(lambda: (engine.num_open, engine.num_waiting) == (2, 1))
         third = await client.post(PATH, json={"prompt": "a"})
         drawer.can_go_on.set()
         return third, [response.status_code for response in await asyncio.gather(*tasks)]
@@ -254,6 +254,7 @@ def test_a_client_that_leaves_ends_its_picture():
         assert 0 < drawer.num_steps < 100 and drawer.drawn == []
         # One that waits behind another is not begun at all.
         drawer.can_go_on.clear()
+        drawer.num_steps = 0
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(httpx.Client(timeout=20))
             first = threading.Thread(target=pool.post, args=(url + PATH,), kwargs={"json": asked})
@@ -265,7 +266,9 @@ def test_a_client_that_leaves_ends_its_picture():
             wait_for(lambda: server.engine.num_open == 1)
             drawer.can_go_on.set()
             first.join()
-        assert [prompt for prompt, _ in drawer.drawn] == ["a"]
+        assert httpx.post(url + PATH, json=asked, timeout=20).status_code == 200
+        assert drawer.num_steps == 2
+        assert [prompt for prompt, _ in drawer.drawn] == ["a", "a"]
         outcomes = {outcome for _, outcome in server.metrics.requests}
         assert outcomes == {"cancelled", "stop"}
 
