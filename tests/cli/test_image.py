@@ -94,6 +94,7 @@ def test_compare(small, capsys):
     assert "out-compare.png: PSNR" in said(printed.out) and "SSIM" in said(printed.out)
     assert "times as fast" in said(printed.out) and "FP8" in said(printed.out)
     assert said(printed.err).count("LPIPS") == 1
+    assert "on a CPU FP8 is emulated" in said(printed.err)
     assert draw(small, "-p", "cat", "--quantization", "fp8", "--compare", "bf16") == 1
     fp8 = opened("out.png").convert("RGB")
     panel = panels.crop((48 * zoom + GAP, LINE, 2 * 48 * zoom + GAP, LINE + 48 * zoom))

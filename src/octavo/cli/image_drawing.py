@@ -66,6 +66,8 @@ class Drawing:
             err.print(note, soft_wrap=True)
         faster = f"{plain_s / changed_s:.2f} times as fast"
         out.print(f"{PLAIN} {plain_s:.3f} s, {name} {changed_s:.3f} s: {faster}")
+        if str(changed.pipe.device) == "cpu":
+            err.print("on a CPU FP8 is emulated: its time says nothing about a GPU's")
 
     def _with_seed(self) -> "ImageSampling":
         """The sampling with a seed: both times the same."""

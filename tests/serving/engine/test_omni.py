@@ -17,6 +17,7 @@ from tiny_small_image import write_small_image  # noqa: E402
 from octavo import ConfigError, ImageSampling, Omni, Recipe, UnsupportedError  # noqa: E402
 from octavo.integrations.diffusers.call import check_options  # noqa: E402
 from octavo.integrations.diffusers.load import load_pipeline  # noqa: E402
+from octavo.integrations.diffusers.small_image import FOLDER, MARK  # noqa: E402
 from octavo.layers.linear import Fp8Linear  # noqa: E402
 from octavo.serving.engine.image_request import nth_seed  # noqa: E402
 
@@ -263,6 +264,16 @@ def test_the_cache_is_asked_for_after_quantization(small, monkeypatch):
     Omni(small, quantization="fp8", cache_backend="tea_cache", cache_config=config)
     Omni(small, cache_backend="first_block_cache")
     assert found == [(17, ("tea_cache", config)), (0, ("first_block_cache", {}))]
+
+
+def test_the_model_that_comes_with_octavo():
+    if not (FOLDER / MARK).is_file():
+        pytest.skip("the small image model is not trained yet")
+    omni = Omni(quantization="fp8", device="cpu")
+    assert omni.model_name == "small-image"
+    prompt = omni.pipe.words.config.words[-1]
+    (result,) = omni.generate(prompt, TWO_STEPS)
+    assert result.images[0].size == (48, 48)
 
 
 def test_the_real_cache(small):

@@ -328,3 +328,34 @@ def test_the_official_client_and_a_real_pipeline(omni):
                 client.images.generate(model="small", **wrong)
         with pytest.raises(openai.NotFoundError):
             client.images.generate(model="dall-e-3", prompt="cat")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_no_input_leads_to_a_server_error():
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis.errors import Unsatisfiable
+
+    drawer = FakeDrawer()
+    with listening(drawer) as (url, server, _):
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        num_operations = 0
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            num_operations += 1
+            for mode in schemathesis.GenerationMode:
+
+                @given(case=operation.as_strategy(generation_mode=mode))
+                @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+                def check(case):
+                    response = case.call(base_url=url)
+                    assert response.status_code < 500, (case, response.text)
+
+                try:
+                    check()
+                except Unsatisfiable:
+                    # Without a body there is nothing that can be wrong.
+                    assert operation.method == "get" and mode.is_negative
+        assert num_operations >= 5 and drawer.drawn
+        assert server.engine.num_open == 0 and server.status() == (200, "ok")

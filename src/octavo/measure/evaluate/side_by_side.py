@@ -40,7 +40,7 @@ def draw_side_by_side(first: Any, second: Any, captions: tuple[str, str]) -> Any
     sheet = Image.new("RGB", (3 * size[0] + 2 * GAP, size[1] + LINE), "white")
     pen = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(size=14)
-    texts = (*captions, f"difference × {TIMES}")
+    texts = (*captions, f"difference x {TIMES}")  # the font has no ×
     for place, (panel, text) in enumerate(zip((*pair, difference), texts, strict=True)):
         left = place * (size[0] + GAP)
         pen.text((left + 2, 3), _fitting(pen, text, font, size[0] - 4), fill="black", font=font)
