@@ -79,11 +79,13 @@ PACKAGES: dict[str, set[str]] = {
 FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets"},
     "calibration/image_data.py": {"PIL"},
+    "integrations/diffusers/picture_files.py": {"PIL"},
     "measure/bench/images.py": {"PIL"},
     "serving/server/images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
+    "measure/evaluate/side_by_side.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
     "measure/evaluate/contact_sheet.py": {"PIL"},
     "measure/evaluate/image_scores.py": {"lpips"},

@@ -48,7 +48,10 @@ if TYPE_CHECKING:
     from octavo.numerics.qkv import QuantizedQkv as QuantizedQkv
     from octavo.numerics.quantize import Quantized as Quantized
     from octavo.recipe import Recipe as Recipe
+    from octavo.serving.engine.image_request import ImageResult as ImageResult
+    from octavo.serving.engine.image_request import ImageSampling as ImageSampling
     from octavo.serving.engine.llm import LLM as LLM
+    from octavo.serving.engine.omni import Omni as Omni
     from octavo.serving.engine.request import Completion as Completion
     from octavo.serving.engine.request import Sampling as Sampling
     from octavo.serving.engine.settings import EngineSettings as EngineSettings
@@ -65,10 +68,13 @@ _HOME = {
     "E4M3": "octavo.numerics.formats",
     "E5M2": "octavo.numerics.formats",
     "EngineSettings": "octavo.serving.engine.settings",
+    "ImageResult": "octavo.serving.engine.image_request",
+    "ImageSampling": "octavo.serving.engine.image_request",
     "LLM": "octavo.serving.engine.llm",
     "LayerScales": "octavo.calibration.scale_file",
     "OctavoConfig": "octavo.integrations.transformers.quantizer",
     "OctavoError": "octavo.errors",
+    "Omni": "octavo.serving.engine.omni",
     "Packing": "octavo.numerics.attention",
     "PageAllocator": "octavo.cache.pages",
     "PagedStorage": "octavo.cache.storage",
@@ -96,6 +102,7 @@ _HOME = {
     "save_scales": "octavo.calibration.scale_file",
     "warmup": "octavo.layers.warmup",
 }
+_EXTRAS = ("diffusers", "transformers")  # packages that an extra of the same name brings
 
 __all__ = sorted(["__version__", "ops", *_HOME])
 
@@ -108,10 +115,10 @@ def __getattr__(name: str) -> object:
     try:
         value = getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "transformers":
+        if error.name not in _EXTRAS:
             raise
         raise ImportError(
-            f"octavo.{name} needs transformers: pip install 'octavo[transformers]'"
+            f"octavo.{name} needs {error.name}: pip install 'octavo[{error.name}]'"
         ) from error
     globals()[name] = value
     return value

@@ -26,6 +26,10 @@ def calls(monkeypatch):
         found.server = settings
         return "app"
 
+    def omni(model, **options):
+        found.model, found.omni = model, options
+        return SimpleNamespace(model_name="some pipeline", recipe=Recipe())
+
     def run_app(app, host, port, *, log_level):
         found.ran = (app, host, port, log_level)
 
@@ -34,6 +38,8 @@ def calls(monkeypatch):
         "octavo.serving.engine.settings": {"EngineSettings": dict},
         "octavo.serving.server.app": {"create_app": create_app},
         "octavo.serving.server.run": {"run": run_app},
+        "octavo.serving.engine.omni": {"Omni": omni},
+        "octavo.serving.server.image_app": {"create_image_app": create_app},
     }
     for name, members in stubs.items():
         module = ModuleType(name)
@@ -88,6 +94,30 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     assert calls.options == {"dtype": "float32", "device": "cpu", "vision_impl": None}
 
 
+def test_a_pipeline_of_pictures(calls):
+    assert octavo("--omni") == 0
+    assert calls.model is None and calls.ran == ("app", "127.0.0.1", 8000, "info")
+    assert calls.omni["quantization_config"] is None and calls.omni["dtype"] is None
+    args = "m --omni --quantization fp8 --ignored-layers img_mlp --attention fp8 --max-queue 3 "
+    args += "--cache-backend tea_cache --cache-config {} --dtype float32 --port 9 --api-key k "
+    args += "--scale-path s.json"
+    assert octavo(*args.split()) == 0
+    assert calls.model == "m" and calls.server.max_open == 4 and calls.server.api_keys == ("k",)
+    assert calls.omni == {
+        "quantization_config": {
+            "method": "fp8",
+            "ignored_layers": ["img_mlp"],
+            "activation_scheme": "static",
+        },
+        "attention": "fp8",
+        "scales": "s.json",
+        "cache_backend": "tea_cache",
+        "cache_config": {},
+        "dtype": "float32",
+        "device": None,
+    }
+
+
 def test_encoder_flags_and_files(calls, tmp_path):
     scales = tmp_path / "scales.json"
     scales.write_text("{}")
@@ -127,6 +157,11 @@ def test_encoder_flags_and_files(calls, tmp_path):
             "sliding_window alone",
         ),
         ("--log-level loud", "expected debug"),
+        ("--omni --kv-cache-dtype fp8", "--kv-cache-dtype is for language models"),
+        ("--omni --max-model-len 3", "--max-model-len is for language models"),
+        ("--omni --cache-config 3", "expected a JSON object"),
+        ("--attention fp8", "--attention needs --omni"),
+        ("--cache-backend tea_cache", "--cache-backend needs --omni"),
         ("--max-model-len many", "many"),
     ],
 )

@@ -79,6 +79,12 @@ COMMANDS: tuple[Command, ...] = (
         example="octavo export path/to/model --scales scales.json -o path/to/new",
     ),
     Command(
+        "image",
+        "octavo.cli.image:image",
+        "Pictures and videos from words, in FP8, and beside BF16 with scores.",
+        example='octavo image --prompt "cat on blue" --quantization fp8 --compare bf16',
+    ),
+    Command(
         "serve",
         "octavo.cli.serve:serve",
         "An OpenAI-compatible server for a model, with a page to look at.",

@@ -16,6 +16,28 @@ from octavo.cli.encoder_flags import (
     ScaleSavePath,
 )
 from octavo.cli.engine_flags import Compile, EnforceEager
+from octavo.cli.omni_flags import (
+    Attention,
+    CacheBackend,
+    CacheConfig,
+    QuantizationConfig,
+    quantization_words,
+    read_object,
+)
+from octavo.cli.omni_flags import ScalePath as LinearScalePath
+from octavo.cli.serve_omni import check_flags, serve_omni
+from octavo.cli.server_flags import (
+    ApiKey,
+    CorsOrigin,
+    Grace,
+    Host,
+    LogLevel,
+    MaxBodyMib,
+    MaxQueue,
+    Port,
+    RequestTimeout,
+    ServedModelName,
+)
 from octavo.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -32,6 +54,7 @@ KV_CACHE_DTYPES = {
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -41,17 +64,17 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
+    omni: Annotated[
+        bool,
         typer.Option(
-            "--served-model-name",
-            help="What clients may call the model; may be given more than once, the first is the "
-            "one that answers carry. Left out: the model's own.",
-            show_default=False,
+            "--omni",
+            help="Serve a pipeline of diffusers: /v1/images/generations. Without a model: "
+            "small-image, which comes with octavo.",
         ),
-    ] = None,
-    host: Annotated[str, typer.Option("--host", help="0.0.0.0 for other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    ] = False,
+    served_model_name: ServedModelName = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Of the weights: auto, bfloat16, float16 or float32.")
     ] = "auto",
@@ -108,6 +131,11 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    quantization_config: QuantizationConfig = None,
+    attention: Attention = None,
+    linear_scale_path: LinearScalePath = None,
+    cache_backend: CacheBackend = None,
+    cache_config: CacheConfig = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(
@@ -145,42 +173,18 @@ def serve(
             help="Whether prompts that begin alike share pages.",
         ),
     ] = True,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            help="Key that clients must send; may be given more than once. OCTAVO_API_KEY does the "
-            "same, and other users of the machine do not see it.",
-            show_default=False,
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option("--max-queue", min=1, help="Requests that may wait; more get 429.")
-    ] = 1024,
+    api_key: ApiKey = None,
+    max_queue: MaxQueue = 1024,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             "--max-tokens", min=1, help="The most one request may ask for.", show_default=False
         ),
     ] = None,
-    max_body_mib: Annotated[
-        int, typer.Option("--max-body-mib", min=1, help="Size of a request's body.")
-    ] = 32,
-    timeout_s: Annotated[
-        float, typer.Option("--request-timeout", help="Seconds for a whole answer; 0 is for ever.")
-    ] = 600.0,
-    grace_s: Annotated[
-        float,
-        typer.Option("--grace", min=0, help="Seconds that open requests get when the server ends."),
-    ] = 30.0,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cors-origin",
-            help="Origin of pages that may ask from a browser; may be given more than once.",
-            show_default=False,
-        ),
-    ] = None,
+    max_body_mib: MaxBodyMib = 32,
+    timeout_s: RequestTimeout = 600.0,
+    grace_s: Grace = 30.0,
+    cors_origin: CorsOrigin = None,
     image_hosts: Annotated[
         list[str] | None,
         typer.Option(
@@ -192,9 +196,7 @@ def serve(
     ] = None,
     enforce_eager: EnforceEager = False,
     compile: Compile = False,
-    log_level: Annotated[
-        str, typer.Option("--log-level", help="debug, info, warning or error.")
-    ] = "info",
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve a model on this machine: OpenAI's API, metrics, and a page with a chat at /.
 
@@ -202,10 +204,13 @@ def serve(
 
     octavo serve chart-reader --mm-encoder-attn-dtype fp8
 
+    octavo serve path/to/pipeline --omni --quantization fp8 --attention fp8
+
     Images in messages are read for the Qwen-VL families; --mm-encoder-… is for their encoder.
 
     Routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
-    /metrics. SIGTERM lets open requests finish for --grace seconds; new ones get 503.
+    /metrics; with --omni, /v1/images/generations in place of those for texts. SIGTERM lets open
+    requests finish for --grace seconds; new ones get 503.
     """
     from octavo import env
     from octavo.measure.advise.memory import parse_tokens
@@ -215,6 +220,30 @@ def serve(
     from octavo.serving.server.settings import ImageLimits, ServerSettings
 
     _check_log_level(log_level)
+    check_flags(context, is_omni=omni)
+    keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
+    settings = ServerSettings(
+        model_names=tuple(served_model_name or ()),
+        api_keys=tuple(keys),
+        max_body_bytes=max_body_mib * MIB,
+        max_tokens=max_tokens,
+        max_open=(1 if omni else max_num_seqs) + max_queue,
+        timeout_s=timeout_s or None,
+        grace_s=grace_s,
+        cors_origins=tuple(cors_origin or ()),
+        images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
+    )
+    if omni:
+        words = quantization_words(
+            *(recipe_path, quantization, ignored_layers or [], quantization_config),
+            *(attention, linear_scale_path),
+        )
+        words |= {
+            "cache_backend": cache_backend,
+            "cache_config": read_object("--cache-config", cache_config),
+        }
+        place: Any = {"host": host, "port": port, "log_level": log_level}
+        return serve_omni(model, words, settings, dtype=dtype, device=device, **place)
     encoder = EncoderOptions(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
@@ -226,18 +255,6 @@ def serve(
         *(recipe_path, kv_cache_dtype, skip_layers or [], encoder),
         quantization=quantization,
         ignored_layers=ignored_layers or [],
-    )
-    keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
-    settings = ServerSettings(
-        model_names=tuple(served_model_name or ()),
-        api_keys=tuple(keys),
-        max_body_bytes=max_body_mib * MIB,
-        max_tokens=max_tokens,
-        max_open=max_num_seqs + max_queue,
-        timeout_s=timeout_s or None,
-        grace_s=grace_s,
-        cors_origins=tuple(cors_origin or ()),
-        images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
     )
     engine = load(
         model,

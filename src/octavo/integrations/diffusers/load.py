@@ -1,38 +1,85 @@
-"""Pipelines by name: the small image model, a folder, or whatever diffusers can load."""
+"""Loading pipelines: the small image model, a folder, or a name on the hub."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import nn
 
-from octavo.brief import brief
-from octavo.errors import CheckpointError, UnsupportedError
-from octavo.integrations.diffusers.small_image import FOLDER, MARK, load_small_image_model
+from octavo.brief import brief, list_names
+from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.diffusers.small_image import MARK, load_small_image_model
+from octavo.integrations.transformers.load import choose_device, register_fp8
 
 SMALL_IMAGE = "small-image"
+INDEX = "model_index.json"
 
 
 def load_pipeline(
-    model: str | None, dtype: torch.dtype = torch.bfloat16, device: str | None = None
+    model: str | Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | None = None,
 ) -> Any:
-    """A pipeline on a device, without progress bars; None is the small image model.
+    """A pipeline on its device, without a progress bar of its own.
 
-    device: left out, the GPU if there is one.
+    model: a folder or hub name of diffusers, or the folder of a small image model; None or
+    "small-image" is the one that comes with octavo (./small-image is a folder). device: left out, a
+    GPU if there is one. Components that must be float32 stay so.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise UnsupportedError(f"expected a device that is here, cpu or a GPU, got {device!r}")
-    if model in (None, SMALL_IMAGE):
-        return load_small_image_model(FOLDER, dtype).to(device)
-    if (Path(str(model)) / MARK).is_file():
-        return load_small_image_model(Path(str(model)), dtype).to(device)
-    try:
-        pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype)
-    except (ImportError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{model}: expected a pipeline of diffusers, got {type(error).__name__}: "
-            f"{brief(str(error))}"
-        ) from error
+    device = choose_device(device)
+    name = SMALL_IMAGE if model is None else str(model)
+    if name == SMALL_IMAGE:
+        pipe = load_small_image_model(dtype=dtype)
+    elif (Path(name) / MARK).is_file():
+        pipe = load_small_image_model(Path(name), dtype)
+    else:
+        _check_folder(name)
+        pipe = _from_pretrained(name, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def _check_folder(name: str) -> None:
+    """Raise for what is no pipeline for sure; diffusers would ask the hub about it."""
+    path = Path(name)
+    if not path.exists():
+        looks_like_path = path.is_absolute() or name.startswith(".") or name.count("/") != 1
+        if looks_like_path:
+            raise ConfigError(
+                f"expected {SMALL_IMAGE}, a pipeline's folder or a hub name such as owner/name, "
+                f"got {brief(name)}, which is not there"
+            )
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"expected the folder of a pipeline, got the file {name}")
+    if not (path / INDEX).is_file():
+        found = list_names(sorted(entry.name for entry in path.iterdir())) or "nothing"
+        raise CheckpointError(
+            f"{name}: expected {INDEX}, of a pipeline of diffusers, or {MARK}, of a small image "
+            f"model; got {found}"
+        )
+
+
+def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
+    register_fp8()  # text encoders are transformers' own
+    try:
+        pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype)
+    # A class that diffusers does not have is an AttributeError, a damaged file any of the others.
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name}: expected a pipeline of diffusers, got {type(error).__name__}: "
+            f"{brief(str(error))}"
+        ) from error
+    for part, module in pipe.components.items():
+        if isinstance(module, nn.Module):
+            _check_weights(f"{name}: {part}", module)
+    return pipe
+
+
+def _check_weights(name: str, module: nn.Module) -> None:
+    """Raise if weights were not in the checkpoint: such ones have no memory."""
+    if missing := [key for key, weight in module.state_dict().items() if weight.is_meta]:
+        raise CheckpointError(
+            f"{name}: expected all of its weights, got none for {list_names(missing)}"
+        )

@@ -4,21 +4,15 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
-from octavo.brief import brief
 from octavo.errors import ConfigError
 from octavo.serving.engine.request import gather
-from octavo.serving.server.api_error import ApiError, bad_request
 from octavo.serving.server.async_engine import AsyncEngine, Engine
-from octavo.serving.server.gate import Gate
+from octavo.serving.server.bare_app import ERRORS, add_page, bare_app
 from octavo.serving.server.guidance import MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
 from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
@@ -27,19 +21,13 @@ from octavo.serving.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ErrorBody,
     TokenizeRequest,
 )
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.stream import EventStream, until_client_leaves
-from octavo.version import __version__
 
-STATUSES = (400, 401, 404, 413, 429, 500, 503, 504)
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
-# Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
-PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
-NUM_PROBLEMS_SHOWN = 3
+# What is served under each path; the page asks for the others beside it.
+PAGE_FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 
 
 class Server:
@@ -123,26 +111,10 @@ def create_app(
         await server.engine.close()
         server.jobs.close()
 
-    # Their documentation pages load scripts from elsewhere; /openapi.json is enough.
-    app = FastAPI(
-        title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
-    app.state.server = server
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_middleware(Gate, settings=settings, metrics=server.metrics)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
+    app = bare_app(server, lifespan)
     _add_openai_routes(app, server)
     _add_own_routes(app, server)
-    _add_page(app)
+    add_page(app, PAGE_FILES)
     return app
 
 
@@ -209,66 +181,3 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
     async def stats() -> dict[str, Any]:
         """The numbers that the page shows."""
         return server.numbers()
-
-
-def _add_page(app: FastAPI) -> None:
-    folder = resources.files("octavo.serving.server")
-    for name, media_type in PAGE_FILES.items():
-        content = folder.joinpath(name).read_bytes()
-        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
-        response = _constant(content, f"{media_type}; charset=utf-8", headers)
-        path = "/" if name == "page.html" else f"/{name}"
-        app.add_api_route(path, response, methods=["GET"], include_in_schema=False)
-
-
-def _constant(content: bytes, media_type: str, headers: dict[str, str]) -> Any:
-    async def respond() -> Response:
-        return Response(content, media_type=media_type, headers=headers)
-
-    return respond
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    record: RequestRecord = request.state.record
-    record.failed(error)
-    return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
-async def _http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-    refusal = ApiError(
-        error.status_code,
-        str(error.detail),
-        code=code.get(error.status_code),
-        headers=error.headers,
-    )
-    return await _api_error(request, refusal)
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problems = error.errors()
-    shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
-    return await _api_error(request, bad_request(shown, _place(problems[0]) or None))
-
-
-def _place(problem: Any) -> str:
-    parts = [str(part) for part in problem["loc"] if part != "body"]
-    return ".".join(parts)[:200] if problem["type"] != "json_invalid" else ""
-
-
-def _problem(problem: Any) -> str:
-    place = _place(problem)
-    match problem["type"]:
-        case "json_invalid":
-            return f"expected a JSON body: {problem['ctx']['error']}"
-        case "extra_forbidden":
-            return f"{place}: this server does not know this field; remove it"
-        case "missing":
-            return f"{place or 'body'}: expected, got none"
-        case "value_error":
-            return f"{place}: {problem['ctx']['error']}"
-    expected = problem["msg"].replace("Input should be", "expected")
-    return f"{place}: {expected}, got {brief(problem['input'])}"

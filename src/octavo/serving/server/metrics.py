@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from octavo.serving.engine.request import Stats
 
@@ -10,6 +10,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Seconds; a token takes 1 ms to 1 s, a first token or an answer up to minutes.
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 ANSWER_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+Value = tuple[str, str, int, str]  # name, kind, number, help
 
 
 class Histogram:
@@ -70,18 +72,23 @@ class Metrics:
 
     def expose(self, stats: Stats, num_open: int) -> str:
         """All of it as text."""
+        times = (self.time_to_first_token, self.inter_token, self.request_time)
+        return self.text(_of_engine(stats, num_open), times)
+
+    def text(self, values: Iterable[Value], histograms: Iterable[Histogram]) -> str:
+        """The requests, these values and these histograms as Prometheus reads them."""
         lines = list(_head("octavo_requests_total", "Requests that have ended.", "counter"))
         for (route, outcome), count in sorted(self.requests.items()):
             labels = f'route="{_escaped(route)}",outcome="{_escaped(outcome)}"'
             lines.append(f"octavo_requests_total{{{labels}}} {count}")
-        for name, kind, value, help in _of_engine(stats, num_open):
+        for name, kind, value, help in values:
             lines += [*_head(name, help, kind), f"{name} {value}"]
-        for histogram in (self.time_to_first_token, self.inter_token, self.request_time):
+        for histogram in histograms:
             lines += histogram.lines()
         return "\n".join(lines) + "\n"
 
 
-def _of_engine(stats: Stats, num_open: int) -> Iterator[tuple[str, str, int, str]]:
+def _of_engine(stats: Stats, num_open: int) -> Iterator[Value]:
     gauges = {
         "octavo_requests_open": (num_open, "Requests inside the server."),
         "octavo_requests_running": (stats.num_running, "Requests in the engine's batch."),

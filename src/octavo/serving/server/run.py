@@ -8,7 +8,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.serving.server.app import Server
+from octavo.serving.server.bare_app import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class DrainingServer(uvicorn.Server):
     A second signal aborts them at once; a third one waits for nothing.
     """
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: Serving) -> None:
         super().__init__(config)
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,7 +59,7 @@ class DrainingServer(uvicorn.Server):
 def run(app: FastAPI, host: str, port: int, *, log_level: str = "info") -> None:
     """Serve until a signal ends it; log lines go to stderr."""
     _set_up_logs(log_level)
-    server: Server = app.state.server
+    server: Serving = app.state.server
     config = uvicorn.Config(
         app,
         host=host,

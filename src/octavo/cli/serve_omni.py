@@ -1,0 +1,70 @@
+"""octavo serve --omni: a pipeline of diffusers behind OpenAI's API for images."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from octavo.cli.console import err
+from octavo.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from octavo.serving.server.settings import ServerSettings
+
+# Parameters of `serve` that are for pipelines alone, and those that are for either kind.
+OMNI = frozenset(
+    {"quantization_config", "attention", "linear_scale_path", "cache_backend", "cache_config"}
+)
+BOTH = frozenset(
+    {
+        *("model", "omni", "served_model_name", "host", "port", "dtype", "device", "recipe_path"),
+        *("quantization", "ignored_layers", "api_key", "max_queue", "max_body_mib", "timeout_s"),
+        *("grace_s", "cors_origin", "log_level"),
+    }
+)
+
+
+def check_flags(context: typer.Context, *, is_omni: bool) -> None:
+    """Raise for a flag that is of the other kind of model: it would change nothing."""
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in BOTH:
+            continue
+        if (name in OMNI) != is_omni:
+            flag = parameter.opts[0]
+            problem = "is for language models" if is_omni else "needs --omni"
+            raise ConfigError(f"{flag} {problem}: expected octavo serve without it, or the other")
+
+
+def serve_omni(
+    model: str | None,
+    words: Mapping[str, Any],
+    settings: "ServerSettings",
+    *,
+    dtype: str,
+    device: str | None,
+    host: str,
+    port: int,
+    log_level: str,
+) -> None:
+    """Serve a pipeline; `words` are arguments of `octavo.Omni`."""
+    from importlib.util import find_spec
+
+    if find_spec("diffusers") is None:
+        raise UnsupportedError(
+            "octavo serve --omni needs diffusers, not installed here: "
+            "pip install 'octavo[diffusers,server]'"
+        )
+    from octavo.serving.engine.omni import Omni
+    from octavo.serving.server.image_app import create_image_app
+    from octavo.serving.server.run import run
+
+    with err.status("loading the pipeline"):
+        omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
+    app = create_image_app(omni, settings)
+    err.print(f"{omni.model_name}: {omni.recipe}", soft_wrap=True)
+    shown = f"[{host}]" if ":" in host else host
+    if port:  # a free one is chosen later, and logged
+        err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
+    run(app, host, port, log_level=log_level)

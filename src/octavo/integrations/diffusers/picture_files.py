@@ -1,0 +1,102 @@
+"""Pictures and videos as files: where they go, what they carry, which kinds can be written."""
+
+import io
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from octavo.atomic import write_atomically
+from octavo.brief import list_names
+from octavo.errors import ConfigError, UnsupportedError
+
+MP4_PACKAGES = (("imageio", "imageio_ffmpeg"), ("cv2",))
+
+
+def png_bytes(image: Any, texts: Mapping[str, str] | None = None) -> bytes:
+    """A pillow image as a PNG file, with texts that viewers and `Image.text` show."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    for key, text in (texts or {}).items():
+        info.add_itxt(key, text)
+    content = io.BytesIO()
+    image.save(content, "PNG", pnginfo=info)
+    return content.getvalue()
+
+
+def can_write_mp4() -> bool:
+    """Whether a package that writes .mp4 files is installed."""
+    return any(all(find_spec(name) for name in names) for names in MP4_PACKAGES)
+
+
+def target_files(path: Path, num_files: int, *, is_video: bool, is_forced: bool) -> list[Path]:
+    """Where so many pictures or videos go: `path`, or path-0, path-1, … of its suffix.
+
+    Raises ConfigError before anything is drawn if there can be no such files, or if there are and
+    they are not to be replaced. A video's path without a suffix is a folder of PNG files.
+    """
+    suffixes = (".mp4", ".gif", "") if is_video else (".png",)
+    if path.suffix not in suffixes:
+        words = ".mp4, .gif or no suffix (a folder of PNG files)" if is_video else ".png"
+        raise ConfigError(f"expected an output that ends in {words}, got {path}")
+    if path.suffix == ".mp4" and not can_write_mp4():
+        raise UnsupportedError(
+            f"{path}: expected a package that writes .mp4, got none: pip install imageio "
+            "imageio-ffmpeg; .gif, or a folder, needs none"
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"expected an existing folder for {path}, got none")
+    files = [path] if num_files == 1 else []
+    files = files or [path.with_stem(f"{path.stem}-{index}") for index in range(num_files)]
+    existing = [str(file) for file in files if file.exists()]
+    if existing and not is_forced:
+        raise ConfigError(
+            f"expected outputs that are not there yet, got {list_names(existing)}: choose "
+            "another name, or --force"
+        )
+    if folders := [str(file) for file in files if file.is_dir()]:
+        raise ConfigError(f"expected files or nothing in their place, got {list_names(folders)}")
+    return files
+
+
+def write_video(frames: Sequence[Any], path: Path, fps: float) -> None:
+    """Write pillow images as the frames of a video, by the suffix of its path."""
+    match path.suffix:
+        case ".gif":
+            write_atomically(path, _gif_bytes(frames, fps))
+        case ".mp4":
+            _write_mp4(frames, path, fps)
+        case _:
+            _write_folder(frames, path)
+
+
+def _gif_bytes(frames: Sequence[Any], fps: float) -> bytes:
+    content = io.BytesIO()
+    first, *others = (frame.convert("RGB") for frame in frames)
+    # A GIF counts in hundredths of a second.
+    duration_ms = max(10, round(100 / fps) * 10)
+    first.save(content, "GIF", save_all=True, append_images=others, duration=duration_ms, loop=0)
+    return content.getvalue()
+
+
+def _write_mp4(frames: Sequence[Any], path: Path, fps: float) -> None:
+    from diffusers.utils import export_to_video
+
+    # The writer takes a path: a file of its own, which then takes the place of the other.
+    temporary = path.with_name(f".octavo-{secrets.token_hex(8)}.mp4")
+    try:
+        export_to_video(list(frames), str(temporary), fps=round(fps))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_folder(frames: Sequence[Any], path: Path) -> None:
+    temporary = path.with_name(f".octavo-{secrets.token_hex(8)}")
+    temporary.mkdir()
+    for index, frame in enumerate(frames):
+        write_atomically(temporary / f"frame-{index:04d}.png", png_bytes(frame))
+    temporary.rename(path)

@@ -1,0 +1,263 @@
+"""octavo.Omni: pictures and videos from a list of prompts."""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.brief import brief
+from octavo.errors import CapacityError, ConfigError, OctavoError, UnsupportedError
+from octavo.integrations.apply import Changes, apply_
+from octavo.integrations.diffusers.call import (
+    OnStep,
+    check_options,
+    makes_video,
+    results_of,
+    takes_lists,
+    watched,
+)
+from octavo.integrations.diffusers.load import SMALL_IMAGE, load_pipeline
+from octavo.integrations.diffusers.pipeline import find_components
+from octavo.integrations.diffusers.quantization_config import make_recipe
+from octavo.recipe import Recipe
+from octavo.serving.engine.image_request import ImageResult, ImageSampling, nth_seed
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """One picture or video to draw: its prompt's place, its prompt and its seed."""
+
+    place: int
+    prompt: str
+    seed: int
+
+
+class Omni:
+    """A diffusion pipeline that draws pictures or videos.
+
+    model: a folder or hub name of diffusers, a pipeline that is loaded already, or None for the
+    small image model that comes with octavo; a loaded one is changed in place.
+    What is quantized is said in one of three ways: recipe; quantization "fp8"; quantization_config
+    in the words of vLLM, {"method": "fp8", "ignored_layers": […], …}, for all transformers or by
+    component ({"transformer": {…}, "vae": None}). Beside the last two, attention="fp8" and scales,
+    of static activations.
+    cache_backend, cache_config: "tea_cache" or "first_block_cache", which skip steps that change
+    little, and their settings. max_batch_size: pictures in one call, None for all of them.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        quantization: str | None = None,
+        quantization_config: str | Mapping[str, Any] | None = None,
+        attention: str | Mapping[str, Any] | None = None,
+        scales: Any = None,
+        recipe: Recipe | None = None,
+        cache_backend: str | None = None,
+        cache_config: Mapping[str, Any] | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ConfigError(f"expected max_batch_size of 1 or more, got {max_batch_size}")
+        if cache_config is not None and cache_backend is None:
+            raise ConfigError("cache_config: expected a cache_backend with it, got none")
+        config = _one_config(quantization, quantization_config)
+        if recipe is not None and not (config is attention is scales is None):
+            raise ConfigError("expected a recipe or quantization, attention and scales, got both")
+        self.pipe, self.model_name = _load(model, dtype, device)
+        self._takes_lists = takes_lists(self.pipe)
+        self._max_batch_size = max_batch_size
+        if recipe is None:
+            parts = list(find_components(self.pipe))
+            recipe = make_recipe(config, parts, attention=attention, scales=scales)
+        self.recipe = recipe
+        self.changes: Changes | None = None if recipe.is_empty else apply_(self.pipe, recipe)
+        self.cache: dict[str, Any] | None = None
+        if cache_backend is not None:
+            from octavo.integrations.diffusers.step_cache import use_step_cache_
+
+            use_step_cache_(self.pipe, cache_backend, dict(cache_config or {}))
+            self.cache = {"backend": cache_backend, **(cache_config or {})}
+
+    @property
+    def makes_video(self) -> bool:
+        """Whether results have frames; a video of one frame is a picture all the same."""
+        return makes_video(self.pipe)
+
+    def check(self, sampling: ImageSampling) -> None:
+        """Raise if the pipeline does not have what `sampling` asks for."""
+        check_options(self.pipe, sampling.options())
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling: ImageSampling = ImageSampling(),
+        *,
+        on_step: OnStep | None = None,
+    ) -> list[ImageResult]:
+        """Draw what each prompt says; the results are in their order.
+
+        on_step is called with the number of steps that are done and that of all; what it raises
+        ends the call. Pictures of one seed have the same noise alone and in a batch; what the
+        transformer makes of it may differ in the last bits, as matrix products of other sizes do.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"expected one prompt or more, each a text, got {brief(prompts)}")
+        self.check(sampling)
+        pictures = _pictures(texts, sampling)
+        batches = list(self._batches(pictures))
+        steps = _StepCount(on_step, len(batches))
+        made: list[tuple[_Picture, tuple[Any, ...]]] = []
+        seconds = dict.fromkeys(range(len(texts)), 0.0)
+        for batch in batches:
+            start_s = time.perf_counter()
+            made += zip(batch, self._call(batch, sampling, steps), strict=True)
+            for place in {picture.place for picture in batch}:
+                seconds[place] += time.perf_counter() - start_s
+            steps.end_batch()
+        _check_size([frames[0] for _, frames in made], sampling)
+        return [
+            _result(place, text, made, seconds[place], steps) for place, text in enumerate(texts)
+        ]
+
+    def _batches(self, pictures: Sequence[_Picture]) -> Iterator[Sequence[_Picture]]:
+        size = (self._max_batch_size or len(pictures)) if self._takes_lists else 1
+        for start in range(0, len(pictures), size):
+            yield pictures[start : start + size]
+
+    def _call(
+        self, batch: Sequence[_Picture], sampling: ImageSampling, steps: "_StepCount"
+    ) -> list[tuple[Any, ...]]:
+        options = sampling.options()
+        # On the CPU: a seed then means the same noise on every device.
+        generators = [torch.Generator().manual_seed(picture.seed) for picture in batch]
+        prompts = [picture.prompt for picture in batch]
+        if "negative_prompt" in options and self._takes_lists:
+            options["negative_prompt"] = [options["negative_prompt"]] * len(batch)
+        try:
+            with watched(self.pipe, steps):
+                output = self.pipe(
+                    prompt=prompts if self._takes_lists else prompts[0],
+                    generator=generators if self._takes_lists else generators[0],
+                    output_type="pil",
+                    **options,
+                )
+        except OctavoError:
+            raise
+        except torch.OutOfMemoryError as error:
+            size = f"{len(batch)} pictures at once"
+            raise CapacityError(
+                f"expected memory for {size}, got none: ask for fewer or smaller ones, or set "
+                f"max_batch_size ({error})"
+            ) from error
+        except (TypeError, ValueError) as error:
+            if steps.num_in_batch:
+                raise
+            # Before the first step: the pipeline has looked at its arguments, and at no more.
+            raise ConfigError(f"{type(self.pipe).__name__}: {error}") from error
+        return results_of(output, len(batch))
+
+
+class _StepCount:
+    """Steps of all batches as those of one."""
+
+    def __init__(self, on_step: OnStep | None, num_batches: int) -> None:
+        self._on_step, self._num_batches = on_step, num_batches
+        self.num_in_batch = 0
+        self.per_batch = 0
+        self._num_before = 0
+
+    def __call__(self, num_done: int, total: int) -> None:
+        self.num_in_batch = num_done
+        if self._on_step is not None:
+            self._on_step(self._num_before + num_done, total * self._num_batches)
+
+    def end_batch(self) -> None:
+        self.per_batch = self.num_in_batch
+        self._num_before += self.num_in_batch
+        self.num_in_batch = 0
+
+
+def _one_config(
+    quantization: str | None, config: str | Mapping[str, Any] | None
+) -> str | Mapping[str, Any] | None:
+    if quantization is not None and quantization != "fp8":
+        raise ConfigError(f"quantization: expected 'fp8' or None, got {brief(quantization)}")
+    if quantization is not None and config is not None:
+        raise ConfigError("expected quantization or quantization_config, got both")
+    return config if quantization is None else quantization
+
+
+def _load(model: Any, dtype: str | None, device: str | None) -> tuple[Any, str]:
+    """The pipeline and its name."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"expected a dtype, one of {', '.join(DTYPES)}, got {brief(dtype)}")
+    if model is None or isinstance(model, str | Path):
+        chosen = DTYPES[dtype or "bfloat16"]
+        return load_pipeline(model, chosen, device), SMALL_IMAGE if model is None else str(model)
+    if not callable(model):
+        raise ConfigError(
+            f"expected a model's name, its folder or a pipeline of diffusers, got {brief(model)}"
+        )
+    if dtype is not None:
+        raise ConfigError("dtype: expected none for a pipeline that is loaded already, got one")
+    find_components(model)
+    name = getattr(model, "name_or_path", None) or type(model).__name__
+    return model if device is None else model.to(device), str(name)
+
+
+def _pictures(texts: Sequence[str], sampling: ImageSampling) -> list[_Picture]:
+    pictures = []
+    for place, text in enumerate(texts):
+        # Not torch's: whoever seeds that for weights would get the same pictures again and again.
+        first = random.SystemRandom().getrandbits(32) if sampling.seed is None else sampling.seed
+        for index in range(sampling.num_images_per_prompt):
+            pictures.append(_Picture(place, text, nth_seed(first, index)))
+    return pictures
+
+
+def _check_size(firsts: Sequence[Any], sampling: ImageSampling) -> None:
+    """Raise if the pipeline has rounded what was asked for."""
+    for asked, side, name in (
+        (sampling.width, 0, "width"),
+        (sampling.height, 1, "height"),
+    ):
+        got = {image.size[side] for image in firsts}
+        if asked is not None and got != {asked}:
+            raise UnsupportedError(
+                f"{name}: expected {asked} pixels, got {sorted(got)[0]} from the pipeline: ask for "
+                "that, or another multiple of what it can draw"
+            )
+
+
+def _result(
+    place: int,
+    text: str,
+    made: Sequence[tuple[_Picture, tuple[Any, ...]]],
+    seconds: float,
+    steps: _StepCount,
+) -> ImageResult:
+    own = [(picture, frames) for picture, frames in made if picture.place == place]
+    is_picture = all(len(frames) == 1 for _, frames in own)
+    return ImageResult(
+        prompt=text,
+        images=tuple(frames[0] for _, frames in own) if is_picture else (),
+        frames=() if is_picture else tuple(frames for _, frames in own),
+        seeds=tuple(picture.seed for picture, _ in own),
+        seconds=seconds,
+        num_steps=steps.per_batch,
+    )

@@ -1,0 +1,140 @@
+"""What the applications of octavo share: keys, limits, errors as OpenAI writes them, a page."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from importlib import resources
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from octavo.brief import brief
+from octavo.serving.server.api_error import ApiError, bad_request
+from octavo.serving.server.gate import Gate
+from octavo.serving.server.metrics import Metrics
+from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.schema import ErrorBody
+from octavo.serving.server.settings import ServerSettings
+from octavo.version import __version__
+
+STATUSES = (400, 401, 404, 413, 429, 500, 503, 504)
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
+# Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
+PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+NUM_PROBLEMS_SHOWN = 3
+
+
+class Answering(Protocol):
+    """What ends in order: it takes no new requests, waits for the open ones, and lets go."""
+
+    is_closing: bool
+
+    @property
+    def num_open(self) -> int: ...
+    async def drain(self, grace_s: float) -> bool: ...
+    def stop_waiting(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Serving(Protocol):
+    """What an application is of."""
+
+    settings: ServerSettings
+
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def engine(self) -> Answering: ...
+
+
+def bare_app(
+    server: Serving, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    """An application without routes."""
+    settings = server.settings
+    # Their documentation pages load scripts from elsewhere; /openapi.json is enough.
+    app = FastAPI(
+        title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.server = server
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_middleware(Gate, settings=settings, metrics=server.metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
+
+
+def add_page(app: FastAPI, files: Mapping[str, str], policy: str = PAGE_POLICY) -> None:
+    """Serve files of this package under these paths."""
+    folder = resources.files("octavo.serving.server")
+    for path, name in files.items():
+        content = folder.joinpath(name).read_bytes()
+        media_type = PAGE_KINDS["." + name.rpartition(".")[2]]
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+        response = _constant(content, f"{media_type}; charset=utf-8", headers)
+        app.add_api_route(path, response, methods=["GET"], include_in_schema=False)
+
+
+def _constant(content: bytes, media_type: str, headers: dict[str, str]) -> Any:
+    async def respond() -> Response:
+        return Response(content, media_type=media_type, headers=headers)
+
+    return respond
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    record: RequestRecord = request.state.record
+    record.failed(error)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    refusal = ApiError(
+        error.status_code,
+        str(error.detail),
+        code=code.get(error.status_code),
+        headers=error.headers,
+    )
+    return await _api_error(request, refusal)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
+    return await _api_error(request, bad_request(shown, _place(problems[0]) or None))
+
+
+def _place(problem: Any) -> str:
+    parts = [str(part) for part in problem["loc"] if part != "body"]
+    return ".".join(parts)[:200] if problem["type"] != "json_invalid" else ""
+
+
+def _problem(problem: Any) -> str:
+    place = _place(problem)
+    match problem["type"]:
+        case "json_invalid":
+            return f"expected a JSON body: {problem['ctx']['error']}"
+        case "extra_forbidden":
+            return f"{place}: this server does not know this field; remove it"
+        case "missing":
+            return f"{place or 'body'}: expected, got none"
+        case "value_error":
+            return f"{place}: {problem['ctx']['error']}"
+    expected = problem["msg"].replace("Input should be", "expected")
+    return f"{place or 'body'}: {expected}, got {brief(problem['input'])}"

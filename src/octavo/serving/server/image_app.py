@@ -1,0 +1,224 @@
+"""The routes of a server that draws: OpenAI's for images, and the server's own."""
+
+import asyncio
+import base64
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from octavo.errors import ConfigError, OctavoError
+from octavo.serving.engine.image_request import ImageResult, ImageSampling
+from octavo.serving.server.api_error import ApiError, bad_request
+from octavo.serving.server.bare_app import ERRORS, PAGE_POLICY, add_page, bare_app
+from octavo.serving.server.image_queue import Drawer, ImageQueue, param_of
+from octavo.serving.server.image_schema import ImageRequest
+from octavo.serving.server.metrics import CONTENT_TYPE, Metrics, Value
+from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.settings import ServerSettings
+from octavo.serving.server.stream import until_client_leaves
+
+PAGE_FILES = {"/": "image_page.html", "/page.js": "image_page.js", "/page.css": "page.css"}
+# Pictures come inside the answers.
+IMAGE_POLICY = f"{PAGE_POLICY}; img-src data:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawingLimits:
+    """What one request may ask for; max_pixels are those of all its pictures."""
+
+    max_images: int = 10
+    max_pixels: int = 10 * 2048 * 2048
+    max_steps: int = 200
+
+
+LIMITS = DrawingLimits()
+
+
+class ImageMetrics(Metrics):
+    """What a server that draws counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_images = 0
+
+    def expose_images(self, engine: ImageQueue) -> str:
+        """All of it as text."""
+        return self.text(self._values(engine), [self.request_time])
+
+    def _values(self, engine: ImageQueue) -> Iterator[Value]:
+        num_open, num_waiting = engine.num_open, engine.num_waiting
+        yield "octavo_requests_open", "gauge", num_open, "Requests inside the server."
+        yield "octavo_requests_waiting", "gauge", num_waiting, "Requests that have not begun."
+        yield "octavo_images_total", "counter", self.num_images, "Pictures in answers."
+        yield "octavo_steps_total", "counter", engine.num_steps, "Denoising steps."
+
+
+class ImageServer:
+    """What the routes share."""
+
+    def __init__(self, drawer: Drawer, settings: ServerSettings, limits: DrawingLimits) -> None:
+        if drawer.makes_video:
+            raise ConfigError(
+                f"expected a pipeline of pictures to serve, got {drawer.model_name}, which makes "
+                "videos: use octavo image"
+            )
+        self.settings = settings
+        self.limits = limits
+        self.started_at = int(time.time())
+        self.metrics = ImageMetrics()
+        self.engine = ImageQueue(drawer, settings)
+        self.model_names = settings.model_names or (drawer.model_name,)
+
+    def sampling(self, body: ImageRequest) -> ImageSampling:
+        """What a body asks for; ApiError if it is too much, or if the pipeline cannot do it."""
+        self.check_model(body.model)
+        width, height = body.width_and_height()
+        num_images = body.n or 1
+        self._check_limits(num_images, (width or 0) * (height or 0), body.num_inference_steps)
+        sampling = ImageSampling(
+            num_inference_steps=body.num_inference_steps,
+            guidance_scale=body.guidance_scale,
+            true_cfg_scale=body.true_cfg_scale,
+            negative_prompt=body.negative_prompt,
+            width=width,
+            height=height,
+            num_images_per_prompt=num_images,
+            seed=body.seed,
+        )
+        try:
+            self.engine.drawer.check(sampling)
+        except OctavoError as error:
+            param = param_of(str(error))
+            raise bad_request(
+                str(error), "size" if param in ("height", "width") else param
+            ) from None
+        return sampling
+
+    def _check_limits(self, num_images: int, num_pixels: int, num_steps: int | None) -> None:
+        limits = self.limits
+        if num_images > limits.max_images:
+            raise bad_request(f"n: expected at most {limits.max_images}, got {num_images}", "n")
+        if num_images * num_pixels > limits.max_pixels:
+            raise bad_request(
+                f"size: expected at most {limits.max_pixels} pixels in all pictures, got "
+                f"{num_images * num_pixels}",
+                "size",
+            )
+        if num_steps is not None and num_steps > limits.max_steps:
+            name = "num_inference_steps"
+            raise bad_request(f"{name}: expected at most {limits.max_steps}, got {num_steps}", name)
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError unless the model is one that is served here; none at all is the one we have."""
+        if name is not None and name not in self.model_names:
+            message = f"expected a model served here ({', '.join(self.model_names)}), got {name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def status(self) -> tuple[int, str]:
+        """(HTTP status, word) of /health."""
+        if self.engine.problem is not None:
+            return 503, f"the pipeline failed: {self.engine.problem}"
+        return (503, "shutting down") if self.engine.is_closing else (200, "ok")
+
+    def numbers(self) -> dict[str, Any]:
+        """What the page shows."""
+        return {
+            "model": self.model_names[0],
+            "status": self.status()[1],
+            "num_open": self.engine.num_open,
+            "num_waiting": self.engine.num_waiting,
+            "num_images": self.metrics.num_images,
+            "mean_s": self.metrics.request_time.mean(),
+        }
+
+
+def create_image_app(
+    drawer: Drawer, settings: ServerSettings, limits: DrawingLimits = LIMITS
+) -> FastAPI:
+    """The application; its lifespan starts and ends the pipeline's thread."""
+    server = ImageServer(drawer, settings, limits)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await server.engine.close()
+
+    app = bare_app(server, lifespan)
+    _add_openai_routes(app, server)
+    _add_own_routes(app, server)
+    add_page(app, PAGE_FILES, IMAGE_POLICY)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, server: ImageServer) -> None:
+    @app.post("/v1/images/generations", responses=ERRORS, response_model=None)
+    async def generations(body: ImageRequest, request: Request) -> Response:
+        """Draw pictures from a prompt."""
+        server.engine.check_open()
+        sampling = server.sampling(body)
+        record: RequestRecord = request.state.record
+        record.answer_id = f"img-{uuid.uuid4().hex}"
+        drawing = server.engine.generate(body.prompt, sampling)
+        result = await until_client_leaves(request.receive, drawing)
+        content = await asyncio.to_thread(_content, result)
+        record.outcome = "stop"
+        server.metrics.num_images += len(result.images)
+        return JSONResponse(content)
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> dict[str, Any]:
+        """The names under which the model can be asked."""
+        return {"object": "list", "data": [_model(server, n) for n in server.model_names]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        server.check_model(name)
+        return _model(server, name)
+
+
+def _content(result: ImageResult) -> dict[str, Any]:
+    """The answer as OpenAI writes it; `seed` of each picture, and `seconds`, are ours."""
+    from octavo.integrations.diffusers.picture_files import png_bytes
+
+    data = [
+        {"b64_json": base64.b64encode(png_bytes(image)).decode(), "seed": seed}
+        for image, seed in zip(result.images, result.seeds, strict=True)
+    ]
+    width, height = result.images[0].size
+    return {
+        "created": int(time.time()),
+        "data": data,
+        "output_format": "png",
+        "size": f"{width}x{height}",
+        "seconds": round(result.seconds, 6),
+    }
+
+
+def _model(server: ImageServer, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": server.started_at, "owned_by": "octavo"}
+
+
+def _add_own_routes(app: FastAPI, server: ImageServer) -> None:
+    @app.get("/health", responses={503: {"description": "It answers nobody."}})
+    async def health() -> JSONResponse:
+        """Whether requests are answered."""
+        status, word = server.status()
+        return JSONResponse({"status": word}, status)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Counters and histograms for Prometheus."""
+        return Response(server.metrics.expose_images(server.engine), media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """The numbers that the page shows."""
+        return server.numbers()
