@@ -54,11 +54,17 @@ for name in ("init", "_lazy_init", "is_available", "device_count", "current_devi
 ALL_PUBLIC_NAMES = """
 import octavo
 for name in octavo.__all__:
-    if name not in NEEDS_TRANSFORMERS:
+    if name not in NEEDS:
         getattr(octavo, name)
 """
-# Classes that a class of transformers is the base of.
-NEEDS_TRANSFORMERS = {"OctavoConfig"}
+# Names whose file has classes that extend one of an optional package.
+NEEDS = {
+    "OctavoConfig": "transformers",
+    "count_cached_steps": "diffusers",
+    "drop_step_cache_": "diffusers",
+    "fit_tea_cache": "diffusers",
+    "use_step_cache_": "diffusers",
+}
 
 GPU_IS_REFUSED = """
 try:
@@ -83,7 +89,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def blocking(packages: list[str], code: str) -> str:
-    constants = f"BLOCKED = {set(packages)!r}\nNEEDS_TRANSFORMERS = {NEEDS_TRANSFORMERS!r}"
+    constants = f"BLOCKED = {set(packages)!r}\nNEEDS = {NEEDS!r}"
     return f"{constants}\n{BLOCK}\n{code}"
 
 
@@ -98,11 +104,12 @@ def test_public_names_and_a_reference_call_need_no_gpu_and_no_optional_package()
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_TRANSFORMERS))
-def test_a_name_that_needs_transformers_says_so(name):
+@pytest.mark.parametrize("name", ["OctavoConfig", "use_step_cache_"])
+def test_a_name_that_needs_a_package_says_so(name):
     done = python(blocking(OPTIONAL, f"import octavo; octavo.{name}"))
     assert done.returncode != 0
-    assert f"octavo.{name} needs transformers: pip install 'octavo[transformers]'" in done.stderr
+    package = NEEDS[name]
+    assert f"octavo.{name} needs {package}: pip install 'octavo[{package}]'" in done.stderr
 
 
 def test_some_modules_need_no_torch():

@@ -70,10 +70,11 @@ class Denoising:
             moment = self._moment
         is_same = step == self._step and moment == self._moment
         is_next = step > self._step and moment <= self._moment
-        if timesteps is not self._timesteps or not (is_same or is_next):
+        is_new = timesteps is not self._timesteps or not (is_same or is_next)
+        if is_new:
             self._generation += 1
             self.counts = {}
-        if not is_same:
+        if is_new or is_next:
             self._num_calls.clear()
         self._timesteps, self._step, self._moment = timesteps, step, moment
         self._num_calls[component, context] += 1

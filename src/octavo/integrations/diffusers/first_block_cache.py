@@ -64,8 +64,6 @@ def _problem(model: nn.Module) -> str | None:
     if not hasattr(model, "enable_cache"):
         return "it has no enable_cache"
     blocks = find_blocks(model)
-    if len(blocks) < 2:
-        return f"it has {len(blocks)} blocks, and at least two are needed"
     returns = set()
     for name, block in blocks.items():
         kind = type(block)
@@ -81,6 +79,8 @@ def _problem(model: nn.Module) -> str | None:
         returns.add(has_encoder)
     if len(returns) > 1:
         return "its first blocks return two tensors and its last ones one"
+    if len(blocks) < 2:
+        return f"it has {len(blocks)} blocks, and at least two are needed"
     return None
 
 

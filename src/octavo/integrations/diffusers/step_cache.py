@@ -26,7 +26,11 @@ from octavo.integrations.diffusers.first_block_cache import (
     check_first_block_cache,
 )
 from octavo.integrations.diffusers.pipeline import TRANSFORMER, find_components
-from octavo.integrations.diffusers.tea_cache import TeaCacheBlockHook, attach_tea_cache_
+from octavo.integrations.diffusers.tea_cache import (
+    TeaCacheBlockHook,
+    attach_tea_cache_,
+    put_forward_,
+)
 from octavo.integrations.diffusers.tea_cache_coefficients import known_coefficients
 from octavo.settings import Settings, Shorthands
 
@@ -217,7 +221,10 @@ def scheduler_finder(model: Any, scheduler: Any) -> Callable[[], Any]:
 
     def find() -> Any:
         living = pipeline()
-        return scheduler if living is None else living.scheduler
+        if living is None or living.scheduler is scheduler:
+            return scheduler
+        _check_scheduler(living.scheduler)
+        return living.scheduler
 
     return find
 
@@ -318,4 +325,6 @@ def detach_step_cache_(model: Any) -> list[str]:
     registry.invalidate_child_registries_cache()
     if isinstance(steps, FirstBlockStepHook):
         model.disable_cache()
+    for part in (model, *steps.blocks):
+        put_forward_(part, part.forward)  # diffusers leaves an attribute
     return blocks

@@ -87,21 +87,18 @@ class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no ty
         self.is_first, self.is_last = is_first, is_last
         self.rel_l1_thresh, self.coefficients, self.pairs = rel_l1_thresh, coefficients, pairs
         self._compiled: Callable[..., Any] | None = None
-        self._is_inside_compiled = False
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the block, or not."""
-        if self._is_inside_compiled:  # the compiled call comes back to here for the forward
-            return self.fn_ref.original_forward(*args, **kwargs)
         state: TeaCacheState | None = self.steps.current
         if state is None:  # the block alone was called
-            return self._run(args, kwargs)
+            return self._run(module, args, kwargs)
         streams = self._read_streams(module, args, kwargs)
         if self.is_first:
             self._decide(state, module, streams, args, kwargs)
         if not state.should_compute:
             return self._written(streams | self._reuse(state) if self.is_last else streams)
-        out = self._run(args, kwargs)
+        out = self._run(module, args, kwargs)
         if self.is_last:
             self._keep(state, out)
         return out
@@ -117,14 +114,16 @@ class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no ty
         if self._compiled is not None and module._compiled_call_impl is None:
             module._compiled_call_impl = self._compiled  # type: ignore[assignment]
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._compiled is None:
             return self.fn_ref.original_forward(*args, **kwargs)
-        self._is_inside_compiled = True
+        # Without the hook, which is another in each block: all blocks share what is compiled once.
+        hooked = module.__dict__["forward"]
+        put_forward_(module, self.fn_ref.original_forward)
         try:
             return self._compiled(*args, **kwargs)
         finally:
-            self._is_inside_compiled = False
+            module.__dict__["forward"] = hooked
 
     def _decide(
         self,
@@ -204,6 +203,14 @@ class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no ty
             state.reset()
         else:
             state.residual, state.entry = residual, {}
+
+
+def put_forward_(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Set a module's forward, as an attribute of its own only if it is not that of its class."""
+    if getattr(forward, "__func__", None) is type(module).forward:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 class _Reached(Exception):
