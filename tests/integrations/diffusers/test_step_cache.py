@@ -315,6 +315,11 @@ def test_offloaded_parallel_and_compiled_transformers_are_refused():
     with pytest.raises(UnsupportedError, match="not offloaded yet"):
         use_step_cache_(pipe, "tea_cache", ALWAYS)
     pipe = make_pipeline()
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer.transformer_blocks[0])
+    registry.register_hook(ModelHook(), "group_offloading")  # as diffusers calls it
+    with pytest.raises(UnsupportedError, match="not offloaded yet"):
+        use_step_cache_(pipe, "tea_cache", ALWAYS)
+    pipe = make_pipeline()
     pipe.transformer._parallel_config = object()
     with pytest.raises(UnsupportedError, match="on one device"):
         use_step_cache_(pipe, "tea_cache", ALWAYS)
@@ -326,6 +331,22 @@ def test_offloaded_parallel_and_compiled_transformers_are_refused():
     pipe.transformer = torch.compile(pipe.transformer, backend="eager")
     with pytest.raises(UnsupportedError, match="transformer: .*compile_repeated_blocks"):
         use_step_cache_(pipe, "tea_cache", ALWAYS)
+
+
+def test_offloading_after_the_cache():
+    accelerate = pytest.importorskip("accelerate.hooks")
+    pipe = make_pipeline()
+    use_step_cache_(pipe, "tea_cache", ALWAYS)
+    expected = draw(pipe)
+    for _ in range(2):  # a pipeline removes and adds it after each generation
+        accelerate.add_hook_to_module(pipe.transformer, accelerate.ModelHook())
+        assert_same_bits(draw(pipe), expected)
+        with pytest.raises(UnsupportedError, match="remove_all_hooks"):
+            drop_step_cache_(pipe)
+        accelerate.remove_hook_from_module(pipe.transformer)
+    assert count_cached_steps(pipe) == {"transformer": {"cond": StepCounts(2, 6)}}
+    drop_step_cache_(pipe)
+    assert_same_bits(draw(pipe), draw(make_pipeline()))
 
 
 def test_no_transformer_and_no_pipeline():

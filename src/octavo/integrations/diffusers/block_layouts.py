@@ -115,11 +115,12 @@ def read_argument(
     """An argument of a module's forward by its name; None if it was not given."""
     if name in kwargs:
         return kwargs[name]
-    places = _parameter_places(type(module))
+    kind: Any = type(module)
+    places = _parameter_places(kind)
     return args[places[name]] if places.get(name, len(args)) < len(args) else None
 
 
 @cache
-def _parameter_places(kind: type[nn.Module]) -> dict[str, int]:
+def _parameter_places(kind: Any) -> dict[str, int]:
     parameters = list(inspect.signature(kind.forward).parameters)[1:]  # without self
     return {name: place for place, name in enumerate(parameters)}

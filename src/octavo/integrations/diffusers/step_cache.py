@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from diffusers.hooks import HookRegistry
+from diffusers.hooks.group_offloading import _GROUP_OFFLOADING as GROUP_OFFLOADING
 from pydantic import field_validator
 from torch import nn
 
@@ -176,11 +177,10 @@ def read_settings(
     if backend not in BACKENDS:
         raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
     try:
-        settings = BACKENDS[backend].read({} if config is None else config)
+        settings = BACKENDS[backend].read(config)
     except ConfigError as error:
         raise ConfigError(f"{backend}: {error}") from None
-    assert settings is not None
-    return settings
+    return BACKENDS[backend]() if settings is None else settings
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -246,7 +246,7 @@ def check_transformer(name: str, model: Any, backend: str) -> None:
         )
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         raise UnsupportedError(f"{name}: {COMPILED_WHOLE}")
-    if any(hasattr(part, "_hf_hook") for part in model.modules()):
+    if is_offloaded(model):
         raise UnsupportedError(
             f"{name}: expected weights that are not offloaded yet, since offloading would remove "
             "the step cache: call use_step_cache_ first"
@@ -263,6 +263,16 @@ def check_transformer(name: str, model: Any, backend: str) -> None:
             raise UnsupportedError("tea_cache: expected blocks, got none")
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}") from None
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate or diffusers moves weights to the device when they are needed."""
+    for part in model.modules():
+        registry: Any = getattr(part, "_diffusers_hook", None)
+        is_in_group = registry is not None and GROUP_OFFLOADING in registry.hooks
+        if is_in_group or hasattr(part, "_hf_hook"):
+            return True
+    return False
 
 
 def _rules(
@@ -297,7 +307,12 @@ def _coefficients(name: str, model: nn.Module, settings: TeaCacheSettings) -> tu
 
 
 def _check_on_top(name: str, model: nn.Module) -> None:
-    """Raise if other hooks came after ours: diffusers would break them."""
+    """Raise if other hooks came after ours: they would break, or bring ours back."""
+    if is_offloaded(model):
+        raise UnsupportedError(
+            f"{name}: expected weights that are not offloaded, got some that are: call "
+            "pipe.remove_all_hooks() first"
+        )
     for part in model.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)
         if registry is not None and STEP_HOOK in registry.hooks:

@@ -60,7 +60,8 @@ class TeaCacheStepHook(StepHook):
         """Take compiled blocks' calls over: what decides must not be compiled with the block."""
         super().check_call(module)
         for block in self.blocks:
-            block._diffusers_hook.get_hook(STEP_HOOK).adopt_compiled_(block)  # type: ignore[union-attr, operator]
+            registry = HookRegistry.check_if_exists_or_initialize(block)
+            registry.get_hook(STEP_HOOK).adopt_compiled_(block)
 
 
 class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no types
@@ -112,7 +113,7 @@ class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no ty
     def give_back_compiled_(self, module: nn.Module) -> None:
         """Undo `adopt_compiled_`."""
         if self._compiled is not None and module._compiled_call_impl is None:
-            module._compiled_call_impl = self._compiled  # type: ignore[assignment]
+            module._compiled_call_impl = self._compiled
 
     def _run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._compiled is None:
@@ -252,7 +253,8 @@ def attach_tea_cache_(
         layout.time,
         layout.is_rising,
     )
-    HookRegistry.check_if_exists_or_initialize(model).register_hook(steps, STEP_HOOK)
+    registry = HookRegistry.check_if_exists_or_initialize(model)
+    registry.register_hook(steps, STEP_HOOK)
     for place, (_, part, block) in enumerate(blocks):
         hook = TeaCacheBlockHook(
             steps,
@@ -265,5 +267,5 @@ def attach_tea_cache_(
             pairs=pairs,
         )
         HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, STEP_HOOK)
-    model._diffusers_hook.invalidate_child_registries_cache()  # type: ignore[union-attr, operator]
+    registry.invalidate_child_registries_cache()
     return [name for name, _, _ in blocks]
