@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from tiny_flux import make_pipeline, prompt_of  # noqa: E402
+from tiny_pipelines import FAMILIES, few, load_pipeline  # noqa: E402
 
 from octavo import (  # noqa: E402
     ConfigError,
@@ -115,6 +116,17 @@ def test_a_failed_fit_leaves_no_hooks():
     with pytest.raises(TypeError, match="no_such_option"):
         fit(ByWord(pipe), no_such_option=1)
     assert find_step_hook(pipe.transformer) is None
+
+
+@pytest.mark.parametrize("family", few())
+def test_all_families_can_be_fitted(family, folder_of):
+    pipe = load_pipeline(folder_of(family))
+    prompts = ["a cat on a mat", "two dogs"]
+    fitted = fit_tea_cache(pipe, prompts, num_inference_steps=10, **FAMILIES[family].call)
+    names = ["transformer", "transformer_2"] if family == "wan" else ["transformer"]
+    assert list(fitted) == names
+    assert np.isfinite(list(fitted.values())).all()
+    use_step_cache_(pipe, "tea_cache", {"coefficients": fitted})
 
 
 @pytest.mark.parametrize("prompts", ["a cat", []])
