@@ -58,8 +58,15 @@ for name in octavo.__all__:
     if name not in NEEDS:
         getattr(octavo, name)
 """
-# Classes that another package's class is the base of, or that nothing can be done with without it.
-NEEDS = {"OctavoConfig": "transformers", "Omni": "diffusers"}
+# Names whose file has classes that extend one of an optional package, or that need it for all.
+NEEDS = {
+    "OctavoConfig": "transformers",
+    "Omni": "diffusers",
+    "count_cached_steps": "diffusers",
+    "drop_step_cache_": "diffusers",
+    "fit_tea_cache": "diffusers",
+    "use_step_cache_": "diffusers",
+}
 
 GPU_IS_REFUSED = """
 try:

@@ -94,6 +94,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},
     "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},
     "integrations/diffusers/*": {"diffusers"},
+    "integrations/diffusers/fit_tea_cache.py": {"numpy"},
     "integrations/vllm/*": {"vllm"},
     "serving/engine/guided.py": {"llguidance"},
 }

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import quantize_ as quantize_
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
+    from octavo.integrations.diffusers.fit_tea_cache import fit_tea_cache as fit_tea_cache
+    from octavo.integrations.diffusers.step_cache import count_cached_steps as count_cached_steps
+    from octavo.integrations.diffusers.step_cache import drop_step_cache_ as drop_step_cache_
+    from octavo.integrations.diffusers.step_cache import use_step_cache_ as use_step_cache_
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
@@ -95,11 +99,15 @@ _HOME = {
     "calibrate": "octavo.integrations.transformers.calibrate",
     "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
     "calibrate_linear": "octavo.integrations.calibrate_linear",
+    "count_cached_steps": "octavo.integrations.diffusers.step_cache",
+    "drop_step_cache_": "octavo.integrations.diffusers.step_cache",
+    "fit_tea_cache": "octavo.integrations.diffusers.fit_tea_cache",
     "load_fp8": "octavo.integrations.transformers.load_fp8",
     "load_scales": "octavo.calibration.scale_file",
     "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
+    "use_step_cache_": "octavo.integrations.diffusers.step_cache",
     "warmup": "octavo.layers.warmup",
 }
 _EXTRAS = ("diffusers", "transformers")  # packages that an extra of the same name brings

@@ -1,0 +1,140 @@
+"""TeaCache's polynomial fitted to a pipeline's own steps."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from tiny_flux import make_pipeline, prompt_of  # noqa: E402
+from tiny_pipelines import FAMILIES, few, load_pipeline  # noqa: E402
+
+from octavo import (  # noqa: E402
+    ConfigError,
+    count_cached_steps,
+    fit_tea_cache,
+    use_step_cache_,
+)
+from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial  # noqa: E402
+from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
+from octavo.integrations.diffusers.tea_cache_coefficients import evaluate  # noqa: E402
+
+COEFFICIENTS = [498.65, -283.78, 55.856, -3.8202, 0.26423]
+SIZES = {"height": 32, "width": 32}
+
+
+class ByWord:
+    """A pipeline whose prompts are words, for one that takes tensors."""
+
+    def __init__(self, pipe):
+        self.pipe, self.components = pipe, pipe.components
+        self.scheduler = pipe.scheduler
+        self.calls = []
+
+    def __call__(self, prompt, **options):
+        self.calls.append((prompt, options["generator"].initial_seed()))
+        embeds, pooled = prompt_of(len(prompt))
+        words = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+        return self.pipe(**words, output_type="latent", **options)
+
+
+def fit(pipe, num_inference_steps=8, **options):
+    return fit_tea_cache(
+        pipe, ["one", "three"], num_inference_steps=num_inference_steps, **SIZES, **options
+    )
+
+
+def test_a_known_polynomial_is_found_again():
+    x = np.linspace(0.01, 0.3, 40)
+    pairs = list(zip(x, np.polyval(COEFFICIENTS, x), strict=True))
+    pairs += [(0.1, float("nan")), (float("inf"), 1.0)]  # steps whose input was zero
+    assert fit_polynomial(pairs) == pytest.approx(COEFFICIENTS, rel=1e-6)
+    assert evaluate(COEFFICIENTS, 0.2) == pytest.approx(np.polyval(COEFFICIENTS, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(0.1, 0.2), (0.2, 0.3)], "at least 5 different changes .* got 2"),
+        ([(0.1, 0.2)] * 10, "got 1"),
+        ([], "got 0"),
+        ([(1 + i * 1e-15, 0.2) for i in range(10)], "changes that differ"),
+    ],
+)
+def test_too_few_pairs_are_an_error(pairs, message):
+    with pytest.raises(ConfigError, match=message):
+        fit_polynomial(pairs, "transformer")
+
+
+def test_a_fit_is_near_to_what_the_pipeline_does_and_the_config_takes_it():
+    pipe = make_pipeline()
+    by_word = ByWord(pipe)
+    fitted = fit(by_word, seed=3)
+    assert by_word.calls == [("one", 3), ("three", 4)]
+    assert list(fitted) == ["transformer"] and len(fitted["transformer"]) == 5
+    assert find_step_hook(pipe.transformer) is None
+
+    # The same pairs from what the model's parts are given, without any cache.
+    inputs, residuals, entries = [], [], []
+    first = pipe.transformer.transformer_blocks[0]
+    hooks = [
+        first.norm1.register_forward_hook(lambda m, a, result: inputs.append(result[0])),
+        first.register_forward_pre_hook(
+            lambda m, a, kwargs: entries.append(kwargs["hidden_states"]), with_kwargs=True
+        ),
+        pipe.transformer.norm_out.register_forward_pre_hook(
+            lambda m, a: residuals.append(a[0] - entries[-1])
+        ),
+    ]
+    pairs = []
+    for number, word in enumerate(("one", "three")):
+        inputs.clear(), residuals.clear()
+        generator = torch.Generator().manual_seed(3 + number)
+        by_word(word, num_inference_steps=8, generator=generator, **SIZES)
+        changes = [
+            [((b - a).abs().mean() / a.abs().mean()).item() for a, b in zip(x, x[1:], strict=False)]
+            for x in (inputs, residuals)
+        ]
+        pairs += list(zip(*changes, strict=True))
+    for hook in hooks:
+        hook.remove()
+    assert len(pairs) == 14
+    expected = np.polyval(np.polyfit(*np.array(pairs).T, 4), [x for x, _ in pairs])
+    found = [evaluate(fitted["transformer"], x) for x, _ in pairs]
+    assert found == pytest.approx(expected, rel=1e-2)
+
+    use_step_cache_(by_word, "tea_cache", {"rel_l1_thresh": 0.5, "coefficients": fitted})
+    by_word("one", num_inference_steps=8, generator=torch.Generator().manual_seed(0), **SIZES)
+    assert 0 < count_cached_steps(by_word)["transformer"]["cond"].skipped < 7
+
+
+def test_a_failed_fit_leaves_no_hooks():
+    pipe = make_pipeline()
+    with pytest.raises(ConfigError, match="transformer: expected at least 5 different changes"):
+        fit(ByWord(pipe), num_inference_steps=2)
+    assert find_step_hook(pipe.transformer) is None
+    with pytest.raises(TypeError, match="no_such_option"):
+        fit(ByWord(pipe), no_such_option=1)
+    assert find_step_hook(pipe.transformer) is None
+
+
+@pytest.mark.parametrize("family", few())
+def test_all_families_can_be_fitted(family, folder_of):
+    pipe = load_pipeline(folder_of(family))
+    prompts = ["a cat on a mat", "two dogs"]
+    fitted = fit_tea_cache(pipe, prompts, num_inference_steps=10, **FAMILIES[family].call)
+    names = ["transformer", "transformer_2"] if family == "wan" else ["transformer"]
+    assert list(fitted) == names
+    assert np.isfinite(list(fitted.values())).all()
+    use_step_cache_(pipe, "tea_cache", {"coefficients": fitted})
+
+
+@pytest.mark.parametrize("prompts", ["a cat", []])
+def test_prompts_are_a_list(prompts):
+    with pytest.raises(ConfigError, match="expected a list of prompts"):
+        fit_tea_cache(make_pipeline(), prompts, num_inference_steps=8)
+
+
+def test_a_model_alone_is_refused():
+    with pytest.raises(ConfigError, match="expected a pipeline, got FluxTransformer2DModel"):
+        fit_tea_cache(make_pipeline().transformer, ["a"], num_inference_steps=8)
