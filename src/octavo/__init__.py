@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import quantize_ as quantize_
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
+    from octavo.integrations.diffusers.calibrate import calibrate_pipeline as calibrate_pipeline
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
@@ -88,6 +89,7 @@ _HOME = {
     "calibrate": "octavo.integrations.transformers.calibrate",
     "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
     "calibrate_linear": "octavo.integrations.calibrate_linear",
+    "calibrate_pipeline": "octavo.integrations.diffusers.calibrate",
     "load_fp8": "octavo.integrations.transformers.load_fp8",
     "load_scales": "octavo.calibration.scale_file",
     "quantize_": "octavo.integrations.apply",
@@ -106,10 +108,10 @@ def __getattr__(name: str) -> object:
     try:
         value = getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "transformers":
+        if error.name not in ("transformers", "diffusers"):
             raise
         raise ImportError(
-            f"octavo.{name} needs transformers: pip install 'octavo[transformers]'"
+            f"octavo.{name} needs {error.name}: pip install 'octavo[{error.name}]'"
         ) from error
     globals()[name] = value
     return value

@@ -8,7 +8,15 @@ pytest.importorskip("diffusers")
 from tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline  # noqa: E402
 from torch import nn  # noqa: E402
 
-from octavo import ConfigError, Recipe, UnsupportedError, apply_, quantize_, restore_  # noqa: E402
+from octavo import (  # noqa: E402
+    CheckpointError,
+    ConfigError,
+    Recipe,
+    UnsupportedError,
+    apply_,
+    quantize_,
+    restore_,
+)
 from octavo.layers.linear import Fp8Linear  # noqa: E402
 from octavo.numerics.error import relative_rms  # noqa: E402
 from octavo.testing.asserts import assert_same_bits  # noqa: E402
@@ -243,8 +251,8 @@ def test_what_is_always_kept_cannot_be_included(folder_of):
         ({"components": {"vae": {"attention": "fp8"}}}, UnsupportedError, "vae: attention"),
         (
             {"attention": {"scaling": "static"}, "scales": {"a": {"q": 1, "k": 1, "v": 1}}},
-            UnsupportedError,
-            "expected scaling 'dynamic'",
+            CheckpointError,
+            "expected scales of layers named transformer",
         ),
     ],
 )
