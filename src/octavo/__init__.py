@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
     from octavo.integrations.diffusers.calibrate import calibrate_pipeline as calibrate_pipeline
+    from octavo.integrations.diffusers.sensitivity import Sensitivity as Sensitivity
+    from octavo.integrations.diffusers.sensitivity import scan_sensitivity as scan_sensitivity
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
@@ -84,6 +86,7 @@ _HOME = {
     "Recipe": "octavo.recipe",
     "Sampling": "octavo.serving.engine.request",
     "ScaleSet": "octavo.calibration.scale_file",
+    "Sensitivity": "octavo.integrations.diffusers.sensitivity",
     "UnsupportedError": "octavo.errors",
     "apply_": "octavo.integrations.apply",
     "calibrate": "octavo.integrations.transformers.calibrate",
@@ -95,6 +98,7 @@ _HOME = {
     "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
+    "scan_sensitivity": "octavo.integrations.diffusers.sensitivity",
 }
 
 __all__ = sorted(["__version__", "ops", *_HOME])

@@ -118,3 +118,48 @@ def test_options_without_each_other(folder, tmp_path, capsys):
     assert calibrate(folder, "--scale-save-path", path) == 2
     assert calibrate(folder, "--data", "x") == 2
     assert calibrate(folder, "--pipeline", "--prompt", "cat") == 2
+
+
+def test_which_layers_matter(folder, tmp_path, capsys):
+    records = tmp_path / "r.jsonl"
+    args = (folder, "--pipeline", "--prompt", "red cat", "--sensitivity", *STEPS)
+    options = ("--sensitivity-by", "group", "--num-timesteps", "1", "--all", "-o", records)
+    assert calibrate(*args, *options) == 0
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err and "Error of the transformer's result" in shown.out
+    assert "All layers in FP8 that are not kept" in shown.out
+    rows = read(records)
+    scanned = [row for row in rows if row.op == "sensitivity"]
+    assert [row.case["layer"] for row in rows[-2:]] == ["all", "all but those proposed"]
+    names = {row.case["layer"]: row for row in scanned}
+    assert names["transformer.proj_out"].case["kept"] == "an output projection"
+    assert names["transformer.transformer_blocks.*.ff.net.2"].case["kept"] == ""
+    assert f"{len(scanned)}/{len(scanned)}" in shown.err
+    errors = [row.values["error"] for row in scanned]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 0
+    assert sum(row.values["weight_share"] for row in scanned) == pytest.approx(1)
+    assert shlex.split(rows[0].command)[-6:-2] == ["group", "--all", "--num-timesteps", "1"]
+
+
+def test_a_layer_that_stands_out_is_proposed(folder, tmp_path, capsys):
+    pipe = load_pipeline(folder, dtype=torch.float32)
+    name = "transformer_blocks.0.ff.net"
+    pipe.transformer.get_submodule(f"{name}.0.proj").bias.data[0] = 1e6
+    pipe.transformer.get_submodule(f"{name}.2").weight.data[:, 0] = 0
+    save_small_image_model(pipe, tmp_path / "planted")
+    args = (tmp_path / "planted", "--pipeline", "--prompt", "red cat", "--sensitivity", *STEPS)
+    options = ("--dtype", "float32", "--num-timesteps", "1", "--ignored-layers", "0-9")
+    assert calibrate(*args, *options) == 1  # nothing is left to try
+    assert "expected linear layers to quantize" in capsys.readouterr().err
+    assert calibrate(*args, *options[:-1], "attn") == 0
+    shown = capsys.readouterr().out
+    assert f"--ignored-layers {name}.2" in shown.replace("\n", " ")
+
+
+def test_options_of_sensitivity(capsys):
+    assert calibrate("x", "--pipeline", "--prompt", "cat", "--all", "--scale-save-path", "s") == 1
+    assert "expected --sensitivity with --all, got none" in capsys.readouterr().err
+    args = ("x", "--pipeline", "--prompt", "cat", "--sensitivity", "--attention")
+    assert calibrate(*args) == 1
+    assert "expected --sensitivity without --attention" in capsys.readouterr().err
+    assert calibrate(*args[:-1], "--sensitivity-by", "model") == 2

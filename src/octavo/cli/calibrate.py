@@ -151,6 +151,10 @@ def calibrate(
     is_attention: pipeline.IsAttention = False,
     is_text_encoder: pipeline.IsTextEncoder = False,
     ignored_layers: pipeline.IgnoredLayers = None,
+    is_sensitivity: pipeline.IsSensitivity = False,
+    sensitivity_by: pipeline.SensitivityBy = pipeline.By.layer,
+    is_all: pipeline.IsAll = False,
+    num_timesteps: pipeline.NumTimesteps = 4,
     output: pipeline.Records = None,
 ) -> None:
     """Find static FP8 scales: for vision attention from images, for a KV cache from texts (--kv),
@@ -171,7 +175,9 @@ def calibrate(
 
     With --pipeline, the linear layers that Recipe(linear="fp8") would quantize are watched at every
     denoising step of every prompt, since ranges move on the way from noise to a picture. Use the
-    file by Recipe(linear={"scaling": "static"}, scales=…).
+    file by Recipe(linear={"scaling": "static"}, scales=…). --sensitivity finds no scales, but which
+    layers matter: the inputs of the transformer are kept at some steps, and run again with one
+    layer in FP8 at a time.
 
     An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it,
     in whichever pass it was; with --pipeline after the last whole prompt.
@@ -212,6 +218,10 @@ def calibrate(
         is_attention=is_attention,
         is_text_encoder=is_text_encoder,
         ignored_layers=tuple(ignored_layers or ()),
+        is_sensitivity=is_sensitivity,
+        by=sensitivity_by,
+        is_all=is_all,
+        num_timesteps=num_timesteps,
         output=output,
     )
     if is_pipeline:
@@ -221,7 +231,7 @@ def calibrate(
                 "expected --prompt or --prompts with --pipeline, got options of images, texts or "
                 "plots: leave them out"
             )
-        pipeline.calibrate_scales(asked, settings)
+        pipeline.calibrate_pipeline(asked, settings)
         return
     if given := [option for option, _ in asked.given(pipeline.OWN_OPTIONS)]:
         raise ConfigError(f"expected --pipeline with {', '.join(given)}, got none")

@@ -4,12 +4,14 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from octavo.brief import list_names
 from octavo.cli.console import err, out
 from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
     from octavo.recipe import Recipe
 
 PANEL = "With --pipeline"
+NUM_SHOWN = 40  # rows of sensitivity; all are in the records
+
+
+class By(StrEnum):
+    """What is quantized at a time, as the command line knows it."""
+
+    layer = "layer"
+    group = "group"
+    block = "block"
+
 
 IsPipeline = Annotated[
     bool,
@@ -95,6 +107,41 @@ IgnoredLayers = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+IsSensitivity = Annotated[
+    bool,
+    typer.Option(
+        "--sensitivity",
+        help="Not scales: the error of the transformer's result when one layer alone is FP8, and "
+        "from that which layers to ignore.",
+        rich_help_panel=PANEL,
+    ),
+]
+SensitivityBy = Annotated[
+    By,
+    typer.Option(
+        "--sensitivity-by",
+        help="What is quantized at a time: a layer, the layers of one kind in all blocks, or those "
+        "of one block.",
+        rich_help_panel=PANEL,
+    ),
+]
+IsAll = Annotated[
+    bool,
+    typer.Option(
+        "--all",
+        help="With --sensitivity: also the layers that the model's defaults leave in BF16.",
+        rich_help_panel=PANEL,
+    ),
+]
+NumTimesteps = Annotated[
+    int,
+    typer.Option(
+        "--num-timesteps",
+        min=1,
+        help="With --sensitivity: at how many of the steps, spread evenly.",
+        rich_help_panel=PANEL,
+    ),
+]
 Records = Annotated[
     Path | None,
     typer.Option(
@@ -118,6 +165,10 @@ OWN_OPTIONS = {
     "is_attention": "--attention",
     "is_text_encoder": "--text-encoder",
     "ignored_layers": "--ignored-layers",
+    "is_sensitivity": "--sensitivity",
+    "by": "--sensitivity-by",
+    "is_all": "--all",
+    "num_timesteps": "--num-timesteps",
     "output": "--output",
 }
 SHARED_OPTIONS = {
@@ -148,6 +199,10 @@ class PipelineRequest:
     is_attention: bool = False
     is_text_encoder: bool = False
     ignored_layers: tuple[str, ...] = ()
+    is_sensitivity: bool = False
+    by: By = By.layer
+    is_all: bool = False
+    num_timesteps: int = 4
     output: Path | None = None
 
     def given(self, options: Mapping[str, str]) -> list[tuple[str, Any]]:
@@ -203,14 +258,10 @@ class PipelineRequest:
 
     def load(self) -> Any:
         """The pipeline."""
-        import torch
-
         from octavo.integrations.diffusers.load import load_pipeline
-        from octavo.integrations.transformers.load import check_dtype
+        from octavo.integrations.transformers.load import torch_dtype
 
-        name = check_dtype(self.dtype)
-        dtype = getattr(torch, "bfloat16" if name == "auto" else name)
-        pipe = load_pipeline(self.model, dtype, self.device)
+        pipe = load_pipeline(self.model, torch_dtype(self.dtype), self.device)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -238,6 +289,60 @@ def _words(settings: "CalibrationSettings") -> str:
     if settings.observer == "percentile":
         words += ["--percentile", f"{settings.percentile:g}"]
     return shlex.join([*words, *(["--per-head"] if settings.granularity == "head" else [])])
+
+
+def calibrate_pipeline(request: PipelineRequest, settings: "CalibrationSettings") -> None:
+    """Scales, or with --sensitivity which layers matter."""
+    if request.is_sensitivity:
+        scan_layers(request)
+        return
+    others = {name: OWN_OPTIONS[name] for name in ("by", "is_all", "num_timesteps")}
+    if given := [option for option, _ in request.given(others)]:
+        raise ConfigError(f"expected --sensitivity with {', '.join(given)}, got none")
+    calibrate_scales(request, settings)
+
+
+def scan_layers(request: PipelineRequest) -> None:
+    """Print which layers matter and which to ignore; write records if asked."""
+    from octavo.integrations.diffusers.sensitivity import Scan
+    from octavo.measure.evaluate.sensitivity import sensitivity_records
+    from octavo.measure.report.sensitivity import sensitivity_table
+    from octavo.measure.store import append
+
+    others = ("scale_save_path", "is_attention", "is_text_encoder")
+    names = {name: (OWN_OPTIONS | SHARED_OPTIONS)[name] for name in others}
+    if given := [option for option, _ in request.given(names)]:
+        raise ConfigError(f"expected --sensitivity without {', '.join(given)}: it finds no scales")
+    check_folder(request.output)
+    prompts, run = request.read_prompts(), request.run()
+    pipe = request.load()
+    scan = Scan(pipe, "fp8", request.ignored_layers, is_all=request.is_all)
+    with bar() as progress:
+        total = len(prompts) * run.num_steps(pipe)
+        first = progress.add_task("running as it is", total=total)
+        second = progress.add_task("one by one", total=len(scan.units(request.by.value)))
+        scan.record(
+            *(prompts, run, request.num_timesteps),
+            on_step=lambda done: progress.update(first, completed=done),
+        )
+        found = scan.result(
+            request.by.value, on_row=lambda done: progress.update(second, completed=done)
+        )
+        proposed = found.propose()
+        rest = scan.error(proposed) if proposed else found.error
+    records = sensitivity_records(found, proposed, rest, request.command())
+    if request.output is not None:
+        append(request.output, records)
+    print_table(sensitivity_table(records, NUM_SHOWN))
+    for reason in dict.fromkeys(found.left.values()):
+        names = [name for name, why in found.left.items() if why == reason]
+        out.print(f"Not tried ({reason}): {list_names(names)}", soft_wrap=True)
+    out.print(f"All layers in FP8 that are not kept: {found.error:.2%}", soft_wrap=True)
+    if not proposed:
+        out.print("No layer stands out: nothing to ignore.")
+        return
+    words = " ".join(f"--ignored-layers {shlex.quote(pattern)}" for pattern in proposed)
+    out.print(f"Proposed, which leaves {rest:.2%}: {words}", soft_wrap=True)
 
 
 def calibrate_scales(request: PipelineRequest, settings: "CalibrationSettings") -> None:
