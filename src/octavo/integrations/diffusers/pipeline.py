@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,6 @@ from octavo.integrations.apply import (
     apply_linear_,
     check_restorable,
     detach_,
-    is_diffusers_model,
     prepare,
 )
 from octavo.integrations.diffusers.attention import as_patterns_see
@@ -50,8 +49,6 @@ def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
             apply_attention_(preparation, found[name])
         for name, preparation in prepared.items():  # last: they cannot be undone
             apply_linear_(preparation, found[name])
-            if preparation.plan is not None and not is_diffusers_model(modules[name]):
-                _guard_saving_(name, modules[name])
     except Exception:
         for name in prepared:
             detach_(modules[name])
@@ -201,19 +198,6 @@ def naming(component: str) -> Iterator[None]:
         yield
     except (CheckpointError, ConfigError, UnsupportedError) as error:
         raise type(error)(f"{component}: {error}") from None
-
-
-def _guard_saving_(name: str, module: Any) -> None:
-    """Let `save_pretrained` raise: transformers would load FP8 weights without their scales."""
-    if hasattr(module, "save_pretrained"):
-        module.save_pretrained = partial(_refuse_saving, name)
-
-
-def _refuse_saving(name: str, *args: object, **options: object) -> None:
-    raise UnsupportedError(
-        f"{name}: expected plain weights to save, got FP8 ones, which transformers would load "
-        "without their scales: save the pipeline without this component, and quantize it again"
-    )
 
 
 def _joined(found: Mapping[str, Changes]) -> Changes:
