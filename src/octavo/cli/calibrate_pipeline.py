@@ -335,8 +335,8 @@ def scan_layers(request: PipelineRequest) -> None:
         append(request.output, records)
     print_table(sensitivity_table(records, NUM_SHOWN))
     for reason in dict.fromkeys(found.left.values()):
-        names = [name for name, why in found.left.items() if why == reason]
-        out.print(f"Not tried ({reason}): {list_names(names)}", soft_wrap=True)
+        left = [name for name, why in found.left.items() if why == reason]
+        out.print(f"Not tried ({reason}): {list_names(left)}", soft_wrap=True)
     out.print(f"All layers in FP8 that are not kept: {found.error:.2%}", soft_wrap=True)
     if not proposed:
         out.print("No layer stands out: nothing to ignore.")

@@ -29,10 +29,10 @@ def block_of(name: str) -> str:
 
 def units(names: Iterable[str], by: By) -> dict[str, list[str]]:
     """The layers that are taken together, by what they are called together."""
-    find = {"layer": str, "group": group_of, "block": block_of}[by]
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(find(name), []).append(name)
+        together = {"layer": name, "group": group_of(name), "block": block_of(name)}[by]
+        found.setdefault(together, []).append(name)
     return found
 
 

@@ -212,7 +212,8 @@ class Scan:
         self, by: By = "layer", on_row: Callable[[int], None] = lambda num_rows: None
     ) -> Sensitivity:
         """The rows; on_row: called with the number of rows so far."""
-        rows, left = [], {}
+        rows: list[SensitivityRow] = []
+        left: dict[str, str] = {}
         for component, part in self.parts.items():
             left |= {
                 f"{component}.{name}": reason
