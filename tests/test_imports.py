@@ -54,11 +54,16 @@ for name in ("init", "_lazy_init", "is_available", "device_count", "current_devi
 ALL_PUBLIC_NAMES = """
 import octavo
 for name in octavo.__all__:
-    if name not in NEEDS_TRANSFORMERS:
+    if name not in NEEDS:
         getattr(octavo, name)
 """
-# Classes that a class of transformers is the base of.
-NEEDS_TRANSFORMERS = {"OctavoConfig"}
+# Classes that another package's class is the base of, or that nothing can be done with without it.
+NEEDS = {
+    "OctavoConfig": "transformers",
+    "Sensitivity": "diffusers",
+    "calibrate_pipeline": "diffusers",
+    "scan_sensitivity": "diffusers",
+}
 
 GPU_IS_REFUSED = """
 try:
@@ -83,7 +88,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def blocking(packages: list[str], code: str) -> str:
-    constants = f"BLOCKED = {set(packages)!r}\nNEEDS_TRANSFORMERS = {NEEDS_TRANSFORMERS!r}"
+    constants = f"BLOCKED = {set(packages)!r}\nNEEDS = {NEEDS!r}"
     return f"{constants}\n{BLOCK}\n{code}"
 
 
@@ -98,11 +103,20 @@ def test_public_names_and_a_reference_call_need_no_gpu_and_no_optional_package()
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS_TRANSFORMERS))
-def test_a_name_that_needs_transformers_says_so(name):
-    done = python(blocking(OPTIONAL, f"import octavo; octavo.{name}"))
-    assert done.returncode != 0
-    assert f"octavo.{name} needs transformers: pip install 'octavo[transformers]'" in done.stderr
+def test_names_that_need_a_package_say_so():
+    code = """
+import octavo
+for name, package in NEEDS.items():
+    try:
+        getattr(octavo, name)
+    except ImportError as error:
+        expected = f"octavo.{name} needs {package}: pip install 'octavo[{package}]'"
+        assert str(error) == expected, error
+    else:
+        raise AssertionError(f"{name} needs nothing")
+"""
+    done = python(blocking(OPTIONAL, code))
+    assert done.returncode == 0, done.stderr
 
 
 def test_some_modules_need_no_torch():

@@ -100,6 +100,7 @@ _HOME = {
     "save_scales": "octavo.calibration.scale_file",
     "scan_sensitivity": "octavo.integrations.diffusers.sensitivity",
 }
+_EXTRAS = ("diffusers", "transformers")  # packages that an extra of the same name brings
 
 __all__ = sorted(["__version__", "ops", *_HOME])
 
@@ -112,7 +113,7 @@ def __getattr__(name: str) -> object:
     try:
         value = getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "diffusers"):
+        if error.name not in _EXTRAS:
             raise
         raise ImportError(
             f"octavo.{name} needs {error.name}: pip install 'octavo[{error.name}]'"

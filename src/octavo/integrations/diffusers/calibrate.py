@@ -119,7 +119,8 @@ def observe_pipeline(
     state_file = None
     if save_path is not None:
         check_scale_paths(is_fp8=True, save_path=save_path, margin=settings.margin)
-        key = _state_key(name or type(pipe).__name__, prompts, run, settings)
+        subject = f"{name or type(pipe).__name__} in {pipe.dtype}"
+        key = _state_key(subject, prompts, run, settings)
         state_file = StateFile(path=state_path(save_path), key=key)
         if not is_resumed:
             state_file.remove()
