@@ -212,7 +212,8 @@ def quantize_(
     config: "fp8", a recipe's settings of linear layers, those in the words of vLLM ({"method":
     "fp8", "activation_scheme": …, "weight_block_size": …, "ignored_layers": […]}), or a whole
     Recipe for linear layers alone. ignored_layers: patterns of layers to leave; one that matches
-    nothing is an error. scales: for static activations, as `calibrate_linear` finds them.
+    nothing is an error. scales: for static activations, as `calibrate_linear` finds them, or
+    `calibrate_pipeline` those of a pipeline.
     """
     return apply_(model, _linear_recipe(config, ignored_layers, scales))
 

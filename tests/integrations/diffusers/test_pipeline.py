@@ -251,6 +251,7 @@ def test_quantized_text_encoders_are_saved_and_loaded(family, folder_of, tmp_pat
         apply_(loaded, Recipe(text_encoder="fp8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ENCODER_FAMILIES)
 def test_text_encoders_are_quantized_as_they_load(family, folder_of, tmp_path):
     plain = load_pipeline(folder_of(family))
