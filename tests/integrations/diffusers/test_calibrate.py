@@ -383,3 +383,30 @@ def test_a_copy_of_the_scheduler_steps_itself(flux):
             scheduler.step(torch.ones(1, 2), scheduler.timesteps[0], torch.zeros(1, 2))
             assert scheduler.step_index == 1
         assert steps.index == 1 and len(steps.timesteps) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """From calibration to static FP8 and a scan, with all tensors on the device."""
+    from octavo import scan_sensitivity
+    from octavo.integrations.diffusers.small_image import make_small_image_model
+
+    pipe = make_small_image_model(["red", "cat"], num_single_layers=1)
+    torch.manual_seed(0)
+    for weight in pipe.transformer.parameters():
+        if not weight.any():  # new blocks are the identity
+            torch.nn.init.normal_(weight, std=0.05)
+    pipe.to("cuda", torch.bfloat16)
+    options = {"num_inference_steps": 2}
+    scan = scan_sensitivity(pipe, ["red cat"], by="group", num_timesteps=1, **options)
+    assert scan.floor < 1e-3 and 0 < scan.error < 0.1
+
+    def draw():
+        generator = torch.Generator().manual_seed(7)
+        return pipe("red cat", generator=generator, output_type="pt", **options).images
+
+    plain = draw()
+    scales = calibrate_pipeline(pipe, ["red cat", "cat"], recipe=BOTH, **options)
+    assert_same_bits(draw(), plain)
+    apply_(pipe, Recipe(linear=STATIC, attention=STATIC, scales=scales.to_dict()))
+    assert 0 < relative_rms(draw(), plain) < 0.1

@@ -71,8 +71,17 @@ AREAS = {
         ),
     ),
     "diffusion": Area(
-        sources=("integrations/diffusers/attention*.py", "integrations/diffusers/pipeline.py"),
-        tests=("integrations/diffusers/test_attention.py",),
+        sources=(
+            "integrations/diffusers/attention*.py",
+            "integrations/diffusers/calibrate.py",
+            "integrations/diffusers/current_layer.py",
+            "integrations/diffusers/pipeline.py",
+            "integrations/diffusers/replay.py",
+        ),
+        tests=(
+            "integrations/diffusers/test_attention.py",
+            "integrations/diffusers/test_calibrate.py",
+        ),
     ),
     "engine": Area(
         sources=(
