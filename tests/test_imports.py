@@ -62,9 +62,12 @@ for name in octavo.__all__:
 NEEDS = {
     "OctavoConfig": "transformers",
     "Omni": "diffusers",
+    "Sensitivity": "diffusers",
+    "calibrate_pipeline": "diffusers",
     "count_cached_steps": "diffusers",
     "drop_step_cache_": "diffusers",
     "fit_tea_cache": "diffusers",
+    "scan_sensitivity": "diffusers",
     "use_step_cache_": "diffusers",
 }
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import quantize_ as quantize_
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
+    from octavo.integrations.diffusers.calibrate import calibrate_pipeline as calibrate_pipeline
+    from octavo.integrations.diffusers.sensitivity import Sensitivity as Sensitivity
+    from octavo.integrations.diffusers.sensitivity import scan_sensitivity as scan_sensitivity
     from octavo.integrations.diffusers.fit_tea_cache import fit_tea_cache as fit_tea_cache
     from octavo.integrations.diffusers.step_cache import count_cached_steps as count_cached_steps
     from octavo.integrations.diffusers.step_cache import drop_step_cache_ as drop_step_cache_
@@ -94,11 +97,13 @@ _HOME = {
     "Recipe": "octavo.recipe",
     "Sampling": "octavo.serving.engine.request",
     "ScaleSet": "octavo.calibration.scale_file",
+    "Sensitivity": "octavo.integrations.diffusers.sensitivity",
     "UnsupportedError": "octavo.errors",
     "apply_": "octavo.integrations.apply",
     "calibrate": "octavo.integrations.transformers.calibrate",
     "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
     "calibrate_linear": "octavo.integrations.calibrate_linear",
+    "calibrate_pipeline": "octavo.integrations.diffusers.calibrate",
     "count_cached_steps": "octavo.integrations.diffusers.step_cache",
     "drop_step_cache_": "octavo.integrations.diffusers.step_cache",
     "fit_tea_cache": "octavo.integrations.diffusers.fit_tea_cache",
@@ -107,6 +112,7 @@ _HOME = {
     "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
+    "scan_sensitivity": "octavo.integrations.diffusers.sensitivity",
     "use_step_cache_": "octavo.integrations.diffusers.step_cache",
     "warmup": "octavo.layers.warmup",
 }

@@ -479,7 +479,7 @@ def test_files_without_a_kind_serve_both(path):
 
 @pytest.mark.parametrize("kind", ["weights", "", 1, ["kv_cache"]])
 def test_a_kind_that_does_not_exist(kind, path):
-    message = "expected kind to be one of vision_attention, kv_cache, linear, got"
+    message = "expected kind to be one of vision_attention, kv_cache, linear, pipeline, got"
     with pytest.raises(ConfigError, match=message):
         ScaleHeader(kind=kind)
     header = {"format_version": 1, "kind": kind}

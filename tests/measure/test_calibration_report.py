@@ -8,7 +8,12 @@ from octavo import ConfigError
 from octavo.calibration.run import CalibrationResult, TensorStatistics
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.measure.evaluate.calibration import calibration_records
-from octavo.measure.report.calibration import calibration_section, calibration_table
+from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.calibration import (
+    calibration_section,
+    calibration_table,
+    pipeline_table,
+)
 
 LAYERS = [f"visual.blocks.{index}.attn.attn" for index in (0, 1, 10)]
 
@@ -61,3 +66,31 @@ def test_an_exact_result_is_in_the_table_and_not_on_the_axis():
 def test_no_records():
     with pytest.raises(ConfigError, match="no record"):
         calibration_section([])
+
+
+def pipeline_row(group, tensor, **values):
+    defaults = {"amax": 2.0, "scale": 0.01, "headroom": 1.5, "sqnr_db": 31.5, "num_passes": 7}
+    return Measurement(
+        op="calibrate_pipeline",
+        impl="amax",
+        case={"layer": group.replace("*", "0"), "tensor": tensor, "group": group},
+        values={**defaults, **values},
+        machine=Machine.current(),
+        command="octavo calibrate",
+    )
+
+
+def test_a_pipeline_has_one_row_for_each_kind_of_layer():
+    rows = [
+        pipeline_row("transformer.blocks.*.up", "input", amax=3.0, lowest_amax=2.0, spread=1.5),
+        pipeline_row("transformer.blocks.*.up", "input", lowest_amax=1.0, spread=2.0, sqnr_db=30),
+        pipeline_row("transformer.blocks.*.attn", "q", lowest_amax=2.0, spread=1.0),
+        pipeline_row("text_encoder.blocks.*.up", "input"),  # it runs before the first step
+    ]
+    found = pipeline_table(rows).rows
+    assert found[0] == ("transformer.blocks.*.up", "input", 2, 3.0, 1.0, 2.0, 1.5, 30.0, 7)
+    assert [row[:3] for row in found[1:]] == [
+        ("transformer.blocks.*.attn", "q", 1),
+        ("text_encoder.blocks.*.up", "input", 1),
+    ]
+    assert found[2][4:6] == (None, None)

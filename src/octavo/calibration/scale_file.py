@@ -22,6 +22,9 @@ are for octavo alone: for plain keys, which vLLM stores, they are wrong.
 
 A linear layer has the scale of its activations: "model.layers.0.mlp.up_proj": {"input": 0.013}. It
 stands among the attention layers; vLLM's loader passes over entries without q, k and v.
+
+In a file for a diffusion pipeline (kind "pipeline") names begin with that of the component:
+"transformer_2.blocks.0.attn1.to_q" (octavo.calibration.component_scales).
 """
 
 import difflib
@@ -54,7 +57,7 @@ FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
 MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
 # What scales are for, in the words of a recipe.
-Kind = Literal["vision_attention", "kv_cache", "linear"]
+Kind = Literal["vision_attention", "kv_cache", "linear", "pipeline"]
 
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
@@ -63,6 +66,7 @@ _COMMANDS: dict[Kind, str] = {
     "vision_attention": "octavo calibrate",
     "kv_cache": "octavo calibrate --kv",
     "linear": "octavo.calibrate_linear",
+    "pipeline": "octavo calibrate --pipeline",
 }
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 

@@ -1,4 +1,4 @@
-"""octavo calibrate: static scales for vision attention from images, for a KV cache from texts."""
+"""octavo calibrate: static scales for vision attention, a KV cache or a diffusion pipeline."""
 
 import shlex
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo.cli.console import err, out
+from octavo.cli import calibrate_pipeline as pipeline
+from octavo.cli.console import out
 from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
@@ -38,8 +38,8 @@ def calibrate(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model's folder, or its name on the hub; left out, the small chart reader, or "
-            "with --kv SmolLM2-135M-Instruct.",
+            help="A model's folder, or its name on the hub; left out, the small chart reader, "
+            "with --kv SmolLM2-135M-Instruct, with --pipeline the small image model.",
             show_default=False,
         ),
     ] = None,
@@ -48,7 +48,7 @@ def calibrate(
         typer.Option("--kv", help="Calibrate the KV cache of a language model, from texts."),
     ] = False,
     data: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--data",
             help="A folder of images, a .jsonl or .parquet file with a field image or images, or "
@@ -56,10 +56,10 @@ def calibrate(
             "text, a .jsonl or .parquet file with a field text, messages or conversations, or a "
             "data set's name.",
         ),
-    ],
+    ] = None,
     scale_save_path: Annotated[
-        Path, typer.Option("--scale-save-path", help="The scale file to write (JSON).")
-    ],
+        Path | None, typer.Option("--scale-save-path", help="The scale file to write (JSON).")
+    ] = None,
     margin: Annotated[
         float, typer.Option("--margin", help="Headroom: every scale is this many times larger.")
     ] = 1.5,
@@ -140,8 +140,25 @@ def calibrate(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also write a page with a plot of every number.")
     ] = None,
+    is_pipeline: pipeline.IsPipeline = False,
+    prompts_file: pipeline.PromptsFile = None,
+    prompt: pipeline.PromptTexts = None,
+    num_inference_steps: pipeline.NumSteps = None,
+    height: pipeline.Height = None,
+    width: pipeline.Width = None,
+    seed: pipeline.Seed = 0,
+    call_options: pipeline.CallOptions = None,
+    is_attention: pipeline.IsAttention = False,
+    is_text_encoder: pipeline.IsTextEncoder = False,
+    ignored_layers: pipeline.IgnoredLayers = None,
+    is_sensitivity: pipeline.IsSensitivity = False,
+    sensitivity_by: pipeline.SensitivityBy = pipeline.By.layer,
+    is_all: pipeline.IsAll = False,
+    num_timesteps: pipeline.NumTimesteps = 4,
+    output: pipeline.Records = None,
 ) -> None:
-    """Find static FP8 scales: for vision attention from images, for a KV cache from texts (--kv).
+    """Find static FP8 scales: for vision attention from images, for a KV cache from texts (--kv),
+    for the layers of a diffusion pipeline from prompts (--pipeline).
 
     The model runs in its own dtype while every attention layer's queries, keys and values are
     counted. Prints amax, headroom and SQNR of each layer and writes the scale file, with vLLM's
@@ -156,8 +173,14 @@ def calibrate(
     Scales of rotated or centered keys are for octavo's KV cache alone: vLLM stores keys as they
     are, and octavo export refuses such a file.
 
+    With --pipeline, the linear layers that Recipe(linear="fp8") would quantize are watched at every
+    denoising step of every prompt, since ranges move on the way from noise to a picture. Use the
+    file by Recipe(linear={"scaling": "static"}, scales=…). --sensitivity finds no scales, but which
+    layers matter: the inputs of the transformer are kept at some steps, and run again with one
+    layer in FP8 at a time.
+
     An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it,
-    in whichever pass it was.
+    in whichever pass it was; with --pipeline after the last whole prompt.
     """
     from octavo.calibration.autosave import check_scale_paths
     from octavo.calibration.observers import CalibrationSettings
@@ -178,14 +201,50 @@ def calibrate(
         rotate_keys=rotate_keys,
         center_keys=center_keys,
     )
+    asked = pipeline.PipelineRequest(
+        model=model,
+        scale_save_path=scale_save_path,
+        num_prompts=num_prompts,
+        dtype=dtype,
+        device=device,
+        is_resumed=is_resumed,
+        prompts_file=prompts_file,
+        prompts=tuple(prompt or ()),
+        num_inference_steps=num_inference_steps,
+        height=height,
+        width=width,
+        seed=seed,
+        call_options=call_options,
+        is_attention=is_attention,
+        is_text_encoder=is_text_encoder,
+        ignored_layers=tuple(ignored_layers or ()),
+        is_sensitivity=is_sensitivity,
+        by=sensitivity_by,
+        is_all=is_all,
+        num_timesteps=num_timesteps,
+        output=output,
+    )
+    if is_pipeline:
+        others = (is_kv, data, rotate_keys, center_keys, max_length, batch_size != 1, plot, subset)
+        if any(others) or split != DEFAULT_SPLIT:
+            raise ConfigError(
+                "expected --prompt or --prompts with --pipeline, got options of images, texts or "
+                "plots: leave them out"
+            )
+        pipeline.calibrate_pipeline(asked, settings)
+        return
+    if given := [option for option, _ in asked.given(pipeline.OWN_OPTIONS)]:
+        raise ConfigError(f"expected --pipeline with {', '.join(given)}, got none")
+    if data is None or scale_save_path is None:
+        missing = "--data" if data is None else "--scale-save-path"
+        raise typer.BadParameter(f"expected {missing}, got none", param_hint=missing)
     if (rotate_keys or center_keys) and not is_kv:
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
     check_folder(plot)
     request = _Request(model, data, split, subset, max_length, batch_size, dtype, device)
     subject, prompts = _open_texts(request) if is_kv else _open_images(request)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err) as progress:
+    with pipeline.bar() as progress:
         num_passes = 2 if center_keys else 1
         total = num_passes * min(num_prompts, prompts.num_prompts or num_prompts)
         task = progress.add_task("calibrating", total=total)

@@ -51,7 +51,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "calibrate",
         "octavo.cli.calibrate:calibrate",
-        "Static scales for vision attention from images, or for a KV cache from texts.",
+        "Static scales: of vision attention, a KV cache, or a diffusion pipeline.",
         example="octavo calibrate path/to/model --kv --data text.txt --scale-save-path kv.json",
     ),
     Command(

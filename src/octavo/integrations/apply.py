@@ -128,7 +128,8 @@ def prepare(
     if recipe.attention is not None:
         from octavo.integrations.diffusers import attention
 
-        attention.choose_layers(model, recipe.attention, skipped)
+        chosen = attention.choose_layers(model, skipped)
+        attention.check_scales(chosen, recipe.attention, read_scales(recipe, recipe.attention))
     if recipe.linear is None:
         return Preparation(model, recipe, skipped, None, None)
     if kept is None:
@@ -164,7 +165,11 @@ def apply_attention_(
         from octavo.integrations.diffusers import attention
 
         changes.layers["attention"] = attention.attach(
-            model, recipe.attention, skip_layers=skipped, promote_every=recipe.promote_every
+            model,
+            recipe.attention,
+            skip_layers=skipped,
+            scales=read_scales(recipe, recipe.attention),
+            promote_every=recipe.promote_every,
         )
         changes.left["attention"] = attention.find_others(model)
     if recipe.kv_cache is not None:
@@ -207,7 +212,8 @@ def quantize_(
     config: "fp8", a recipe's settings of linear layers, those in the words of vLLM ({"method":
     "fp8", "activation_scheme": …, "weight_block_size": …, "ignored_layers": […]}), or a whole
     Recipe for linear layers alone. ignored_layers: patterns of layers to leave; one that matches
-    nothing is an error. scales: for static activations, as `calibrate_linear` finds them.
+    nothing is an error. scales: for static activations, as `calibrate_linear` finds them, or
+    `calibrate_pipeline` those of a pipeline.
     """
     return apply_(model, _linear_recipe(config, ignored_layers, scales))
 

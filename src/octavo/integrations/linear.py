@@ -120,7 +120,7 @@ def quantize_linear_(
     return list(plan.chosen)
 
 
-def put_linear_(model: nn.Module, places: Iterable[str], layer: Fp8Linear) -> None:
+def put_linear_(model: nn.Module, places: Iterable[str], layer: nn.Linear) -> None:
     """Put a layer in all its places in a model."""
     for place in places:
         parent, _, leaf = place.rpartition(".")

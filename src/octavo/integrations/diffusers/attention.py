@@ -4,19 +4,23 @@ diffusers' backends are the members of a closed enum. Ours is appended to it, an
 processors of single layers: never as the active backend, which every other model would take.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from octavo import ops
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.attention_scales import as_tensors
+from octavo.integrations.diffusers.current_layer import add_backend, current_scales, hook_scales
 from octavo.integrations.diffusers.masks import reduce_mask
 from octavo.integrations.linear import layer_index
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor
+from octavo.numerics.qkv import QkvScales
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer
 from octavo.recipe import AttentionSettings
@@ -25,6 +29,8 @@ BACKEND = "octavo"
 _LABEL = "FP8 attention"
 # Where a processor keeps the backend that it had before.
 _PREVIOUS = "_octavo_previous_backend"
+# Where a layer keeps the hooks that hand its static scales to the backend.
+_HOOKS = "_octavo_scale_hooks"
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -52,13 +58,9 @@ def as_patterns_see(model: nn.Module) -> list[Layer]:
 
 
 def choose_layers(
-    model: nn.Module, settings: AttentionSettings, skip_layers: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The processors of the layers that `attach` changes, by name; raises whatever is wrong."""
-    if settings.scaling != "dynamic":
-        raise UnsupportedError(
-            f"attention: expected scaling 'dynamic' in diffusers, got {settings.scaling!r}"
-        )
+    model: nn.Module, skip_layers: frozenset[str] = frozenset()
+) -> dict[str, nn.Module]:
+    """The layers that `attach` changes, by name; raises whatever is wrong with one."""
     layers = find_layers(model)
     chosen = {name: layer for name, layer in layers.items() if name not in skip_layers}
     if not chosen:
@@ -70,7 +72,22 @@ def choose_layers(
     skipped = {id(processors[name]): name for name in layers.keys() - chosen.keys()}
     for name in chosen:
         _check_processor(name, processors[name], skipped.get(id(processors[name])))
-    return {name: processors[name] for name in chosen}
+    return chosen
+
+
+def check_scales(
+    names: Iterable[str], settings: AttentionSettings, scales: ScaleSet | None
+) -> dict[str, QkvScales]:
+    """The static scales of these layers; none if they are dynamic."""
+    if settings.scaling != "static":
+        return {}
+    if scales is None:
+        raise ConfigError("expected scales for scaling 'static', got none: Recipe(scales=…)")
+    scales.require_kind("pipeline")
+    scales.require_plain_keys("attention")
+    names = list(names)
+    scales.require(names)
+    return {name: as_tensors(scales.layers[name], settings, name) for name in names}
 
 
 def attach(
@@ -78,16 +95,30 @@ def attach(
     settings: AttentionSettings,
     *,
     skip_layers: frozenset[str] = frozenset(),
+    scales: ScaleSet | None = None,
     promote_every: int | None = 1,
 ) -> list[str]:
-    """Let a model's attention layers run in FP8; returns their names."""
-    chosen = choose_layers(model, settings, skip_layers)
+    """Let a model's attention layers run in FP8; returns their names.
+
+    scales: for static scaling, by the names of the layers.
+    """
+    chosen = choose_layers(model, skip_layers)
+    static = check_scales(chosen, settings, scales)
     member = register(settings, promote_every)
-    for processor in chosen.values():
+    for name, layer in chosen.items():
+        processor: Any = layer.processor
         if not hasattr(processor, _PREVIOUS):  # one processor may serve several layers
             setattr(processor, _PREVIOUS, processor._attention_backend)
         processor._attention_backend = member
+        if name in static:
+            device = next((x.device for x in layer.parameters()), None)
+            placed = QkvScales(*(x.to(device) for x in _parts(static[name])))
+            setattr(layer, _HOOKS, hook_scales(name, layer, placed))
     return list(chosen)
+
+
+def _parts(scales: QkvScales) -> tuple[Tensor, Tensor, Tensor]:
+    return scales.q, scales.k, scales.v
 
 
 def _check_processor(name: str, processor: Any, skipped: str | None) -> None:
@@ -112,6 +143,10 @@ def detach(model: nn.Module) -> list[str]:
         if hasattr(processor, _PREVIOUS):
             names.append(name)
             processors[id(processor)] = processor
+        if hasattr(layer, _HOOKS):
+            for hook in getattr(layer, _HOOKS):
+                hook.remove()
+            delattr(layer, _HOOKS)
     for processor in processors.values():
         processor._attention_backend = getattr(processor, _PREVIOUS)
         delattr(processor, _PREVIOUS)
@@ -125,35 +160,18 @@ def register(settings: AttentionSettings, promote_every: int | None = 1) -> Atte
     backend of their own.
     """
     name = BACKEND
-    if settings.granularity != "tensor":
+    if settings.scaling == "static":
+        name += "_static"  # whose granularity is that of the layer's scales
+    elif settings.granularity != "tensor":
         name += f"_{settings.granularity}"
     if promote_every != 1:
         name += f"_promote_{promote_every or 'never'}"
-    member = add_backend(name)
-    if member not in _AttentionBackendRegistry._backends:
-        # diffusers drops what a backend's signature does not name. This one is given whatever any
-        # backend takes, and refuses what it cannot do.
-        known = set().union(*_AttentionBackendRegistry._supported_arg_names.values())
-        _AttentionBackendRegistry.register(member)(_make_backend(settings, promote_every))
-        _AttentionBackendRegistry._supported_arg_names[member] |= known
-    return member
-
-
-def add_backend(name: str) -> AttentionBackendName:
-    """The enum's member of this name, appended if it has none: diffusers has no other way in."""
-    if name in AttentionBackendName._value2member_map_:
-        return AttentionBackendName(name)
-    member: Any = str.__new__(AttentionBackendName, name)
-    member._name_, member._value_ = name.upper(), name
-    member._sort_order_ = len(AttentionBackendName._member_names_)
-    AttentionBackendName._member_names_.append(member._name_)
-    AttentionBackendName._member_map_[member._name_] = member
-    AttentionBackendName._value2member_map_[name] = member
-    return member
+    return add_backend(name, _make_backend(settings, promote_every))
 
 
 def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Callable[..., Tensor]:
     granularity = PerHead() if settings.granularity == "head" else PerTensor()
+    is_static = settings.scaling == "static"
 
     def octavo_attention(
         query: Tensor,
@@ -178,7 +196,8 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
             reduced = reduce_mask(attn_mask.to(query.device), *sizes)
         quantized = ops.quantize_qkv(
             *(query, key, value),
-            granularity=granularity,
+            current_scales(query) if is_static else None,
+            granularity=None if is_static else granularity,
             value_layout="transposed" if query.is_cuda else "rows",
         )
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)

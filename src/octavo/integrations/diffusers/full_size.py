@@ -10,12 +10,13 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from octavo import ops
 from octavo.errors import ConfigError
-from octavo.integrations.diffusers.attention import add_backend, find_layers
+from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.current_layer import add_backend
 
 Inputs = dict[str, Any]
 # Draws a tensor of a shape in the model's dtype, on its device.
@@ -179,25 +180,17 @@ def use_bf16_attention_(model: nn.Module, name: str) -> None:
     if name in backends:
         member = AttentionBackendName(backends[name])
     else:
-        member = add_backend(f"octavo_bf16_{name}")
-        if member not in _AttentionBackendRegistry._backends:
-            _AttentionBackendRegistry.register(member)(_plain_backend(name))
+        member = add_backend(f"octavo_bf16_{name}", _plain_backend(name))
     for layer in find_layers(model).values():
         processor: Any = layer.processor
         processor._attention_backend = member
 
 
 def _plain_backend(impl: str) -> Callable[..., Tensor]:
-    def plain_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if attn_mask is not None or is_causal or enable_gqa:
-            raise ConfigError(f"{impl}: expected no mask, no GQA and not causal attention")
+    def plain_attention(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        asked = [n for n, given in options.items() if isinstance(given, Tensor) or given]
+        if asked:
+            raise ConfigError(f"{impl}: expected plain attention, got {', '.join(asked)}")
         return ops.attention(query, key, value, impl=impl)
 
     return plain_attention

@@ -1,13 +1,16 @@
 """apply_ and restore_ for pipelines of diffusers: each component by what the recipe says of it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from octavo.brief import list_names
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.calibration.component_scales import of_component
+from octavo.calibration.scale_file import ScaleSet, load_scales
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.apply import (
     Changes,
     Preparation,
@@ -15,7 +18,6 @@ from octavo.integrations.apply import (
     apply_linear_,
     check_restorable,
     detach_,
-    is_diffusers_model,
     prepare,
 )
 from octavo.integrations.diffusers.attention import as_patterns_see
@@ -39,7 +41,7 @@ def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
     changes.
     """
     modules = find_components(pipe)
-    recipes = _component_recipes(modules, recipe, pipe.components)
+    recipes = _with_scales(component_recipes(pipe, recipe))
     prepared = {name: _prepare(name, modules[name], own) for name, own in recipes.items()}
     found = {name: Changes({}) for name in prepared}
     try:
@@ -47,8 +49,6 @@ def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
             apply_attention_(preparation, found[name])
         for name, preparation in prepared.items():  # last: they cannot be undone
             apply_linear_(preparation, found[name])
-            if preparation.plan is not None and not is_diffusers_model(modules[name]):
-                _guard_saving_(name, modules[name])
     except Exception:
         for name in prepared:
             detach_(modules[name])
@@ -83,13 +83,12 @@ def is_text_encoder(name: str) -> bool:
     return name.startswith(TEXT_ENCODER)
 
 
-def _component_recipes(
-    modules: Mapping[str, nn.Module], recipe: Recipe, known: Mapping[str, object]
-) -> dict[str, Recipe]:
+def component_recipes(pipe: Any, recipe: Recipe) -> dict[str, Recipe]:
     """What the recipe says about each component that it changes."""
+    modules = find_components(pipe)
     _check_fields(recipe)
     for name, part in recipe.components.items():
-        if name not in modules and (part is not None or name not in known):
+        if name not in modules and (part is not None or name not in pipe.components):
             raise ConfigError(
                 f"components: expected one of {list_names(list(modules))}, got {name!r}"
             )
@@ -169,26 +168,36 @@ def _fitting(patterns: Sequence[str], layers: Sequence[Layer]) -> list[str]:
     return [text for text, matches in matchers if any(map(matches, layers))]
 
 
+def _with_scales(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """The recipes with the scales of their own component in place of those of the pipeline."""
+    read = cache(load_scales)
+    own = dict(recipes)
+    for name, recipe in recipes.items():
+        if recipe.scales is not None:
+            is_path = isinstance(recipe.scales, str)
+            scales = read(recipe.scales) if is_path else ScaleSet.from_dict(recipe.scales)
+            own[name] = recipe.replace(scales=of_component(scales, name).to_dict())
+    return own
+
+
 def _prepare(name: str, module: nn.Module, own: Recipe) -> Preparation:
-    is_encoder = is_text_encoder(name)
+    with naming(name):
+        return prepare(module, own, kept=kept_in(name, module, own))
+
+
+def kept_in(component: str, module: nn.Module, own: Recipe) -> dict[str, str]:
+    """The linear layers of a component that stay by its defaults, with the reason."""
+    is_encoder = is_text_encoder(component)
+    return kept_layers(module, own.included_layers, is_text_encoder=is_encoder)
+
+
+@contextmanager
+def naming(component: str) -> Iterator[None]:
+    """Errors inside say which component they are about."""
     try:
-        kept = kept_layers(module, own.included_layers, is_text_encoder=is_encoder)
-        return prepare(module, own, kept=kept)
-    except (ConfigError, UnsupportedError) as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
-def _guard_saving_(name: str, module: Any) -> None:
-    """Let `save_pretrained` raise: transformers would load FP8 weights without their scales."""
-    if hasattr(module, "save_pretrained"):
-        module.save_pretrained = partial(_refuse_saving, name)
-
-
-def _refuse_saving(name: str, *args: object, **options: object) -> None:
-    raise UnsupportedError(
-        f"{name}: expected plain weights to save, got FP8 ones, which transformers would load "
-        "without their scales: save the pipeline without this component, and quantize it again"
-    )
+        yield
+    except (CheckpointError, ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{component}: {error}") from None
 
 
 def _joined(found: Mapping[str, Changes]) -> Changes:

@@ -21,6 +21,13 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
+def torch_dtype(dtype: str) -> torch.dtype:
+    """A dtype by its name, for what is loaded in one that is said: "auto" is bfloat16."""
+    name = check_dtype(dtype)
+    found: torch.dtype = getattr(torch, "bfloat16" if name == "auto" else name)
+    return found
+
+
 def dtype_name(model: nn.Module) -> str:
     """What a model runs in, such as "bfloat16"."""
     return str(next(model.parameters()).dtype).removeprefix("torch.")

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.calibration.scale_file import LayerScales, ScaleSet
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.attention_scales import as_tensors
 from octavo.integrations.placement import device_of
 from octavo.integrations.transformers import fused_vision
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.numerics.qkv import QkvScales
 from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings, Bf16Settings
 
@@ -251,7 +251,7 @@ def _make_layer(
     scaling = named.get("scaling", named.get("scale"))
     given = None
     if scales is not None and settings is not None:
-        given = _tensors(scales.layer(_file_name(name, scales)), settings, name)
+        given = as_tensors(scales.layer(_file_name(name, scales)), settings, name)
     layer = TowerAttention(
         *sizes,
         None if scaling is None else float(scaling),
@@ -267,18 +267,6 @@ def _make_layer(
 
 def _file_name(name: str, scales: ScaleSet) -> str:
     return name if name in scales.layers else scale_name(name)
-
-
-def _tensors(scales: LayerScales, settings: AttentionSettings, name: str) -> QkvScales:
-    """A scale file's entry as tensors, one scale for each tensor or head as the settings say."""
-    if scales.q is None:
-        raise ConfigError(f"{name}: expected scales for q, k and v, got none for q")
-    if settings.granularity == "tensor":
-        scales = scales.per_tensor()
-    parts = [torch.tensor(x, dtype=torch.float32) for x in (scales.q, scales.k, scales.v)]
-    if settings.granularity == "head" and any(part.dim() == 0 for part in parts):
-        raise ConfigError(f"{name}: expected scales per head, got one for all heads")
-    return QkvScales(*parts)
 
 
 def attend(

@@ -73,11 +73,15 @@ AREAS = {
     "diffusion": Area(
         sources=(
             "integrations/diffusers/attention*.py",
+            "integrations/diffusers/calibrate.py",
+            "integrations/diffusers/current_layer.py",
             "integrations/diffusers/pipeline.py",
+            "integrations/diffusers/replay.py",
             "integrations/diffusers/step_graphs.py",
         ),
         tests=(
             "integrations/diffusers/test_attention.py",
+            "integrations/diffusers/test_calibrate.py",
             "integrations/diffusers/test_step_graphs.py",
         ),
     ),

@@ -1,10 +1,19 @@
 """The statistics of a calibration as records."""
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from octavo.calibration.run import CalibrationResult
+from octavo.integrations.layer_groups import group_of
 from octavo.measure.records import Machine, Measurement
 
+if TYPE_CHECKING:
+    from octavo.integrations.diffusers.calibrate import PipelineResult
 
-def calibration_records(result: CalibrationResult, command: str) -> list[Measurement]:
+
+def calibration_records(
+    result: "CalibrationResult | PipelineResult", command: str
+) -> list[Measurement]:
     """One row for each layer's q, k and v: what was seen, and what its scale does to it."""
     machine = Machine.current()
     header = result.scales.header
@@ -26,3 +35,18 @@ def calibration_records(result: CalibrationResult, command: str) -> list[Measure
         )
         for row in result.statistics
     ]
+
+
+def pipeline_records(result: "PipelineResult", command: str) -> list[Measurement]:
+    """One row for each tensor of a pipeline: as above, and how its amax moves over the steps."""
+    ranges = {(row.layer, row.tensor): row for row in result.ranges.rows}
+    records = []
+    for record in calibration_records(result, command):
+        layer, tensor = str(record.case["layer"]), str(record.case["tensor"])
+        component, _, name = layer.partition(".")
+        values = dict(record.values)
+        if (row := ranges.get((layer, tensor))) is not None:
+            values |= {"lowest_amax": row.lowest, "spread": row.spread}
+        case = {**record.case, "group": f"{component}.{group_of(name)}"}
+        records.append(replace(record, op="calibrate_pipeline", case=case, values=values))
+    return records

@@ -37,6 +37,37 @@ def calibration_table(records: Sequence[Measurement]) -> Table:
     )
 
 
+def pipeline_table(records: Sequence[Measurement]) -> Table:
+    """One row for each kind of layer and tensor: the extremes of all layers of that kind."""
+    groups: dict[tuple[str, str], list[Measurement]] = {}
+    for record in records:
+        key = str(record.get("group")), str(record.get("tensor"))
+        groups.setdefault(key, []).append(record)
+    rows = []
+    for (group, tensor), members in groups.items():
+        values = [record.values for record in members]
+        lowest = [x["lowest_amax"] for x in values if "lowest_amax" in x]
+        spread = [x["spread"] for x in values if "spread" in x]
+        rows.append(
+            (
+                *(group, tensor, len(members)),
+                max(x["amax"] for x in values),
+                min(lowest) if lowest else None,
+                max(spread) if spread else None,
+                min(x["headroom"] for x in values),
+                min(x["sqnr_db"] for x in values),
+                int(min(x["num_passes"] for x in values)),
+            )
+        )
+    return Table(
+        caption="What calibration saw, by kind of layer; spread: the highest amax of a step over "
+        "the lowest, in one layer",
+        header=("layer", "tensor", "layers", "amax", "lowest", "spread ×")
+        + ("headroom ×", "SQNR dB", "passes"),
+        rows=tuple(rows),
+    )
+
+
 def calibration_section(records: Sequence[Measurement]) -> Section:
     """The table, with a plot of each of its three numbers over the layers."""
     captions = {

@@ -1,0 +1,148 @@
+"""Which attention layer of diffusers runs: its backends are told nothing of the layer.
+
+Hooks on the layer leave word for the backend, in the same thread. In a compiled block both are
+traced, and the scales of each layer are inputs of one graph.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    dispatch_attention_fn,
+)
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedError
+from octavo.numerics.qkv import QkvScales
+
+See = Callable[[str, Tensor, Tensor, Tensor], None]
+OBSERVED = "octavo_observed"
+
+
+class _Current(threading.local):
+    """What the layer that runs has left for its backend."""
+
+    name: str | None = None
+    scales: QkvScales | None = None
+    see: See | None = None
+    backend: AttentionBackendName | None = None
+
+
+_CURRENT = _Current()
+
+
+def hook_scales(name: str, layer: nn.Module, scales: QkvScales) -> list[Any]:
+    """Let a layer's backend find its static scales; returns the hooks, to be removed."""
+
+    def leave(module: nn.Module, args: object) -> None:
+        _CURRENT.scales = scales
+
+    def take_back(module: nn.Module, args: object, result: object) -> None:
+        _CURRENT.scales = None
+
+    return [layer.register_forward_pre_hook(leave), layer.register_forward_hook(take_back)]
+
+
+def current_scales(query: Tensor) -> QkvScales:
+    """The static scales of the layer that runs, on the device of its queries."""
+    scales = _CURRENT.scales
+    if scales is None:
+        raise UnsupportedError(
+            "static FP8 attention: expected a call through its layer, got one of its processor "
+            "alone, which has no scales"
+        )
+    return QkvScales(*(x.to(query.device) for x in (scales.q, scales.k, scales.v)))
+
+
+@contextmanager
+def observe_attention(layers: Mapping[str, nn.Module], see: See) -> Iterator[None]:
+    """Call `see` with name, q, k and v of these layers, [batch, length, heads, head_dim].
+
+    They run with the backends that they have.
+    """
+    member = AttentionBackendName(OBSERVED)
+    before = {name: layer.processor._attention_backend for name, layer in layers.items()}  # type: ignore[union-attr]
+    hooks = []
+    for name, layer in layers.items():
+        hooks += _hook_observer(name, layer, see, before[name])
+    try:
+        for layer in layers.values():
+            layer.processor._attention_backend = member  # type: ignore[union-attr]
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.processor._attention_backend = before[name]  # type: ignore[union-attr]
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook_observer(
+    name: str, layer: nn.Module, see: See, backend: AttentionBackendName | None
+) -> list[Any]:
+    def leave(module: nn.Module, args: object) -> None:
+        _CURRENT.name, _CURRENT.see, _CURRENT.backend = name, see, backend
+
+    def take_back(module: nn.Module, args: object, result: object) -> None:
+        _CURRENT.name = _CURRENT.see = _CURRENT.backend = None
+
+    return [layer.register_forward_pre_hook(leave), layer.register_forward_hook(take_back)]
+
+
+def octavo_observed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+    **others: Any,
+) -> Any:
+    """Show q, k and v, then run the backend that the layer had."""
+    if _CURRENT.name is None or _CURRENT.see is None:
+        raise UnsupportedError(
+            "attention: expected a call through its layer to calibrate it, got one of its "
+            "processor alone"
+        )
+    _CURRENT.see(_CURRENT.name, query, key, value)
+    return dispatch_attention_fn(
+        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, others),
+        backend=_CURRENT.backend,
+        parallel_config=_parallel_config,
+    )
+
+
+def add_member(name: str) -> AttentionBackendName:
+    """The enum's member of this name, appended if it has none: diffusers has no other way in."""
+    if name in AttentionBackendName._value2member_map_:
+        return AttentionBackendName(name)
+    member: Any = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name.upper(), name
+    member._sort_order_ = len(AttentionBackendName._member_names_)
+    AttentionBackendName._member_names_.append(member._name_)
+    AttentionBackendName._member_map_[member._name_] = member
+    AttentionBackendName._value2member_map_[name] = member
+    return member
+
+
+def add_backend(name: str, run: Callable[..., Any]) -> AttentionBackendName:
+    """The member of this name, with `run` as its function if it has none yet.
+
+    diffusers drops what a backend's signature does not name. This one is given whatever any backend
+    takes, and refuses what it cannot do.
+    """
+    member = add_member(name)
+    if member not in _AttentionBackendRegistry._backends:
+        known = set().union(*_AttentionBackendRegistry._supported_arg_names.values())
+        _AttentionBackendRegistry.register(member)(run)
+        _AttentionBackendRegistry._supported_arg_names[member] |= known
+    return member
+
+
+add_backend(OBSERVED, octavo_observed)

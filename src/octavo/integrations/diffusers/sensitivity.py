@@ -1,0 +1,273 @@
+"""Which linear layers of a pipeline matter: the error of each when it alone is quantized."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from torch import nn
+
+from octavo.brief import brief
+from octavo.errors import ConfigError, OctavoError
+from octavo.integrations.diffusers.pipeline import (
+    component_recipes,
+    find_components,
+    kept_in,
+    naming,
+)
+from octavo.integrations.diffusers.replay import Replay, overall, quantized, record
+from octavo.integrations.diffusers.steps import Prompt, Run
+from octavo.integrations.layer_groups import By, pattern_of, units
+from octavo.integrations.linear import (
+    IGNORED,
+    LinearPlan,
+    check_linear,
+    layer_index,
+    plan_linear,
+)
+from octavo.patterns import Layer, match_layers
+from octavo.recipe import LinearSettings, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityRow:
+    """Layers that are quantized together, and what that does to the transformer.
+
+    name: of the layer, the kind of layers (with * for the block) or the block. pattern: for
+    ignored_layers. error: relative RMS of the transformer's result over all recorded passes, and
+    errors at each recorded step. kept: why the model's defaults leave these layers; None if they
+    do not.
+    """
+
+    component: str
+    name: str
+    pattern: str
+    layers: tuple[str, ...]
+    num_weights: int
+    error: float
+    errors: Mapping[int, float]
+    kept: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """The rows by their error, the largest first.
+
+    error: of all layers that are not kept, quantized at once. floor: of the plain transformers
+    against themselves. left: layers that were not tried though nobody ignored them, and why.
+    """
+
+    rows: tuple[SensitivityRow, ...]
+    error: float
+    floor: float
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    def propose(self, *, reduction: float = 0.5, max_share: float = 0.2) -> list[str]:
+        """Patterns of layers to ignore: the fewest rows without which the error is so much lower.
+
+        Errors of layers are taken to add up in squares, as independent ones do. Where that takes
+        more than max_share of the weights, no layer stands out, and nothing is proposed. Layers
+        that the defaults leave anyway have no part in it. For a pipeline with two transformers a
+        pattern holds for both.
+        """
+        for name, share in (("reduction", reduction), ("max_share", max_share)):
+            if not 0 < share < 1:
+                raise ConfigError(f"expected {name} between 0 and 1, got {share}")
+        rows = [row for row in self.rows if row.kept is None]
+        total = sum(row.error**2 for row in rows if math.isfinite(row.error))
+        num_weights = sum(row.num_weights for row in rows)
+        proposed: list[SensitivityRow] = []
+        rest = total
+        for row in rows:
+            if math.isfinite(row.error):
+                if rest <= (1 - reduction) ** 2 * total:
+                    break
+                rest -= row.error**2
+            proposed.append(row)
+        if sum(row.num_weights for row in proposed) > max_share * num_weights:
+            return []
+        return list(dict.fromkeys(row.pattern for row in proposed))
+
+    def __str__(self) -> str:
+        lines = []
+        for row in self.rows:
+            kept = f" (kept: {row.kept})" if row.kept else ""
+            lines.append(f"{row.component}.{row.name}: {row.error:.2e}{kept}")
+        return "\n".join([*lines, f"all at once: {self.error:.2e}"])
+
+
+def _finite(error: float) -> float:
+    """An error that can be compared: a result that is not finite is worse than all others."""
+    return math.inf if math.isnan(error) else error
+
+
+def scan_sensitivity(
+    pipe: Any,
+    prompts: Sequence[Prompt],
+    *,
+    linear: str | Mapping[str, Any] | LinearSettings = "fp8",
+    by: By = "layer",
+    num_inference_steps: int | None = None,
+    num_timesteps: int = 4,
+    seed: int = 0,
+    ignored_layers: Sequence[str] = (),
+    is_all: bool = False,
+    call_options: Mapping[str, Any] | None = None,
+) -> Sensitivity:
+    """The error of each linear layer of a pipeline's transformers when it alone is quantized.
+
+    The pipeline runs once as it is, on all prompts, and the inputs of its transformers are kept at
+    num_timesteps of the steps. Each of these passes is then repeated with one layer in FP8 (by
+    "layer"), those of one kind in all blocks ("group"), or those of one block ("block"), and its
+    result compared. is_all: also the layers that the model's defaults leave, to see that they
+    should. prompts, call_options, num_inference_steps, seed: as of `calibrate_pipeline`. The
+    pipeline is left as it was.
+    """
+    run = Run(num_inference_steps=num_inference_steps, seed=seed, call_options=call_options or {})
+    scan = Scan(pipe, linear, ignored_layers, is_all=is_all)
+    scan.record(prompts, run, num_timesteps)
+    return scan.result(by)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One transformer: the layers that are tried, and why the defaults leave some of them."""
+
+    module: nn.Module
+    plan: LinearPlan
+    kept: Mapping[str, str]
+
+    @property
+    def default(self) -> list[str]:
+        return [name for name in self.plan.chosen if name not in self.kept]
+
+
+class Scan:
+    """A scan in parts: what to try, then `record`, then any of the rest."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        linear: str | Mapping[str, Any] | LinearSettings = "fp8",
+        ignored_layers: Sequence[str] = (),
+        *,
+        is_all: bool = False,
+    ) -> None:
+        settings = LinearSettings.read(linear)
+        if settings is None or settings.scaling == "static":
+            raise ConfigError(
+                f"expected 'fp8' or dynamic settings of linear layers to try, got {brief(linear)}"
+            )
+        self.pipe, self.settings = pipe, settings
+        self.parts: dict[str, _Part] = {}
+        modules = find_components(pipe)
+        recipe = Recipe(linear=settings, ignored_layers=ignored_layers)
+        for name, own in component_recipes(pipe, recipe).items():
+            with naming(name):
+                kept = kept_in(name, modules[name], own)
+                plan = plan_linear(modules[name], own.ignored_layers, {} if is_all else kept)
+                check_linear(modules[name], plan, settings, None)
+                self.parts[name] = _Part(modules[name], plan, kept)
+        self._replay: Replay | None = None
+        self.floor = math.nan
+
+    def record(
+        self,
+        prompts: Sequence[Prompt],
+        run: Run | None = None,
+        num_timesteps: int = 4,
+        on_step: Callable[[int], None] = lambda num_steps: None,
+    ) -> None:
+        """Run the pipeline as it is, and keep what its transformers were given."""
+        replay = record(self.pipe, prompts, run or Run(), num_timesteps, on_step)
+        seen = {one.component for one in replay.passes}
+        if missing := [name for name in self.parts if name not in seen]:
+            raise ConfigError(
+                f"expected passes of {', '.join(missing)}, got none at the recorded steps: more "
+                "num_timesteps or num_inference_steps, or leave it out by components"
+            )
+        self.floor = replay.check()
+        self._replay = replay
+
+    @property
+    def replay(self) -> Replay:
+        """What was recorded."""
+        if self._replay is None:
+            raise ConfigError("expected a scan that has recorded its prompts, got a new one")
+        return self._replay
+
+    def units(self, by: By) -> list[tuple[str, str, list[str]]]:
+        """What is quantized together: component, name and layers."""
+        if by not in get_args(By):
+            raise ConfigError(f"expected by, one of {', '.join(get_args(By))}, got {brief(by)}")
+        found = []
+        for component, part in self.parts.items():
+            # Those that the defaults leave are apart: a block may have both.
+            for names in (part.default, [n for n in part.plan.chosen if n in part.kept]):
+                found += [(component, name, layers) for name, layers in units(names, by).items()]
+        return found
+
+    def result(
+        self, by: By = "layer", on_row: Callable[[int], None] = lambda num_rows: None
+    ) -> Sensitivity:
+        """The rows; on_row: called with the number of rows so far."""
+        rows: list[SensitivityRow] = []
+        left: dict[str, str] = {}
+        for component, part in self.parts.items():
+            left |= {
+                f"{component}.{name}": reason
+                for name, reason in part.plan.left.items()
+                if reason != IGNORED and reason != part.kept.get(name)
+            }
+        for index, (component, name, layers) in enumerate(self.units(by), 1):
+            try:
+                rows.append(self._row(component, name, layers))
+            except (OctavoError, RuntimeError) as error:
+                if layers[0] not in self.parts[component].kept:
+                    raise
+                # Some models read the dtype of such a weight.
+                left |= {f"{component}.{layer}": str(error)[:200] for layer in layers}
+            on_row(index)
+        rows.sort(key=lambda row: -_finite(row.error))
+        return Sensitivity(rows=tuple(rows), error=self.error(), floor=self.floor, left=left)
+
+    def _row(self, component: str, name: str, layers: list[str]) -> SensitivityRow:
+        part = self.parts[component]
+        with self._quantized({component: layers}):
+            errors = self.replay.errors([component])
+        weights = [part.module.get_submodule(layer).weight for layer in layers]
+        return SensitivityRow(
+            component=component,
+            name=name,
+            pattern=pattern_of(layers, name, part.default),
+            layers=tuple(layers),
+            num_weights=sum(weight.numel() for weight in weights),  # type: ignore[operator,misc]
+            error=overall(errors),
+            errors=errors,
+            kept=part.kept.get(layers[0]),
+        )
+
+    def error(self, ignored_layers: Sequence[str] = ()) -> float:
+        """The error of all layers at once that a recipe would quantize, without those ignored."""
+        names = {component: part.default for component, part in self.parts.items()}
+        layers = {
+            (component, name): Layer(name, layer_index(name))
+            for component, found in names.items()
+            for name in found
+        }
+        hits = {id(layer) for layer in match_layers(ignored_layers, layers.values())}
+        chosen: dict[str, list[str]] = {component: [] for component in names}
+        for (component, name), layer in layers.items():
+            if id(layer) not in hits:
+                chosen[component].append(name)
+        with self._quantized(chosen):
+            return overall(self.replay.errors(list(chosen)))
+
+    @contextmanager
+    def _quantized(self, names: Mapping[str, Sequence[str]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for component, layers in names.items():
+                part = self.parts[component]
+                stack.enter_context(quantized(part.module, part.plan, layers, self.settings))
+            yield

@@ -1,0 +1,165 @@
+"""octavo calibrate --pipeline, from prompts to a scale file that apply_ loads."""
+
+import shlex
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from octavo import Recipe, apply_, load_scales  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
+from octavo.integrations.diffusers.load import load_pipeline  # noqa: E402
+from octavo.integrations.diffusers.small_image import (  # noqa: E402
+    make_small_image_model,
+    save_small_image_model,
+)
+from octavo.measure.store import read  # noqa: E402
+from octavo.numerics.error import relative_rms  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small image model whose blocks do something: new ones are the identity."""
+    folder = tmp_path_factory.mktemp("small_image")
+    model = make_small_image_model(["red", "cat"], num_single_layers=1, num_attention_heads=1)
+    torch.manual_seed(0)
+    for weight in model.transformer.parameters():
+        if not weight.any():
+            torch.nn.init.normal_(weight, std=0.05)
+    save_small_image_model(model, folder)
+    return folder
+
+
+def calibrate(*args):
+    return run(make_app(COMMANDS), ["calibrate", *map(str, args)])
+
+
+STEPS = ("--num-inference-steps", "2")
+
+
+def test_from_prompts_to_static_scales(folder, tmp_path, capsys):
+    path, records = tmp_path / "s.json", tmp_path / "r.jsonl"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("red cat\ncat\n")
+    args = (folder, "--pipeline", "--prompts", prompts, "--scale-save-path", path, *STEPS)
+    assert calibrate(*args, "--attention", "--margin", "1.25", "-o", records) == 0
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err
+    for text in ("spread ×", "transformer.single_transformer_blocks.*.proj_mlp"):
+        assert text in shown.out
+    assert "and 2 of attention, 2 prompts of 2 steps, observer amax, margin 1.25" in shown.out
+    scales = load_scales(path)
+    assert (scales.header.kind, scales.header.model) == ("pipeline", str(folder))
+    rows = read(records)
+    assert len(rows) == len(scales.inputs) + 3 * len(scales.layers)
+    assert all(row.values["spread"] >= 1 for row in rows)
+    assert sorted(tmp_path.iterdir()) == sorted([prompts, path, records])
+
+    command = shlex.split(rows[0].command)
+    path.unlink()
+    assert command[:2] == ["octavo", "calibrate"] and calibrate(*command[2:]) == 0
+    again = load_scales(path)
+    assert (again.inputs, again.layers) == (scales.inputs, scales.layers)
+
+    pipe = load_pipeline(folder)
+    options = {"num_inference_steps": 2, "output_type": "pt"}
+    with torch.no_grad():
+        plain = pipe("cat", generator=torch.Generator().manual_seed(5), **options).images
+        static = {"scaling": "static"}
+        apply_(pipe, Recipe(linear=static, attention=static, scales=str(path)))
+        found = pipe("cat", generator=torch.Generator().manual_seed(5), **options).images
+    assert 0 < relative_rms(found, plain) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "expected --prompt or --prompts with --pipeline, got neither"),
+        (["--prompt", "cat", "--kv"], "got options of images, texts or plots"),
+        (["--prompt", "cat", "--data", "x"], "got options of images, texts or plots"),
+        (["--prompts", "gone.txt"], "expected a file of prompts, got none at gone.txt"),
+        (["--prompt", "cat", "--call-options", "{"], "--call-options: expected JSON"),
+        (["--prompt", "cat", "--call-options", "3"], "--call-options: expected an object"),
+        (["--prompt", "cat", "--margin", "0"], "margin must be a positive"),
+        (["--prompt", "cat", "-o", "gone/r.jsonl"], "expected an existing folder for gone"),
+    ],
+)
+def test_requests_that_fail_before_the_model_is_loaded(
+    tmp_path, capsys, monkeypatch, args, message
+):
+    monkeypatch.chdir(tmp_path)
+    assert calibrate("no-such", "--pipeline", "--scale-save-path", "s.json", *args) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_that_the_model_does_not_know(folder, tmp_path, capsys):
+    path = tmp_path / "s.json"
+    args = (folder, "--pipeline", "--prompt", "red cta", "--scale-save-path", path, *STEPS)
+    assert calibrate(*args) == 1
+    assert "expected words that the model has learned, got ['cta']" in capsys.readouterr().err
+    assert calibrate(*args[:-2], "--call-options", '{"guidance": 1}') == 1
+    assert "expected arguments that SmallImagePipeline takes" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_are_no_pipelines(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    args = ("--pipeline", "--prompt", "cat", "--scale-save-path", tmp_path / "s.json")
+    assert calibrate(tmp_path / "empty", *args) == 1
+    assert "model_index.json" in capsys.readouterr().err
+
+
+def test_options_without_each_other(folder, tmp_path, capsys):
+    path = tmp_path / "s.json"
+    assert calibrate(folder, "--data", "x", "--scale-save-path", path, "--prompt", "cat") == 1
+    assert "expected --pipeline with --prompt, got none" in capsys.readouterr().err
+    assert calibrate(folder, "--scale-save-path", path) == 2
+    assert calibrate(folder, "--data", "x") == 2
+    assert calibrate(folder, "--pipeline", "--prompt", "cat") == 2
+
+
+def test_which_layers_matter(folder, tmp_path, capsys):
+    records = tmp_path / "r.jsonl"
+    args = (folder, "--pipeline", "--prompt", "red cat", "--sensitivity", *STEPS)
+    options = ("--sensitivity-by", "group", "--num-timesteps", "1", "--all", "-o", records)
+    assert calibrate(*args, *options) == 0
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err and "Error of the transformer's result" in shown.out
+    assert "All layers in FP8 that are not kept" in shown.out
+    rows = read(records)
+    scanned = [row for row in rows if row.op == "sensitivity"]
+    assert [row.case["layer"] for row in rows[-2:]] == ["all", "all but those proposed"]
+    names = {row.case["layer"]: row for row in scanned}
+    assert names["transformer.proj_out"].case["kept"] == "an output projection"
+    assert names["transformer.transformer_blocks.*.ff.net.2"].case["kept"] == ""
+    assert f"{len(scanned)}/{len(scanned)}" in shown.err
+    errors = [row.values["error"] for row in scanned]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 0
+    assert sum(row.values["weight_share"] for row in scanned) == pytest.approx(1)
+    assert shlex.split(rows[0].command)[-6:-2] == ["group", "--all", "--num-timesteps", "1"]
+
+
+def test_a_layer_that_stands_out_is_proposed(folder, tmp_path, capsys):
+    pipe = load_pipeline(folder, dtype=torch.float32)
+    name = "transformer_blocks.0.ff.net"
+    pipe.transformer.get_submodule(f"{name}.0.proj").bias.data[0] = 1e6
+    pipe.transformer.get_submodule(f"{name}.2").weight.data[:, 0] = 0
+    save_small_image_model(pipe, tmp_path / "planted")
+    args = (tmp_path / "planted", "--pipeline", "--prompt", "red cat", "--sensitivity", *STEPS)
+    options = ("--dtype", "float32", "--num-timesteps", "1", "--ignored-layers", "0-9")
+    assert calibrate(*args, *options) == 1  # nothing is left to try
+    assert "expected linear layers to quantize" in capsys.readouterr().err
+    assert calibrate(*args, *options[:-1], "attn") == 0
+    shown = capsys.readouterr().out
+    assert f"--ignored-layers {name}.2" in shown.replace("\n", " ")
+
+
+def test_options_of_sensitivity(capsys):
+    assert calibrate("x", "--pipeline", "--prompt", "cat", "--all", "--scale-save-path", "s") == 1
+    assert "expected --sensitivity with --all, got none" in capsys.readouterr().err
+    args = ("x", "--pipeline", "--prompt", "cat", "--sensitivity", "--attention")
+    assert calibrate(*args) == 1
+    assert "expected --sensitivity without --attention" in capsys.readouterr().err
+    assert calibrate(*args[:-1], "--sensitivity-by", "model") == 2
