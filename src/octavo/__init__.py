@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
     from octavo.integrations.diffusers.calibrate import calibrate_pipeline as calibrate_pipeline
+    from octavo.integrations.diffusers.fit_tea_cache import fit_tea_cache as fit_tea_cache
     from octavo.integrations.diffusers.sensitivity import Sensitivity as Sensitivity
     from octavo.integrations.diffusers.sensitivity import scan_sensitivity as scan_sensitivity
-    from octavo.integrations.diffusers.fit_tea_cache import fit_tea_cache as fit_tea_cache
     from octavo.integrations.diffusers.step_cache import count_cached_steps as count_cached_steps
     from octavo.integrations.diffusers.step_cache import drop_step_cache_ as drop_step_cache_
     from octavo.integrations.diffusers.step_cache import use_step_cache_ as use_step_cache_
