@@ -28,6 +28,8 @@ DECODERS = (
     (131072, 1, "Llama-3.1-8B-shaped decoder, one token after 1 × 128k"),
     (32768, 8, "8 × 32k"),
 )
+# Of throughput's records the model, and what the load was.
+LOADS = (("llama-3.1-8b", "the same shape, 48 requests of 20k + 2k tokens, 8 at once"),)
 
 
 def speeds(results: Path) -> str:
@@ -35,9 +37,11 @@ def speeds(results: Path) -> str:
     records = store.read(results / "kernels_h200.jsonl")
     towers = store.read(results / "encoder_h200.jsonl")
     decoders = store.read(results / "generate_h200.jsonl")
+    loads = store.read(results / "throughput_h200.jsonl")
     rows = (
         *(_tower_speed(towers, resolution, words) for resolution, words in TOWERS),
         *(_generate_speed(decoders, context, batch, words) for context, batch, words in DECODERS),
+        *(_load_speed(loads, model, words) for model, words in LOADS),
         *(_speed(op, shape, words, records) for op, shape, words in SPEEDS),
     )
     header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
@@ -47,7 +51,8 @@ def speeds(results: Path) -> str:
         f"Whole models, then kernels, on an {machine.gpu}; medians, each row one run, results "
         f"checked first (torch {machine.versions['torch']}, Triton {machine.versions['triton']}). "
         "Models have random weights; the tower's BF16 is stock transformers with the fastest "
-        "attention, the decoder's is octavo's BF16 pages. Operands of kernels are quantized before "
+        "attention, the decoder's is octavo's BF16 pages, the engine's has the fastest attention "
+        "in prompts as well. Operands of kernels are quantized before "
         "the clock starts. The other FP8: FlashAttention-3 with two-level "
         "accumulation, as vLLM builds it; cuDNN, whose result is rounded to FP8 as well; "
         "`torch._scaled_mm` with one scale per token and channel, which octavo itself runs where "
@@ -90,6 +95,17 @@ def _generate_speed(
         fastest([r for r in found if r.case["recipe"] == recipe]) for recipe in ("fp8", "bf16")
     )
     return _whole(words, ours, bf16, "octavo's")
+
+
+def _load_speed(records: list[Measurement], model: str, words: str) -> tuple[str, ...]:
+    """Output tokens of the engine in a second, over the row that the others are compared with."""
+    of_model = [r for r in records if r.case["model"] == model]
+    bf16 = next(r for r in reversed(of_model) if r.baseline is None)
+    ours = next(r for r in reversed(of_model) if r.case["row"] == "fp8")
+    fast, slow = (r.values["output_throughput"] for r in (ours, bf16))
+    who = bf16.case.get("prefill_impl", "octavo's")
+    told = (f"{fast:.0f} tokens/s", f"{slow:.0f} tokens/s ({who})")
+    return words, *told, "", f"{fast / slow:.2f}×", ""
 
 
 def _whole(words: str, ours: Measurement, bf16: Measurement, who: str) -> tuple[str, ...]:
