@@ -18,6 +18,7 @@ from octavo.atomic import write_atomically
 from tables import decoders, kernels, serving, vision
 from tables.images import images
 from tables.speeds import speeds
+from tables.steps import steps
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -35,6 +36,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "load": vision.load,
     "perplexity": decoders.perplexity,
     "speeds": speeds,
+    "steps": steps,
     "structures": kernels.structures,
     "throughput": serving.throughput,
     "towers": vision.towers,
