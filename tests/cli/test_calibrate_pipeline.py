@@ -162,4 +162,8 @@ def test_options_of_sensitivity(capsys):
     args = ("x", "--pipeline", "--prompt", "cat", "--sensitivity", "--attention")
     assert calibrate(*args) == 1
     assert "expected --sensitivity without --attention" in capsys.readouterr().err
+    assert calibrate(*args[:-1], "--margin", "2") == 1
+    assert "expected --sensitivity without options of scales, got --observer amax --margin 2" in (
+        capsys.readouterr().err
+    )
     assert calibrate(*args[:-1], "--sensitivity-by", "model") == 2

@@ -294,6 +294,10 @@ def _words(settings: "CalibrationSettings") -> str:
 def calibrate_pipeline(request: PipelineRequest, settings: "CalibrationSettings") -> None:
     """Scales, or with --sensitivity which layers matter."""
     if request.is_sensitivity:
+        if settings != type(settings)():
+            raise ConfigError(
+                f"expected --sensitivity without options of scales, got {_words(settings)}"
+            )
         scan_layers(request)
         return
     others = {name: OWN_OPTIONS[name] for name in ("by", "is_all", "num_timesteps")}

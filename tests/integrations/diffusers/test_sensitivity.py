@@ -127,6 +127,7 @@ def test_groups_and_blocks_and_kept_layers(folder_of):
         assert rows["blocks.*.ffn.net.2"].layers == ("blocks.0.ffn.net.2", "blocks.1.ffn.net.2")
         assert rows["blocks.*.ffn.net.2"].num_weights == 2 * 32 * 64
         assert rows["proj_out"].kept and rows["condition_embedder.time_proj"].kept
+        assert all(row.pattern == name for name, row in rows.items())
         # The default is right: this one is the worst of all.
         assert max(rows.values(), key=lambda row: row.error).name == "proj_out"
     assert found.left == {

@@ -185,7 +185,7 @@ class Scan:
         if missing := [name for name in self.parts if name not in seen]:
             raise ConfigError(
                 f"expected passes of {', '.join(missing)}, got none at the recorded steps: more "
-                "num_timesteps or num_inference_steps, or leave it out by components"
+                "num_timesteps or num_inference_steps"
             )
         self.floor = replay.check()
         self._replay = replay
@@ -234,13 +234,14 @@ class Scan:
 
     def _row(self, component: str, name: str, layers: list[str]) -> SensitivityRow:
         part = self.parts[component]
+        is_kept = layers[0] in part.kept
         with self._quantized({component: layers}):
             errors = self.replay.errors([component])
         weights = [part.module.get_submodule(layer).weight for layer in layers]
         return SensitivityRow(
             component=component,
             name=name,
-            pattern=pattern_of(layers, name, part.default),
+            pattern=pattern_of(layers, name, part.kept if is_kept else part.default),
             layers=tuple(layers),
             num_weights=sum(weight.numel() for weight in weights),  # type: ignore[operator,misc]
             error=overall(errors),

@@ -123,7 +123,10 @@ def counted_steps(
 
 
 def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    parameters = inspect.signature(type(pipe).__call__).parameters
+    """The named arguments of a pipeline's call; what is swallowed by **kwargs is none of them."""
+    found = inspect.signature(type(pipe).__call__).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = {n: x for n, x in found.items() if x.kind in kinds and n != "self"}
     if "num_inference_steps" not in parameters:
         raise ConfigError(
             "expected a pipeline that is called with num_inference_steps, got "
