@@ -332,7 +332,8 @@ def live_bytes():
     """How many bytes of numbers are alive in tensors, each storage once."""
     storages = {}
     for x in gc.get_objects():
-        if issubclass(type(x), torch.Tensor) and not x.is_meta:
+        # Not those that compiling has left, which have no numbers.
+        if type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta:
             storage = x.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
