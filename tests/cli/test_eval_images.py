@@ -70,7 +70,8 @@ def test_a_row_with_static_scales(model, tmp_path):
     psnr = {}
     for scale in (0.05, 1e6):
         scales, path = tmp_path / f"{scale}.json", tmp_path / f"{scale}.jsonl"
-        found = ScaleSet({}, ScaleHeader(kind="linear"), dict.fromkeys(plan, scale))
+        layers = {f"transformer.{name}": scale for name in plan}
+        found = ScaleSet({}, ScaleHeader(kind="pipeline"), layers)
         save_scales(scales, found)
         assert draw(model, "--row", "bf16", "--row", f"static={scales}", "-o", path) == 0
         psnr[scale] = store.read(path)[1].values["psnr_db"]

@@ -60,12 +60,14 @@ AREAS = {
     "linear": Area(
         sources=(
             "layers/linear.py",
+            "layers/warmup.py",
             "integrations/linear.py",
             "integrations/transformers/load_fp8.py",
             "integrations/transformers/quantizer.py",
         ),
         tests=(
             "layers/test_linear_gpu.py",
+            "layers/test_warmup.py",
             "integrations/transformers/test_load_fp8.py",
             "integrations/transformers/test_quantizer.py",
         ),
