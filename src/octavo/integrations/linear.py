@@ -14,6 +14,7 @@ from torch import nn
 from octavo.brief import list_names
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.transformers.kept_parts import KEPT_PARTS
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
 from octavo.ops.check import check_fp8_device
@@ -114,7 +115,10 @@ def quantize_linear_(
         assert isinstance(plain, nn.Linear)
         is_static = scales is not None and settings.scaling == "static"
         input_scale = scales.inputs[name] if is_static and scales is not None else None
-        made = Fp8Linear.from_linear(plain, settings, input_scale=input_scale, name=name)
+        shards = shards_of(model, name, plain, settings)
+        made = Fp8Linear.from_linear(
+            plain, settings, input_scale=input_scale, shards=shards, name=name
+        )
         put_linear_(model, places, made)
         del plain
     return list(plan.chosen)

@@ -20,6 +20,7 @@ from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError
 from octavo.integrations.checkpoints.kv_names import parse_scale_name
 from octavo.integrations.checkpoints.tensor_files import TensorEntry, check_zeros, read_tensor
+from octavo.integrations.fused_layers import part_sizes
 from octavo.numerics.granularity import PerBlock, PerChannel, parse_granularity
 from octavo.recipe import LinearSettings
 
@@ -162,7 +163,7 @@ def _scale_shape(
             stored = [wanted, (*wanted, 1)]
         case _:
             stored = [(), (1,)]
-            sizes = _fused_sizes(layer, shape[0], text_config)
+            sizes = part_sizes(layer, shape[0], text_config)
             if sizes and entry.shape in ((len(sizes),), (len(sizes), 1)):
                 wanted, shards = (len(sizes),), sizes
                 stored = [entry.shape]
@@ -173,20 +174,3 @@ def _scale_shape(
             f"{settings.weight}, got {list(entry.shape)}"
         )
     return wanted, shards
-
-
-def _fused_sizes(
-    layer: str, out_features: int, text_config: Mapping[str, Any]
-) -> tuple[int, ...] | None:
-    """The outputs of the projections that a layer was fused of, if its name says that it was."""
-    sizes: tuple[int, ...] = ()
-    leaf = layer.rpartition(".")[2]
-    if leaf == "gate_up_proj":
-        sizes = (out_features // 2,) * 2
-    elif leaf == "qkv_proj":
-        num_heads = text_config.get("num_attention_heads")
-        num_kv_heads = text_config.get("num_key_value_heads") or num_heads
-        if isinstance(num_heads, int) and isinstance(num_kv_heads, int):
-            head_dim = out_features // max(1, num_heads + 2 * num_kv_heads)
-            sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-    return sizes if sum(sizes) == out_features and min(sizes, default=0) > 0 else None

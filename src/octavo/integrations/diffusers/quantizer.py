@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.diffusers.defaults import kept_layers
+from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import plan_linear
 from octavo.layers.linear import Fp8Linear
 from octavo.recipe import LinearSettings, Recipe
@@ -118,6 +119,7 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 bias=plain.bias is not None,
                 dtype=plain.weight.dtype,
                 device=plain.weight.device,
+                shards=shards_of(model, name, plain, settings),
                 name=name,
             )
             made.is_converted = True

@@ -38,6 +38,7 @@ from octavo.integrations.checkpoints.tensor_files import (
     TensorEntry,
     read_header,
 )
+from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import plan_linear, put_linear_
 from octavo.integrations.transformers.octavo_config import METHOD, OctavoConfig
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
@@ -123,7 +124,8 @@ class OctavoQuantizer(HfQuantizer):
         for name, places in plan.chosen.items():
             plain = model.get_submodule(name)
             assert isinstance(plain, nn.Linear)
-            made = self._empty(name, plain, None)
+            shards = shards_of(model, name, plain, self.quantization_config.linear)
+            made = self._empty(name, plain, shards)
             # The loader casts a weight to the dtype that it finds here: to FP8 without a scale.
             made.weight = torch.empty_like(plain.weight.detach(), device="meta")
             put_linear_(model, places, made)
