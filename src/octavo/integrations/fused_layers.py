@@ -49,8 +49,7 @@ def shards_of(
 
 
 def _text_config(model: Any) -> Mapping[str, Any]:
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        found: Mapping[str, Any] = config.get_text_config().to_dict()
-        return found
-    return {}
+    """The config of a transformers model's text part; other models have none that tells."""
+    find: Any = getattr(getattr(model, "config", None), "get_text_config", None)
+    found: Mapping[str, Any] = {} if find is None else find().to_dict()
+    return found
