@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,6 +16,7 @@ from tiny_small_image import write_small_image  # noqa: E402
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.integrations.diffusers import picture_files  # noqa: E402
+from octavo.integrations.diffusers.step_cache import use_step_cache_  # noqa: E402
 from octavo.measure.evaluate.side_by_side import (  # noqa: E402
     GAP,
     LINE,
@@ -24,6 +24,7 @@ from octavo.measure.evaluate.side_by_side import (  # noqa: E402
     score_pictures,
 )
 from octavo.recipe import Recipe  # noqa: E402
+from octavo.serving.engine.omni import Omni  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def test_one_picture_says_how_it_was_made(small, capsys):
     texts = opened("out.png").text
     assert (texts["prompt"], texts["seed"], texts["model"]) == ("cat", "7", str(small))
     assert json.loads(texts["options"]) == {"guidance_scale": 2.0, "num_inference_steps": 2}
+    assert texts["dtype"] == "bfloat16"
     recipe = Recipe.from_json(texts["recipe"])
     assert recipe == Recipe(linear="fp8", ignored_layers=["to_q"])
     printed = capsys.readouterr()
@@ -101,6 +103,29 @@ def test_compare(small, capsys):
     assert panel.resize((48, 48), Image.Resampling.NEAREST).tobytes() == fp8.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--ignored-layers", "img_mlp"), "img_mlp"),
+        (("--cache-backend", "tea_cache"), "coefficients"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_is_drawn(
+    small, monkeypatch, capsys, flags, message
+):
+    monkeypatch.setattr("octavo.serving.engine.omni.Omni.generate", None)
+    assert draw(small, "-p", "cat", "--quantization", "fp8", "--compare", "bf16", *flags) == 1
+    assert message in said(capsys.readouterr().err)
+
+
+def test_a_pipeline_in_fp8_is_nothing_to_compare_with(small, tmp_path, monkeypatch, capsys):
+    omni = Omni(small, quantization="fp8", device="cpu")
+    monkeypatch.setattr("octavo.serving.engine.omni.load_pipeline", lambda *_: omni.pipe)
+    assert draw(small, "-p", "cat", "--attention", "fp8", "--compare", "bf16") == 1
+    assert "expected a pipeline with plain linear layers" in said(capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_side_by_side_shows_and_scores_a_difference():
     first, second = Image.new("RGB", (300, 20), (10, 0, 0)), Image.new("RGB", (300, 20))
     panels = draw_side_by_side(first, second, ("BF16", "FP8 " * 200))
@@ -126,7 +151,7 @@ def test_side_by_side_shows_and_scores_a_difference():
         (("-p", "cat", "--quantization", "fp8", "--ignored-layers", "img_mlp"), "img_mlp"),
         (("-p", "cat", "--quantization-config", "{"), "expected a JSON object"),
         (("-p", "cat", "--quantization-config", "[]"), "expected a JSON object, got []"),
-        (("-p", "cat", "--cache-config", "{}"), "expected a cache_backend with it"),
+        (("-p", "cat", "--cache-config", "{}"), "expected a --cache-backend with it"),
         (("-p", "cat", "--negative-prompt", "dog"), "negative_prompt: expected an option of"),
         (("-p", "cat", "--extra-args", '{"sigma": 1}'), "sigma: expected an option of"),
         (("-p", "cat", "--compare", "bf16"), "something to compare it with"),
@@ -146,15 +171,19 @@ def test_what_cannot_be_drawn_is_said_and_leaves_nothing(small, tmp_path, capsys
 
 def test_flags_reach_omni(small, monkeypatch, tmp_path, capsys):
     found = []
-    stand_in = ModuleType("octavo.integrations.diffusers.step_cache")
-    stand_in.use_step_cache_ = lambda pipe, *words: found.append(words)
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+
+    def use(pipe, *words):
+        found.append(words)
+        return use_step_cache_(pipe, *words)
+
+    monkeypatch.setattr("octavo.serving.engine.omni.use_step_cache_", use)
     Recipe(attention={"granularity": "head"}).save(tmp_path / "r.toml")
-    cache = ("--cache-backend", "tea_cache", "--cache-config", '{"rel_l1_thresh": 0.2}')
+    cache = ("--cache-backend", "first_block_cache", "--cache-config", '{"threshold": 0.2}')
     assert draw(small, "-p", "cat", "--recipe", "r.toml", *cache) == 0
-    assert found == [("tea_cache", {"rel_l1_thresh": 0.2})]
+    assert found == [("first_block_cache", {"threshold": 0.2})]
+    assert "of 2 steps skipped" in said(capsys.readouterr().err)
     texts = opened("out.png").text
-    assert json.loads(texts["cache"]) == {"backend": "tea_cache", "rel_l1_thresh": 0.2}
+    assert json.loads(texts["cache"]) == {"backend": "first_block_cache", "threshold": 0.2}
     assert "granularity" in texts["recipe"]
 
 
@@ -177,14 +206,31 @@ def test_videos_as_gif_folder_and_mp4(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "frames").iterdir()) == names
     written = []
 
-    def export_to_video(frames, path, fps):
-        written.append((len(frames), fps))
+    def export_to_video(frames, path, fps, macro_block_size):
+        written.append((len(frames), fps, macro_block_size))
         Path(path).write_bytes(b"video")
 
     monkeypatch.setattr("diffusers.utils.export_to_video", export_to_video)
-    picture_files.write_video(FRAMES, tmp_path / "a.mp4", 10)
-    assert written == [(3, 10)] and (tmp_path / "a.mp4").read_bytes() == b"video"
+    picture_files.write_video(FRAMES, tmp_path / "a.mp4", 23.976)
+    assert written == [(3, 23.976, 2)] and (tmp_path / "a.mp4").read_bytes() == b"video"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gif", "a.mp4", "frames"]
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(picture_files, "write_atomically", full)
+    with pytest.raises(OSError, match="no space left"):
+        picture_files.write_video(FRAMES, tmp_path / "frames", 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_permission_is_said_before_anything_is_drawn(small, monkeypatch, capsys):
+    monkeypatch.setattr(picture_files.os, "access", lambda path, mode: False)
+    monkeypatch.setattr("octavo.serving.engine.omni.Omni.generate", None)
+    assert draw(small, "-p", "cat") == 1
+    assert "expected a folder for out.png that can be written to" in said(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("has_writer", [False, True])

@@ -70,7 +70,9 @@ def images(
     guidance_scale: Annotated[
         float | None, typer.Option("--guidance-scale", help="Left out: the pipeline's own.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the first picture's noise.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the first picture's noise.")
+    ] = 0,
     device: Annotated[
         str | None,
         typer.Option("--device", help="Left out: the GPU if there is one.", show_default=False),
@@ -173,6 +175,8 @@ def _run(
         from octavo.integrations.transformers.clip_score import load_clip_scorer
 
         scorer = load_clip_scorer(clip)
+    if save_pictures is not None:  # before anything is drawn for it
+        save_pictures.mkdir(parents=True, exist_ok=True)
     drawn: list[tuple[str, Any]] = []
 
     def keep(record: Any, pictures: Any) -> None:

@@ -156,6 +156,8 @@ def image(
         *(recipe_path, quantization, ignored_layers or [], quantization_config),
         *(attention, scale_path),
     )
+    if cache_config is not None and cache_backend is None:
+        raise ConfigError("--cache-config: expected a --cache-backend with it, got none")
     words["cache_backend"] = cache_backend
     words["cache_config"] = read_object("--cache-config", cache_config)
     sampling = ImageSampling(

@@ -43,8 +43,11 @@ class Drawing:
     def draw_both(self, plain: "Omni", words: Mapping[str, Any]) -> None:
         """Draw everything before and after the pipeline is quantized, and write all of it."""
         from octavo.integrations.diffusers.picture_files import png_bytes, target_files
+        from octavo.integrations.diffusers.pipeline import check_plain
         from octavo.measure.evaluate.side_by_side import draw_side_by_side
 
+        check_plain(plain.pipe)
+        check_change(plain, words)
         plain.check(self.sampling)
         files = self._files(plain)
         first = files[0] if len(files) == 1 else files[0].with_stem(files[0].stem[:-2])
@@ -118,6 +121,8 @@ class Drawing:
                     write_video(result.frames[index], file, self.fps)
                 details = f"seed {seed}, {result.num_steps} steps, {result.seconds:.2f} s"
                 out.print(f"{file}: {result.prompt!r}, {details}", soft_wrap=True)
+        if omni.cache is not None:
+            _print_skipped(omni.pipe)
 
     def _texts(self, omni: "Omni", result: "ImageResult", seed: int) -> dict[str, str]:
         """What a picture's file says about it."""
@@ -128,10 +133,20 @@ class Drawing:
             "prompt": result.prompt,
             "seed": str(seed),
             "model": omni.model_name,
+            "dtype": str(getattr(omni.pipe, "transformer", omni.pipe).dtype).rpartition(".")[2],
             "options": json.dumps(options, default=str),
             "recipe": omni.recipe.to_json(),
             **cache,
         }
+
+
+def _print_skipped(pipe: Any) -> None:
+    """Say what a step cache has done, in the last batch if there were several."""
+    from octavo.integrations.diffusers.step_cache import count_cached_steps
+
+    for name, contexts in count_cached_steps(pipe).items():
+        for context, counts in contexts.items():
+            err.print(f"{name}, {context}: {counts}")
 
 
 def _print_scores(sheet: Path, before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
@@ -163,6 +178,24 @@ def name_of(words: Mapping[str, Any]) -> str:
     is_fp8 = config is not None or words.get("attention") is not None or recipe is not None
     parts = ["FP8"] if is_fp8 else []
     return " + ".join([*parts, *filter(None, [words["cache_backend"]])])
+
+
+def check_change(plain: "Omni", words: Mapping[str, Any]) -> None:
+    """Raise what `change` would find wrong; nothing changes."""
+    from octavo.integrations.diffusers.pipeline import check_recipe, find_components
+    from octavo.integrations.diffusers.quantization_config import make_recipe
+    from octavo.integrations.diffusers.step_cache import check_step_cache
+
+    rest = dict(words)
+    backend, settings = rest.pop("cache_backend"), rest.pop("cache_config")
+    recipe = rest.pop("recipe", None)
+    if recipe is None:
+        config = rest.pop("quantization_config")
+        recipe = make_recipe(config, list(find_components(plain.pipe)), **rest)
+    if not recipe.is_empty:
+        check_recipe(plain.pipe, recipe)
+    if backend is not None:
+        check_step_cache(plain.pipe, backend, settings)
 
 
 def change(plain: "Omni", words: Mapping[str, Any], size: int | None) -> "Omni":

@@ -33,8 +33,9 @@ def check_flags(context: typer.Context, *, is_omni: bool) -> None:
             continue
         if (name in OMNI) != is_omni:
             flag = parameter.opts[0]
-            problem = "is for language models" if is_omni else "needs --omni"
-            raise ConfigError(f"{flag} {problem}: expected octavo serve without it, or the other")
+            if is_omni:
+                raise ConfigError(f"{flag} is for language models: leave it out, or --omni")
+            raise ConfigError(f"{flag} needs --omni, got none: add it, or leave {flag} out")
 
 
 def serve_omni(

@@ -60,8 +60,10 @@ def test_prompts_become_ids_of_words():
     words = WordEncoder(words=WORDS)
     assert words.encode("A small cat, on blue!") == [1, 2, 4, 5, 0, 0, 0, 0]
     assert words.encode("") == [0] * MAX_WORDS
-    with pytest.raises(ConfigError, match=r"got \['cta'\]: did you mean cat"):
+    with pytest.raises(ConfigError, match="got 'cta': did you mean cat"):
         words.encode("small cta")
+    with pytest.raises(ConfigError, match="and 80 more: such as small, cat, dog, on, blue"):
+        words.encode(" ".join(f"{i}q" for i in range(100)))
     with pytest.raises(ConfigError, match="at most 8 words"):
         words.encode("cat " * 9)
     with pytest.raises(ConfigError, match="different words"):

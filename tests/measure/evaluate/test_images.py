@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo import Recipe
-from octavo.errors import ConfigError
+from octavo import Recipe, quantize_
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import Changes
 from octavo.measure.evaluate import images
 from octavo.measure.evaluate.image_rows import ImageRow
@@ -24,6 +24,7 @@ from octavo.measure.evaluate.images import (
     rows_below,
 )
 
+pytest.importorskip("diffusers")
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 ROWS = [ImageRow("bf16", None), ImageRow("fp8", Recipe(linear="fp8"))]
 JOB = ImageJob(model="m", dtype="bfloat16", prompts=("dog", "cat"), seed=5)
@@ -33,6 +34,7 @@ class Pipe:
     """Draws noise of its generator; once quantized, with an error that grows with the seed."""
 
     device = torch.device("cpu")
+    components = {}
 
     def __init__(self, result="images", shape=(1, 3, 16, 24)):
         self.result, self.shape, self.error, self.calls = result, shape, 0.0, []
@@ -174,7 +176,7 @@ def test_rows_must_differ(made, rows):
 
 
 def test_what_a_pipeline_cannot_do_raises():
-    with pytest.raises(ConfigError, match="options of Pipe, got width"):
+    with pytest.raises(UnsupportedError, match="width: expected an option of Pipe"):
         draw(Pipe(), ImageJob(model="m", dtype="d", prompts=("dog",), options={"width": 8}))
     with pytest.raises(ConfigError, match=r"got \[1, 16, 16\]"):
         draw(Pipe(shape=(1, 16, 16)), JOB)
@@ -189,6 +191,41 @@ def test_what_a_pipeline_cannot_do_raises():
 
     with pytest.raises(ConfigError, match="num_inference_steps for Vague"):
         draw(Vague(), JOB)
+
+    class Strict(Pipe):
+        def __call__(self, prompt, num_inference_steps=1, **options):
+            raise ValueError("height and width have to be divisible by 8")
+
+    with pytest.raises(ConfigError, match="Strict: height and width have to be divisible by 8"):
+        draw(Strict(), JOB)
+
+
+def test_guidance_that_a_pipeline_would_ignore_raises():
+    class Guided(Pipe):
+        transformer = SimpleNamespace(config={"guidance_embeds": False})
+
+        def __call__(self, prompt, num_inference_steps=1, guidance_scale=1, true_cfg_scale=1):
+            raise AssertionError
+
+    job = ImageJob(model="m", dtype="d", prompts=("dog",), options={"guidance_scale": 3.0})
+    with pytest.raises(ConfigError, match="guidance_scale: .* would ignore it"):
+        draw(Guided(), job)
+
+
+def test_a_plain_row_of_a_pipeline_in_fp8_raises(made):
+    class Quantized(Pipe):
+        components = {"transformer": torch.nn.Sequential(torch.nn.Linear(16, 16))}
+
+    quantize_(Quantized.components["transformer"])
+    with pytest.raises(ConfigError, match="row bf16: .* got 1 in FP8, such as transformer.0"):
+        run(made, make=Quantized)
+    assert made[0].calls == []
+
+
+def test_lpips_that_must_be_there_raises_before_anything_is_drawn(monkeypatch):
+    monkeypatch.setattr("octavo.measure.evaluate.image_scores.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="pip install lpips"):
+        evaluate(None, ROWS, JOB, command="c", lpips=True)
 
 
 def test_the_gate_names_rows_below_it(made):

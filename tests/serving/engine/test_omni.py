@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -234,6 +233,13 @@ def test_what_the_pipeline_refuses_is_an_error_of_ours(omni):
             omni.generate(prompts)
 
 
+def test_pixels_that_are_not_numbers_raise(omni):
+    """Pillow images of them would be black, or worse."""
+    omni.pipe.transformer.proj_out.bias.data.fill_(float("nan"))
+    with pytest.raises(UnsupportedError, match="expected finite pixels, got NaN from SmallImage"):
+        omni.generate("cat", TWO_STEPS)
+
+
 def test_what_on_step_raises_ends_the_call(omni):
     class Enough(Exception):
         pass
@@ -253,17 +259,23 @@ def test_what_on_step_raises_ends_the_call(omni):
 
 def test_the_cache_is_asked_for_after_quantization(small, monkeypatch):
     found = []
-    stand_in = ModuleType("octavo.integrations.diffusers.step_cache")
-    stand_in.use_step_cache_ = lambda pipe, *words: found.append((num_layers(pipe), words))
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
 
-    def num_layers(pipe):
-        return sum(isinstance(part, Fp8Linear) for part in pipe.transformer.modules())
+    def use(pipe, *words):
+        num_layers = sum(isinstance(part, Fp8Linear) for part in pipe.transformer.modules())
+        found.append((num_layers, words))
 
-    config = {"rel_l1_thresh": 0.2}
+    monkeypatch.setattr("octavo.serving.engine.omni.use_step_cache_", use)
+    config = {"rel_l1_thresh": 0.2, "coefficients": [1.0, 0.0]}
     Omni(small, quantization="fp8", cache_backend="tea_cache", cache_config=config)
     Omni(small, cache_backend="first_block_cache")
-    assert found == [(17, ("tea_cache", config)), (0, ("first_block_cache", {}))]
+    assert found == [(17, ("tea_cache", config)), (0, ("first_block_cache", None))]
+
+
+def test_a_cache_that_cannot_be_leaves_a_pipeline_as_it_was(small):
+    pipe = load_pipeline(small, torch.float32)
+    with pytest.raises(ConfigError, match="expected coefficients|FLUX.1-dev"):
+        Omni(pipe, quantization="fp8", cache_backend="tea_cache")
+    assert not any(isinstance(part, Fp8Linear) for part in pipe.transformer.modules())
 
 
 def test_the_model_that_comes_with_octavo():
@@ -277,7 +289,6 @@ def test_the_model_that_comes_with_octavo():
 
 
 def test_the_real_cache(small):
-    pytest.importorskip("octavo.integrations.diffusers.step_cache")
     cached = Omni(small, cache_backend="first_block_cache", cache_config={"threshold": 0.5})
     sampling = ImageSampling(num_inference_steps=4, seed=5)
     first, second = (cached.generate("cat", sampling)[0].images[0] for _ in range(2))

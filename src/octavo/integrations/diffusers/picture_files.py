@@ -3,6 +3,7 @@
 import io
 import os
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +48,11 @@ def target_files(path: Path, num_files: int, *, is_video: bool, is_forced: bool)
             f"{path}: expected a package that writes .mp4, got none: pip install imageio "
             "imageio-ffmpeg; .gif, or a folder, needs none"
         )
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise ConfigError(f"expected an existing folder for {path}, got none")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"expected a folder for {path} that can be written to, got {folder}")
     files = [path] if num_files == 1 else []
     files = files or [path.with_stem(f"{path.stem}-{index}") for index in range(num_files)]
     existing = [str(file) for file in files if file.exists()]
@@ -88,7 +92,8 @@ def _write_mp4(frames: Sequence[Any], path: Path, fps: float) -> None:
     # The writer takes a path: a file of its own, which then takes the place of the other.
     temporary = path.with_name(f".octavo-{secrets.token_hex(8)}.mp4")
     try:
-        export_to_video(list(frames), str(temporary), fps=round(fps))
+        # Sides are multiples of 2 at least; by default it would scale to multiples of 16.
+        export_to_video(list(frames), str(temporary), fps=fps, macro_block_size=2)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -97,6 +102,10 @@ def _write_mp4(frames: Sequence[Any], path: Path, fps: float) -> None:
 def _write_folder(frames: Sequence[Any], path: Path) -> None:
     temporary = path.with_name(f".octavo-{secrets.token_hex(8)}")
     temporary.mkdir()
-    for index, frame in enumerate(frames):
-        write_atomically(temporary / f"frame-{index:04d}.png", png_bytes(frame))
-    temporary.rename(path)
+    try:
+        for index, frame in enumerate(frames):
+            write_atomically(temporary / f"frame-{index:04d}.png", png_bytes(frame))
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -23,6 +23,7 @@ from octavo.integrations.apply import (
 from octavo.integrations.diffusers.attention import as_patterns_see
 from octavo.integrations.diffusers.defaults import kept_layers, kept_of
 from octavo.integrations.linear import layer_index
+from octavo.layers.linear import Fp8Linear
 from octavo.patterns import Layer, match_layers, parse_pattern
 from octavo.recipe import Recipe
 
@@ -41,8 +42,7 @@ def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
     changes.
     """
     modules = find_components(pipe)
-    recipes = _with_scales(component_recipes(pipe, recipe))
-    prepared = {name: _prepare(name, modules[name], own) for name, own in recipes.items()}
+    prepared = _prepare_all(pipe, recipe)
     found = {name: Changes({}) for name in prepared}
     try:
         for name, preparation in prepared.items():
@@ -54,6 +54,11 @@ def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
             detach_(modules[name])
         raise
     return _joined(found)
+
+
+def check_recipe(pipe: Any, recipe: Recipe) -> None:
+    """Raise whatever `apply_pipeline_` would find wrong; nothing changes."""
+    _prepare_all(pipe, recipe)
 
 
 def restore_pipeline_(pipe: Any) -> Changes:
@@ -76,6 +81,17 @@ def find_components(pipe: Any) -> dict[str, nn.Module]:
             f"expected a torch module or a pipeline of diffusers, got {type(pipe).__name__}"
         )
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+def check_plain(pipe: Any) -> None:
+    """Raise if linear layers are in FP8 already: such a pipeline is nothing to compare with."""
+    for component, module in find_components(pipe).items():
+        found = [name for name, part in module.named_modules() if isinstance(part, Fp8Linear)]
+        if found:
+            raise ConfigError(
+                f"expected a pipeline with plain linear layers to compare with, got {len(found)} "
+                f"in FP8, such as {component}.{found[0]}: load one that was not saved in FP8"
+            )
 
 
 def is_text_encoder(name: str) -> bool:
@@ -178,6 +194,12 @@ def _with_scales(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
             scales = read(recipe.scales) if is_path else ScaleSet.from_dict(recipe.scales)
             own[name] = recipe.replace(scales=of_component(scales, name).to_dict())
     return own
+
+
+def _prepare_all(pipe: Any, recipe: Recipe) -> dict[str, Preparation]:
+    modules = find_components(pipe)
+    recipes = _with_scales(component_recipes(pipe, recipe))
+    return {name: _prepare(name, modules[name], own) for name, own in recipes.items()}
 
 
 def _prepare(name: str, module: nn.Module, own: Recipe) -> Preparation:

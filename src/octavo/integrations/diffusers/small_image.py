@@ -24,6 +24,7 @@ from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from torch import Tensor, nn
 
 from octavo.atomic import write_atomically
+from octavo.brief import NUM_NAMES_SHOWN, list_names
 from octavo.errors import CheckpointError, ConfigError
 
 FOLDER = Path(__file__).parents[2] / "assets" / "small_image"
@@ -89,9 +90,12 @@ class WordEncoder(ModelMixin, ConfigMixin):  # type: ignore[misc]  # diffusers h
         """The ids of a prompt's words, padded; an empty prompt asks for any picture."""
         words = [w for w in re.findall(r"[\w'-]+", prompt.lower()) if w not in IGNORED_WORDS]
         if unknown := [word for word in words if word not in self.index]:
-            near = difflib.get_close_matches(unknown[0], list(self.index)[1:], n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(near)}" if near else "all are in .config.words"
-            raise ConfigError(f"expected words that the model has learned, got {unknown}: {hint}")
+            near = difflib.get_close_matches(unknown[0], list(self.index)[1:], n=3, cutoff=0.6)
+            some = list(self.index)[1 : 1 + NUM_NAMES_SHOWN]
+            hint = f"did you mean {', '.join(near)}" if near else f"such as {', '.join(some)}"
+            raise ConfigError(
+                f"expected words that the model has learned, got {list_names(unknown)}: {hint}"
+            )
         if len(words) > self.max_words:
             raise ConfigError(
                 f"expected at most {self.max_words} words in a prompt, got {len(words)}: "

@@ -114,12 +114,10 @@ def use_step_cache_(
     config: {"rel_l1_thresh": 0.2, "coefficients": […]} or {"threshold": 0.05}. Whatever cannot work
     is an error, and nothing changes. FP8 layers may come before or after.
     """
+    rules = check_step_cache(model, backend, config, scheduler=scheduler)
     settings = read_settings(backend, config)
     transformers = find_transformers(model)
     find_scheduler = scheduler_finder(model, scheduler)
-    for name, part in transformers.items():
-        check_transformer(name, part, backend)
-    rules = _rules(transformers, settings)
     denoising = Denoising(find_scheduler)
     blocks = {}
     try:
@@ -139,6 +137,22 @@ def use_step_cache_(
             detach_step_cache_(part)
         raise
     return StepCacheChanges(backend, blocks, rules)
+
+
+def check_step_cache(
+    model: Any,
+    backend: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    scheduler: Any = None,
+) -> dict[str, str]:
+    """Raise whatever `use_step_cache_` would find wrong; nothing changes. Returns its rules."""
+    settings = read_settings(backend, config)
+    transformers = find_transformers(model)
+    scheduler_finder(model, scheduler)
+    for name, part in transformers.items():
+        check_transformer(name, part, backend)
+    return _rules(transformers, settings)
 
 
 def drop_step_cache_(model: Any) -> StepCacheChanges:

@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import Changes, apply_
 from octavo.kernels.device import describe
 from octavo.measure.evaluate.image_rows import ImageRow, plain_row
-from octavo.measure.evaluate.image_scores import ImageScores, compare_images
+from octavo.measure.evaluate.image_scores import ImageScores, compare_images, why_no_lpips
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table
 
@@ -82,12 +82,18 @@ def evaluate(
     """
     if len(rows) < 2 or len({row.name for row in rows}) != len(rows):
         raise ConfigError(f"expected two different rows or more, got {[r.name for r in rows]}")
+    from octavo.integrations.diffusers.pipeline import check_plain
+
+    if lpips:
+        why_no_lpips(lpips)  # what must be there and is not raises before anything is drawn
     first: list[Tensor] | None = None
     records = []
     for row in rows:
         pipe = make_pipeline()
         changes = None if row.recipe is None else apply_(pipe, row.recipe)
         try:
+            if row.recipe is None:
+                check_plain(pipe)
             pictures = draw(pipe, job, on_picture=partial(on_picture, row.name))
             scores = None if first is None else _compare(pictures, first, lpips)
         except ConfigError as error:
@@ -116,18 +122,23 @@ def evaluate(
 
 def draw(pipe: Any, job: ImageJob, on_picture: Callable[[], None] = lambda: None) -> list[Tensor]:
     """The pictures of each prompt, float32 [frames, 3, height, width] on the CPU, 0 to 1."""
+    from octavo.integrations.diffusers.call import check_options
+
+    check_options(pipe, job.options)
     pictures = []
-    known = inspect.signature(type(pipe).__call__).parameters
-    if unknown := [name for name in job.options if name not in known]:
-        raise ConfigError(f"expected options of {type(pipe).__name__}, got {unknown[0]}")
     for place, prompt in enumerate(job.prompts):
-        result = pipe(
-            prompt=prompt,
-            num_inference_steps=num_steps(pipe, job),
-            generator=torch.Generator().manual_seed(job.seed + place),
-            output_type="pt",
-            **job.options,
-        )
+        try:
+            result = pipe(
+                prompt=prompt,
+                num_inference_steps=num_steps(pipe, job),
+                generator=torch.Generator().manual_seed(job.seed + place),
+                output_type="pt",
+                **job.options,
+            )
+        except ConfigError:
+            raise
+        except ValueError as error:  # of arguments that the pipeline refuses
+            raise ConfigError(f"{type(pipe).__name__}: {error}") from error
         pictures.append(_frames(result))
         on_picture()
     return pictures

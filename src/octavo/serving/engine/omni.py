@@ -2,6 +2,7 @@
 
 import random
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from octavo.integrations.diffusers.call import (
 from octavo.integrations.diffusers.load import SMALL_IMAGE, load_pipeline
 from octavo.integrations.diffusers.pipeline import find_components
 from octavo.integrations.diffusers.quantization_config import make_recipe
+from octavo.integrations.diffusers.step_cache import check_step_cache, use_step_cache_
 from octavo.recipe import Recipe
 from octavo.serving.engine.image_request import ImageResult, ImageSampling, nth_seed
 
@@ -31,6 +33,7 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+NAN_WARNING = "invalid value encountered in cast"
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,12 @@ class Omni:
             parts = list(find_components(self.pipe))
             recipe = make_recipe(config, parts, attention=attention, scales=scales)
         self.recipe = recipe
+        if cache_backend is not None:  # first: FP8 linear layers cannot be undone
+            check_step_cache(self.pipe, cache_backend, cache_config)
         self.changes: Changes | None = None if recipe.is_empty else apply_(self.pipe, recipe)
         self.cache: dict[str, Any] | None = None
         if cache_backend is not None:
-            from octavo.integrations.diffusers.step_cache import use_step_cache_
-
-            use_step_cache_(self.pipe, cache_backend, dict(cache_config or {}))
+            use_step_cache_(self.pipe, cache_backend, cache_config)
             self.cache = {"backend": cache_backend, **(cache_config or {})}
 
     @property
@@ -149,7 +152,9 @@ class Omni:
         if "negative_prompt" in options and self._takes_lists:
             options["negative_prompt"] = [options["negative_prompt"]] * len(batch)
         try:
-            with watched(self.pipe, steps):
+            with watched(self.pipe, steps), warnings.catch_warnings():
+                # Pillow has no NaN: where a picture's pixels become bytes, numpy warns.
+                warnings.filterwarnings("error", NAN_WARNING, RuntimeWarning)
                 output = self.pipe(
                     prompt=prompts if self._takes_lists else prompts[0],
                     generator=generators if self._takes_lists else generators[0],
@@ -158,6 +163,11 @@ class Omni:
                 )
         except OctavoError:
             raise
+        except RuntimeWarning as error:
+            raise UnsupportedError(
+                f"expected finite pixels, got NaN from {type(self.pipe).__name__}: try another "
+                "dtype, or quantize less"
+            ) from error
         except torch.OutOfMemoryError as error:
             size = f"{len(batch)} pictures at once"
             raise CapacityError(

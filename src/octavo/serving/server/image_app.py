@@ -81,17 +81,17 @@ class ImageServer:
         width, height = body.width_and_height()
         num_images = body.n or 1
         self._check_limits(num_images, (width or 0) * (height or 0), body.num_inference_steps)
-        sampling = ImageSampling(
-            num_inference_steps=body.num_inference_steps,
-            guidance_scale=body.guidance_scale,
-            true_cfg_scale=body.true_cfg_scale,
-            negative_prompt=body.negative_prompt,
-            width=width,
-            height=height,
-            num_images_per_prompt=num_images,
-            seed=body.seed,
-        )
         try:
+            sampling = ImageSampling(
+                num_inference_steps=body.num_inference_steps,
+                guidance_scale=body.guidance_scale,
+                true_cfg_scale=body.true_cfg_scale,
+                negative_prompt=body.negative_prompt,
+                width=width,
+                height=height,
+                num_images_per_prompt=num_images,
+                seed=body.seed,
+            )
             self.engine.drawer.check(sampling)
         except OctavoError as error:
             param = param_of(str(error))

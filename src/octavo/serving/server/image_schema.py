@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from octavo.brief import brief
+from octavo.serving.engine.image_request import MAX_SIDE
 from octavo.serving.server.schema import MAX_INT, Body, only
 
 AUTO = "auto"
@@ -14,8 +15,11 @@ MAX_PROMPT = 32_000  # characters, OpenAI's
 
 
 def _check_size(size: str) -> str:
-    if size != AUTO and SIZE.fullmatch(size) is None:
+    found = SIZE.fullmatch(size)
+    if size != AUTO and found is None:
         raise ValueError(f"expected auto or WIDTHxHEIGHT, such as 1024x1024, got {brief(size)}")
+    if found is not None and max(map(int, found.groups())) > MAX_SIDE:
+        raise ValueError(f"expected sides of at most {MAX_SIDE} pixels, got {size}")
     return size
 
 
