@@ -17,8 +17,16 @@ from octavo import (  # noqa: E402
     use_step_cache_,
 )
 from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial  # noqa: E402
+from octavo.integrations.diffusers.small_image import (  # noqa: E402
+    load_small_image_model,
+    make_small_image_model,
+)
 from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
-from octavo.integrations.diffusers.tea_cache_coefficients import evaluate  # noqa: E402
+from octavo.integrations.diffusers.tea_cache_coefficients import (  # noqa: E402
+    evaluate,
+    known_coefficients,
+)
+from octavo.measure.evaluate.image_scores import compare_images  # noqa: E402
 
 COEFFICIENTS = [498.65, -283.78, 55.856, -3.8202, 0.26423]
 SIZES = {"height": 32, "width": 32}
@@ -134,3 +142,28 @@ def test_prompts_are_a_list(prompts):
 def test_a_model_alone_is_refused():
     with pytest.raises(ConfigError, match="expected a pipeline, got FluxTransformer2DModel"):
         fit_tea_cache(make_pipeline().transformer, ["a"], num_inference_steps=8)
+
+
+def test_the_small_image_model_has_coefficients_of_its_own():
+    model = make_small_image_model(["cat"]).transformer
+    assert known_coefficients(model).model == "small-image"
+    wider = make_small_image_model(["cat"], num_attention_heads=2).transformer
+    with pytest.raises(ConfigError, match=r"num_attention_heads 2, got those of FLUX.1-dev \("):
+        known_coefficients(wider)
+
+
+@pytest.mark.slow
+def test_the_small_image_model_skips_a_quarter_of_its_steps_and_draws_the_same():
+    pipe = load_small_image_model(dtype=torch.float32)
+
+    def draw():
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            return pipe("strawberry on white", generator=generator, output_type="pt").images
+
+    plain = draw()
+    use_step_cache_(pipe, "tea_cache")
+    cached = draw()
+    counts = count_cached_steps(pipe)["transformer"]["all"]
+    assert counts.computed + counts.skipped == 20 and 5 <= counts.skipped < 15
+    assert 25 < compare_images(cached, plain, lpips=False).psnr_db[0] < 60

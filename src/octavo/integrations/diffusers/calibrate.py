@@ -331,7 +331,7 @@ def _content(x: Any) -> Any:
     """What prints the same whenever it is the same: tensors print in part, pictures by address."""
     match x:
         case Tensor():
-            data = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            data = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             return (str(x.dtype), tuple(x.shape), hashlib.sha256(data).hexdigest())
         case Mapping():
             return {name: _content(x[name]) for name in x}
