@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from octavo.atomic import write_atomically
 from tables import decoders, kernels, serving, vision
 from tables.images import images
+from tables.sensitivity import sensitivity
 from tables.speeds import speeds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +35,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "latency": serving.latency,
     "load": vision.load,
     "perplexity": decoders.perplexity,
+    "sensitivity": sensitivity,
     "speeds": speeds,
     "structures": kernels.structures,
     "throughput": serving.throughput,
