@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from octavo.atomic import write_atomically
 from tables import decoders, kernels, serving, vision
 from tables.images import images
+from tables.sensitivity import sensitivity
 from tables.speeds import speeds
 from tables.steps import steps
 
@@ -35,6 +36,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "latency": serving.latency,
     "load": vision.load,
     "perplexity": decoders.perplexity,
+    "sensitivity": sensitivity,
     "speeds": speeds,
     "steps": steps,
     "structures": kernels.structures,

@@ -100,7 +100,7 @@ def test_words_that_the_model_does_not_know(folder, tmp_path, capsys):
     assert calibrate(*args) == 1
     assert "expected words that the model has learned, got ['cta']" in capsys.readouterr().err
     assert calibrate(*args[:-2], "--call-options", '{"guidance": 1}') == 1
-    assert "expected arguments that SmallImagePipeline takes" in capsys.readouterr().err
+    assert "guidance: expected an option of SmallImagePipeline" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,6 +132,9 @@ def test_which_layers_matter(folder, tmp_path, capsys):
     scanned = [row for row in rows if row.op == "sensitivity"]
     assert [row.case["layer"] for row in rows[-2:]] == ["all", "all but those proposed"]
     names = {row.case["layer"]: row for row in scanned}
+    told = {"model": str(folder), "dtype": "bfloat16", "by": "group", "num_prompts": 1}
+    told |= {"num_inference_steps": 2, "num_timesteps": 1}
+    assert all(told.items() <= row.case.items() for row in rows)
     assert names["transformer.proj_out"].case["kept"] == "an output projection"
     assert names["transformer.transformer_blocks.*.ff.net.2"].case["kept"] == ""
     assert f"{len(scanned)}/{len(scanned)}" in shown.err
@@ -162,8 +165,7 @@ def test_options_of_sensitivity(capsys):
     args = ("x", "--pipeline", "--prompt", "cat", "--sensitivity", "--attention")
     assert calibrate(*args) == 1
     assert "expected --sensitivity without --attention" in capsys.readouterr().err
-    assert calibrate(*args[:-1], "--margin", "2") == 1
-    assert "expected --sensitivity without options of scales, got --observer amax --margin 2" in (
-        capsys.readouterr().err
-    )
+    for other in (("--margin", "2"), ("--observer", "mse"), ("--per-head",), ("--fresh",)):
+        assert calibrate(*args[:-1], *other) == 1
+        assert "expected --sensitivity without --observer" in capsys.readouterr().err
     assert calibrate(*args[:-1], "--sensitivity-by", "model") == 2

@@ -152,7 +152,6 @@ Records = Annotated[
     ),
 ]
 
-
 # Fields of a request that other calibrations do not have, as the command line says them.
 OWN_OPTIONS = {
     "prompts_file": "--prompts",
@@ -204,6 +203,11 @@ class PipelineRequest:
     is_all: bool = False
     num_timesteps: int = 4
     output: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name, in files."""
+        return self.model or "small-image"
 
     def given(self, options: Mapping[str, str]) -> list[tuple[str, Any]]:
         """Those of the options that are not as they are left out, with their values."""
@@ -294,10 +298,9 @@ def _words(settings: "CalibrationSettings") -> str:
 def calibrate_pipeline(request: PipelineRequest, settings: "CalibrationSettings") -> None:
     """Scales, or with --sensitivity which layers matter."""
     if request.is_sensitivity:
-        if settings != type(settings)():
-            raise ConfigError(
-                f"expected --sensitivity without options of scales, got {_words(settings)}"
-            )
+        if settings != type(settings)() or not request.is_resumed:
+            options = "--observer, --percentile, --margin, --per-head or --fresh"
+            raise ConfigError(f"expected --sensitivity without {options}: it finds no scales")
         scan_layers(request)
         return
     others = {name: OWN_OPTIONS[name] for name in ("by", "is_all", "num_timesteps")}
@@ -334,7 +337,17 @@ def scan_layers(request: PipelineRequest) -> None:
         )
         proposed = found.propose()
         rest = scan.error(proposed) if proposed else found.error
-    records = sensitivity_records(found, proposed, rest, request.command())
+    about: dict[str, str | int] = {
+        "model": request.name,
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "by": request.by.value,
+        "num_prompts": len(prompts),
+        "num_inference_steps": run.num_steps(pipe),
+        "num_timesteps": min(request.num_timesteps, run.num_steps(pipe)),
+    }
+    records = sensitivity_records(
+        *(found, proposed, rest, request.command()), about=about, device=pipe.device
+    )
     if request.output is not None:
         append(request.output, records)
     print_table(sensitivity_table(records, NUM_SHOWN))
@@ -370,11 +383,11 @@ def calibrate_scales(request: PipelineRequest, settings: "CalibrationSettings") 
             *(pipe, prompts, run, settings, recipe),
             save_path=request.scale_save_path,
             is_resumed=request.is_resumed,
-            name=request.model or "small-image",
+            name=request.name,
             on_step=lambda done: progress.update(task, completed=done),
         )
     command = f"{request.command()} {_words(settings)}"
-    records = pipeline_records(result, command)
+    records = pipeline_records(result, command, pipe.device)
     print_table(pipeline_table(records))
     if request.output is not None:
         append(request.output, records)

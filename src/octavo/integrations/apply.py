@@ -124,6 +124,14 @@ def prepare(
             "attention: expected a transformer of diffusers, or its pipeline, got "
             f"{type(model).__name__}; towers of vision models have vision_attention"
         )
+    if is_diffusers_model(model):
+        from octavo.integrations.diffusers.step_graphs import has_step_graphs
+
+        if has_step_graphs(model):
+            raise UnsupportedError(
+                "expected a transformer without graphs, got one that would replay what it did "
+                "before: drop_step_graphs_ first"
+            )
     skipped = skipped_layers(model, recipe)
     if recipe.attention is not None:
         from octavo.integrations.diffusers import attention
@@ -328,7 +336,7 @@ def skipped_layers(model: nn.Module, recipe: Recipe) -> frozenset[str]:
 
 
 def restore_(model: Any) -> Changes:
-    """Undo `apply_`, and `use_graphs_` with it; returns what was undone.
+    """Undo `apply_`, and `use_graphs_` and `use_step_graphs_` with it; returns what was undone.
 
     Linear layers in FP8 are an error: their plain weights are gone.
     """
@@ -359,9 +367,11 @@ def detach_(model: nn.Module) -> dict[str, list[str]]:
     graphed = graphed_vision.find_graphed(model)
     undone = {"vision_attention": vision.detach(model), "kv_cache": kv_cache.detach(model)}
     if is_diffusers_model(model):
-        from octavo.integrations.diffusers import attention
+        from octavo.integrations.diffusers import attention, step_graphs
 
         undone["attention"] = attention.detach(model)
+        if step_graphs.has_step_graphs(model):
+            undone["step_graphs"] = step_graphs.drop_step_graphs_(model)
     if graphed:
         undone["vision_graphs"] = graphed_vision.drop_graphs_(model)
     return {name: layers for name, layers in undone.items() if layers}

@@ -98,9 +98,10 @@ def register_impl(
     """Add an implementation of `op`, to be asked for as impl=`name`.
 
     run: takes and returns what the op's reference implementation does (see the op's file).
-    objection: says why a request cannot be served, or returns None. is_automatic: it also runs
-    unasked, before all others, whenever it has no objection and no reluctance, which says why
-    another implementation should run unless this one is asked for.
+    objection: says why a request cannot be served, or returns None; it is asked once for each
+    request, which must be all that it looks at. is_automatic: it also runs unasked, before all
+    others, whenever it has no objection and no reluctance, which says why another implementation
+    should run unless this one is asked for.
     """
     impls = _impls_of(op)
     if any(impl.name == name for impl in impls):

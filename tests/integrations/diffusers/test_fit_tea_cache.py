@@ -11,36 +11,41 @@ from tiny_pipelines import FAMILIES, few, load_pipeline  # noqa: E402
 
 from octavo import (  # noqa: E402
     ConfigError,
+    UnsupportedError,
     count_cached_steps,
     fit_tea_cache,
     use_step_cache_,
 )
 from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial  # noqa: E402
+from octavo.integrations.diffusers.small_image import (  # noqa: E402
+    load_small_image_model,
+    make_small_image_model,
+)
 from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
-from octavo.integrations.diffusers.tea_cache_coefficients import evaluate  # noqa: E402
+from octavo.integrations.diffusers.tea_cache_coefficients import (  # noqa: E402
+    evaluate,
+    known_coefficients,
+)
+from octavo.measure.evaluate.image_scores import compare_images  # noqa: E402
 
 COEFFICIENTS = [498.65, -283.78, 55.856, -3.8202, 0.26423]
 SIZES = {"height": 32, "width": 32}
 
 
-class ByWord:
-    """A pipeline whose prompts are words, for one that takes tensors."""
+def words(number):
+    """The arguments of a call, for a pipeline without text encoders."""
+    embeds, pooled = prompt_of(number)
+    return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def __init__(self, pipe):
-        self.pipe, self.components = pipe, pipe.components
-        self.scheduler = pipe.scheduler
-        self.calls = []
 
-    def __call__(self, prompt, **options):
-        self.calls.append((prompt, options["generator"].initial_seed()))
-        embeds, pooled = prompt_of(len(prompt))
-        words = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-        return self.pipe(**words, output_type="latent", **options)
+def call(pipe, number, seed):
+    options = {"num_inference_steps": 8, "output_type": "latent", **SIZES}
+    return pipe(**words(number), generator=torch.Generator().manual_seed(seed), **options)
 
 
 def fit(pipe, num_inference_steps=8, **options):
     return fit_tea_cache(
-        pipe, ["one", "three"], num_inference_steps=num_inference_steps, **SIZES, **options
+        pipe, [words(3), words(5)], num_inference_steps=num_inference_steps, **SIZES, **options
     )
 
 
@@ -68,9 +73,7 @@ def test_too_few_pairs_are_an_error(pairs, message):
 
 def test_a_fit_is_near_to_what_the_pipeline_does_and_the_config_takes_it():
     pipe = make_pipeline()
-    by_word = ByWord(pipe)
-    fitted = fit(by_word, seed=3)
-    assert by_word.calls == [("one", 3), ("three", 4)]
+    fitted = fit(pipe, seed=3)
     assert list(fitted) == ["transformer"] and len(fitted["transformer"]) == 5
     assert find_step_hook(pipe.transformer) is None
 
@@ -87,10 +90,9 @@ def test_a_fit_is_near_to_what_the_pipeline_does_and_the_config_takes_it():
         ),
     ]
     pairs = []
-    for number, word in enumerate(("one", "three")):
+    for number, seed in ((3, 3), (5, 4)):
         inputs.clear(), residuals.clear()
-        generator = torch.Generator().manual_seed(3 + number)
-        by_word(word, num_inference_steps=8, generator=generator, **SIZES)
+        call(pipe, number, seed)
         changes = [
             [((b - a).abs().mean() / a.abs().mean()).item() for a, b in zip(x, x[1:], strict=False)]
             for x in (inputs, residuals)
@@ -103,18 +105,20 @@ def test_a_fit_is_near_to_what_the_pipeline_does_and_the_config_takes_it():
     found = [evaluate(fitted["transformer"], x) for x, _ in pairs]
     assert found == pytest.approx(expected, rel=1e-2)
 
-    use_step_cache_(by_word, "tea_cache", {"rel_l1_thresh": 0.5, "coefficients": fitted})
-    by_word("one", num_inference_steps=8, generator=torch.Generator().manual_seed(0), **SIZES)
-    assert 0 < count_cached_steps(by_word)["transformer"]["cond"].skipped < 7
+    use_step_cache_(pipe, "tea_cache", {"rel_l1_thresh": 0.5, "coefficients": fitted})
+    call(pipe, 3, seed=0)
+    assert 0 < count_cached_steps(pipe)["transformer"]["cond"].skipped < 7
 
 
 def test_a_failed_fit_leaves_no_hooks():
     pipe = make_pipeline()
     with pytest.raises(ConfigError, match="transformer: expected at least 5 different changes"):
-        fit(ByWord(pipe), num_inference_steps=2)
+        fit(pipe, num_inference_steps=2)
     assert find_step_hook(pipe.transformer) is None
-    with pytest.raises(TypeError, match="no_such_option"):
-        fit(ByWord(pipe), no_such_option=1)
+    with pytest.raises(UnsupportedError, match="no_such_option: expected an option of FluxPipe"):
+        fit(pipe, no_such_option=1)
+    with pytest.raises(ValueError, match="Provide either `prompt` or"):
+        fit_tea_cache(pipe, [{}], num_inference_steps=8)
     assert find_step_hook(pipe.transformer) is None
 
 
@@ -131,10 +135,35 @@ def test_all_families_can_be_fitted(family, folder_of):
 
 @pytest.mark.parametrize("prompts", ["a cat", []])
 def test_prompts_are_a_list(prompts):
-    with pytest.raises(ConfigError, match="expected a list of prompts"):
+    with pytest.raises(ConfigError, match="expected (a list of )?prompts, got"):
         fit_tea_cache(make_pipeline(), prompts, num_inference_steps=8)
 
 
 def test_a_model_alone_is_refused():
     with pytest.raises(ConfigError, match="expected a pipeline, got FluxTransformer2DModel"):
         fit_tea_cache(make_pipeline().transformer, ["a"], num_inference_steps=8)
+
+
+def test_the_small_image_model_has_coefficients_of_its_own():
+    model = make_small_image_model(["cat"]).transformer
+    assert known_coefficients(model).model == "small-image"
+    wider = make_small_image_model(["cat"], num_attention_heads=2).transformer
+    with pytest.raises(ConfigError, match=r"num_attention_heads 2, got those of FLUX.1-dev \("):
+        known_coefficients(wider)
+
+
+@pytest.mark.slow
+def test_the_small_image_model_skips_a_quarter_of_its_steps_and_draws_the_same():
+    pipe = load_small_image_model(dtype=torch.float32)
+
+    def draw():
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            return pipe("strawberry on white", generator=generator, output_type="pt").images
+
+    plain = draw()
+    use_step_cache_(pipe, "tea_cache")
+    cached = draw()
+    counts = count_cached_steps(pipe)["transformer"]["all"]
+    assert counts.computed + counts.skipped == 20 and 5 <= counts.skipped < 15
+    assert 25 < compare_images(cached, plain, lpips=False).psnr_db[0] < 60

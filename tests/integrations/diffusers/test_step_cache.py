@@ -1,5 +1,6 @@
 """Step caches on all seven families, with FP8 linears; what is refused, and why."""
 
+import copy
 import re
 from types import SimpleNamespace
 
@@ -28,7 +29,8 @@ from octavo import (  # noqa: E402
 )
 from octavo.integrations.diffusers.block_layouts import blocks_of, layout_of  # noqa: E402
 from octavo.integrations.diffusers.denoising import StepCounts  # noqa: E402
-from octavo.integrations.diffusers.step_cache import find_step_hook, find_transformers  # noqa: E402
+from octavo.integrations.diffusers.pipeline import find_transformers  # noqa: E402
+from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
 from octavo.integrations.diffusers.tea_cache_coefficients import (  # noqa: E402
     BY_CLASS,
     known_coefficients,
@@ -225,9 +227,9 @@ def test_wrong_words_are_errors(backend, config, message):
 
 
 def test_a_model_without_coefficients_says_how_to_fit_them():
-    with pytest.raises(ConfigError, match=r"num_layers 1, .* has num_layers 19.*fit_tea_cache\("):
+    with pytest.raises(ConfigError, match=r"num_layers 1, .* \(num_layers 19, .*fit_tea_cache\("):
         use_step_cache_(make_pipeline(), "tea_cache")
-    for known in BY_CLASS.values():
+    for known in (one for group in BY_CLASS.values() for one in group):
         assert len(known.values) == 5 and known.source and known.model
 
 
@@ -293,6 +295,18 @@ def test_one_cache_at_a_time(backend):
         use_step_cache_(pipe, backend, config)
 
 
+def test_another_cache_that_came_later_is_refused():
+    pipe = make_pipeline()
+    use_step_cache_(pipe, "tea_cache", ALWAYS)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig())
+    with pytest.raises(ConfigError, match="tea_cache: expected no other step cache, .*disable_c"):
+        draw(pipe)
+    pipe.transformer.disable_cache()
+    draw(pipe)
+    drop_step_cache_(pipe)
+    assert_same_bits(draw(pipe), draw(make_pipeline()))
+
+
 def test_schedulers():
     with pytest.raises(ConfigError, match="expected the scheduler of the denoising loop"):
         use_step_cache_(make_transformer(), "tea_cache", ALWAYS)
@@ -331,6 +345,17 @@ def test_offloaded_parallel_and_compiled_transformers_are_refused():
     pipe.transformer = torch.compile(pipe.transformer, backend="eager")
     with pytest.raises(UnsupportedError, match="transformer: .*compile_repeated_blocks"):
         use_step_cache_(pipe, "tea_cache", ALWAYS)
+
+
+def test_a_copy_would_run_the_layers_of_the_original():
+    for backend, config in (("tea_cache", ALWAYS), ("first_block_cache", None)):
+        pipe = make_pipeline()
+        use_step_cache_(pipe, backend, config)
+        with pytest.raises(UnsupportedError, match="to copy: drop_step_cache_"):
+            copy.deepcopy(pipe.transformer)
+        drop_step_cache_(pipe)
+        twin = copy.deepcopy(pipe.transformer)
+        assert twin.transformer_blocks[0].forward.__self__ is twin.transformer_blocks[0]
 
 
 def test_offloading_after_the_cache():

@@ -7,6 +7,9 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from tiny_flux import make_pipeline
+
+from octavo import calibrate_pipeline, drop_step_cache_, restore_, use_step_cache_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.diffusers import full_size
@@ -40,7 +43,7 @@ def test_a_cpu_is_refused_and_nothing_changes():
 def test_other_models_are_refused():
     with pytest.raises(UnsupportedError, match="expected a transformer of diffusers, got Linear"):
         use_step_graphs_(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="expected a pipeline with a transformer, got object"):
+    with pytest.raises(ConfigError, match="expected a torch module or a pipeline .* got object"):
         use_step_graphs_(object())
 
 
@@ -49,6 +52,34 @@ def test_a_replaced_forward_is_refused():
     model.forward = model.forward
     with pytest.raises(UnsupportedError, match="expected a forward of its class"):
         use_step_graphs_(model)
+
+
+def plant_graphs(model):
+    """Graphs as `use_step_graphs_` puts them, which a CPU cannot capture."""
+    vars(model).update({GRAPHS: StepGraphs(model), "forward": None})
+
+
+def test_what_graphs_would_not_see_is_refused():
+    pipe = make_pipeline()
+    plant_graphs(pipe.transformer)
+    with pytest.raises(UnsupportedError, match="transformer: .* replay .* drop_step_graphs_ first"):
+        apply_(pipe, Recipe(linear="fp8"))
+    with pytest.raises(UnsupportedError, match="without graphs, which replay each step whole"):
+        use_step_cache_(pipe, "tea_cache", {"coefficients": [1.0]})
+    with pytest.raises(ConfigError, match="got one that replays graphs"):
+        calibrate_pipeline(pipe, ["a"], num_inference_steps=1)
+    assert restore_(pipe).layers == {"transformer.step_graphs": ["transformer"]}
+    assert GRAPHS not in vars(pipe.transformer) and "forward" not in vars(pipe.transformer)
+
+
+def test_a_step_cache_that_is_gone_is_no_hook():
+    pipe = make_pipeline()
+    use_step_cache_(pipe, "tea_cache", {"coefficients": [1.0]})
+    with pytest.raises(UnsupportedError, match="got a replaced or hooked one"):
+        use_step_graphs_(pipe)
+    drop_step_cache_(pipe)
+    with pytest.raises(UnsupportedError, match="need a CUDA GPU, got cpu"):
+        use_step_graphs_(pipe)
 
 
 @pytest.mark.parametrize("leaf", [torch.zeros(2), object(), 1j], ids=["cpu", "object", "complex"])
@@ -82,7 +113,7 @@ def test_replays_are_the_eager_step(name, recipe):
         for n, x in inputs.items()
     }
     expected = [model(**given)[0] for given in (inputs, others)]
-    assert use_step_graphs_(model) == [type(model).__name__]
+    assert use_step_graphs_(model) == ["transformer"]
     found = [model(**given)[0] for given in (inputs, others, inputs)]
     for actual, eager in zip(found, [*expected, expected[0]], strict=True):
         assert torch.equal(actual, eager)

@@ -113,7 +113,7 @@ def attach(
         if name in static:
             device = next((x.device for x in layer.parameters()), None)
             placed = QkvScales(*(x.to(device) for x in _parts(static[name])))
-            setattr(layer, _HOOKS, hook_scales(name, layer, placed))
+            setattr(layer, _HOOKS, hook_scales(layer, placed))
     return list(chosen)
 
 

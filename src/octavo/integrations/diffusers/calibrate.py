@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.calibration.autosave import check_scale_paths
@@ -313,8 +314,8 @@ class PipelineCalibration:
 def _state_key(
     name: str, prompts: Sequence[Prompt], run: Run, settings: CalibrationSettings
 ) -> dict[str, str]:
-    """What a state belongs to, in words; arguments of calls by how they print."""
-    content = hashlib.sha256(repr((list(prompts), dict(run.call_options))).encode())
+    """What a state belongs to, in words."""
+    content = hashlib.sha256(repr(_content([*prompts, run.call_options])).encode())
     return {
         "model": name,
         "prompts": f"{len(prompts)} ({content.hexdigest()[:16]})",
@@ -324,3 +325,18 @@ def _state_key(
         "granularity": settings.granularity,
         "margin": f"{settings.margin:g}",
     }
+
+
+def _content(x: Any) -> Any:
+    """What prints the same whenever it is the same: tensors print in part, pictures by address."""
+    match x:
+        case Tensor():
+            data = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return (str(x.dtype), tuple(x.shape), hashlib.sha256(data).hexdigest())
+        case Mapping():
+            return {name: _content(x[name]) for name in x}
+        case list() | tuple():
+            return [_content(item) for item in x]
+    if callable(as_bytes := getattr(x, "tobytes", None)):
+        return (type(x).__name__, getattr(x, "size", None), hashlib.sha256(as_bytes()).hexdigest())
+    return x

@@ -13,7 +13,7 @@ OnStep = Callable[[int, int], object]  # steps that are done, and all of them
 ONE_BY_ONE = {"HunyuanVideo15": "its VAE's attention has a mask for one video"}
 
 
-def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
+def parameters_of(pipe: Any) -> Mapping[str, inspect.Parameter]:
     """The named arguments of a pipeline's call: **kwargs may drop what they are given."""
     found = inspect.signature(type(pipe).__call__).parameters
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -22,12 +22,12 @@ def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
 
 def makes_video(pipe: Any) -> bool:
     """Whether a pipeline makes videos."""
-    return "num_frames" in _parameters(pipe)
+    return "num_frames" in parameters_of(pipe)
 
 
 def takes_lists(pipe: Any) -> bool:
     """Whether one call can have several prompts and a generator for each."""
-    parameters = _parameters(pipe)
+    parameters = parameters_of(pipe)
     names = ("prompt", "generator")
     if missing := [name for name in names if name not in parameters]:
         raise UnsupportedError(
@@ -42,7 +42,7 @@ def takes_lists(pipe: Any) -> bool:
 
 def check_options(pipe: Any, options: Mapping[str, Any]) -> None:
     """Raise for an option that the pipeline does not have, or would take and leave unused."""
-    parameters, name = _parameters(pipe), type(pipe).__name__
+    parameters, name = parameters_of(pipe), type(pipe).__name__
     for option in options:
         if option not in parameters:
             raise UnsupportedError(
@@ -78,7 +78,8 @@ def _check_negative(
     options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], name: str
 ) -> None:
     scale = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
-    if options.get("negative_prompt") is None:
+    given = ("negative_prompt", "negative_prompt_embeds")
+    if all(options.get(option) is None for option in given):
         if options.get("true_cfg_scale", 0) > 1 and "negative_prompt" in parameters:
             raise ConfigError(
                 f"true_cfg_scale: expected a negative_prompt, without which {name} ignores it, got "

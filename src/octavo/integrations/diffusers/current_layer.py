@@ -35,7 +35,7 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 
-def hook_scales(name: str, layer: nn.Module, scales: QkvScales) -> list[Any]:
+def hook_scales(layer: nn.Module, scales: QkvScales) -> list[Any]:
     """Let a layer's backend find its static scales; returns the hooks, to be removed."""
 
     def leave(module: nn.Module, args: object) -> None:
@@ -44,7 +44,17 @@ def hook_scales(name: str, layer: nn.Module, scales: QkvScales) -> list[Any]:
     def take_back(module: nn.Module, args: object, result: object) -> None:
         _CURRENT.scales = None
 
-    return [layer.register_forward_pre_hook(leave), layer.register_forward_hook(take_back)]
+    return _hooks(layer, leave, take_back)
+
+
+def _hooks(
+    layer: nn.Module, leave: Callable[..., None], take_back: Callable[..., None]
+) -> list[Any]:
+    """Hooks before and after a layer, the second one also if the layer fails."""
+    return [
+        layer.register_forward_pre_hook(leave),
+        layer.register_forward_hook(take_back, always_call=True),
+    ]
 
 
 def current_scales(query: Tensor) -> QkvScales:
@@ -89,7 +99,7 @@ def _hook_observer(
     def take_back(module: nn.Module, args: object, result: object) -> None:
         _CURRENT.name = _CURRENT.see = _CURRENT.backend = None
 
-    return [layer.register_forward_pre_hook(leave), layer.register_forward_hook(take_back)]
+    return _hooks(layer, leave, take_back)
 
 
 def octavo_observed(

@@ -152,6 +152,10 @@ class StepHook(ModelHook):  # type: ignore[misc]  # diffusers has no types
         self.denoising.count(self.component, call, is_computed=state.should_compute)
         return out
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepHook":
+        # diffusers' hooks keep the forward of the module that they are on: the copy would run it.
+        raise UnsupportedError("expected a model without a step cache to copy: drop_step_cache_")
+
     def check_call(self, module: nn.Module) -> None:
         """Raise for what no step cache can do."""
         if module.training and torch.is_grad_enabled():

@@ -5,34 +5,34 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
+from torch import nn
 
 from octavo.errors import ConfigError
 from octavo.integrations.diffusers.denoising import Denoising
+from octavo.integrations.diffusers.pipeline import find_transformers
 from octavo.integrations.diffusers.step_cache import (
     check_transformer,
     detach_step_cache_,
-    find_transformers,
     scheduler_finder,
 )
+from octavo.integrations.diffusers.steps import Prompt, Run
 from octavo.integrations.diffusers.tea_cache import attach_tea_cache_
 
 DEGREE = 4
 
 
 def fit_tea_cache(
-    pipe: Any, prompts: Sequence[str], *, num_inference_steps: int, seed: int = 0, **options: Any
+    pipe: Any, prompts: Sequence[Prompt], *, num_inference_steps: int, seed: int = 0, **options: Any
 ) -> dict[str, list[float]]:
     """TeaCache's coefficients for each transformer of a pipeline, as its config takes them.
 
     The pipeline runs once for each prompt, without a cache; the change of the modulated input from
     step to step and that of what the blocks add make one pair. Use the number of steps and the
-    sizes that the cache is for, and prompts unlike each other. options: others of the pipeline's
-    call, such as height, width and guidance_scale.
+    sizes that the cache is for, and prompts unlike each other: texts, or the arguments of a call.
+    options: others of the pipeline's call, such as height, width and guidance_scale. The i-th
+    prompt has the noise of seed + i.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise ConfigError(f"fit_tea_cache: expected a list of prompts, got {prompts!r}")
-    if isinstance(pipe, torch.nn.Module):
+    if isinstance(pipe, nn.Module):
         raise ConfigError(
             f"fit_tea_cache: expected a pipeline, got {type(pipe).__name__}, a model alone"
         )
@@ -40,16 +40,16 @@ def fit_tea_cache(
     denoising = Denoising(scheduler_finder(pipe, None))
     for name, part in transformers.items():
         check_transformer(name, part, "tea_cache")
+    run = Run(num_inference_steps=num_inference_steps, seed=seed, call_options=options)
+    calls = run.calls(pipe, prompts)
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in transformers}
     try:
         for name, part in transformers.items():
             attach_tea_cache_(
                 *(name, part, denoising), rel_l1_thresh=0, coefficients=(0.0,), pairs=pairs[name]
             )
-        for number, prompt in enumerate(prompts):
-            generator = torch.Generator().manual_seed(seed + number)
-            call = {"num_inference_steps": num_inference_steps, "generator": generator}
-            pipe(prompt=prompt, **call, **options)
+        for call in calls:
+            call()
     finally:
         for part in transformers.values():
             detach_step_cache_(part)

@@ -94,6 +94,20 @@ def check_plain(pipe: Any) -> None:
             )
 
 
+def find_transformers(model: Any) -> dict[str, nn.Module]:
+    """The transformers of a pipeline by name, or a transformer alone."""
+    if isinstance(model, nn.Module):
+        return {TRANSFORMER: model}
+    modules = find_components(model)
+    found = {name: part for name, part in modules.items() if name.startswith(TRANSFORMER)}
+    if not found:
+        raise ConfigError(
+            f"expected a pipeline with a transformer, got {type(model).__name__} with the models "
+            f"{list_names(list(modules)) or 'none'}"
+        )
+    return found
+
+
 def is_text_encoder(name: str) -> bool:
     """Whether a component is a text encoder, by its name."""
     return name.startswith(TEXT_ENCODER)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.diffusers.pipeline import TRANSFORMER, find_components
+from octavo.integrations.diffusers.pipeline import find_transformers
 from octavo.integrations.diffusers.steps import Prompt, Run, Steps, counted_steps
 from octavo.integrations.linear import LinearPlan, put_linear_
 from octavo.layers.linear import Fp8Linear
@@ -42,7 +42,7 @@ class Replay:
     """The passes of a pipeline's transformers at some steps of some prompts."""
 
     def __init__(self, pipe: Any, passes: Sequence[Pass]) -> None:
-        self.modules = find_components(pipe)
+        self.modules = find_transformers(pipe)
         self.passes = list(passes)
 
     def errors(self, components: Sequence[str]) -> dict[int, float]:
@@ -60,7 +60,7 @@ class Replay:
         if not floor <= MAX_FLOOR:
             raise UnsupportedError(
                 "expected transformers that make the same of the same inputs, got a difference of "
-                f"{floor:.3g}: turn step caches and dropout off"
+                f"{floor:.3g}: turn dropout off"
             )
         return floor
 
@@ -120,8 +120,7 @@ class _Recorder:
     """Keeps the passes of a pipeline's transformers at the chosen steps."""
 
     def __init__(self, pipe: Any, passes: list[Pass], steps: Steps, chosen: set[int]) -> None:
-        found = find_components(pipe)
-        self.modules = {name: found[name] for name in found if name.startswith(TRANSFORMER)}
+        self.modules = find_transformers(pipe)
         self.passes, self.steps, self.chosen = passes, steps, chosen
         self.inputs: tuple[Any, Any] = ((), {})
 

@@ -26,7 +26,8 @@ from octavo.integrations.diffusers.first_block_cache import (
     attach_first_block_cache_,
     check_first_block_cache,
 )
-from octavo.integrations.diffusers.pipeline import TRANSFORMER, find_components
+from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.integrations.diffusers.step_graphs import has_step_graphs
 from octavo.integrations.diffusers.tea_cache import (
     TeaCacheBlockHook,
     attach_tea_cache_,
@@ -197,20 +198,6 @@ def read_settings(
     return BACKENDS[backend]() if settings is None else settings
 
 
-def find_transformers(model: Any) -> dict[str, nn.Module]:
-    """The transformers of a pipeline by name, or a transformer alone."""
-    if isinstance(model, nn.Module):
-        return {TRANSFORMER: model}
-    modules = find_components(model)
-    found = {name: part for name, part in modules.items() if name.startswith(TRANSFORMER)}
-    if not found:
-        raise ConfigError(
-            f"step cache: expected a pipeline with a transformer, got {type(model).__name__} with "
-            f"the models {list_names(list(modules)) or 'none'}"
-        )
-    return found
-
-
 def find_step_hook(model: nn.Module) -> StepHook | None:
     """The step cache's hook on a transformer, if it has one."""
     registry: Any = getattr(model, "_diffusers_hook", None)
@@ -264,6 +251,11 @@ def check_transformer(name: str, model: Any, backend: str) -> None:
         raise UnsupportedError(
             f"{name}: expected weights that are not offloaded yet, since offloading would remove "
             "the step cache: call use_step_cache_ first"
+        )
+    if has_step_graphs(model):
+        raise UnsupportedError(
+            f"{name}: expected a transformer without graphs, which replay each step whole: call "
+            "drop_step_graphs_ first"
         )
     if getattr(model, "_parallel_config", None) is not None:
         raise UnsupportedError(

@@ -6,7 +6,7 @@ to run them. Steps of one generation have the same shapes, so one capture serves
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils import _pytree
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import is_diffusers_model
+from octavo.integrations.diffusers.pipeline import find_transformers
 
 GRAPHS = "_octavo_step_graphs"
 # Shapes with a graph of their own; of more, that which was not used for longest is given up.
@@ -34,11 +35,15 @@ def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
     on beside its arguments (adapters, hooks) must stay as it is; `drop_step_graphs_` before it
     changes.
     """
-    found = _transformers(model)
+    found = find_transformers(model)
     for name, module in found.items():
-        if GRAPHS in vars(module):
+        if not is_diffusers_model(module):
+            raise UnsupportedError(
+                f"expected a transformer of diffusers, got {type(module).__name__}"
+            )
+        if has_step_graphs(module):
             raise ConfigError(f"{name}: expected a transformer without graphs, got one with them")
-        if "forward" in vars(module) or hasattr(module, "_diffusers_hook"):
+        if "forward" in vars(module) or _hooks(module):
             raise UnsupportedError(
                 f"{name}: expected a forward of its class, got a replaced or hooked one, which may "
                 "do another thing in each step: remove step caches and offloading first"
@@ -54,7 +59,7 @@ def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
 
 def drop_step_graphs_(model: Any) -> list[str]:
     """Undo `use_step_graphs_`; returns the names of the transformers that had graphs."""
-    found = {name: m for name, m in _transformers(model).items() if GRAPHS in vars(m)}
+    found = {name: m for name, m in find_transformers(model).items() if has_step_graphs(m)}
     if not found:
         raise ConfigError(
             "expected transformers with graphs, got none: use_step_graphs_ makes them"
@@ -64,21 +69,15 @@ def drop_step_graphs_(model: Any) -> list[str]:
     return list(found)
 
 
-def _transformers(model: Any) -> dict[str, nn.Module]:
-    """A pipeline's transformers by name, or a transformer by that of its class."""
-    if isinstance(model, nn.Module):
-        if not is_diffusers_model(model):
-            raise UnsupportedError(
-                f"expected a transformer of diffusers, got {type(model).__name__}"
-            )
-        return {type(model).__name__: model}
-    parts: Mapping[str, Any] = getattr(model, "components", {})
-    found = {
-        n: m for n, m in parts.items() if n.startswith("transformer") and isinstance(m, nn.Module)
-    }
-    if not found:
-        raise ConfigError(f"expected a pipeline with a transformer, got {type(model).__name__}")
-    return found
+def has_step_graphs(module: nn.Module) -> bool:
+    """Whether a transformer runs by graphs."""
+    return GRAPHS in vars(module)
+
+
+def _hooks(module: nn.Module) -> list[str]:
+    """The hooks of diffusers on a module: its registry stays when they are gone."""
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return [] if registry is None else list(registry.hooks)
 
 
 @dataclass(frozen=True)

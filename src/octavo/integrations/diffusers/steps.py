@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
-from octavo.brief import brief, list_names
+from octavo.brief import brief
 from octavo.errors import ConfigError
+from octavo.integrations.diffusers.call import check_options, parameters_of
+from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.integrations.diffusers.step_cache import find_step_hook
+from octavo.integrations.diffusers.step_graphs import has_step_graphs
 
 # A prompt's text, or all that the pipeline is called with for it.
 Prompt = str | Mapping[str, Any]
@@ -52,6 +56,7 @@ class Run:
 
     def calls(self, pipe: Any, prompts: Sequence[Prompt]) -> list[Callable[[], Any]]:
         """One call for each prompt, all of their arguments looked at."""
+        check_steps(pipe)
         arguments = [self._arguments(pipe, prompt) for prompt in check_prompts(prompts)]
 
         def call(index: int) -> Any:
@@ -63,18 +68,30 @@ class Run:
     def _arguments(self, pipe: Any, prompt: Prompt) -> dict[str, Any]:
         own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
         given = {**self.call_options, **own}
-        known = _parameters(pipe)
-        if unknown := [name for name in given if name not in known]:
-            raise ConfigError(
-                f"expected arguments that {type(pipe).__name__} takes, got {list_names(unknown)}"
-            )
         for name in OWN_OPTIONS:
             if name in self.call_options or (name in own and name != "prompt"):
                 raise ConfigError(f"expected {name} beside the call's options, got it in them")
+        check_options(pipe, given)
+        known = _parameters(pipe)
         # Decoding is the VAE's work, and nothing here looks at its result.
         has_vae = getattr(pipe, "vae", None) is not None
         output = {"output_type": "latent"} if has_vae and "output_type" in known else {}
         return {**output, **given, "num_inference_steps": self.num_steps(pipe)}
+
+
+def check_steps(pipe: Any) -> None:
+    """Raise if a transformer would not run in each step: whoever watches would miss some."""
+    for name, part in find_transformers(pipe).items():
+        if find_step_hook(part) is not None or getattr(part, "is_cache_enabled", False):
+            raise ConfigError(
+                f"{name}: expected a transformer that runs in each step, got one with a step "
+                "cache: call drop_step_cache_ (or, if it is diffusers' own, disable_cache) first"
+            )
+        if has_step_graphs(part):
+            raise ConfigError(
+                f"{name}: expected a transformer whose layers run, got one that replays graphs: "
+                "call drop_step_graphs_ first"
+            )
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -123,10 +140,7 @@ def counted_steps(
 
 
 def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """The named arguments of a pipeline's call; what is swallowed by **kwargs is none of them."""
-    found = inspect.signature(type(pipe).__call__).parameters
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = {n: x for n, x in found.items() if x.kind in kinds and n != "self"}
+    parameters = parameters_of(pipe)
     if "num_inference_steps" not in parameters:
         raise ConfigError(
             "expected a pipeline that is called with num_inference_steps, got "

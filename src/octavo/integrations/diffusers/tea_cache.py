@@ -21,7 +21,7 @@ import torch
 from diffusers.hooks.hooks import BaseState, HookRegistry, ModelHook, StateManager
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.diffusers.block_layouts import (
     BlockLayout,
     BlockList,
@@ -59,6 +59,11 @@ class TeaCacheStepHook(StepHook):
     def check_call(self, module: nn.Module) -> None:
         """Take compiled blocks' calls over: what decides must not be compiled with the block."""
         super().check_call(module)
+        if getattr(module, "is_cache_enabled", False):
+            raise ConfigError(
+                "tea_cache: expected no other step cache, got one of diffusers that came later: "
+                "call disable_cache"
+            )
         for block in self.blocks:
             registry = HookRegistry.check_if_exists_or_initialize(block)
             registry.get_hook(STEP_HOOK).adopt_compiled_(block)

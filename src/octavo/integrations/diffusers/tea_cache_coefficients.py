@@ -26,18 +26,28 @@ class Coefficients:
     source: str
 
 
-BY_CLASS: Mapping[str, Coefficients] = {
-    "FluxTransformer2DModel": Coefficients(
-        (4.98651651e02, -2.83781631e02, 5.58554382e01, -3.82021401, 2.64230861e-01),
-        model="FLUX.1-dev",
-        size={"num_layers": 19, "num_single_layers": 38},
-        source="TeaCache4FLUX of ali-vilab/TeaCache; vllm-omni 0.30 has the same",
+BY_CLASS: Mapping[str, tuple[Coefficients, ...]] = {
+    "FluxTransformer2DModel": (
+        Coefficients(
+            (4.98651651e02, -2.83781631e02, 5.58554382e01, -3.82021401, 2.64230861e-01),
+            model="FLUX.1-dev",
+            size={"num_layers": 19, "num_single_layers": 38},
+            source="TeaCache4FLUX of ali-vilab/TeaCache; vllm-omni 0.30 has the same",
+        ),
+        Coefficients(
+            (25932.645, -14720.2587, 3089.70585, -281.272785, 9.45977427),
+            model="small-image",
+            size={"num_layers": 1, "num_single_layers": 5, "num_attention_heads": 3},
+            source="octavo.fit_tea_cache: the first 8 of its prompts, 20 steps, float32",
+        ),
     ),
-    "QwenImageTransformer2DModel": Coefficients(
-        (-450.0, 280.0, -45.0, 3.2, -0.02),
-        model="Qwen-Image",
-        size={"num_layers": 60},
-        source="ComfyUI-TeaCache, tuned by hand; vllm-omni 0.30 has the same",
+    "QwenImageTransformer2DModel": (
+        Coefficients(
+            (-450.0, 280.0, -45.0, 3.2, -0.02),
+            model="Qwen-Image",
+            size={"num_layers": 60},
+            source="ComfyUI-TeaCache, tuned by hand; vllm-omni 0.30 has the same",
+        ),
     ),
 }
 
@@ -50,20 +60,23 @@ HOW_TO_FIT = (
 def known_coefficients(model: nn.Module) -> Coefficients:
     """The polynomial for a model; an error that says how to fit one if there is none."""
     name = type(model).__name__
-    found = next((BY_CLASS[base] for base in class_names(model) if base in BY_CLASS), None)
-    if found is None:
+    found = next((BY_CLASS[base] for base in class_names(model) if base in BY_CLASS), ())
+    if not found:
+        models = [known.model for group in BY_CLASS.values() for known in group]
         raise ConfigError(
             f"tea_cache: expected coefficients for {name}, got none; known are those of "
-            f"{', '.join(known.model for known in BY_CLASS.values())}: {HOW_TO_FIT}"
+            f"{', '.join(models)}: {HOW_TO_FIT}"
         )
     config: Any = model.config
-    size = {key: config[key] for key in found.size}
-    if size != dict(found.size):
-        raise ConfigError(
-            f"tea_cache: expected coefficients for a {name} of {_shown(size)}, got those of "
-            f"{found.model} alone, which has {_shown(found.size)}: {HOW_TO_FIT}"
-        )
-    return found
+    for known in found:
+        if all(config[key] == value for key, value in known.size.items()):
+            return known
+    size = {key: config[key] for known in found for key in known.size}
+    models = [f"{known.model} ({_shown(known.size)})" for known in found]
+    raise ConfigError(
+        f"tea_cache: expected coefficients for a {name} of {_shown(size)}, got those of "
+        f"{', '.join(models)} alone: {HOW_TO_FIT}"
+    )
 
 
 def evaluate(coefficients: Sequence[float], x: float) -> float:

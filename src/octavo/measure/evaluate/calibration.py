@@ -3,8 +3,11 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from octavo.calibration.run import CalibrationResult
 from octavo.integrations.layer_groups import group_of
+from octavo.kernels.device import describe
 from octavo.measure.records import Machine, Measurement
 
 if TYPE_CHECKING:
@@ -12,10 +15,14 @@ if TYPE_CHECKING:
 
 
 def calibration_records(
-    result: "CalibrationResult | PipelineResult", command: str
+    result: "CalibrationResult | PipelineResult", command: str, device: torch.device | str = "cpu"
 ) -> list[Measurement]:
-    """One row for each layer's q, k and v: what was seen, and what its scale does to it."""
-    machine = Machine.current()
+    """One row for each layer's q, k and v: what was seen, and what its scale does to it.
+
+    device: where the model ran.
+    """
+    described = describe(device)
+    machine = Machine.current(gpu=described.gpu, capability=described.capability)
     header = result.scales.header
     return [
         Measurement(
@@ -37,11 +44,13 @@ def calibration_records(
     ]
 
 
-def pipeline_records(result: "PipelineResult", command: str) -> list[Measurement]:
+def pipeline_records(
+    result: "PipelineResult", command: str, device: torch.device | str = "cpu"
+) -> list[Measurement]:
     """One row for each tensor of a pipeline: as above, and how its amax moves over the steps."""
     ranges = {(row.layer, row.tensor): row for row in result.ranges.rows}
     records = []
-    for record in calibration_records(result, command):
+    for record in calibration_records(result, command, device):
         layer, tensor = str(record.case["layer"]), str(record.case["tensor"])
         component, _, name = layer.partition(".")
         values = dict(record.values)

@@ -1,25 +1,37 @@
 """Which layers of a pipeline matter, as records."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from octavo.integrations.diffusers.sensitivity import Sensitivity
-from octavo.measure.records import Machine, Measurement
+from octavo.kernels.device import describe
+from octavo.measure.records import Machine, Measurement, Scalar
 
 
 def sensitivity_records(
-    found: Sensitivity, proposed: Sequence[str], rest: float, command: str
+    found: Sensitivity,
+    proposed: Sequence[str],
+    rest: float,
+    command: str,
+    *,
+    about: Mapping[str, Scalar],
+    device: torch.device | str = "cpu",
 ) -> list[Measurement]:
     """One row for each of a scan's rows, and one for all layers at once.
 
-    proposed: the patterns to ignore; rest: the error of all other layers at once.
+    proposed: the patterns to ignore; rest: the error of all other layers at once. about: the model
+    and how it ran; device: where.
     """
-    machine = Machine.current()
+    described = describe(device)
+    machine = Machine.current(gpu=described.gpu, capability=described.capability)
     total = sum(row.num_weights for row in found.rows)
     records = [
         Measurement(
             op="sensitivity",
             impl="fp8",
             case={
+                **about,
                 "layer": f"{row.component}.{row.name}",
                 "pattern": row.pattern,
                 "kept": (row.kept or "").partition(":")[0],
@@ -41,7 +53,7 @@ def sensitivity_records(
             Measurement(
                 op="sensitivity_of_all",
                 impl="fp8",
-                case={"layer": name},
+                case={**about, "layer": name},
                 values={"error": error, "floor": found.floor},
                 machine=machine,
                 command=command,

@@ -1,0 +1,91 @@
+"""A pipeline on prompts: what keeps steps from being seen, and which prompts a state is of."""
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from diffusers import FirstBlockCacheConfig  # noqa: E402
+from PIL import Image  # noqa: E402
+from tiny_flux import make_pipeline, prompt_of  # noqa: E402
+
+from octavo import (  # noqa: E402
+    CalibrationSettings,
+    ConfigError,
+    Recipe,
+    UnsupportedError,
+    apply_,
+    calibrate_pipeline,
+    scan_sensitivity,
+    use_step_cache_,
+)
+from octavo.integrations.diffusers.calibrate import _state_key, observe_pipeline  # noqa: E402
+from octavo.integrations.diffusers.current_layer import current_scales  # noqa: E402
+from octavo.integrations.diffusers.steps import Run  # noqa: E402
+
+ALWAYS = {"rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}
+
+
+def watch(pipe):
+    """What looks at each step of a pipeline, with its other arguments left."""
+    embeds, pooled = prompt_of(1)
+    prompts = [{"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}]
+    yield partial(calibrate_pipeline, pipe, prompts)
+    yield partial(scan_sensitivity, pipe, prompts)
+
+
+@pytest.mark.parametrize("backend", ["tea_cache", "first_block_cache", "of diffusers"])
+def test_who_looks_at_each_step_refuses_a_cache(backend):
+    pipe = make_pipeline()
+    if backend == "of diffusers":
+        pipe.transformer.enable_cache(FirstBlockCacheConfig())
+    else:
+        use_step_cache_(pipe, backend, ALWAYS if backend == "tea_cache" else None)
+    for look in watch(pipe):
+        with pytest.raises(ConfigError, match="transformer: .* runs in each step, .*drop_step_cac"):
+            look(num_inference_steps=2)
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_layer_that_fails_leaves_no_scales_behind():
+    pipe = make_pipeline()
+    embeds, pooled = prompt_of(1)
+    prompt = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+    options = {"num_inference_steps": 1, "height": 32, "width": 32}
+    run = Run(num_inference_steps=1, call_options={"height": 32, "width": 32})
+    scales = observe_pipeline(pipe, [prompt], run, recipe=Recipe(attention="fp8")).scales
+    apply_(pipe, Recipe(attention={"scaling": "static"}, scales=scales.to_dict()))
+
+    def fail(*args):
+        raise Stop
+
+    pipe.transformer.transformer_blocks[0].attn.to_q.register_forward_pre_hook(fail)
+    with pytest.raises(Stop):
+        pipe(**prompt, **options)
+    with pytest.raises(UnsupportedError, match="expected a call through its layer"):
+        current_scales(torch.zeros(1))
+
+
+def key_of(prompts, **options):
+    return _state_key("x", prompts, Run(call_options=options), CalibrationSettings())
+
+
+def test_a_state_is_of_the_content_of_prompts():
+    long = torch.zeros(2000)
+    other = long.clone()
+    other[1000] = 1  # which does not print
+    assert repr(long) == repr(other)
+    assert key_of([{"prompt_embeds": long}]) != key_of([{"prompt_embeds": other}])
+    assert key_of([{"prompt_embeds": long}]) == key_of([{"prompt_embeds": long.clone()}])
+    assert key_of([{"prompt_embeds": long}]) != key_of([{"prompt_embeds": long.bfloat16()}])
+    # Another object of the same picture, as the next process has it.
+    images = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
+    first, same, blue = (key_of(["a"], image=image) for image in images)
+    assert first == same != blue
+    assert key_of(["a"], image=[images[0]]) == key_of(["a"], image=[images[1]])
+    assert len({key_of(x)["prompts"] for x in (["a"], ["b"], [{"prompt": "a"}])}) == 3
