@@ -14,15 +14,11 @@ from tiny_flux import make_pipeline, prompt_of  # noqa: E402
 from octavo import (  # noqa: E402
     CalibrationSettings,
     ConfigError,
-    Recipe,
-    UnsupportedError,
-    apply_,
     calibrate_pipeline,
     scan_sensitivity,
     use_step_cache_,
 )
-from octavo.integrations.diffusers.calibrate import _state_key, observe_pipeline  # noqa: E402
-from octavo.integrations.diffusers.current_layer import current_scales  # noqa: E402
+from octavo.integrations.diffusers.calibrate import _state_key  # noqa: E402
 from octavo.integrations.diffusers.steps import Run  # noqa: E402
 
 ALWAYS = {"rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}
@@ -46,29 +42,6 @@ def test_who_looks_at_each_step_refuses_a_cache(backend):
     for look in watch(pipe):
         with pytest.raises(ConfigError, match="transformer: .* runs in each step, .*drop_step_cac"):
             look(num_inference_steps=2)
-
-
-class Stop(Exception):
-    pass
-
-
-def test_a_layer_that_fails_leaves_no_scales_behind():
-    pipe = make_pipeline()
-    embeds, pooled = prompt_of(1)
-    prompt = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-    options = {"num_inference_steps": 1, "height": 32, "width": 32}
-    run = Run(num_inference_steps=1, call_options={"height": 32, "width": 32})
-    scales = observe_pipeline(pipe, [prompt], run, recipe=Recipe(attention="fp8")).scales
-    apply_(pipe, Recipe(attention={"scaling": "static"}, scales=scales.to_dict()))
-
-    def fail(*args):
-        raise Stop
-
-    pipe.transformer.transformer_blocks[0].attn.to_q.register_forward_pre_hook(fail)
-    with pytest.raises(Stop):
-        pipe(**prompt, **options)
-    with pytest.raises(UnsupportedError, match="expected a call through its layer"):
-        current_scales(torch.zeros(1))
 
 
 def key_of(prompts, **options):

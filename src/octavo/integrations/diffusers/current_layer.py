@@ -44,17 +44,8 @@ def hook_scales(layer: nn.Module, scales: QkvScales) -> list[Any]:
     def take_back(module: nn.Module, args: object, result: object) -> None:
         _CURRENT.scales = None
 
-    return _hooks(layer, leave, take_back)
-
-
-def _hooks(
-    layer: nn.Module, leave: Callable[..., None], take_back: Callable[..., None]
-) -> list[Any]:
-    """Hooks before and after a layer, the second one also if the layer fails."""
-    return [
-        layer.register_forward_pre_hook(leave),
-        layer.register_forward_hook(take_back, always_call=True),
-    ]
+    # Not always_call: torch would compile each block anew.
+    return [layer.register_forward_pre_hook(leave), layer.register_forward_hook(take_back)]
 
 
 def current_scales(query: Tensor) -> QkvScales:
@@ -99,7 +90,10 @@ def _hook_observer(
     def take_back(module: nn.Module, args: object, result: object) -> None:
         _CURRENT.name = _CURRENT.see = _CURRENT.backend = None
 
-    return _hooks(layer, leave, take_back)
+    return [
+        layer.register_forward_pre_hook(leave),
+        layer.register_forward_hook(take_back, always_call=True),
+    ]
 
 
 def octavo_observed(
