@@ -112,6 +112,13 @@ def test_another_model_needs_prompts(capsys, tmp_path):
     assert "--prompts FILE" in capsys.readouterr().err
 
 
+def test_without_diffusers_the_extra_is_named(capsys, model, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert draw(model) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "octavo eval images needs diffusers" in error and "pip install 'octavo[diffus" in error
+
+
 def test_help_teaches(capsys):
     assert octavo("--help") == 0
     text = capsys.readouterr().out

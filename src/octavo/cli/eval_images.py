@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.omni_flags import need_diffusers
 from octavo.cli.options import RecordsFile, check_folder
 from octavo.cli.tables import print_table
 
@@ -111,6 +112,7 @@ def images(
     row: PSNR, SSIM, LPIPS where its package is installed, and with --clip how well each fits its
     prompt. A record of each row is written as soon as it is done.
     """
+    need_diffusers("octavo eval images")
     from octavo.measure.evaluate import images as task
     from octavo.measure.evaluate.image_rows import parse_rows, plain_row
 

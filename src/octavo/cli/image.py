@@ -17,10 +17,11 @@ from octavo.cli.omni_flags import (
     QuantizationConfig,
     RecipePath,
     ScalePath,
+    need_diffusers,
     quantization_words,
     read_object,
 )
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
 
 
 def image(
@@ -149,7 +150,7 @@ def image(
     Prompt, seed and recipe are in the PNG file. An option that the pipeline does not have is an
     error, and so is a pattern that matches no layer.
     """
-    _need_diffusers()
+    need_diffusers("octavo image")
     from octavo.serving.engine.image_request import ImageSampling
 
     words = quantization_words(
@@ -200,13 +201,4 @@ def _check_compare(compare: str | None, dtype: str, words: Mapping[str, Any]) ->
         raise ConfigError(
             "--compare bf16: expected something to compare it with, got neither --quantization, "
             "--attention nor --cache-backend"
-        )
-
-
-def _need_diffusers() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("diffusers") is None:
-        raise UnsupportedError(
-            "octavo image needs diffusers, not installed here: pip install 'octavo[diffusers]'"
         )

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from octavo.cli.console import err
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.cli.omni_flags import need_diffusers
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.serving.server.settings import ServerSettings
@@ -50,13 +51,7 @@ def serve_omni(
     log_level: str,
 ) -> None:
     """Serve a pipeline; `words` are arguments of `octavo.Omni`."""
-    from importlib.util import find_spec
-
-    if find_spec("diffusers") is None:
-        raise UnsupportedError(
-            "octavo serve --omni needs diffusers, not installed here: "
-            "pip install 'octavo[diffusers,server]'"
-        )
+    need_diffusers("octavo serve --omni", "diffusers,server")
     from octavo.serving.engine.omni import Omni
     from octavo.serving.server.image_app import create_image_app
     from octavo.serving.server.run import run

@@ -233,6 +233,7 @@ def test_what_the_pipeline_refuses_is_an_error_of_ours(omni):
             omni.generate(prompts)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as it is for a user
 def test_pixels_that_are_not_numbers_raise(omni):
     """Pillow images of them would be black, or worse."""
     omni.pipe.transformer.proj_out.bias.data.fill_(float("nan"))

@@ -164,6 +164,8 @@ class Omni:
         except OctavoError:
             raise
         except RuntimeWarning as error:
+            if NAN_WARNING not in str(error):
+                raise
             raise UnsupportedError(
                 f"expected finite pixels, got NaN from {type(self.pipe).__name__}: try another "
                 "dtype, or quantize less"
