@@ -44,13 +44,15 @@ types: $(READY)  ## mypy, strict
 check: lint types  ## lint and types
 
 # Measuring coverage makes tests half as slow again: only those of the covered folders pay for it.
+# Kernels have processes of their own: Triton's interpreter must be chosen before any is imported.
 test: check  ## lint, types and tests with coverage
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' $(COVERED_TESTS) $(COVERED)
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/kernels $(addprefix --ignore=,$(COVERED_TESTS))
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' tests/kernels
 
 test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
-	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow
+	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow --ignore=tests/kernels
+	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' tests/kernels
 
 test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another interpreter than .venv's
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels --ignore=tests/cache --ignore=tests/integrations --ignore=tests/serving
