@@ -98,7 +98,7 @@ def test_words_that_the_model_does_not_know(folder, tmp_path, capsys):
     path = tmp_path / "s.json"
     args = (folder, "--pipeline", "--prompt", "red cta", "--scale-save-path", path, *STEPS)
     assert calibrate(*args) == 1
-    assert "expected words that the model has learned, got ['cta']" in capsys.readouterr().err
+    assert "expected words that the model has learned, got 'cta'" in capsys.readouterr().err
     assert calibrate(*args[:-2], "--call-options", '{"guidance": 1}') == 1
     assert "guidance: expected an option of SmallImagePipeline" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
