@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -89,8 +89,8 @@ def diffusion(
     from octavo.measure.report.tables import Table, from_records
 
     device = default_device()
-    names = _split(config or ("tiny-flux" if device.capability is None else "flux.1-dev"))
-    chosen = tuple(_split(recipes))
+    names = split_names(config or ("tiny-flux" if device.capability is None else "flux.1-dev"))
+    chosen = tuple(split_names(recipes))
     by_graphs = device.capability is not None if graphs is None else graphs
     cases = [StepCase(name, chosen, layers, compile, by_graphs) for name in names]
     check_folder(output)
@@ -122,7 +122,3 @@ def diffusion(
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
     if output is not None:
         out.print(f"Records: {output}", soft_wrap=True)
-
-
-def _split(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

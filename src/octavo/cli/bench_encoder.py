@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -100,11 +100,11 @@ def encoder(
     is_cuda = device.capability is not None
     if model is None and config is None:
         config = "qwen3-vl-30b-a3b" if is_cuda else "tiny"
-    names = _split(resolutions) if resolutions else list(RESOLUTIONS)
+    names = split_names(resolutions) if resolutions else list(RESOLUTIONS)
     if resolutions is None and config == "tiny":
         names = ["hd", "fullhd"]
     cases = [EncoderCase(name, images) for name in names]
-    chosen = _split(recipes)
+    chosen = split_names(recipes)
     check_recipes(chosen)
     check_folder(output)
     if model is not None:
@@ -147,7 +147,3 @@ def encoder(
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
     if output is not None:
         out.print(f"Records: {output}", soft_wrap=True)
-
-
-def _split(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

@@ -24,3 +24,8 @@ def check_folder(path: Path | None) -> None:
         raise ConfigError(f"expected an existing folder for {path}, got none")
     if path.is_dir():
         raise ConfigError(f"expected the path of a file, got the folder {path}")
+
+
+def split_names(text: str) -> list[str]:
+    """Names with commas between, in lower case, each once."""
+    return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

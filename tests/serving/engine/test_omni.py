@@ -16,7 +16,6 @@ from tiny_small_image import write_small_image  # noqa: E402
 from octavo import ConfigError, ImageSampling, Omni, Recipe, UnsupportedError  # noqa: E402
 from octavo.integrations.diffusers.call import check_options  # noqa: E402
 from octavo.integrations.diffusers.load import load_pipeline  # noqa: E402
-from octavo.integrations.diffusers.small_image import FOLDER, MARK  # noqa: E402
 from octavo.layers.linear import Fp8Linear  # noqa: E402
 from octavo.serving.engine.image_request import nth_seed  # noqa: E402
 
@@ -280,8 +279,6 @@ def test_a_cache_that_cannot_be_leaves_a_pipeline_as_it_was(small):
 
 
 def test_the_model_that_comes_with_octavo():
-    if not (FOLDER / MARK).is_file():
-        pytest.skip("the small image model is not trained yet")
     omni = Omni(quantization="fp8", device="cpu")
     assert omni.model_name == "small-image"
     prompt = omni.pipe.words.config.words[-1]
