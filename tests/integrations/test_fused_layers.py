@@ -6,6 +6,7 @@ from torch import nn
 
 from octavo.integrations.apply import quantize_
 from octavo.integrations.fused_layers import part_sizes, shards_of
+from octavo.integrations.linear import plan_linear
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
 from octavo.recipe import LinearSettings
@@ -90,10 +91,14 @@ def test_phi_is_saved_and_loaded_to_the_bit(tmp_path):
 def test_flux_with_fused_projections(tmp_path):
     diffusers = pytest.importorskip("diffusers")
     from octavo.integrations.diffusers import full_size
+    from octavo.integrations.diffusers.replay import quantized
 
     size = full_size.find_full_size("tiny-flux")
     model = full_size.make_transformer(size, torch.device("cpu"))
     model.fuse_qkv_projections()
+    name, settings = "transformer_blocks.0.attn.to_qkv", LinearSettings(**PER_TENSOR)
+    with quantized(model, plan_linear(model), [name], settings):  # as a scan tries it
+        assert model.get_submodule(name).shards == (64, 64, 64)
     quantize_(model, PER_TENSOR)
     assert model.transformer_blocks[0].attn.to_qkv.shards == (64, 64, 64)
     assert issubclass(type(model), diffusers.FluxTransformer2DModel)

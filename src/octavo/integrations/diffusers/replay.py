@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.diffusers.pipeline import find_transformers
 from octavo.integrations.diffusers.steps import Prompt, Run, Steps, counted_steps
+from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import LinearPlan, put_linear_
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
@@ -170,7 +171,8 @@ def quantized(
     try:
         for name, layer in plain.items():
             assert isinstance(layer, nn.Linear)
-            made = Fp8Linear.from_linear(layer, settings, name=name)
+            shards = shards_of(module, name, layer, settings)
+            made = Fp8Linear.from_linear(layer, settings, shards=shards, name=name)
             put_linear_(module, plan.chosen[name], made)
         yield
     finally:
