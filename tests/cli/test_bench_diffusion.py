@@ -28,3 +28,16 @@ def test_records_as_json(
 def test_a_size_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo("--config", "huge") != 0
     assert "expected a size of flux.1-dev" in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_wrong_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(diffusion, "_sample", lambda *_: {"median_ms": 1.0})
+    monkeypatch.setattr(diffusion, "MAX_LINEAR_ERROR", 1e-3)
+    assert octavo("--config", "tiny-wan", "--recipes", "bf16,linear", "--no-compile") == 1
+    said = capsys.readouterr()
+    assert "expected every recipe to run and be right, got linear: linear is wrong" in (
+        said.err.replace("\n", " ")
+    )
+    assert "Not measured here" in said.out

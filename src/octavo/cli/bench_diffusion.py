@@ -1,13 +1,17 @@
 """octavo bench diffusion: one step of a diffusion transformer, in BF16 and in FP8."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
-from octavo.cli.tables import print_table
+from octavo.cli.tables import print_objections, print_table
+
+if TYPE_CHECKING:
+    from octavo.measure.bench.benchmark import Objection
+    from octavo.measure.records import Measurement
 
 COLUMNS = (
     *(
@@ -77,16 +81,15 @@ def diffusion(
     The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
     at hand, with or without CUDA graphs. Layers of the first and the last block are first compared
     with those of the BF16 model on the same inputs, and compiled models with themselves; a wrong
-    one is not timed. The memory is that of the weights and one step together.
+    one is not timed, and the command ends with 1. The memory is that of the weights and one step
+    together.
     """
     from rich.progress import track
 
+    from octavo.errors import UnsupportedError
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.benchmark import Objection
     from octavo.measure.bench.diffusion import StepCase, run_step
-    from octavo.measure.records import Measurement
-    from octavo.measure.report.tables import Table, from_records
 
     device = default_device()
     names = split_names(config or ("tiny-flux" if device.capability is None else "flux.1-dev"))
@@ -110,15 +113,19 @@ def diffusion(
     if as_json:
         for record in records:
             typer.echo(record.to_json())
-        return
-    for case in cases:
-        of_case = [r for r in records if r.case["model"] == case.size]
-        if of_case:
-            caption = f"{case.size}, {of_case[0].case['inputs']}; baseline: {of_case[0].baseline}"
-            print_table(from_records(of_case, caption=caption, columns=COLUMNS))
-    rows = dict.fromkeys((o.name, o.operands, o.reason) for o in objections)
-    if rows:
-        header = ("impl", "recipe", "why not")
-        print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    else:
+        _print(records, objections)
+        if output is not None:
+            out.print(f"Records: {output}", soft_wrap=True)
+    if failed := [f"{o.operands}: {o.reason}" for o in objections if o.operands in chosen]:
+        raise UnsupportedError(f"expected every recipe to run and be right, got {failed[0]}")
+
+
+def _print(records: "list[Measurement]", objections: "list[Objection]") -> None:
+    from octavo.measure.report.tables import from_records
+
+    for model in dict.fromkeys(record.case["model"] for record in records):
+        found = [record for record in records if record.case["model"] == model]
+        caption = f"{model}, {found[0].case['inputs']}; baseline: {found[0].baseline}"
+        print_table(from_records(found, caption=caption, columns=COLUMNS))
+    print_objections(objections)

@@ -7,7 +7,7 @@ import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
-from octavo.cli.tables import print_table
+from octavo.cli.tables import print_objections, print_table
 
 COLUMNS = (
     *("impl", "recipe", "graphs", "tokens", "median_ms", "p20_ms", "p80_ms", "speedup"),
@@ -92,7 +92,7 @@ def encoder(
     from octavo.measure.bench.benchmark import Objection
     from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, check_recipes, run_encoder
     from octavo.measure.records import Measurement
-    from octavo.measure.report.tables import Table, from_records
+    from octavo.measure.report.tables import from_records
 
     if model is not None and config is not None:
         raise ConfigError(f"expected a folder or a config, got {model} and {config}")
@@ -141,9 +141,6 @@ def encoder(
         if of_case:
             caption = f"{images} images, {case.resolution}; baseline: {of_case[0].baseline}"
             print_table(from_records(of_case, caption=caption, columns=COLUMNS))
-    rows = dict.fromkeys((o.name, o.operands, o.reason) for o in objections)
-    if rows:
-        header = ("impl", "recipe", "why not")
-        print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
+    print_objections(objections)
     if output is not None:
         out.print(f"Records: {output}", soft_wrap=True)

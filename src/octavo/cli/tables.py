@@ -1,5 +1,6 @@
 """Tables on the terminal."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -10,6 +11,7 @@ from rich.text import Text
 from octavo.cli.console import out
 
 if TYPE_CHECKING:
+    from octavo.measure.bench.benchmark import Objection
     from octavo.measure.report.tables import Table
 
 _LONG = 30  # cells beyond this many characters may be folded
@@ -28,3 +30,13 @@ def print_table(table: "Table") -> None:
         shown.add_row(*map(Text, row))
     console = out if out.is_terminal else Console(file=out.file, width=_WIDE)
     console.print(shown)
+
+
+def print_objections(objections: "Iterable[Objection]") -> None:
+    """Print who could not take part in a benchmark of models, and why; nothing if all could."""
+    from octavo.measure.report.tables import Table
+
+    rows = tuple(dict.fromkeys((o.name, o.operands, o.reason) for o in objections))
+    if rows:
+        header = ("impl", "recipe", "why not")
+        print_table(Table(caption="Not measured here", header=header, rows=rows))
