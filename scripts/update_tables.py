@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "generate": decoders.generate,
     "images": images,
     "latency": serving.latency,
+    "linear": serving.linear,
     "load": vision.load,
     "perplexity": decoders.perplexity,
     "sensitivity": sensitivity,
