@@ -113,10 +113,10 @@ def _check_weight_only(names: Iterable[str], firm: Mapping[str, str], ignored: s
             "expected layers in ignored_layers or in weight_only_layers, got in both: "
             f"{list_names(both)}"
         )
-    if stay := [f"{name} ({firm[name]})" for name in names if name in firm]:
+    if stay := [name for name in names if name in firm]:
         raise ConfigError(
-            "weight_only_layers: expected layers that can be quantized, got "
-            f"{list_names(stay)}: name others"
+            f"weight_only_layers: expected layers that can be quantized, got {list_names(stay)}: "
+            f"{stay[0]} stays as it is ({firm[stay[0]]})"
         )
 
 

@@ -28,8 +28,8 @@ def make_recipe(
     config: "fp8", {"method": "fp8", "activation_scheme": …, "weight_block_size": …,
     "ignored_layers": […], "weight_only_layers": […]} for its transformers, or {component: one of
     these or None}, where the longest name that a component's begins with counts, and "default"
-    holds for the transformers and text encoders that none does. attention: of its transformers. scales: of
-    static activations.
+    holds for the transformers and text encoders that none does. attention: of its transformers.
+    scales: of static activations.
     """
     if isinstance(config, Mapping) and not config.keys() & WORDS:
         return _by_component(config, components, attention, scales)
