@@ -68,7 +68,7 @@ def test_one_picture_says_how_it_was_made(small, capsys):
     assert recipe == Recipe(linear="fp8", **patterns)
     printed = capsys.readouterr()
     assert "out.png: 'cat', seed 7, 2 steps" in said(printed.out)
-    assert "transformer.linear: 15 layers" in said(printed.err)
+    assert "transformer.linear: 18 layers, 3 of them weight-only" in said(printed.err)
     first = Path("out.png").read_bytes()
     assert draw(small, *args, "--guidance-scale", 2, "--force") == 0
     assert Path("out.png").read_bytes() == first
