@@ -136,7 +136,7 @@ class LinearSettings(Settings):
 
         One scale for all of a weight would be the worst choice where quality is the reason.
         """
-        weight = "block 128x128" if self.weight == "block 128x128" else "channel"
+        weight = "channel" if self.weight == "tensor" else self.weight
         return LinearSettings(format=self.format, weight=weight, activation=None)
 
 

@@ -8,6 +8,6 @@ REFINER = "refines the prompt, once for a step: nothing to gain"
 CONNECTOR = "connects another modality: every block depends on it"
 # Hold against included_layers, which quantize activations as well.
 REQUIRED = frozenset({MODULATION, TIME, INPUT, OUTPUT, REFINER, CONNECTOR})
-# Hold against weight_only_layers: modulation is one row for a step, read and not computed, and
-# with an FP8 weight alone it lost next to nothing.
+# Hold against weight_only_layers. Modulation is one row for a step: what it costs is to be read,
+# and with an FP8 weight alone the small image model lost next to nothing.
 FIRM = REQUIRED - {MODULATION}

@@ -20,7 +20,7 @@ from octavo import (  # noqa: E402
 )
 from octavo.integrations.diffusers import OctavoDiffusersConfig  # noqa: E402
 from octavo.integrations.diffusers.quantization_config import make_recipe  # noqa: E402
-from octavo.integrations.diffusers.sensitivity import Sensitivity, SensitivityRow  # noqa: E402
+from octavo.integrations.diffusers.sensitivity import Scan, Sensitivity, SensitivityRow  # noqa: E402
 from octavo.layers.linear import Fp8Linear  # noqa: E402
 from octavo.recipe import LinearSettings  # noqa: E402
 from octavo.testing.asserts import assert_same_bits  # noqa: E402
@@ -191,6 +191,18 @@ def test_a_scan_tries_them_as_they_will_be(flux):
         apply_(flux, Recipe(linear="fp8", ignored_layers=patterns))
     apply_(flux, RECIPE.replace(ignored_layers=patterns))
     assert settings_of(flux.transformer).keys() == {n for r in alone.values() for n in r.layers}
+
+
+def test_a_scan_of_all_layers_without_some(flux):
+    for patterns in (
+        ["modulation"],
+        ["re:transformer_blocks"],
+    ):  # the second leaves kept ones alone
+        part = Scan(flux, "fp8", patterns, is_all=True).parts["transformer"]
+        assert "proj_out" in part.plan.chosen
+        assert "transformer_blocks.0.norm1.linear" not in part.plan.chosen
+    with pytest.raises(ConfigError, match="in both: "):
+        Scan(flux, "fp8", ["norm"], ["modulation"], is_all=True)
 
 
 def test_weight_only_layers_are_not_proposed():

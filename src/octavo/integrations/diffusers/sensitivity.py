@@ -1,15 +1,17 @@
 """Which linear layers of a pipeline matter: the error of each when it alone is quantized."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from torch import nn
 
 from octavo.brief import brief
 from octavo.errors import ConfigError, OctavoError
+from octavo.integrations.diffusers.defaults import as_patterns_see
 from octavo.integrations.diffusers.pipeline import (
     component_recipes,
     find_components,
@@ -150,10 +152,15 @@ class _Part:
 
 def _make_part(component: str, module: nn.Module, own: Recipe, is_all: bool) -> _Part:
     kept = kept_in(component, module, own)
-    plan = plan_linear(module, own.ignored_layers, kept, own.weight_only_layers)
-    if is_all:
-        all_of_them = plan_linear(module, own.ignored_layers)
-        plan = LinearPlan(all_of_them.chosen, all_of_them.left, plan.weight_only)
+    patterns = (own.ignored_layers, kept, own.weight_only_layers)
+    if not is_all:
+        plan = plan_linear(module, *patterns)
+    else:
+        # By their names: without the reasons to stay, nobody knows what is modulation.
+        ignored = match_layers(own.ignored_layers, as_patterns_see(module))
+        plan = plan_linear(module, [f"re:^{re.escape(layer.name)}$" for layer in ignored])
+        if own.weight_only_layers:
+            plan = replace(plan, weight_only=plan_linear(module, *patterns).weight_only)
     others = {name: reason for name, reason in kept.items() if name not in plan.weight_only}
     return _Part(module, plan, others)
 
