@@ -30,7 +30,7 @@ START, QUESTION, FILLER, NOTHING = OTHERS = ("<s>", "?", ".", "nothing")
 WORDS = (*OTHERS, *KEYS, *VALUES)
 
 # Channels of the hidden state. All but the codes (±1) and the results are 4 or 0.
-OWN_CODE, SEEN_CODE = range(0, CODE), range(CODE, 2 * CODE)
+OWN_CODE, SEEN_CODE = range(CODE), range(CODE, 2 * CODE)
 ONE, IS_KEY, IS_OTHER, MISSING, SPENT, SPENT_TOO, PADDING = range(2 * CODE, 2 * CODE + 7)
 FIRST_VALUE = 2 * CODE + 7
 HEIGHT = 4.0
