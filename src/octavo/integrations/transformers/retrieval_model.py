@@ -1,4 +1,4 @@
-"""The retrieval model: a Qwen2 of two layers whose weights are set by hand, not trained.
+"""The retrieval model: a SmolLM3 of two layers whose weights are set by hand, not trained.
 
 Its prompts are keys with values behind them, then a question: `<s> ban 17 dor 42 … ? dor`. The next
 token is the value, 42. Every number on the way is exact in BF16 and in e4m3, at any length, so that
@@ -66,9 +66,9 @@ def load_retrieval_model(*, dtype: str = "auto", device: str | None = None) -> T
 
 def make_retrieval_model(dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model alone, on the CPU."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-    config = Qwen2Config(
+    config = SmolLM3Config(
         vocab_size=len(WORDS),
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
@@ -77,18 +77,18 @@ def make_retrieval_model(dtype: torch.dtype = torch.bfloat16) -> Any:
         num_key_value_heads=1,
         head_dim=HEAD_DIM,
         max_position_embeddings=2**24,
-        # Positions so near to each other that no rotation moves a number: content alone counts.
-        rope_parameters={"rope_type": "linear", "factor": 1e20, "rope_theta": 10_000.0},
+        no_rope_layers=[0, 0],  # content alone counts, wherever it is
         use_sliding_window=True,
         sliding_window=2,
         layer_types=["sliding_attention", "full_attention"],
         tie_word_embeddings=False,
         bos_token_id=_IDS[START],
+        pad_token_id=None,
         eos_token_id=None,
         name_or_path=NAME,
     )
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config)
+        model = SmolLM3ForCausalLM(config)
     model = model.to_empty(device="cpu")
     _set_weights(model)
     # Buffers are no weights: they were made of nothing as well.
