@@ -89,7 +89,9 @@ class Request:
                 "--data is a text to hide needles in, for models that read text: expected a MODEL, "
                 "or --endpoint and --tokenizer"
             )
-        if not self.endpoints and self.scales is not None and not self.rows_with_scales:
+        # Names are checked before a model is loaded.
+        has_static = not self.endpoints and bool(self.rows_with_scales)
+        if self.scales is not None and not has_static:
             raise ConfigError("--scales is for rows with static scales, which are not asked for")
 
     @property
