@@ -89,6 +89,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/evaluate/chartqa_data.py": {"PIL", "datasets", "pyarrow"},
     "measure/evaluate/contact_sheet.py": {"PIL"},
     "measure/evaluate/endpoint.py": {"httpx"},
+    "measure/evaluate/mrcr_data.py": {"datasets", "pyarrow"},
     "measure/evaluate/image_scores.py": {"lpips"},
     "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},

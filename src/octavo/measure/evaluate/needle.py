@@ -14,6 +14,7 @@ from octavo.measure.evaluate.answering import answer_text
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.needle_prompts import Haystack, NeedlePrompt, prompt_seed
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
+from octavo.measure.evaluate.recovery import recovery
 from octavo.measure.records import Machine, Measurement, Scalar
 
 OP = "needle"
@@ -205,23 +206,5 @@ def _values(found: Sequence[bool], first: Measurement | None) -> dict[str, float
         error = statistics.stdev(map(float, found)) / math.sqrt(len(found))
         values["found_standard_error_percent"] = 100 * error
     if first is not None:
-        values |= recovery(values, first.values)
-    return values
-
-
-def recovery(own: Any, first: Any) -> dict[str, float]:
-    """What is left of the first row's percentage; nothing where that is 0.
-
-    The standard error is that of a quotient of independent numbers. Rows have the same prompts, so
-    it is rather too large.
-    """
-    whole = first["found_percent"]
-    if whole == 0:
-        return {}
-    share = own["found_percent"] / whole
-    values = {"recovery_percent": 100 * share}
-    name = "found_standard_error_percent"
-    if name in own and name in first:
-        error = math.hypot(own[name], share * first[name]) / whole
-        values["recovery_standard_error_percent"] = 100 * error
+        values |= recovery(values, first.values, "found")
     return values
