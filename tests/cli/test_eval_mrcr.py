@@ -94,17 +94,25 @@ def small_chats(path):
 
 def test_a_local_model_in_its_own_dtype_and_fp8(capsys, folder, tmp_path):
     path, data = tmp_path / "records.jsonl", small_chats(tmp_path / "chats.jsonl")
-    rows = ("--recipe", "baseline", "--recipe", "head", "--recipe", "token")
+    rows = ("--recipe", "baseline", "--recipe", "token")
     assert octavo(folder, "--data", data, *rows, "-o", path) == 0
     records = store.read(path)
     names = list(dict.fromkeys(r.case["recipe"] for r in records))
-    assert names == ["float32", "fp8 head", "fp8 token"]
+    assert names == ["float32", "fp8 token"]
     assert [r.case["bucket"] for r in records[:2]] == [2048, "all"]
     assert records[0].case["data"] == "chats.jsonl" and records[0].case["max_length"] == 1024
     assert octavo(folder, "--data", data, "--max-length", "4k", *rows) == 1
     assert "expected --max-length up to 1024" in capsys.readouterr().err
     assert octavo(folder, *rows) == 1
     assert "expected questions of up to 1024 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
+    data = small_chats(tmp_path / "chats.jsonl")
+    rows = ("--recipe", "baseline", "--recipe", "head+rotate+center", "--recipe", "tensor")
+    assert octavo(folder, "--data", data, *rows, "-o", tmp_path / "records.jsonl") == 0
+    assert len(store.read(tmp_path / "records.jsonl")) == 6
 
 
 @pytest.mark.parametrize(

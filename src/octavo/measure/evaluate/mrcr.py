@@ -82,9 +82,9 @@ def count_tokens(tokenizer: Any, question: Question) -> Counted:
 def choose_questions(
     questions: Sequence[Counted], max_length: int | None, per_bucket: int | None
 ) -> dict[int, list[Counted]]:
-    """The questions of each bucket by its end, short ones first: those that fit, and so many."""
+    """The questions of each bucket by its end: those that fit, and the first so many of them."""
     buckets: dict[int, list[Counted]] = {}
-    for one in sorted(questions, key=lambda one: one.num_tokens):
+    for one in questions:
         if max_length is None or len(one.tokens) + one.max_tokens <= max_length:
             buckets.setdefault(bucket_of(one.num_tokens), []).append(one)
     if not buckets:
@@ -92,7 +92,7 @@ def choose_questions(
         raise ConfigError(
             f"expected questions of up to {max_length} tokens, the shortest has {shortest}"
         )
-    return {end: some[:per_bucket] for end, some in buckets.items()}
+    return {end: buckets[end][:per_bucket] for end in sorted(buckets)}
 
 
 def local_row(

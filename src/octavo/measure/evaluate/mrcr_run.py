@@ -111,8 +111,8 @@ def run(
     if request.scales is not None:
         scales = load_scales(request.scales)
         given[Keys.of(scales)] = scales
-        for name in request.rows_with_scales:  # before a model is loaded
-            name.choose(given)
+        for row in request.rows_with_scales:  # before a model is loaded
+            row.choose(given)
     questions = load_questions(request.data, request.num_needles)
     text_model: TextModel | None = None
     if request.endpoints:
