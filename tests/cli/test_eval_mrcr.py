@@ -16,6 +16,7 @@ from text_models import make_decoder, save_decoder  # noqa: E402
 
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.measure import store  # noqa: E402
+from octavo.measure.evaluate import mrcr as task  # noqa: E402
 from octavo.measure.evaluate.mrcr_data import generated_questions  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -92,7 +93,8 @@ def small_chats(path):
     return path
 
 
-def test_a_local_model_in_its_own_dtype_and_fp8(capsys, folder, tmp_path):
+def test_a_local_model_in_its_own_dtype_and_fp8(capsys, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(task, "SLACK_TOKENS", 2)
     path, data = tmp_path / "records.jsonl", small_chats(tmp_path / "chats.jsonl")
     rows = ("--recipe", "baseline", "--recipe", "token")
     assert octavo(folder, "--data", data, *rows, "-o", path) == 0

@@ -18,6 +18,7 @@ from octavo.measure.evaluate.needle_prompts import (
     split_sentences,
 )
 from octavo.measure.evaluate.perplexity_rows import RowName, recipe_rows
+from octavo.measure.evaluate.recovery import recovery
 from octavo.measure.records import Machine
 
 GRID = Grid(lengths=(64, 32), depths=(0.0, 1.0), repetitions=4)
@@ -186,3 +187,13 @@ def test_rows_may_say_when_sums_are_promoted():
     ):
         with pytest.raises(ConfigError, match=message):
             RowName.parse(name)
+
+
+def test_the_error_of_a_recovery_is_that_of_a_quotient():
+    first = {"found_percent": 80.0, "found_standard_error_percent": 4.0}
+    own = {"found_percent": 40.0, "found_standard_error_percent": 3.0}
+    found = recovery(own, first, "found")
+    assert found["recovery_percent"] == 50
+    # (40 ± 3) / (80 ± 4): 0.5 · √(0.075² + 0.05²).
+    expected = 50 * (0.075**2 + 0.05**2) ** 0.5
+    assert found["recovery_standard_error_percent"] == pytest.approx(expected)
