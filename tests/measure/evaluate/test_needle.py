@@ -1,6 +1,7 @@
 """Needles: prompts of the right length, records of every cell, and what is recovered."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -169,10 +170,13 @@ def test_done_cells_are_not_measured_again():
     again = evaluate(rows, GRID, PairHaystack(), command="c", done=done, on_skip=skipped.append)
     assert len(calls) == 8 + 4 and sum(skipped) == 4 * (32 + 32 + 64 + 32)
     assert [r.values for r in again] == [r.values for r in whole]
-    # Another seed is another search.
+    # On another machine, and with another seed, it is another search.
+    elsewhere = [replace(r, machine=replace(r.machine, gpu="another")) for r in whole]
+    evaluate(rows, GRID, PairHaystack(), command="c", done=elsewhere)
+    assert len(calls) == 12 + 8
     other = Grid(lengths=GRID.lengths, depths=GRID.depths, repetitions=4, seed=1)
     evaluate(rows, other, PairHaystack(), command="c", done=whole)
-    assert len(calls) == 12 + 8
+    assert len(calls) == 20 + 8
 
 
 def test_rows_may_say_when_sums_are_promoted():

@@ -2,10 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
@@ -145,16 +144,17 @@ def evaluate(
     """
     if not rows or len({row.name for row in rows}) != len(rows):
         raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
-    known = {_identity(record): record for record in done if record.op == OP}
+    known = {_identity(r.impl, r.machine, r.case): r for r in done if r.op == OP}
     first: dict[tuple[int, float], Measurement] = {}
     records: list[Measurement] = []
     for row in rows:
         is_first = row is rows[0]
         cases = {cell: _case(row, grid, haystack, *cell) for cell in grid.cells}
-        left = [cell for cell in cases if (row.impl, _key(cases[cell])) not in known]
+        identities = {cell: _identity(row.impl, row.machine, case) for cell, case in cases.items()}
+        left = [cell for cell in cases if identities[cell] not in known]
         measured: dict[tuple[int, float], Measurement] = {}
         for cell in cases.keys() - set(left):
-            measured[cell] = known[row.impl, _key(cases[cell])]
+            measured[cell] = known[identities[cell]]
             on_skip(cell[0] * grid.repetitions)
         if left:
             with row.answer() as complete:
@@ -191,12 +191,9 @@ def _case(row: Row, grid: Grid, haystack: Haystack, length: int, depth: float) -
     }
 
 
-def _key(case: Any) -> frozenset[tuple[str, Scalar]]:
-    return frozenset(case.items())
-
-
-def _identity(record: Measurement) -> tuple[str, frozenset[tuple[str, Scalar]]]:
-    return record.impl, _key(record.case)
+def _identity(impl: str, machine: Machine, case: Mapping[str, Scalar]) -> object:
+    """What must be the same for a cell to be done already."""
+    return impl, str(machine), frozenset(case.items())
 
 
 def _values(found: Sequence[bool], first: Measurement | None) -> dict[str, float]:
