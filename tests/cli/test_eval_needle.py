@@ -74,7 +74,7 @@ def test_the_retrieval_model_on_a_cpu(capsys, tmp_path):
     path, page = tmp_path / "records.jsonl", tmp_path / "page.html"
     assert octavo(*SMALL, "-o", path, "--plot", page) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "needles found (%): retrieval-model, pairs, 2 depths × 1 repetitions" in text
+    assert "needles found (%): retrieval-model, pairs, depths: 2, repetitions: 1" in text
     records = store.read(path)
     assert [r.case["recipe"] for r in records] == ["bf16"] * 4 + ["fp8 unit"] * 4
     assert all(r.op == "needle" and r.values["found_percent"] == 100 for r in records)

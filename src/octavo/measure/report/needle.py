@@ -30,8 +30,8 @@ def needle_table(records: Sequence[Measurement]) -> Table:
         recovered = None if name == names[0] or not base else 100 * whole / base
         rows.append((name, *shares, whole, _standard_error(own), recovered))
     return Table(
-        caption=f"needles found (%): {first['model']}, {first['haystack']}, {depths} depths × "
-        f"{first['repetitions']} repetitions",
+        caption=f"needles found (%): {first['model']}, {first['haystack']}, depths: {depths}, "
+        f"repetitions: {first['repetitions']}",
         header=("recipe", *map(tokens_text, lengths), "all", "± s.e.", "recovery (%)"),
         rows=tuple(rows),
     )
