@@ -8,6 +8,8 @@ import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.eval_images import images
+from octavo.cli.eval_mrcr import mrcr
+from octavo.cli.eval_needle import needle
 from octavo.cli.eval_perplexity import perplexity
 from octavo.cli.options import RecordsFile
 from octavo.cli.tables import print_table
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, help="Measure quality: BF16 beside FP8, on the same data.")
 
 app.command()(images)
+app.command()(mrcr)
+app.command()(needle)
 app.command()(perplexity)
 
 ROWS = ("bf16", "dynamic", "static")

@@ -76,8 +76,9 @@ def perplexity(
             "tensor or head (static scales), token (one for each token and head), or a recipe's "
             ".json or .toml file; may be given more than once, and is baseline, tensor, head and "
             "token if left out. The first is what the others are compared with. "
-            "A name may go on: NAME[+rotate][+center][+skip=PATTERN]…, such as head+rotate+center "
-            "or head+skip=0-1. rotate multiplies keys and queries by a Hadamard matrix, "
+            "A name may go on: NAME[+rotate][+center][+promote=TILES][+skip=PATTERN]…, such as "
+            "head+rotate+center or head+skip=0-1. promote sets promote_every (none: one-level "
+            "accumulation), rotate multiplies keys and queries by a Hadamard matrix, "
             "center takes the calibrated mean off keys, skip leaves layers in the model's dtype. "
             "A recipe's file takes +skip alone.",
             show_default=False,

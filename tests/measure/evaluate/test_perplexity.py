@@ -240,7 +240,7 @@ def test_one_window_has_no_standard_error():
         (["baseline+rotate"], "for rows in FP8"),
         (["unit+center"], "center needs calibrated means"),
         (["head+turn"], r"head\+turn: expected NAME\[\+rotate\]"),
-        (["head+rotate+rotate"], "each of the first two once, got rotate"),
+        (["head+rotate+rotate"], "each of the first three once, got rotate"),
         (["nowhere.json+rotate"], "got 'nowhere.json'"),
         (["token+center"], r"row token\+center, of keys with center, got none"),
         (["head"], "expected scales for the row head"),

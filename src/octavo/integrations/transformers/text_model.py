@@ -125,6 +125,15 @@ def read_text(path: str | Path) -> str:
         raise CheckpointError(f"{path}: expected a text file: {error.strerror}") from None
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, from a folder or the hub."""
+    from transformers import AutoTokenizer
+
+    tokenizers: Any = AutoTokenizer
+    with loading(name, "a tokenizer beside the model"):
+        return tokenizers.from_pretrained(name)
+
+
 def load_text_model(
     name: str | None = None, *, dtype: str = "auto", device: str | None = None
 ) -> TextModel:
@@ -136,18 +145,15 @@ def load_text_model(
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
-        AutoTokenizer,
     )
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     dtype, device = check_dtype(dtype), choose_device(device)
     if name is None:
         return _load_small(dtype, device)
-    tokenizers: Any = AutoTokenizer
     with loading(name, "a model with a config.json"):
         config = AutoConfig.from_pretrained(name)
-    with loading(name, "a tokenizer beside the model"):
-        tokenizer = tokenizers.from_pretrained(name)
+    tokenizer = load_tokenizer(name)
     # The class that models are served with: its layer names are those of scale files.
     has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM

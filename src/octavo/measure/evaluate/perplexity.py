@@ -40,7 +40,7 @@ def evaluate(
     if not windows:
         raise ConfigError("expected one window or more, got none")
     reading.check(len(windows[0]))
-    machine = _machine(text_model)
+    machine = machine_of(text_model)
     losses: list[list[float]] = []
     records = []
     for row in rows:
@@ -136,7 +136,8 @@ def _digits(number: float | None, count: int) -> str | None:
     return None if number is None else f"{number:.{count}f}"
 
 
-def _machine(text_model: TextModel) -> Machine:
+def machine_of(text_model: TextModel) -> Machine:
+    """The machine that a model runs on, with its GPU if it is on one."""
     device = next(text_model.model.parameters()).device
     if device.type != "cuda":
         return Machine.current()

@@ -1,8 +1,9 @@
 """Rows of a perplexity table by name: what is done to the model, and with which scales.
 
-    NAME[+rotate][+center][+skip=PATTERN]…
+    NAME[+rotate][+center][+promote=TILES][+skip=PATTERN]…
 
-NAME is one of `SETTINGS`, or the .json or .toml file of a recipe, which takes +skip alone.
+NAME is one of `SETTINGS`, or the .json or .toml file of a recipe, which takes +skip alone. TILES is
+the recipe's promote_every: a number, or none for one-level accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 }
 # What a name may go on with -> the setting.
 CHANGES = {"rotate": "rotate_keys", "center": "center_keys"}
-SKIP = "+skip="
+PROMOTE, SKIP = "promote=", "+skip="
 FORMATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2"}
 
 
@@ -75,6 +76,7 @@ class RowName:
     kind: str
     keys: Keys
     skipped: tuple[str, ...]
+    promote_every: int | None = 1
 
     @staticmethod
     def parse(text: str) -> "RowName":
@@ -90,18 +92,22 @@ class RowName:
             )
         if kind == BASELINE and (words or skipped):
             raise ConfigError(
-                f"{text}: rotated, centered and skipped layers are for rows in FP8, not for "
+                f"{text}: rotated, centered, promoted and skipped are for rows in FP8, not for "
                 f"{BASELINE}"
             )
-        unknown = [word for word in words if word not in CHANGES]
-        if unknown or len(set(words)) != len(words):
+        tiles = [word for word in words if word.startswith(PROMOTE)]
+        changes = [word for word in words if word not in tiles]
+        unknown = [word for word in changes if word not in CHANGES]
+        if unknown or len(set(changes)) != len(changes) or len(tiles) > 1:
             raise ConfigError(
-                f"{text}: expected NAME[+rotate][+center][+skip=PATTERN]…, each of the first two "
-                f"once, got {'+'.join(words)}"
+                f"{text}: expected NAME[+rotate][+center][+promote=TILES][+skip=PATTERN]…, each of "
+                f"the first three once, got {'+'.join(words)}"
             )
-        if kind == "unit" and "center" in words:
+        if kind == "unit" and "center" in changes:
             raise ConfigError(f"{text}: center needs calibrated means: tensor, head or token")
-        return RowName(text, kind, Keys(**{CHANGES[word]: True for word in words}), tuple(skipped))
+        keys = Keys(**{CHANGES[word]: True for word in changes})
+        promote_every = _read_tiles(text, tiles[0].removeprefix(PROMOTE)) if tiles else 1
+        return RowName(text, kind, keys, tuple(skipped), promote_every)
 
     @property
     def needs_scales(self) -> bool:
@@ -121,6 +127,14 @@ class RowName:
             got = ", ".join(map(str, scales)) or "none"
             raise ConfigError(f"expected scales for the row {self.text}, of {self.keys}, got {got}")
         return found
+
+
+def _read_tiles(text: str, tiles: str) -> int | None:
+    if tiles == "none":
+        return None
+    if not tiles.isdecimal() or int(tiles) < 1:
+        raise ConfigError(f"{text}: expected promote=none or a number of tiles, got {tiles!r}")
+    return int(tiles)
 
 
 def check_rows(names: Sequence[str]) -> list[RowName]:
@@ -163,6 +177,7 @@ def _recipe(row: RowName, scales: Mapping[Keys, ScaleSet], format: str) -> Recip
     return Recipe(
         kv_cache=settings,
         skip_layers=list(row.skipped),
+        promote_every=row.promote_every,
         scales=None if given is None else given.to_dict(),
     )
 

@@ -1,0 +1,146 @@
+"""octavo eval mrcr: a local model and servers, to a table and records."""
+
+import contextlib
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+
+from text_models import make_decoder, save_decoder  # noqa: E402
+
+from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
+from octavo.measure import store  # noqa: E402
+from octavo.measure.evaluate import mrcr as task  # noqa: E402
+from octavo.measure.evaluate.mrcr_data import generated_questions  # noqa: E402
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def octavo(*args):
+    return run(make_app(COMMANDS), ["eval", "mrcr", *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    model = make_decoder("llama", vocab_size=258)
+    return save_decoder(folder, model, has_bos=False, num_tokens=258, chat_template=TEMPLATE)
+
+
+@contextlib.contextmanager
+def chat_server(answer):
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self.reply({"data": [{"id": "served"}]})
+
+        def do_POST(self):
+            assert self.path == "/v1/chat/completions"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.reply({"choices": [{"message": {"content": answer(body)}}]})
+
+        def reply(self, document):
+            text = json.dumps(document).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+def test_servers_are_rows(capsys, folder, tmp_path):
+    answers = {q.messages[-1]["content"]: q.answer for q in generated_questions()}
+
+    def know(body):
+        assert body["temperature"] == 0 and body["model"] == "served"
+        return answers[body["messages"][-1]["content"]]
+
+    path = tmp_path / "records.jsonl"
+    with chat_server(know) as good, chat_server(lambda body: None) as bad:
+        args = ("--endpoint", f"good={good}", "--endpoint", f"bad={bad}", "--tokenizer", folder)
+        assert octavo(*args, "-o", path) == 0
+    records = store.read(path)
+    whole = [r for r in records if r.case["bucket"] == "all"]
+    assert [r.values["score_percent"] for r in whole] == [100, 0]
+    assert whole[0].values["num_questions"] == 8 and whole[1].values["recovery_percent"] == 0
+    assert len({r.case["bucket"] for r in records}) > 2
+    assert "AUC@" in capsys.readouterr().out
+
+
+def small_chats(path):
+    """Chats that fit a context of 1024 bytes."""
+    request = {"role": "user", "content": "write a poem about tapirs"}
+    chat = [request, {"role": "assistant", "content": "Tapirs walk."}, request]
+    row = {"prompt": chat, "answer": "xyTapirs walk.", "random_string_to_prepend": "xy"}
+    path.write_text(json.dumps({**row, "n_needles": 2}) + "\n")
+    return path
+
+
+def test_a_local_model_in_its_own_dtype_and_fp8(capsys, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(task, "SLACK_TOKENS", 2)
+    path, data = tmp_path / "records.jsonl", small_chats(tmp_path / "chats.jsonl")
+    rows = ("--recipe", "baseline", "--recipe", "token")
+    assert octavo(folder, "--data", data, *rows, "-o", path) == 0
+    records = store.read(path)
+    names = list(dict.fromkeys(r.case["recipe"] for r in records))
+    assert names == ["float32", "fp8 token"]
+    assert [r.case["bucket"] for r in records[:2]] == [2048, "all"]
+    assert records[0].case["data"] == "chats.jsonl" and records[0].case["max_length"] == 1024
+    assert octavo(folder, "--data", data, "--max-length", "4k", *rows) == 1
+    assert "expected --max-length up to 1024" in capsys.readouterr().err
+    assert octavo(folder, *rows) == 1
+    assert "expected questions of up to 1024 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
+    data = small_chats(tmp_path / "chats.jsonl")
+    rows = ("--recipe", "baseline", "--recipe", "head+rotate+center", "--recipe", "tensor")
+    assert octavo(folder, "--data", data, *rows, "-o", tmp_path / "records.jsonl") == 0
+    assert len(store.read(tmp_path / "records.jsonl")) == 6
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "expected a MODEL or --endpoint"),
+        (("m", "--endpoint", "http://x"), "expected a MODEL or --endpoint"),
+        (("--endpoint", "http://x"), "--endpoint needs --tokenizer"),
+        (("--endpoint", "http://x", "--recipe", "unit"), "--recipe is for a model"),
+        (("m", "--recipe", "unit", "--scales", "s.json"), "which are not asked for"),
+        (("m", "--data", "nowhere.jsonl", "--recipe", "unit"), "expected a path or a data set"),
+    ],
+)
+def test_what_cannot_be_is_said(capsys, args, message, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def fail(*args, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    assert octavo(*args) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(capsys, tmp_path):
+    model = make_decoder("llama", vocab_size=258)
+    save_decoder(tmp_path, model, has_bos=False, num_tokens=258, chat_template=None)
+    assert octavo(tmp_path, "--recipe", "baseline") == 1
+    assert "expected a tokenizer with a chat template" in capsys.readouterr().err
