@@ -1,0 +1,287 @@
+"""Predicted times of whole models: the cost model, and what records of whole models add to it.
+
+Other models' records say how much longer than the sum of its parts a whole takes (power limits, the
+engine between kernels); a model's own records say it best, unless they are left out.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from octavo.errors import ConfigError
+from octavo.measure.advise import cost
+from octavo.measure.advise.cost import Cost, DecoderPlan
+from octavo.measure.advise.gpus import Gpu
+from octavo.measure.advise.model_shape import ModelShape, find_model
+from octavo.measure.advise.speeds import Speeds
+from octavo.measure.records import Measurement
+
+# Milliseconds that the host takes for a layer of a prompt's pass, where no record says it.
+HOST_MS_PER_LAYER = 2.0
+# How far another length or batch may be for its record to say something, as a factor.
+REACH = 8.0
+# (is linear FP8, is attention FP8) of the recipes of `octavo bench diffusion`.
+STEP_RECIPES = {
+    "bf16": (False, False),
+    "linear": (True, False),
+    "attention": (False, True),
+    "linear+attention": (True, True),
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds, what they are made of, and how many times their sum that is.
+
+    is_host_bound: whether the host cannot launch as fast as the GPU would run: then ms is the
+    GPU's time alone, and comparing two such times says nothing. based_on: models whose records
+    gave the factor.
+    """
+
+    cost: Cost
+    factor: float = 1.0
+    based_on: tuple[str, ...] = ()
+    is_host_bound: bool = False
+
+    @property
+    def ms(self) -> float:
+        """The time that is expected."""
+        return self.cost.total_ms * self.factor
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A whole that was measured, beside the sum of its parts."""
+
+    model: str
+    kind: str  # itl, ttft, or the recipe of a step
+    plan: str
+    length: int
+    batch: int
+    ratio: float
+
+
+class Predictor:
+    """Predicts times on a GPU; leave_out: models whose own records do not count."""
+
+    def __init__(
+        self, records: Sequence[Measurement], gpu: Gpu, *, leave_out: Collection[str] = ()
+    ) -> None:
+        self.gpu = gpu
+        self.records = [row for row in records if row.case.get("model") not in leave_out]
+        self.speeds = Speeds(self.records, gpu)
+        self._of_gpu = [row for row in self.records if row.machine.gpu == gpu.name]
+        self._samples: list[_Sample] | None = None
+
+    def decode(
+        self, model: ModelShape, plan: DecoderPlan, *, context: int, batch: int
+    ) -> Prediction:
+        """One token of each of `batch` sequences."""
+        assert model.decoder is not None
+        found = cost.decode_cost(model.decoder, self.speeds, plan, context=context, batch=batch)
+        return self._corrected(found, model.name, "itl", plan, context, batch)
+
+    def prefill(self, model: ModelShape, plan: DecoderPlan, num_tokens: int) -> Prediction:
+        """The first token of a prompt."""
+        assert model.decoder is not None
+        found = cost.prefill_cost(model.decoder, self.speeds, plan, num_tokens=num_tokens)
+        host_ms = len(model.decoder.layers) * self._host_ms_per_layer()
+        prediction = self._corrected(found, model.name, "ttft", plan, num_tokens, 1)
+        if found.total_ms >= host_ms or prediction.based_on == (model.name,):
+            return prediction
+        return Prediction(found, is_host_bound=True)
+
+    def duration_s(
+        self,
+        model: ModelShape,
+        plan: DecoderPlan,
+        *,
+        context: int,
+        output_len: int,
+        batch: int,
+        num_requests: int,
+    ) -> float:
+        """Seconds of so many requests, `batch` at a time: prompts, and then tokens together."""
+        prompt_ms = self.prefill(model, plan, context).ms
+        middle = context + output_len // 2
+        token_ms = self.decode(model, plan, context=middle, batch=batch).ms
+        return num_requests * (prompt_ms + output_len * token_ms / batch) / 1e3
+
+    def tower(
+        self, model: ModelShape, recipe: str, *, size: tuple[int, int], num_images: int
+    ) -> Prediction:
+        """Images through the vision tower."""
+        assert model.tower is not None
+        found = cost.tower_cost(
+            model.tower, self.speeds, recipe, size=size, num_images=num_images
+        )
+        own = [
+            (abs(math.log(row.values["tokens"] / self._patches(model, size, num_images))), row)
+            for row in self._of_gpu
+            if row.op == "encoder"
+            and row.case["model"] == model.name
+            and row.case["recipe"] == recipe
+            and row.values.get("tokens")
+        ]
+        if not own:
+            return Prediction(found)
+        nearest = min(distance for distance, _ in own)
+        rows = [row for distance, row in own if distance == nearest]
+        best = min(rows, key=lambda row: row.values["median_ms"])
+        if nearest > math.log(1.5):
+            return Prediction(found)
+        scaled = best.values["median_ms"] * math.exp(0.0) / found.total_ms
+        return Prediction(found, scaled, (model.name,))
+
+    @staticmethod
+    def _patches(model: ModelShape, size: tuple[int, int], num_images: int) -> int:
+        assert model.tower is not None
+        return num_images * model.tower.num_patches(*size)
+
+    def step(self, model: ModelShape, recipe: str) -> Prediction:
+        """One step of a diffusion transformer; recipe: of STEP_RECIPES."""
+        if recipe not in STEP_RECIPES:
+            raise ConfigError(f"expected a recipe of {', '.join(STEP_RECIPES)}; got {recipe!r}")
+        assert model.step is not None
+        is_linear, is_fp8 = STEP_RECIPES[recipe]
+        found = cost.step_cost(model.step, self.speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
+        rows = [one for one in self._all_samples() if one.kind == f"step {recipe}"]
+        return self._scaled(found, model.name, rows, 1, 1)
+
+    def _corrected(
+        self, found: Cost, name: str, kind: str, plan: DecoderPlan, length: int, batch: int
+    ) -> Prediction:
+        rows = [one for one in self._all_samples() if one.kind == kind]
+        exact = [one for one in rows if one.model == name and one.plan == str(plan)]
+        # Without its own records, whether layers with a window are skipped tells little.
+        alike = [one for one in rows if one.model != name and _is_alike(one.plan, str(plan))]
+        return self._scaled(found, name, exact or alike, length, batch)
+
+    @staticmethod
+    def _scaled(
+        found: Cost, name: str, rows: Sequence[_Sample], length: int, batch: int
+    ) -> Prediction:
+        """By the nearest sample of the model itself, else of every other model that has one."""
+        own = [one for one in rows if one.model == name]
+        nearest: dict[str, _Sample] = {}
+        for one in own or rows:
+            distance = _distance(one, length, batch)
+            if distance > 2 * math.log(REACH):
+                continue
+            best = nearest.get(one.model)
+            if best is None or distance < _distance(best, length, batch):
+                nearest[one.model] = one
+        if not nearest:
+            return Prediction(found)
+        ratio = statistics.geometric_mean(one.ratio for one in nearest.values())
+        return Prediction(found, ratio, tuple(sorted(nearest)))
+
+    def _host_ms_per_layer(self) -> float:
+        """The longest that a layer took when prompts were short, in any record."""
+        rows = [row for row in self._of_gpu if row.op == "latency"]
+        shortest = min((int(row.case["input_len"]) for row in rows), default=0)
+        found = [
+            row.values["median_ttft_ms"] / float(row.case["layers"])
+            for row in rows
+            if row.case["input_len"] == shortest and "layers" in row.case and shortest <= 1024
+        ]
+        return max(found, default=HOST_MS_PER_LAYER)
+
+    def _all_samples(self) -> list[_Sample]:
+        if self._samples is None:
+            self._samples = [
+                one
+                for row in self._of_gpu
+                if (make := _SAMPLERS.get(row.op)) is not None
+                for one in make(row, self.speeds)
+            ]
+        return self._samples
+
+
+def plan_of(row: Measurement) -> DecoderPlan:
+    """How the engine ran in a record of latency or throughput."""
+    impl = row.case.get("prefill_impl")
+    return DecoderPlan(
+        row.case.get("kv_cache_dtype") != "auto",
+        "skip_layers" in row.case,
+        "linear" in row.case,
+        None if impl is None else str(impl),
+    )
+
+
+@cache
+def shape_of(name: str) -> ModelShape | None:
+    """The shape of a model that records name, if it is known here."""
+    try:
+        return find_model(name)
+    except ConfigError:
+        return None
+
+
+@cache
+def shape_of_step(name: str, num_layers: int | None) -> ModelShape:
+    """A diffusion transformer with so many blocks of each kind."""
+    from octavo.integrations.diffusers.step_work import named_step
+
+    return ModelShape(name, step=named_step(name, num_layers))
+
+
+def step_shape(row: Measurement) -> ModelShape | None:
+    """The shape that a record of a step is of."""
+    name, layers = str(row.case["model"]), row.case.get("layers", "all")
+    if shape_of(name) is None:
+        return None
+    return shape_of_step(name, None if layers == "all" else int(layers))
+
+
+def _latency_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
+    model = shape_of(str(row.case["model"]))
+    if model is None or model.decoder is None or not _is_whole(row, model):
+        return []
+    plan, length = plan_of(row), int(row.case["input_len"])
+    batch = int(row.case.get("batch_size") or row.case.get("max_concurrency") or 1)
+    middle = length + int(row.case["output_len"]) // 2
+    token = cost.decode_cost(model.decoder, speeds, plan, context=middle, batch=batch)
+    of_token = row.values["median_itl_ms"] / token.total_ms
+    samples = [_Sample(model.name, "itl", str(plan), length, batch, of_token)]
+    if row.op == "latency" and batch == 1:
+        prompt = cost.prefill_cost(model.decoder, speeds, plan, num_tokens=length)
+        of_prompt = row.values["median_ttft_ms"] / prompt.total_ms
+        samples.append(_Sample(model.name, "ttft", str(plan), length, 1, of_prompt))
+    return samples
+
+
+def _is_whole(row: Measurement, model: ModelShape) -> bool:
+    assert model.decoder is not None
+    return row.case.get("layers", len(model.decoder.layers)) == len(model.decoder.layers)
+
+
+def _step_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
+    recipe, model = str(row.case["recipe"]), step_shape(row)
+    if recipe not in STEP_RECIPES or model is None or not row.case.get("graphs"):
+        return []
+    assert model.step is not None
+    is_linear, is_fp8 = STEP_RECIPES[recipe]
+    found = cost.step_cost(model.step, speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
+    ratio = row.values["median_ms"] / found.total_ms
+    return [_Sample(model.name, f"step {recipe}", recipe, 1, 1, ratio)]
+
+
+_SAMPLERS: dict[str, Callable[[Measurement, Speeds], list[_Sample]]] = {
+    "latency": _latency_samples,
+    "throughput": _latency_samples,
+    "diffusion_step": _step_samples,
+}
+
+
+def _distance(sample: _Sample, length: int, batch: int) -> float:
+    # A batch of another size is another regime sooner than a context of another length.
+    of_batch = abs(math.log(sample.batch / batch))
+    return 2 * of_batch + abs(math.log(sample.length / length))
+
+
+def _is_alike(plan: str, other: str) -> bool:
+    own, its = set(plan.split("+")), set(other.split("+"))
+    return own - {"skip=sliding_window"} == its - {"skip=sliding_window"}
