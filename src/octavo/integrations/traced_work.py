@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Ops of a graph that move no bytes, beside views.
-_FREE = {"aten::detach", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::lift_fresh"}
+_FREE = {
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::_unsafe_view",
+    "aten::lift_fresh",
+}
 # Products, and the zeros that stand for what linear layers and attention write.
 _PRODUCTS = {"aten::bmm", "aten::convolution", "aten::mm", "aten::new_zeros"}
 
@@ -134,9 +140,7 @@ class _NoProducts(TorchFunctionMode):
         super().__init__()
         self.found, self.inside = found, inside
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is linear:
             x, weight = args[:2]
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
@@ -157,9 +161,7 @@ class _BytesSeen(TorchDispatchMode):
         super().__init__()
         self.found, self.inside = found, inside
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if self.inside and not func.is_view and name not in _FREE and name not in _PRODUCTS:

@@ -1,7 +1,7 @@
 """What a decoder computes for each token, from its config alone."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class DecoderWork:
     has_qk_norm: bool = False
     has_sinks: bool = False
     max_length: int | None = None
+    other_parts: tuple[str, ...] = ()  # with linear layers beside the decoder's: a vision tower
 
     @property
     def head_dim(self) -> int:
@@ -96,7 +97,8 @@ def named_decoder(name: str) -> DecoderWork:
     from transformers import AutoConfig
 
     sizes = dict(LANGUAGE_MODELS[name])
-    return decoder_work(_make(AutoConfig.for_model(sizes.pop("model_type"), **sizes)))
+    work = decoder_work(_make(AutoConfig.for_model(sizes.pop("model_type"), **sizes)))
+    return replace(work, other_parts=("visual",))
 
 
 def decoder_of_config(config: Any) -> DecoderWork:
@@ -152,7 +154,14 @@ def decoder_work(model: Any) -> DecoderWork:
         has_qk_norm=all(hasattr(module, "q_norm") for module in attention),
         has_sinks=any(getattr(module, "sinks", None) is not None for module in attention),
         max_length=getattr(config, "max_position_embeddings", None),
+        other_parts=_other_parts(prefix, [name for name in chosen if not _is_in(name, prefix)]),
     )
+
+
+def _other_parts(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The components beside the decoder's own that layers of these names are in."""
+    depth = prefix.count(".")
+    return tuple(dict.fromkeys(name.split(".")[depth] for name in names))
 
 
 def _is_in(name: str, prefix: str) -> bool:
@@ -185,3 +194,12 @@ def read_config(folder: Path) -> Any:
             f"{folder}: expected a model's config.json, got {type(error).__name__}: "
             f"{brief(str(error))}"
         ) from error
+
+
+def quantization_method(config: Any) -> str | None:
+    """How a checkpoint of this config is quantized, in its own words; None if it is not."""
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    as_dict = found if isinstance(found, Mapping) else vars(found)
+    return str(as_dict.get("quant_method", "quantized"))

@@ -5,14 +5,17 @@ op whose speed records say (speeds.py); what is between them reads and writes me
 fitted to whole models here (corrections.py does that, with other models' records).
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from octavo.measure.advise.speeds import Speeds
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_work import StepWork
+    from octavo.integrations.traced_work import LinearWork
     from octavo.integrations.transformers.cache_layers import CacheLayer
     from octavo.integrations.transformers.decoder_work import DecoderWork
     from octavo.integrations.transformers.tower_work import TowerWork
@@ -60,14 +63,20 @@ class DecoderPlan:
         return "+".join(names)
 
 
+@lru_cache(maxsize=64)
+def _alike(linear: "tuple[LinearWork, ...]") -> "Mapping[tuple[int, int, int, bool], int]":
+    """How many layers have the same inputs, outputs, rows and reach: most do."""
+    return Counter((one.inputs, one.outputs, one.rows, one.is_reached) for one in linear)
+
+
 def decode_cost(
     model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, *, context: int, batch: int
 ) -> Cost:
     """One token of each of `batch` sequences that have `context` tokens."""
     linear_ms = speeds.product_ms("BF16", batch, model.head.inputs, model.head.outputs)
-    for one in model.linear:
-        operands = plan.linear_operands if one.is_reached else "BF16"
-        linear_ms += speeds.product_ms(operands, batch, one.inputs, one.outputs)
+    for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
+        operands = plan.linear_operands if is_reached else "BF16"
+        linear_ms += count * speeds.product_ms(operands, batch, inputs, outputs)
     kv_ms = 0.0
     for layer in model.layers:
         operands = plan.kv_operands(layer)
@@ -87,20 +96,23 @@ def prefill_cost(
     model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, *, num_tokens: int
 ) -> Cost:
     """A prompt of so many tokens, in passes of CHUNK."""
-    sizes = [CHUNK] * (num_tokens // CHUNK) + ([num_tokens % CHUNK] if num_tokens % CHUNK else [])
+    sizes = {CHUNK: num_tokens // CHUNK, num_tokens % CHUNK: 1}
     parts = {"linear layers": 0.0, "attention": 0.0, "the rest": 0.0}
-    for size in sizes:
-        parts["linear layers"] += speeds.product_ms("BF16", 1, model.head.inputs, model.head.outputs)
-        for one in model.linear:
-            operands = plan.linear_operands if one.is_reached else "BF16"
-            parts["linear layers"] += speeds.product_ms(operands, size, one.inputs, one.outputs)
-        width = sum(one.inputs + one.outputs for one in model.linear)
-        # What a linear layer writes, something else reads, and the other way round.
-        parts["the rest"] += speeds.copy_ms(2.0 * size * width, len(model.linear))
+    width = sum(one.inputs + one.outputs for one in model.linear)
+    for size, times in sizes.items():
+        if not size or not times:
+            continue
+        linear_ms = speeds.product_ms("BF16", 1, model.head.inputs, model.head.outputs)
+        for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
+            operands = plan.linear_operands if is_reached else "BF16"
+            linear_ms += count * speeds.product_ms(operands, size, inputs, outputs)
         if (experts := model.experts) is not None:
             rows = size * experts.num_per_token
-            flops_ms = speeds.product_ms("BF16", rows, experts.num_weights // 1024, 1024)
-            parts["linear layers"] += experts.num_layers * flops_ms
+            expert_ms = speeds.product_ms("BF16", rows, experts.num_weights // 1024, 1024)
+            linear_ms += experts.num_layers * expert_ms
+        parts["linear layers"] += times * linear_ms
+        # What a linear layer writes, something else reads, and the other way round.
+        parts["the rest"] += times * speeds.copy_ms(2.0 * size * width, len(model.linear))
     for layer in model.layers:
         operands = plan.kv_operands(layer)
         pairs = num_tokens**2 / 2
@@ -145,10 +157,10 @@ def tower_cost(
 def step_cost(model: "StepWork", speeds: Speeds, *, is_linear_fp8: bool, is_fp8: bool) -> Cost:
     """One step of a diffusion transformer, compiled; is_fp8: its attention."""
     linear_ms = rest_ms = attention_ms = 0.0
-    for one in model.linear:
-        operands = "FP8" if is_linear_fp8 and one.is_reached else "BF16"
-        linear_ms += speeds.product_ms(operands, one.rows, one.inputs, one.outputs)
-        rest_ms += speeds.copy_ms(2.0 * one.rows * (one.inputs + one.outputs))
+    for (inputs, outputs, rows, is_reached), count in _alike(model.linear).items():
+        operands = "FP8" if is_linear_fp8 and is_reached else "BF16"
+        linear_ms += count * speeds.product_ms(operands, rows, inputs, outputs)
+        rest_ms += count * speeds.copy_ms(2.0 * rows * (inputs + outputs))
     for call in model.attention:
         if is_fp8:
             attention_ms += speeds.attention_ms("FP8", call.flops, call.head_dim)

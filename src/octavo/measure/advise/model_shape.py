@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's parts, those that it has; name: what records call it."""
+    """A model's parts, those that it has; name: what records call it.
+
+    quantized: how the weights of its checkpoint are quantized already; None if they are not.
+    """
 
     name: str
     decoder: "DecoderWork | None" = None
     tower: "TowerWork | None" = None
     step: "StepWork | None" = None
+    quantized: str | None = None
 
     @property
     def parts(self) -> str:
@@ -35,7 +39,7 @@ class ModelShape:
 
 
 # Names that the models themselves have, for the sizes that records call otherwise.
-ALIASES = {"gpt-oss-20b": "gpt-oss-like", "flux.1": "flux.1-dev"}
+ALIASES = {"flux.1": "flux.1-dev"}
 
 
 def known_models() -> list[str]:
@@ -108,15 +112,20 @@ def _read_diffusion(folder: Path, name: str) -> ModelShape:
 
 
 def _read_transformers(folder: Path, name: str) -> ModelShape:
-    from octavo.integrations.transformers.decoder_work import decoder_of_config, read_config
+    from octavo.integrations.transformers.decoder_work import (
+        decoder_of_config,
+        quantization_method,
+        read_config,
+    )
     from octavo.integrations.transformers.tower_work import tower_of_config
 
     config: Any = read_config(folder)
-    vision = getattr(config, "vision_config", None)
+    vision, method = getattr(config, "vision_config", None), quantization_method(config)
     try:
         language = decoder_of_config(config)
     except ValueError as error:
         raise CheckpointError(
             f"{folder}: expected the config of a language model, got {brief(str(error))}"
         ) from error
-    return ModelShape(name, language, None if vision is None else tower_of_config(vision))
+    tower = None if vision is None else tower_of_config(vision)
+    return ModelShape(name, language, tower, quantized=method)

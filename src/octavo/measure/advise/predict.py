@@ -7,7 +7,7 @@ engine between kernels); a model's own records say it best, unless they are left
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from octavo.errors import ConfigError
@@ -35,9 +35,9 @@ STEP_RECIPES = {
 class Prediction:
     """Milliseconds, what they are made of, and how many times their sum that is.
 
-    is_host_bound: whether the host cannot launch as fast as the GPU would run: then ms is the
-    GPU's time alone, and comparing two such times says nothing. based_on: models whose records
-    gave the factor.
+    is_host_bound: whether the host cannot launch as fast as the GPU would run: then ms is about
+    the host's time, and comparing two such times says nothing. based_on: models whose records gave
+    the factor.
     """
 
     cost: Cost
@@ -87,11 +87,10 @@ class Predictor:
         """The first token of a prompt."""
         assert model.decoder is not None
         found = cost.prefill_cost(model.decoder, self.speeds, plan, num_tokens=num_tokens)
-        host_ms = len(model.decoder.layers) * self._host_ms_per_layer()
-        prediction = self._corrected(found, model.name, "ttft", plan, num_tokens, 1)
-        if found.total_ms >= host_ms or prediction.based_on == (model.name,):
-            return prediction
-        return Prediction(found, is_host_bound=True)
+        host_ms = len(model.decoder.layers) * self.host_ms_per_layer()
+        if found.total_ms < host_ms:
+            return Prediction(found, host_ms / found.total_ms, is_host_bound=True)
+        return self._corrected(found, model.name, "ttft", plan, num_tokens, 1)
 
     def duration_s(
         self,
@@ -114,31 +113,19 @@ class Predictor:
     ) -> Prediction:
         """Images through the vision tower."""
         assert model.tower is not None
-        found = cost.tower_cost(
-            model.tower, self.speeds, recipe, size=size, num_images=num_images
-        )
+        found = cost.tower_cost(model.tower, self.speeds, recipe, size=size, num_images=num_images)
+        patches = num_images * model.tower.num_patches(*size)
         own = [
-            (abs(math.log(row.values["tokens"] / self._patches(model, size, num_images))), row)
+            row.values["median_ms"]
             for row in self._of_gpu
             if row.op == "encoder"
             and row.case["model"] == model.name
             and row.case["recipe"] == recipe
-            and row.values.get("tokens")
+            and row.values.get("tokens") == patches
         ]
         if not own:
             return Prediction(found)
-        nearest = min(distance for distance, _ in own)
-        rows = [row for distance, row in own if distance == nearest]
-        best = min(rows, key=lambda row: row.values["median_ms"])
-        if nearest > math.log(1.5):
-            return Prediction(found)
-        scaled = best.values["median_ms"] * math.exp(0.0) / found.total_ms
-        return Prediction(found, scaled, (model.name,))
-
-    @staticmethod
-    def _patches(model: ModelShape, size: tuple[int, int], num_images: int) -> int:
-        assert model.tower is not None
-        return num_images * model.tower.num_patches(*size)
+        return Prediction(found, min(own) / found.total_ms, (model.name,))
 
     def step(self, model: ModelShape, recipe: str) -> Prediction:
         """One step of a diffusion transformer; recipe: of STEP_RECIPES."""
@@ -154,10 +141,8 @@ class Predictor:
         self, found: Cost, name: str, kind: str, plan: DecoderPlan, length: int, batch: int
     ) -> Prediction:
         rows = [one for one in self._all_samples() if one.kind == kind]
-        exact = [one for one in rows if one.model == name and one.plan == str(plan)]
-        # Without its own records, whether layers with a window are skipped tells little.
-        alike = [one for one in rows if one.model != name and _is_alike(one.plan, str(plan))]
-        return self._scaled(found, name, exact or alike, length, batch)
+        own = [one for one in rows if one.model == name]
+        return self._scaled(found, name, _nearest_plan(own or rows, plan), length, batch)
 
     @staticmethod
     def _scaled(
@@ -178,8 +163,8 @@ class Predictor:
         ratio = statistics.geometric_mean(one.ratio for one in nearest.values())
         return Prediction(found, ratio, tuple(sorted(nearest)))
 
-    def _host_ms_per_layer(self) -> float:
-        """The longest that a layer took when prompts were short, in any record."""
+    def host_ms_per_layer(self) -> float:
+        """The longest that a layer of a prompt took when prompts were short, in any record."""
         rows = [row for row in self._of_gpu if row.op == "latency"]
         shortest = min((int(row.case["input_len"]) for row in rows), default=0)
         found = [
@@ -282,6 +267,18 @@ def _distance(sample: _Sample, length: int, batch: int) -> float:
     return 2 * of_batch + abs(math.log(sample.length / length))
 
 
-def _is_alike(plan: str, other: str) -> bool:
-    own, its = set(plan.split("+")), set(other.split("+"))
-    return own - {"skip=sliding_window"} == its - {"skip=sliding_window"}
+def _nearest_plan(rows: Sequence[_Sample], plan: DecoderPlan) -> list[_Sample]:
+    """Those of the same plan, else of one that differs in less and less that matters."""
+    kin = [
+        plan,
+        replace(plan, skips_windows=False),
+        replace(plan, skips_windows=plan.is_kv_fp8),
+        replace(plan, is_linear_fp8=False),
+        replace(plan, is_linear_fp8=False, skips_windows=False),
+        DecoderPlan(),
+    ]
+    for one in kin:
+        found = [row for row in rows if row.plan == str(one)]
+        if found:
+            return found
+    return []

@@ -64,6 +64,7 @@ class Speeds:
         self.has_records = bool(kernels)
         self._rows = kernels
         self._found: dict[object, Speed] = {}
+        self._selected: dict[tuple[str, str, int], str] = {}
 
     def product_ms(self, operands: str, rows: int, inputs: int, outputs: int) -> float:
         """A linear layer's product; of FP8 also what quantizes its input."""
@@ -81,7 +82,7 @@ class Speeds:
 
     def decode_ms(self, operands: str, num_bytes: float) -> float:
         """Attention of one token for each sequence, over so many bytes of keys and values."""
-        impl = self._impl("decode_attention", "BF16 to FP8" if operands == "FP8" else "BF16")
+        impl = self.selected("decode_attention", "BF16 to FP8" if operands == "FP8" else "BF16")
         speed = self._speed(
             ("decode_attention", operands),
             f"decode {operands}",
@@ -95,7 +96,7 @@ class Speeds:
     ) -> float:
         """Attention of many queries; impl: "fastest", or one's name; None is octavo's own."""
         if impl is None:
-            impl = self._impl("attention", operands, head_dim)
+            impl = self.selected("attention", operands, head_dim)
         speeds = [
             self._speed(
                 ("attention", operands, head_dim, name),
@@ -167,10 +168,13 @@ class Speeds:
     def _pass(self, kind: str, op: str, impl: str) -> Speed:
         return self._speed((op, impl), kind, lambda row: row.impl == impl, "bytes")
 
-    def _impl(self, op: str, operands: str, head_dim: int = 128) -> str:
-        rows = explain(self.gpu.device, head_dim)
-        found = next(row for row in rows if (row.op, row.operands) == (op, operands))
-        return found.selection.impl if found.selection is not None else "none"
+    def selected(self, op: str, operands: str, head_dim: int = 128) -> str:
+        """The implementation that octavo would run on this GPU; "none" where there is none."""
+        if (op, operands, head_dim) not in self._selected:
+            for row in explain(self.gpu.device, head_dim):
+                impl = row.selection.impl if row.selection is not None else "none"
+                self._selected[row.op, row.operands, head_dim] = impl
+        return self._selected[op, operands, head_dim]
 
     def _names(self, operands: str) -> list[str]:
         rows = [row for row in self._of("attention") if row.case.get("operands") == operands]
