@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.diffusers.defaults import kept_layers
 from octavo.integrations.diffusers.full_size import (
     FULL_SIZES,
@@ -40,14 +40,22 @@ class StepWork:
         return self.weight_bytes - sum(one.num_weights - 4 * one.outputs for one in reached)
 
 
-def named_step(name: str, num_layers: int | None = None) -> StepWork:
-    """That of a name of `full_size.FULL_SIZES`; num_layers: so many blocks of each kind."""
+def named_step(name: str, num_layers: Sequence[int] = ()) -> StepWork:
+    """That of a name of `full_size.FULL_SIZES`.
+
+    num_layers: so many blocks of each kind, or one number for all of them; () is all blocks.
+    """
     import diffusers
 
     size = find_full_size(name)
     known = inspect.signature(getattr(diffusers, size.kind).__init__).parameters
     config = {arg: known[arg].default for arg in size.layers} | dict(size.config)
-    counts = [num_layers or config[arg] for arg in size.layers]
+    if len(num_layers) not in (0, 1, len(size.layers)):
+        raise ConfigError(
+            f"{name}: expected numbers of {', '.join(size.layers)}, got {list(num_layers)}"
+        )
+    counts = list(num_layers) or [config[arg] for arg in size.layers]
+    counts *= len(size.layers) // len(counts)
     return _step_work(make_transformer(size, torch.device("meta"), num_layers=1), size, counts)
 
 

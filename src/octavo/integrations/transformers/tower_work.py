@@ -1,5 +1,6 @@
 """What a vision tower computes for each patch, from its config alone."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,12 @@ def tower_of_config(config: Any) -> TowerWork:
     """That of a vision config of transformers: one block is run, on a small image."""
     from transformers import AutoModel
 
-    depth = config.depth
+    if not hasattr(config, "depth"):
+        raise UnsupportedError(
+            f"expected the config of a tower of packed images, one of {', '.join(PACKED_TOWERS)}; "
+            f"got {type(config).__name__}"
+        )
+    config, depth = copy.deepcopy(config), config.depth
     indexes = getattr(config, "deepstack_visual_indexes", None) or []
     config.depth, config._attn_implementation = 1, "sdpa"
     if indexes:

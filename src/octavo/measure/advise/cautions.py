@@ -36,6 +36,11 @@ def of_decoder(
     has_cache = any(plan.is_kv_fp8 for plan in plans)
     if has_cache:
         yield from _break_even(predictor, model, workload, first)
+    if chosen.is_linear_fp8 and not predictor.has_record(chosen):
+        yield (
+            "No record of a whole model has FP8 linear layers like these: what they gain is what "
+            "kernels gain alone. --measure says more."
+        )
     if not chosen.is_kv_fp8:
         return
     if work.head_dim >= LARGE_HEAD_DIM:
@@ -131,6 +136,8 @@ def of_step(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
 def of_records(predictor: Predictor, model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
     """What stored records say of this model's quality, and how sure the times are."""
     gpu, speeds, name = predictor.gpu, predictor.speeds, model.name
+    if model.unknown_tower is not None:
+        yield f"The vision tower stays as it is, its cost is not known: {model.unknown_tower}."
     if model.quantized is not None:
         yield (
             f"The checkpoint is quantized already ({model.quantized}): times and bytes here are of "

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.errors import ConfigError
 from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.model_shape import ModelShape
 from octavo.measure.advise.predict import (
     STEP_RECIPES,
     Predictor,
+    is_whole,
+    newest,
     plan_of,
     shape_of,
     step_shape,
@@ -17,6 +20,7 @@ from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table, from_records
 
 OP = "advise"
+COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
 COLUMNS = (
     *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
 )
@@ -50,20 +54,23 @@ def compare(
     is_left_out: predict without the model's own records.
     """
     predictor = Predictor(records, gpu, leave_out=[model] if is_left_out else [])
-    rows = [
-        row for row in records if row.machine.gpu == gpu.name and row.case.get("model") == model
-    ]
+    own = [row for row in records if row.case.get("model") == model]
+    rows = [row for row in newest(own) if row.machine.gpu == gpu.name]
     found: list[Compared] = []
-    for op, make in (
-        ("latency", _compare_latency),
-        ("throughput", _compare_throughput),
-        ("encoder", _compare_encoder),
-        ("diffusion_step", _compare_steps),
-    ):
+    makers = (_compare_latency, _compare_throughput, _compare_encoder, _compare_steps)
+    for op, make in zip(COMPARED_OPS, makers, strict=True):
         of_op = [row for row in rows if row.op == op]
         if of_op:
             found += make(predictor, of_op)
     return found
+
+
+def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Compared]:
+    """All speed-ups of all models that records of this GPU have, each without its own records."""
+    rows = [row for row in records if row.op in COMPARED_OPS and row.machine.gpu == gpu.name]
+    names = dict.fromkeys(str(row.case["model"]) for row in rows)
+    known = [name for name in names if shape_of(name) is not None]
+    return [one for name in known for one in compare(records, gpu, name)]
 
 
 def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> list[Measurement]:
@@ -92,18 +99,25 @@ def compared_table(records: Sequence[Measurement]) -> Table:
 
 def _model(row: Measurement) -> ModelShape:
     found = shape_of(str(row.case["model"]))
-    assert found is not None
+    if found is None:
+        raise ConfigError(f"expected records of a model whose sizes are known, got {row.case}")
     return found
 
 
-def _first_plan(rows: Sequence[Measurement]) -> DecoderPlan:
-    return next(plan_of(row) for row in rows if row.baseline is None)
+def _first_plan(row: Measurement, rows: Sequence[Measurement]) -> DecoderPlan:
+    """How the row ran that a record was compared with: one of the same command, if it is there."""
+    named = [one for one in rows if one.case["row"] == row.baseline]
+    if not named:
+        raise ConfigError(f"expected a record of {row.baseline}, which {row.case} is compared with")
+    same = [one for one in named if one.command == row.command]
+    return plan_of((same or named)[0])
 
 
 def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    model, first = _model(rows[0]), _first_plan(rows)
-    found = []
-    for row in (row for row in rows if "itl_speedup" in row.values):
+    model, found = _model(rows[0]), []
+    whole = [row for row in rows if is_whole(row, model)]
+    for row in (row for row in whole if "itl_speedup" in row.values):
+        first = _first_plan(row, whole)
         length, batch = int(row.case["input_len"]), int(row.case["batch_size"])
         middle, plan = length + int(row.case["output_len"]) // 2, plan_of(row)
         tokens = [
@@ -124,9 +138,10 @@ def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> list[
 
 
 def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    model, first = _model(rows[0]), _first_plan(rows)
-    found = []
-    for row in (row for row in rows if "output_throughput_gain" in row.values):
+    model, found = _model(rows[0]), []
+    whole = [row for row in rows if is_whole(row, model)]
+    for row in (row for row in whole if "output_throughput_gain" in row.values):
+        first = _first_plan(row, whole)
         load = {
             "context": int(row.case["input_len"]),
             "output_len": int(row.case["output_len"]),

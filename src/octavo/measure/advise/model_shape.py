@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_work import StepWork
@@ -19,6 +19,7 @@ class ModelShape:
     """A model's parts, those that it has; name: what records call it.
 
     quantized: how the weights of its checkpoint are quantized already; None if they are not.
+    unknown_tower: why nothing can be said of the vision tower that it has.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ModelShape:
     tower: "TowerWork | None" = None
     step: "StepWork | None" = None
     quantized: str | None = None
+    unknown_tower: str | None = None
 
     @property
     def parts(self) -> str:
@@ -127,5 +129,9 @@ def _read_transformers(folder: Path, name: str) -> ModelShape:
         raise CheckpointError(
             f"{folder}: expected the config of a language model, got {brief(str(error))}"
         ) from error
-    tower = None if vision is None else tower_of_config(vision)
-    return ModelShape(name, language, tower, quantized=method)
+    if vision is None:
+        return ModelShape(name, language, quantized=method)
+    try:
+        return ModelShape(name, language, tower_of_config(vision), quantized=method)
+    except UnsupportedError as error:
+        return ModelShape(name, language, quantized=method, unknown_tower=str(error))

@@ -5,6 +5,7 @@ engine between kernels); a model's own records say it best, unless they are left
 """
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,8 @@ class Predictor:
         self, records: Sequence[Measurement], gpu: Gpu, *, leave_out: Collection[str] = ()
     ) -> None:
         self.gpu = gpu
-        self.records = [row for row in records if row.case.get("model") not in leave_out]
+        counted = [row for row in records if row.case.get("model") not in leave_out]
+        self.records = newest(counted)
         self.speeds = Speeds(self.records, gpu)
         self._of_gpu = [row for row in self.records if row.machine.gpu == gpu.name]
         self._samples: list[_Sample] | None = None
@@ -134,7 +136,12 @@ class Predictor:
         assert model.step is not None
         is_linear, is_fp8 = STEP_RECIPES[recipe]
         found = cost.step_cost(model.step, self.speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
-        rows = [one for one in self._all_samples() if one.kind == f"step {recipe}"]
+        # Another model's share of attention may be quite different: its records say little.
+        rows = [
+            one
+            for one in self._all_samples()
+            if one.kind == f"step {recipe}" and one.model == model.name
+        ]
         return self._scaled(found, model.name, rows, 1, 1)
 
     def _corrected(
@@ -174,6 +181,11 @@ class Predictor:
         ]
         return max(found, default=HOST_MS_PER_LAYER)
 
+    def has_record(self, plan: DecoderPlan) -> bool:
+        """Whether any model was measured with linear layers and cache as in this plan."""
+        kin = {str(replace(plan, skips_windows=skips)) for skips in (False, True)}
+        return any(one.kind == "itl" and one.plan in kin for one in self._all_samples())
+
     def _all_samples(self) -> list[_Sample]:
         if self._samples is None:
             self._samples = [
@@ -183,6 +195,24 @@ class Predictor:
                 for one in make(row, self.speeds)
             ]
         return self._samples
+
+
+# What tells one measurement of a whole model from another; the rest may change from run to run.
+_CASE = (
+    *("model", "row", "input_len", "output_len", "batch_size", "num_prompts", "max_concurrency"),
+    *("resolution", "images", "recipe", "graphs", "compiled", "layers", "context", "batch"),
+)
+
+
+def newest(records: Sequence[Measurement]) -> list[Measurement]:
+    """The newest record of each measurement of a whole model; all records of kernels."""
+    found: dict[object, Measurement] = {}
+    for index, row in enumerate(records):
+        case = tuple(row.case.get(name) for name in _CASE)
+        key: object = (row.op, row.impl, row.machine.gpu, case) if "model" in row.case else index
+        if key not in found or row.date >= found[key].date:
+            found[key] = row
+    return list(found.values())
 
 
 def plan_of(row: Measurement) -> DecoderPlan:
@@ -206,8 +236,8 @@ def shape_of(name: str) -> ModelShape | None:
 
 
 @cache
-def shape_of_step(name: str, num_layers: int | None) -> ModelShape:
-    """A diffusion transformer with so many blocks of each kind."""
+def shape_of_step(name: str, num_layers: tuple[int, ...]) -> ModelShape:
+    """A diffusion transformer with so many blocks of each kind; () is all."""
     from octavo.integrations.diffusers.step_work import named_step
 
     return ModelShape(name, step=named_step(name, num_layers))
@@ -218,12 +248,12 @@ def step_shape(row: Measurement) -> ModelShape | None:
     name, layers = str(row.case["model"]), row.case.get("layers", "all")
     if shape_of(name) is None:
         return None
-    return shape_of_step(name, None if layers == "all" else int(layers))
+    return shape_of_step(name, tuple(map(int, re.findall(r"[0-9]+", str(layers)))))
 
 
 def _latency_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
     model = shape_of(str(row.case["model"]))
-    if model is None or model.decoder is None or not _is_whole(row, model):
+    if model is None or model.decoder is None or not is_whole(row, model):
         return []
     plan, length = plan_of(row), int(row.case["input_len"])
     batch = int(row.case.get("batch_size") or row.case.get("max_concurrency") or 1)
@@ -238,7 +268,8 @@ def _latency_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
     return samples
 
 
-def _is_whole(row: Measurement, model: ModelShape) -> bool:
+def is_whole(row: Measurement, model: ModelShape) -> bool:
+    """Whether a record is of all layers of a model."""
     assert model.decoder is not None
     return row.case.get("layers", len(model.decoder.layers)) == len(model.decoder.layers)
 

@@ -17,22 +17,27 @@ def title(advice: Advice) -> str:
 
 
 def expectation_table(advice: Advice) -> Table:
-    """Times before and after, their parts beside them."""
+    """Times before and after."""
     return Table(
         caption="What to expect, in milliseconds",
-        header=("what", "BF16", "recipe", "speed-up", "BF16 is", "recipe is"),
+        header=("what", "BF16", "recipe", "speed-up"),
         rows=tuple(_row(one) for one in advice.expectations),
     )
 
 
-def _row(one: Expectation) -> tuple[str | None, ...]:
+def _row(one: Expectation) -> tuple[str, ...]:
     speedup = "not predicted" if one.speedup is None else f"{one.speedup:.2f}×"
-    times = (_ms(one.before_ms), _ms(one.after_ms))
-    return (one.what, *times, speedup, _parts(one.before), _parts(one.after))
+    return (one.what, _ms(one.before_ms), _ms(one.after_ms), speedup)
 
 
-def _parts(parts: dict[str, float]) -> str | None:
-    return ", ".join(f"{name} {_ms(ms)}" for name, ms in parts.items()) or None
+def _parts(one: Expectation) -> str:
+    """What the times are made of."""
+    before, after = (
+        ", ".join(f"{name} {_ms(ms)}" for name, ms in parts.items())
+        for parts in (one.before, one.after)
+    )
+    same = "the same" if before == after else after
+    return f"{one.what} is {before} ms in BF16, with the recipe {same}."
 
 
 def _ms(ms: float) -> str:
@@ -58,10 +63,12 @@ def _amount(number: int, is_bytes: bool) -> str:
 def sentences(advice: Advice) -> list[str]:
     """Why, and what to mind, one line each; headings stand alone."""
     lines = ["Why", *(f"- {text}" for text in advice.reasons)]
+    lines += [f"- {_parts(one)}" for one in advice.expectations if one.before]
     lines += [f"- {one.what}: {one.note}." for one in advice.expectations if one.note]
     sources = sorted({name for one in advice.expectations for name in one.based_on})
     if sources:
-        lines.append(f"- Times are corrected by records of {' and '.join(sources)}.")
+        names = ", ".join(sources)
+        lines.append(f"- Times are corrected by records of whole models: {names}.")
     if advice.warnings:
         lines += ["", "Mind", *(f"- {text}" for text in advice.warnings)]
     return lines
