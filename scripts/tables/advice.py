@@ -37,15 +37,13 @@ def predictions(results: Path) -> str:
         rows=tuple(map(_row, found)),
     )
     known = [abs(one.error_percent) for one in found if one.error_percent is not None]
-    return (
-        f"{to_markdown(table)}\n{len(known)} of {len(found)} are predicted; the largest error is "
-        f"{max(known):.0f} %.\n"
-    )
+    told = f"{len(known)} of {len(found)} are predicted; the largest error is {max(known):.0f} %."
+    return f"{to_markdown(table).rstrip()}\n\n{told}\n"
 
 
 def _row(one: Compared) -> tuple[str, ...]:
     about = (one.model, one.what, f"`{one.row}`")
     if one.predicted is None or one.error_percent is None:
         return (*about, "– (host)", f"{one.measured:.2f}×", "–")
-    error = f"{one.error_percent:+.0f} %".replace("-", "−")
+    error = f"{round(one.error_percent):+d} %".replace("+0", "0").replace("-", "−")
     return (*about, f"{one.predicted:.2f}×", f"{one.measured:.2f}×", error)

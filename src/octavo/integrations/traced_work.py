@@ -158,7 +158,7 @@ class _BytesSeen(TorchDispatchMode):
     """Counts the bytes of ops that are neither products nor views, where that is asked for."""
 
     def __init__(self, found: Trace, inside: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found, self.inside = found, inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

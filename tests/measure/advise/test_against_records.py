@@ -135,6 +135,7 @@ def check_step(name, rows):
     assert best["+".join(parts) or "bf16"] >= TIE * max(best.values())
 
 
+@pytest.mark.slow
 def test_steps_are_compared_over_bf16():
     """Records as `octavo bench diffusion` writes them, with figures made up."""
     pytest.importorskip("diffusers")

@@ -127,7 +127,7 @@ def decoder_work(model: Any) -> DecoderWork:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and (name == head_name or _is_in(name, prefix))
     ]
-    config = language.config
+    config: Any = language.config
     attention: Any = list(modules.values())
     parameters = {id(p): p.numel() for p in model.parameters()}
     embedding = model.get_input_embeddings().weight

@@ -173,14 +173,13 @@ def _needs_room(predictor: Predictor, model: ModelShape, workload: Workload) -> 
 def _memory(
     predictor: Predictor, model: ModelShape, workload: Workload, chosen: DecoderPlan
 ) -> Iterator[MemoryRow]:
-    plans = (DecoderPlan(), chosen)
-    length = workload.context + workload.output_len
-    yield MemoryRow("weights", *(_weight_bytes(model, plan) for plan in plans))
-    caches = [_cache_bytes(model, workload, plan) for plan in plans]
-    yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", *caches)
-    fitting = [_num_fitting(predictor, model, workload, plan) for plan in plans]
+    plain, length = DecoderPlan(), workload.context + workload.output_len
+    yield MemoryRow("weights", _weight_bytes(model, plain), _weight_bytes(model, chosen))
+    caches = (_cache_bytes(model, workload, plain), _cache_bytes(model, workload, chosen))
+    yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", caches[0], caches[1])
+    before, after = (_num_fitting(predictor, model, workload, plan) for plan in (plain, chosen))
     share = f"{100 * MEMORY_SHARE:.0f} % of {predictor.gpu.memory_bytes / 1e9:.0f} GB"
-    yield MemoryRow(f"such sequences that fit in {share}", *fitting, is_bytes=False)
+    yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
 
 
 def _kv_reasons(
