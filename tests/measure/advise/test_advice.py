@@ -62,6 +62,7 @@ def test_a_long_context_has_an_fp8_cache_and_a_short_one_has_not():
     assert short.recipe.kv_cache is None
     assert "below break-even: an FP8 cache saves 1 % of a token's time from about" in warned(short)
     assert short.expectations[1].speedup is None  # launches on the host
+    assert short.expectations[1].before == {} and short.expectations[0].before
 
 
 def test_small_windows_are_skipped():
@@ -83,6 +84,7 @@ def test_warnings_name_what_the_model_is():
     experts = ExpertWork(num_layers=32, num_experts=8, num_per_token=2, num_weights=10**7)
     with_experts = advise(decoder(experts=experts), H200, LONG)
     assert "Experts in one tensor" in " ".join(with_experts.reasons)
+    assert "Experts are counted" in warned(with_experts)
     assert "stated shares" in warned(with_experts)
 
 
@@ -140,8 +142,35 @@ def test_bytes_and_flops_of_a_token_and_a_prompt():
         prefill_cost(model, speeds, DecoderPlan(prefill_impl="fastest"), num_tokens=n).parts
         for n in (8192, 16384)
     )
+    # Causal: half of 4 · heads · head_dim · tokens².
+    flops = 32 * 4 * 32 * 128 * 8192**2 / 2
+    assert short["attention"] == pytest.approx(1e3 * flops / (0.95 * 694e12))
     assert long["attention"] / short["attention"] == pytest.approx(4)
+    windows = decoder(window=512).decoder
+    some = prefill_cost(windows, speeds, DecoderPlan(prefill_impl="fastest"), num_tokens=8192)
+    assert some.parts["attention"] / short["attention"] == pytest.approx((1 + 2 * 512 / 8192) / 2)
     assert long["linear layers"] / short["linear layers"] == pytest.approx(2)
+
+
+def test_a_models_own_records_decide():
+    """Where FP8 was slower than predicted, it is not advised."""
+
+    def rows(fp8_ms):
+        machine = Machine.current(gpu=H200.name, capability=(9, 0))
+        about = {"model": "a-model", "layers": 32, "input_len": 32768, "output_len": 16}
+        for name, dtype, ms in (("auto", "auto", 13.0), ("fp8", "fp8_e4m3", fp8_ms)):
+            case = {**about, "batch_size": 8, "row": name, "kv_cache_dtype": dtype}
+            values = {"median_itl_ms": ms, "median_ttft_ms": 1200.0}
+            yield Measurement(
+                op="latency", impl="octavo", case=case, values=values, machine=machine, command="x"
+            )
+
+    good, bad = (advise(decoder(), H200, LONG, list(rows(ms))) for ms in (8.0, 40.0))
+    assert good.recipe.kv_cache is not None and bad.recipe.kv_cache is None
+    assert good.expectations[0].before_ms == pytest.approx(13.0, rel=0.02)
+    assert good.expectations[0].based_on == ("a-model",)
+    left_out = advise(decoder(), H200, LONG, list(rows(40.0)), leave_out=["a-model"])
+    assert left_out.recipe.kv_cache is not None
 
 
 def parsed(command):

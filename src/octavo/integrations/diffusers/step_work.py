@@ -14,6 +14,7 @@ from octavo.integrations.diffusers.defaults import kept_layers
 from octavo.integrations.diffusers.full_size import (
     FULL_SIZES,
     FullSize,
+    cast_to_bf16_,
     find_full_size,
     make_transformer,
     repeated_blocks,
@@ -72,6 +73,7 @@ def step_of_folder(folder: Path) -> StepWork:
             f"{file}: expected a transformer whose inputs are known, one of "
             f"{', '.join(known)}; got {kind}"
         )
+    cast_to_bf16_(model)
     return _step_work(model, known[kind], None)
 
 

@@ -29,7 +29,7 @@ def advise(
     records: of kernels and of whole models, on any GPU. leave_out: names of models whose records
     do not count. served: what the model is called in commands.
     """
-    predictor = Predictor(records, gpu, leave_out=leave_out)
+    predictor = Predictor(records, gpu, leave_out=leave_out, shapes=[model])
     parts: list[Part] = []
     if model.decoder is not None:
         parts.append(choose_decoder(predictor, model, workload))

@@ -36,6 +36,8 @@ def of_decoder(
     has_cache = any(plan.is_kv_fp8 for plan in plans)
     if has_cache:
         yield from _break_even(predictor, model, workload, first)
+    if work.experts is not None:
+        yield "Experts are counted as bytes and flops alone: no model with experts has a record."
     if chosen.is_linear_fp8 and not predictor.has_record(chosen):
         yield (
             "No record of a whole model has FP8 linear layers like these: what they gain is what "

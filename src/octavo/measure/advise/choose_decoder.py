@@ -132,13 +132,15 @@ def _expectations(
 def expectation(what: str, before: Prediction, after: Prediction) -> Expectation:
     """Two predictions as one row."""
     is_bound = before.is_host_bound or after.is_host_bound
+    shown = () if is_bound else (before, after)  # the host's time is not made of these parts
+    parts = [{name: ms * p.factor for name, ms in p.cost.parts.items()} for p in shown] or [{}, {}]
     note = "launches on the host take longer than the GPU: FP8 does not help" if is_bound else ""
     return Expectation(
         what,
         before.ms,
         after.ms,
-        {name: ms * before.factor for name, ms in before.cost.parts.items()},
-        {name: ms * after.factor for name, ms in after.cost.parts.items()},
+        parts[0],
+        parts[1],
         tuple(sorted({*before.based_on, *after.based_on})),
         note,
     )

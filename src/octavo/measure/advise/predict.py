@@ -7,7 +7,7 @@ engine between kernels); a model's own records say it best, unless they are left
 import math
 import re
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -19,6 +19,7 @@ from octavo.measure.advise.model_shape import ModelShape, find_model
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.records import Measurement
 
+Shapes = Mapping[str, ModelShape]
 # Milliseconds that the host takes for a layer of a prompt's pass, where no record says it.
 HOST_MS_PER_LAYER = 2.0
 # How far another length or batch may be for its record to say something, as a factor.
@@ -65,12 +66,22 @@ class _Sample:
 
 
 class Predictor:
-    """Predicts times on a GPU; leave_out: models whose own records do not count."""
+    """Predicts times on a GPU.
+
+    leave_out: models whose own records do not count. shapes: of models that records name and that
+    have no name of `model_shape.known_models`.
+    """
 
     def __init__(
-        self, records: Sequence[Measurement], gpu: Gpu, *, leave_out: Collection[str] = ()
+        self,
+        records: Sequence[Measurement],
+        gpu: Gpu,
+        *,
+        leave_out: Collection[str] = (),
+        shapes: Sequence[ModelShape] = (),
     ) -> None:
         self.gpu = gpu
+        self._shapes = {shape.name: shape for shape in shapes}
         counted = [row for row in records if row.case.get("model") not in leave_out]
         self.records = newest(counted)
         self.speeds = Speeds(self.records, gpu)
@@ -192,7 +203,7 @@ class Predictor:
                 one
                 for row in self._of_gpu
                 if (make := _SAMPLERS.get(row.op)) is not None
-                for one in make(row, self.speeds)
+                for one in make(row, self._shapes, self.speeds)
             ]
         return self._samples
 
@@ -251,8 +262,9 @@ def step_shape(row: Measurement) -> ModelShape | None:
     return shape_of_step(name, tuple(map(int, re.findall(r"[0-9]+", str(layers)))))
 
 
-def _latency_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
-    model = shape_of(str(row.case["model"]))
+def _latency_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_Sample]:
+    name = str(row.case["model"])
+    model = shapes[name] if name in shapes else shape_of(name)
     if model is None or model.decoder is None or not is_whole(row, model):
         return []
     plan, length = plan_of(row), int(row.case["input_len"])
@@ -274,7 +286,7 @@ def is_whole(row: Measurement, model: ModelShape) -> bool:
     return row.case.get("layers", len(model.decoder.layers)) == len(model.decoder.layers)
 
 
-def _step_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
+def _step_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_Sample]:
     recipe, model = str(row.case["recipe"]), step_shape(row)
     if recipe not in STEP_RECIPES or model is None or not row.case.get("graphs"):
         return []
@@ -285,7 +297,7 @@ def _step_samples(row: Measurement, speeds: Speeds) -> list[_Sample]:
     return [_Sample(model.name, f"step {recipe}", recipe, 1, 1, ratio)]
 
 
-_SAMPLERS: dict[str, Callable[[Measurement, Speeds], list[_Sample]]] = {
+_SAMPLERS: dict[str, Callable[[Measurement, Shapes, Speeds], list[_Sample]]] = {
     "latency": _latency_samples,
     "throughput": _latency_samples,
     "diffusion_step": _step_samples,

@@ -28,8 +28,6 @@ STATED: Mapping[str, tuple[float, float]] = {
     "decode FP8": (6.0, 0.95),
     "attention BF16": (0.0, 0.95),
     "attention FP8": (0.0, 0.6),
-    "encoder BF16": (0.0, 0.65),
-    "encoder FP8": (0.0, 0.45),
     "quantize": (3.0, 0.8),
     "copy": (2.0, 0.9),
 }
@@ -121,14 +119,14 @@ class Speeds:
         # A tower keeps the GPU busy: records under load are nearer to it.
         if any("load_s" in row.case for row in rows):
             rows = [row for row in rows if "load_s" in row.case]
-        if not rows:
-            impl = None if operands == "FP8" else "fastest"
-            return self.attention_ms(operands, flops, head_dim, impl)
         wanted = "static" if scaling == "static" else "dynamic with history"
         by_impl: dict[str, list[Measurement]] = {}
         for row in rows:
             if row.case.get("operands") == operands and row.case.get("scaling", wanted) == wanted:
                 by_impl.setdefault(row.impl, []).append(row)
+        if not by_impl:
+            impl = None if operands == "FP8" else "fastest"
+            return self.attention_ms(operands, flops, head_dim, impl)
         ceiling = self._flops(operands)
         kind = f"encoder {operands}"
         return min(self._fit(own, kind, "flops").ms(flops, ceiling) for own in by_impl.values())
