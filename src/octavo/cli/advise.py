@@ -136,7 +136,7 @@ def _measure(
         f"--images {workload.num_images} --measure"
     )
     with err.status("measuring") as status:
-        records = measure(
+        measured = measure(
             shape,
             workload,
             device.torch_device,
@@ -145,5 +145,7 @@ def _measure(
             on_progress=lambda what: status.update(f"measuring {what}"),
         )
     if output is not None:
-        store.append(output, records)
-    return records
+        store.append(output, measured.records)
+    for row, reason in measured.failures:
+        err.print(f"not measured: {row}: {reason}", soft_wrap=True)
+    return list(measured.records)

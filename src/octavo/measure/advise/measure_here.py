@@ -3,7 +3,8 @@
 What they measure are records like any others: advice takes a model's own records first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,12 +14,24 @@ from octavo.kernels.device import Device
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.model_shape import ModelShape
 from octavo.measure.advise.workload import Workload
+from octavo.measure.bench.benchmark import Objection
 from octavo.measure.records import Measurement
 
 OUTPUT_LEN = 16
 # Blocks of each kind that a diffusion transformer is measured with.
 NUM_BLOCKS = 2
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Records, and who could not take part: name and reason."""
+
+    records: tuple[Measurement, ...] = ()
+    failures: tuple[tuple[str, str], ...] = ()
+
+    def __add__(self, other: "Measured") -> "Measured":
+        return Measured(self.records + other.records, self.failures + other.failures)
 
 
 def benchmarks(model: ModelShape, workload: Workload) -> list[str]:
@@ -66,24 +79,24 @@ def measure(
     name: str,
     command: str,
     on_progress: Progress = lambda what: None,
-) -> list[Measurement]:
-    """Records of everything that decides; name: that of the model's sizes, or its folder."""
-    records: list[Measurement] = []
+) -> Measured:
+    """Everything that decides; name: that of the model's sizes, or its folder."""
+    found = Measured()
     if model.decoder is not None:
         on_progress("the engine's latency")
-        records += _measure_decoder(model, workload, device, name, command)
+        found += _measure_decoder(model, workload, device, name, command)
     if model.tower is not None:
         on_progress("the vision tower")
-        records += _measure_tower(model, workload, device, name, command)
+        found += _measure_tower(model, workload, device, name, command)
     if model.step is not None:
         on_progress("a step")
-        records += _measure_step(model, device, name, command)
-    return records
+        found += _measure_step(model, device, name, command)
+    return found
 
 
 def _measure_decoder(
     model: ModelShape, workload: Workload, device: torch.device, name: str, command: str
-) -> list[Measurement]:
+) -> Measured:
     from octavo.integrations.transformers.decoder import CONFIGS
     from octavo.measure.bench.engine_rows import make_rows, open_subject
     from octavo.measure.bench.latency import LatencyCase, run_latency
@@ -107,19 +120,22 @@ def _measure_decoder(
     rows = make_rows(decoder_rows(model), subject)
     results = run_latency(subject, rows, case, settings, command=command)
     records = [record for result in results for record in result.records]
-    return [_named(record, model.name) for record in records]
+    failures = [(result.row.name, result.failure) for result in results if result.failure]
+    return Measured(_named(records, model.name), tuple(failures))
 
 
-def _named(record: Measurement, name: str) -> Measurement:
-    """A record under the name by which advice knows the model."""
-    from dataclasses import replace
+def _named(records: Sequence[Measurement], name: str) -> tuple[Measurement, ...]:
+    """Records under the name by which advice knows the model."""
+    return tuple(replace(record, case={**record.case, "model": name}) for record in records)
 
-    return replace(record, case={**record.case, "model": name})
+
+def _objected(objections: Sequence[Objection]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{one.name}, {one.operands}", one.reason) for one in objections)
 
 
 def _measure_tower(
     model: ModelShape, workload: Workload, device: torch.device, name: str, command: str
-) -> list[Measurement]:
+) -> Measured:
     from octavo.integrations.transformers.vision_tower import CONFIGS, make_tower, open_tower
     from octavo.measure.bench.encoder import RESOLUTIONS, EncoderCase, run_encoder
 
@@ -131,13 +147,11 @@ def _measure_tower(
         )
     tower = make_tower(name, device) if name in CONFIGS else open_tower(Path(name), device)
     case = EncoderCase(named[workload.image_size], workload.num_images)
-    records, _ = run_encoder(tower, case, command, use_graphs=device.type == "cuda")
-    return [_named(record, model.name) for record in records]
+    records, objections = run_encoder(tower, case, command, use_graphs=device.type == "cuda")
+    return Measured(_named(records, model.name), _objected(objections))
 
 
-def _measure_step(
-    model: ModelShape, device: torch.device, name: str, command: str
-) -> list[Measurement]:
+def _measure_step(model: ModelShape, device: torch.device, name: str, command: str) -> Measured:
     from octavo.integrations.diffusers.full_size import FULL_SIZES
     from octavo.measure.bench.diffusion import StepCase, run_step
 
@@ -149,5 +163,5 @@ def _measure_step(
     is_cuda = device.type == "cuda"
     recipes = ("bf16", "linear", "linear+attention")
     case = StepCase(model.name, recipes, NUM_BLOCKS, is_compiled=is_cuda, use_graphs=is_cuda)
-    records, _ = run_step(case, device, command)
-    return records
+    records, objections = run_step(case, device, command)
+    return Measured(tuple(records), _objected(objections))
