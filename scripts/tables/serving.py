@@ -20,7 +20,16 @@ LOAD = ("num_prompts", "input_len", "output_len", "range_ratio", "max_concurrenc
 
 def latency(results: Path) -> str:
     """Time to the first token and between tokens by context, and the line of each row in words."""
-    records = store.read(results / "latency_h200.jsonl")
+    return _latency_tables(results / "latency_h200.jsonl")
+
+
+def linear(results: Path) -> str:
+    """The same of rows with linear layers in FP8, for batches of one and more."""
+    return _latency_tables(results / "linear_h200.jsonl")
+
+
+def _latency_tables(path: Path) -> str:
+    records = store.read(path)
     groups = grouped(records, lambda r: (_has_graphs(r), *_cases(r, *ENGINE, *BATCH)))
     return "\n\n".join(map(_latency_of, groups)) + "\n"
 
@@ -54,7 +63,9 @@ def _latency_of(records: list[Measurement]) -> str:
         f"{case['output_len']} tokens after each prompt. Milliseconds, medians"
         f"{_factors(latest, 'speed-up')}.\n\n{to_markdown(table)}"
     )
-    lines = "\n".join(_line(r) for r in latest if r.op == "latency_fit")
+    # A line through two lengths explains everything.
+    fits = [r for r in latest if r.op == "latency_fit" and r.case["input_lens"].count(",") > 1]
+    lines = "\n".join(map(_line, fits))
     return f"{text}\n\nITL over the context as a line:\n\n{lines}" if lines else text
 
 

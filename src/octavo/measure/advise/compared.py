@@ -124,6 +124,7 @@ def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> list[
             predictor.decode(model, one, context=middle, batch=batch).ms for one in (first, plan)
         ]
         name, at = str(row.case["row"]), f"{length:,} tokens"
+        at = at if batch == 1 else f"{batch} × {at}"
         measured = row.values["itl_speedup"]
         found.append(Compared(model.name, f"ITL at {at}", name, measured, tokens[0] / tokens[1]))
         if batch > 1:

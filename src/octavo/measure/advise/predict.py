@@ -281,9 +281,16 @@ def _latency_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_
 
 
 def is_whole(row: Measurement, model: ModelShape) -> bool:
-    """Whether a record is of all layers of a model."""
+    """Whether a record is of all layers of a model, quantized in a way that plans know.
+
+    Scales of each token in a cache, and linear layers with activations in BF16, are others.
+    """
     assert model.decoder is not None
-    return row.case.get("layers", len(model.decoder.layers)) == len(model.decoder.layers)
+    return (
+        row.case.get("layers", len(model.decoder.layers)) == len(model.decoder.layers)
+        and row.case.get("granularity") != "token"
+        and "activation token" in str(row.case.get("linear", "activation token"))
+    )
 
 
 def _step_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_Sample]:
