@@ -1,6 +1,7 @@
 """What a step computes: the same from one block of each kind and from all, and from a folder."""
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,11 @@ import diffusers
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.diffusers.step_work import named_step, step_of_folder
+from octavo.measure.advise.advise import advise
+from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.advise.model_shape import ModelShape
+from octavo.measure.advise.workload import Workload
+from octavo.patterns import Layer, match_layers
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +29,18 @@ def test_flux_is_what_its_sizes_say():
     assert reached == (19 + 38) * 2 * 4608 * 12 * 3072**2
     assert work.weight_bytes == pytest.approx(23.8e9, rel=0.01)
     assert "norm1.linear" in " ".join(work.kept)
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev", "qwen-image"])
+def test_advice_names_what_modulation_takes(name):
+    """And names its layers by patterns that match all of them, and nothing else."""
+    work = named_step(name)
+    advice = advise(ModelShape(name, step=work), find_gpu("h200"), Workload())
+    text = next(text for text in advice.warnings if text.startswith("Modulation"))
+    patterns = re.findall(r'"([^"]+)"', text)
+    layers = [Layer(one.name) for one in work.linear]
+    matched = {layer.name for layer in match_layers(patterns, layers)}
+    assert matched == {n for n, why in work.kept.items() if why.startswith("modulation")}
 
 
 def test_numbers_of_blocks():

@@ -192,7 +192,7 @@ def parsed(command):
         list(flags["skip_layers"] or ()),
         EncoderOptions(attn_dtype=flags["attn_dtype"]),
         quantization=flags["quantization"],
-        ignored_layers=list(flags["ignored_layers"] or ()),
+        patterns={"ignored_layers": flags["ignored_layers"]},
     )
 
 

@@ -1,5 +1,6 @@
 """Warnings that go with advice: what may go wrong with this model, and what to do about it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ LARGE_HEAD_DIM = 256
 SMALL_WINDOW = 4096
 MIN_RECOVERY_PERCENT = 95.0
 MAX_CONTEXT = 2**20
+# Share of a transformer's weights from which on those of modulation are worth a word.
+MIN_MODULATION = 0.05
 
 
 def of_decoder(
@@ -129,10 +132,27 @@ def of_step(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
     if not fields:
         return
     yield "Times are those of compiled blocks: without torch.compile, quantizing inputs costs more."
+    yield from _modulation(model, fields)
     optional = [why for why in model.step.kept.values() if "vllm-omni" in why]
     if optional:
-        yield f'{optional[0]}; included_layers = ["img_mlp"] quantizes it as well.'
+        yield f'{optional[0][0].upper()}{optional[0][1:]}; included_layers = ["img_mlp"] quantizes it as well.'
     yield "See what FP8 does to pictures before you serve it: octavo eval images."
+
+
+def _modulation(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Layers that see one token hold weights that FP8 alone would halve."""
+    assert model.step is not None
+    kept = model.step.kept
+    found = [one for one in model.step.linear if kept.get(one.name, "").startswith("modulation")]
+    num_bytes = sum(2 * one.num_weights for one in found)
+    if "linear" not in fields or num_bytes < MIN_MODULATION * model.step.weight_bytes:
+        return
+    names = dict.fromkeys(re.sub(r"^.*?\.[0-9]+\.|(\.[0-9]+)+$", "", one.name) for one in found)
+    patterns = ", ".join(f'"{name}"' for name in names)
+    yield (
+        f"Modulation stays in BF16 and takes {num_bytes / 1e9:.1f} GB: weight_only_layers = "
+        f"[{patterns}] in the recipe halves that, and leaves its input as it is."
+    )
 
 
 def of_records(predictor: Predictor, model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -165,7 +185,7 @@ def of_records(predictor: Predictor, model: ModelShape, fields: Mapping[str, Any
             f"({worst.case.get('recipe', worst.impl)}), under {MIN_RECOVERY_PERCENT:.0f} %: "
             "calibrate, use a finer granularity, or skip layers."
         )
-    elif not any(_is_of(row, name) for row in predictor.records):
+    elif model.step is None and not any(_is_of(row, name) for row in predictor.records):
         yield (
             "Quality is not measured for this model: octavo eval says the recovery; under "
             f"{MIN_RECOVERY_PERCENT:.0f} %, calibrate or skip layers."
