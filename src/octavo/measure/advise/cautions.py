@@ -135,7 +135,8 @@ def of_step(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
     yield from _modulation(model, fields)
     optional = [why for why in model.step.kept.values() if "vllm-omni" in why]
     if optional:
-        yield f'{optional[0][0].upper()}{optional[0][1:]}; included_layers = ["img_mlp"] quantizes it as well.'
+        why = optional[0][0].upper() + optional[0][1:]
+        yield f'{why}; included_layers = ["img_mlp"] quantizes it as well.'
     yield "See what FP8 does to pictures before you serve it: octavo eval images."
 
 
