@@ -13,7 +13,7 @@ import transformers
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.traced_work import LinearWork
 from octavo.integrations.transformers.cache_layers import CacheLayer
-from octavo.integrations.transformers.decoder_work import DecoderWork, ExpertWork
+from octavo.integrations.transformers.language_work import DecoderWork, ExpertWork
 from octavo.integrations.transformers.tower_work import tower_of_config
 from octavo.kernels.device import CPU
 from octavo.measure.advise.advice import serve_command

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_work import StepWork
     from octavo.integrations.traced_work import LinearWork
     from octavo.integrations.transformers.cache_layers import CacheLayer
-    from octavo.integrations.transformers.decoder_work import DecoderWork
+    from octavo.integrations.transformers.language_work import DecoderWork
     from octavo.integrations.transformers.tower_work import TowerWork
 
 # Launches of a compiled layer beside its products and attention: norms, rotary, append, activation.

@@ -10,7 +10,7 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_work import StepWork
-    from octavo.integrations.transformers.decoder_work import DecoderWork
+    from octavo.integrations.transformers.language_work import DecoderWork
     from octavo.integrations.transformers.tower_work import TowerWork
 
 
@@ -46,9 +46,9 @@ ALIASES = {"flux.1": "flux.1-dev"}
 
 def known_models() -> list[str]:
     """Every name that `find_model` takes, but for aliases."""
-    from octavo.integrations.transformers import decoder, decoder_work, vision_tower
+    from octavo.integrations.transformers import decoder, language_work, vision_tower
 
-    names = [*decoder.CONFIGS, *decoder_work.LANGUAGE_MODELS, *vision_tower.CONFIGS]
+    names = [*decoder.CONFIGS, *language_work.LANGUAGE_MODELS, *vision_tower.CONFIGS]
     return list(dict.fromkeys([*names, *_diffusion_names()]))
 
 
@@ -64,15 +64,15 @@ def _diffusion_names() -> Sequence[str]:
 
 def find_model(name: str) -> ModelShape:
     """The shape of a name, or of a folder of transformers or diffusers with a config.json."""
-    from octavo.integrations.transformers import decoder, decoder_work, tower_work, vision_tower
+    from octavo.integrations.transformers import decoder, language_work, tower_work, vision_tower
 
     wanted = ALIASES.get(name.lower(), name.lower())
-    has_decoder = wanted in decoder.CONFIGS or wanted in decoder_work.LANGUAGE_MODELS
+    has_decoder = wanted in decoder.CONFIGS or wanted in language_work.LANGUAGE_MODELS
     has_tower = wanted in vision_tower.CONFIGS and wanted not in decoder.CONFIGS
     if has_decoder or has_tower:
         return ModelShape(
             wanted,
-            decoder=decoder_work.named_decoder(wanted) if has_decoder else None,
+            decoder=language_work.named_decoder(wanted) if has_decoder else None,
             tower=tower_work.named_tower(wanted) if has_tower else None,
         )
     if Path(name).exists():
@@ -114,7 +114,7 @@ def _read_diffusion(folder: Path, name: str) -> ModelShape:
 
 
 def _read_transformers(folder: Path, name: str) -> ModelShape:
-    from octavo.integrations.transformers.decoder_work import (
+    from octavo.integrations.transformers.language_work import (
         decoder_of_config,
         quantization_method,
         read_config,
