@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from octavo.atomic import write_atomically
-from tables import decoders, kernels, serving, vision
+from tables import advice, decoders, kernels, serving, vision
 from tables.images import images, modulation
 from tables.sensitivity import sensitivity
 from tables.speeds import speeds
@@ -27,6 +27,7 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Each is given the folder of the records.
 TABLES: dict[str, Callable[[Path], str]] = {
     "accumulator": kernels.accumulator,
+    "advice": advice.advice,
     "attention": kernels.attention,
     "chartqa": vision.chartqa,
     "decode": kernels.decode,
@@ -38,6 +39,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "load": vision.load,
     "modulation": modulation,
     "perplexity": decoders.perplexity,
+    "predictions": advice.predictions,
     "sensitivity": sensitivity,
     "speeds": speeds,
     "steps": steps,

@@ -43,6 +43,12 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
+        "advise",
+        "octavo.cli.advise:advise",
+        "What to quantize in a model on a GPU, what to expect of it, and why.",
+        example="octavo advise llama-3.1-8b --gpu h200 --context 32k --concurrency 8",
+    ),
+    Command(
         "bench",
         "octavo.cli.bench:app",
         "How fast each op runs here, checked against float64 first.",

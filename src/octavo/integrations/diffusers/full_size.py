@@ -145,11 +145,16 @@ def make_transformer(
     with torch.device(device), torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(diffusers, size.kind)(**config)
+    cast_to_bf16_(model)
+    return model.eval()
+
+
+def cast_to_bf16_(model: nn.Module) -> None:
+    """Cast a model's parameters, but for what its class keeps in float32."""
     kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
         if not any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.bfloat16()
-    return model.eval()
 
 
 def make_inputs(size: FullSize, device: torch.device, seed: int = 0) -> Inputs:

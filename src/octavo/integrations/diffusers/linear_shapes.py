@@ -24,7 +24,7 @@ def read_linear_shapes(path: Path) -> list[tuple[int, int]]:
         files = sorted(path.glob(f"transformer*/{CONFIG}"))
     shapes: dict[tuple[int, int], None] = {}
     for file in files:
-        model = _make(file)
+        model = make_on_meta(file)
         chosen = plan_linear(model, (), kept_layers(model)).chosen
         for name in chosen:
             layer = model.get_submodule(name)
@@ -35,7 +35,7 @@ def read_linear_shapes(path: Path) -> list[tuple[int, int]]:
     return list(shapes)
 
 
-def _make(file: Path) -> nn.Module:
+def make_on_meta(file: Path) -> nn.Module:
     """The model of a config, without memory for its weights."""
     import diffusers
 

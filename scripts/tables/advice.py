@@ -1,0 +1,49 @@
+"""What `octavo advise` says, and how near its predictions are to what was measured."""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.measure import store
+from octavo.measure.advise.compared import Compared, compare_all
+from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.report.markdown import to_markdown
+from octavo.measure.report.tables import Table
+
+EXAMPLE = ("gpt-oss-like", "--gpu", "h200", "--context", "32k", "--concurrency", "8")
+
+
+def advice(results: Path) -> str:
+    """The command of EXAMPLE and what it prints."""
+    buffer = io.StringIO()
+    with redirect_stdout(buffer):
+        code = run(make_app(COMMANDS), ["advise", *EXAMPLE, "--results", str(results)])
+    if code:
+        raise SystemExit(f"octavo advise {' '.join(EXAMPLE)} ended with {code}")
+    lines = [line.rstrip() for line in buffer.getvalue().strip().splitlines()]
+    text = "\n".join(
+        line for line, before in zip(lines, ["x", *lines], strict=False) if line or before
+    )
+    return f"```text\n$ octavo advise {' '.join(EXAMPLE)}\n{text}\n```\n"
+
+
+def predictions(results: Path) -> str:
+    """Every speed-up of whole models that records have, beside its prediction."""
+    found = compare_all(store.read(results), find_gpu("h200"))
+    table = Table(
+        caption="",
+        header=("model", "what", "row", "predicted", "measured", "error"),
+        rows=tuple(map(_row, found)),
+    )
+    known = [abs(one.error_percent) for one in found if one.error_percent is not None]
+    told = f"{len(known)} of {len(found)} are predicted; the largest error is {max(known):.0f} %."
+    return f"{to_markdown(table).rstrip()}\n\n{told}\n"
+
+
+def _row(one: Compared) -> tuple[str, ...]:
+    about = (one.model, one.what, f"`{one.row}`")
+    if one.predicted is None or one.error_percent is None:
+        return (*about, "– (host)", f"{one.measured:.2f}×", "–")
+    error = f"{round(one.error_percent):+d} %".replace("+0", "0").replace("-", "−")
+    return (*about, f"{one.predicted:.2f}×", f"{one.measured:.2f}×", error)

@@ -1,0 +1,151 @@
+"""octavo advise: what to quantize in a model on a GPU, and why."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.console import err, out
+from octavo.cli.options import RecordsFile, check_folder
+from octavo.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from octavo.measure.advise.gpus import Gpu
+    from octavo.measure.advise.model_shape import ModelShape
+    from octavo.measure.advise.workload import Workload
+    from octavo.measure.records import Measurement
+
+RESULTS = Path("results")
+
+
+def advise(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model's folder of transformers or diffusers (its config.json is enough), or "
+            "the name of its sizes: llama-3.1-8b, gpt-oss-like, qwen3-vl-30b-a3b, flux.1-dev, …",
+            show_default=False,
+        ),
+    ],
+    gpu: Annotated[
+        str,
+        typer.Option("--gpu", help="h200, h100, b200, l40s or a100; it need not be here."),
+    ] = "h200",
+    context: Annotated[
+        str, typer.Option("--context", help="Tokens of a prompt (8192, 32k).")
+    ] = "8k",
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, help="Requests that run at once.")
+    ] = 1,
+    output_len: Annotated[
+        int, typer.Option("--output-len", min=1, help="Tokens of an answer.")
+    ] = 512,
+    image_size: Annotated[
+        str, typer.Option("--image-size", help="1920x1080, or hd, fullhd, qhd, 4k.")
+    ] = "fullhd",
+    images: Annotated[int, typer.Option("--images", min=1, help="Images in one request.")] = 1,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            help="Records to take speeds from: a JSON Lines file or a folder of them; results/ if "
+            "it is there.",
+            show_default=False,
+        ),
+    ] = None,
+    is_measured: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Run the short benchmarks that decide, on the GPU of this machine."
+        ),
+    ] = False,
+    output: RecordsFile = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the advice as one JSON object.")
+    ] = False,
+) -> None:
+    """Say what to quantize in a model on a GPU for a workload: a recipe, with reasons.
+
+    octavo advise llama-3.1-8b --gpu h200 --context 32k --concurrency 8
+
+    Times are a sum of parts: each linear layer and each attention at the speed that records of
+    kernels say (--results), corrected by records of whole models. No GPU is needed, and no
+    weights.
+    """
+    from octavo.errors import ConfigError
+    from octavo.measure.advise.advise import advise as make_advice
+    from octavo.measure.advise.gpus import find_gpu
+    from octavo.measure.advise.memory import parse_tokens
+    from octavo.measure.advise.model_shape import find_model
+    from octavo.measure.advise.workload import Workload, parse_size
+
+    if output is not None and not is_measured:
+        raise ConfigError("-o is for the records of --measure, which is not asked for")
+    check_folder(output)
+    found_gpu = find_gpu(gpu)
+    workload = Workload(
+        context=parse_tokens(context),
+        concurrency=concurrency,
+        output_len=output_len,
+        image_size=parse_size(image_size),
+        num_images=images,
+    )
+    shape = find_model(model)
+    records = _read(results)
+    if is_measured:
+        records += _measure(model, shape, found_gpu, workload, output)
+    served = model if Path(model).exists() else "MODEL"
+    advice = make_advice(shape, found_gpu, workload, records, served=served)
+    if as_json:
+        typer.echo(advice.to_json())
+        return
+    from octavo.measure.advise import words
+
+    out.print(words.title(advice), soft_wrap=True)
+    print_table(words.expectation_table(advice))
+    if advice.memory:
+        print_table(words.memory_table(advice))
+    for line in words.sentences(advice):
+        out.print(line, soft_wrap=True)
+    out.print("\nRecipe (recipe.toml)", soft_wrap=True)
+    out.print(words.recipe_text(advice), soft_wrap=True)
+    out.print(advice.command, soft_wrap=True)
+
+
+def _read(results: Path | None) -> "list[Measurement]":
+    from octavo.measure import store
+
+    if results is None:
+        return store.read(RESULTS) if any(RESULTS.glob("*.jsonl")) else []
+    return store.read(results)
+
+
+def _measure(
+    name: str, shape: "ModelShape", gpu: "Gpu", workload: "Workload", output: Path | None
+) -> "list[Measurement]":
+    from octavo.kernels.device import default_device
+    from octavo.measure import store
+    from octavo.measure.advise.measure_here import check_measurable, measure
+
+    device = default_device()
+    check_measurable(shape, gpu, workload, device)
+    height, width = workload.image_size
+    command = (
+        f"octavo advise {name} --gpu {gpu.key} --context {workload.context} --concurrency "
+        f"{workload.concurrency} --output-len {workload.output_len} --image-size {width}x{height} "
+        f"--images {workload.num_images} --measure"
+    )
+    with err.status("measuring") as status:
+        measured = measure(
+            shape,
+            workload,
+            device.torch_device,
+            name=name,
+            command=command,
+            on_progress=lambda what: status.update(f"measuring {what}"),
+        )
+    if output is not None:
+        store.append(output, measured.records)
+    for row, reason in measured.failures:
+        err.print(f"not measured: {row}: {reason}", soft_wrap=True)
+    return list(measured.records)

@@ -1,0 +1,230 @@
+"""What to quantize in a language model: its cache, and its linear layers."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from octavo.measure.advise import cautions
+from octavo.measure.advise.advice import Expectation, MemoryRow, Part
+from octavo.measure.advise.cost import DecoderPlan
+from octavo.measure.advise.memory import cache_memory
+from octavo.measure.advise.model_shape import ModelShape
+from octavo.measure.advise.predict import Prediction, Predictor
+from octavo.measure.advise.speeds import Speeds
+from octavo.measure.advise.workload import Workload
+from octavo.recipe import KvCacheSettings
+
+# A recipe that quantizes more must be faster by this share; less is noise between machines.
+MIN_GAIN = 0.01
+# Share of a GPU's memory for weights and cache, as `octavo serve` has it.
+MEMORY_SHARE = 0.9
+SLIDING = "sliding_window"
+
+
+def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+    """The plan that serves the workload fastest, and quantizes no more than that takes."""
+    assert model.decoder is not None
+    first = baseline(model)
+    plans = [first, *_candidates(predictor.speeds, model)]
+    times = {plan: _duration_s(predictor, model, plan, workload) for plan in plans}
+    chosen = _least_changed(times)
+    reasons = _kv_reasons(predictor, model, workload, plans, chosen)
+    if (
+        _needs_room(predictor, model, workload)
+        and not chosen.is_kv_fp8
+        and any(plan.is_kv_fp8 for plan in plans)
+    ):
+        with_cache = {plan: s for plan, s in times.items() if plan.is_kv_fp8}
+        chosen = _least_changed(with_cache)
+        reasons.append(
+            f"{workload.concurrency} sequences of {workload.context:,} tokens do not fit in BF16 "
+            f"on {predictor.gpu.name}: an FP8 cache makes room for twice as many."
+        )
+    reasons += _linear_reasons(model, chosen, predictor)
+    return Part(
+        _fields(chosen, model),
+        tuple(_expectations(predictor, model, workload, first, chosen)),
+        tuple(_memory(predictor, model, workload, chosen)),
+        tuple(reasons),
+        tuple(cautions.of_decoder(predictor, model, workload, plans, chosen)),
+    )
+
+
+def baseline(model: ModelShape) -> DecoderPlan:
+    """BF16 with the fastest attention of prompts that records have; sinks have octavo's own."""
+    assert model.decoder is not None
+    return DecoderPlan(prefill_impl=None if model.decoder.has_sinks else "fastest")
+
+
+def _candidates(speeds: Speeds, model: ModelShape) -> Iterator[DecoderPlan]:
+    """Everything else that octavo has kernels for on this GPU, least changed first."""
+    assert model.decoder is not None
+    if not speeds.gpu.has_fp8:
+        return
+    impl = None if model.decoder.has_sinks else "fastest"
+    head_dim = model.decoder.head_dim
+    needed = (
+        *(("append_kv", "BF16 to FP8"), ("decode_attention", "BF16 to FP8")),
+        ("prefill_attention", "FP8"),
+    )
+    own = {speeds.selected(op, operands, head_dim) for op, operands in needed}
+    caches = [(False, False)]
+    if not own & {"reference", "none"}:
+        caches += [(True, True)] * bool(model.decoder.windows) + [(True, False)]
+    for is_linear in (False, True):
+        for is_kv, skips in caches:
+            if is_kv or is_linear:
+                yield DecoderPlan(is_kv, skips, is_linear, impl)
+
+
+def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:
+    """The first of those that are as fast as the fastest; they come least changed first."""
+    best = min(times.values())
+    return next(plan for plan, s in times.items() if s <= best * (1 + MIN_GAIN))
+
+
+def _duration_s(
+    predictor: Predictor, model: ModelShape, plan: DecoderPlan, workload: Workload
+) -> float:
+    return predictor.duration_s(
+        model,
+        plan,
+        context=workload.context,
+        output_len=workload.output_len,
+        batch=workload.concurrency,
+        num_requests=workload.concurrency,
+    )
+
+
+def _fields(plan: DecoderPlan, model: ModelShape) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if plan.is_kv_fp8:
+        fields["kv_cache"] = "fp8"
+    if plan.skips_windows:
+        fields["skip_layers"] = [SLIDING]
+    if plan.is_linear_fp8:
+        fields["linear"] = "fp8"
+        if model.decoder is not None and model.decoder.other_parts:
+            fields["ignored_layers"] = list(model.decoder.other_parts)
+    return fields
+
+
+def _expectations(
+    predictor: Predictor,
+    model: ModelShape,
+    workload: Workload,
+    first: DecoderPlan,
+    chosen: DecoderPlan,
+) -> Iterator[Expectation]:
+    at = f"{workload.concurrency} × {workload.context:,} tokens"
+    middle = workload.context + workload.output_len // 2
+    before, after = (
+        predictor.decode(model, plan, context=middle, batch=workload.concurrency)
+        for plan in (first, chosen)
+    )
+    yield expectation(f"a token (ITL), {at}", before, after)
+    before, after = (predictor.prefill(model, plan, workload.context) for plan in (first, chosen))
+    yield expectation(f"a prompt (TTFT), {workload.context:,} tokens", before, after)
+    seconds = [_duration_s(predictor, model, plan, workload) for plan in (first, chosen)]
+    what = f"{workload.concurrency} × ({workload.context:,} + {workload.output_len:,}) tokens"
+    yield Expectation(f"all of {what}", 1e3 * seconds[0], 1e3 * seconds[1], {}, {})
+
+
+def expectation(what: str, before: Prediction, after: Prediction) -> Expectation:
+    """Two predictions as one row."""
+    is_bound = before.is_host_bound or after.is_host_bound
+    shown = () if is_bound else (before, after)  # the host's time is not made of these parts
+    parts = [{name: ms * p.factor for name, ms in p.cost.parts.items()} for p in shown] or [{}, {}]
+    note = "launches on the host take longer than the GPU: FP8 does not help" if is_bound else ""
+    return Expectation(
+        what,
+        before.ms,
+        after.ms,
+        parts[0],
+        parts[1],
+        tuple(sorted({*before.based_on, *after.based_on})),
+        note,
+    )
+
+
+def _cache_bytes(model: ModelShape, workload: Workload, plan: DecoderPlan) -> int:
+    assert model.decoder is not None
+    settings = KvCacheSettings(scaling="unit") if plan.is_kv_fp8 else None
+    skips = [SLIDING] if plan.skips_windows else []
+    length = workload.context + workload.output_len
+    return cache_memory(model.decoder.layers, length, settings, skips).sequence
+
+
+def _weight_bytes(model: ModelShape, plan: DecoderPlan) -> int:
+    assert model.decoder is not None
+    of_tower = 0 if model.tower is None else model.tower.weight_bytes
+    work = model.decoder
+    return of_tower + (work.fp8_weight_bytes if plan.is_linear_fp8 else work.weight_bytes)
+
+
+def _num_fitting(
+    predictor: Predictor, model: ModelShape, workload: Workload, plan: DecoderPlan
+) -> int:
+    free = int(MEMORY_SHARE * predictor.gpu.memory_bytes) - _weight_bytes(model, plan)
+    return max(0, free) // _cache_bytes(model, workload, plan)
+
+
+def _needs_room(predictor: Predictor, model: ModelShape, workload: Workload) -> bool:
+    return _num_fitting(predictor, model, workload, DecoderPlan()) < workload.concurrency
+
+
+def _memory(
+    predictor: Predictor, model: ModelShape, workload: Workload, chosen: DecoderPlan
+) -> Iterator[MemoryRow]:
+    plain, length = DecoderPlan(), workload.context + workload.output_len
+    yield MemoryRow("weights", _weight_bytes(model, plain), _weight_bytes(model, chosen))
+    caches = (_cache_bytes(model, workload, plain), _cache_bytes(model, workload, chosen))
+    yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", caches[0], caches[1])
+    before, after = (_num_fitting(predictor, model, workload, plan) for plan in (plain, chosen))
+    share = f"{100 * MEMORY_SHARE:.0f} % of {predictor.gpu.memory_bytes / 1e9:.0f} GB"
+    yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
+
+
+def _kv_reasons(
+    predictor: Predictor,
+    model: ModelShape,
+    workload: Workload,
+    plans: Sequence[DecoderPlan],
+    chosen: DecoderPlan,
+) -> list[str]:
+    assert model.decoder is not None
+    middle = workload.context + workload.output_len // 2
+    token = predictor.decode(model, plans[0], context=middle, batch=workload.concurrency)
+    share = token.cost.parts["keys and values"] / token.cost.total_ms
+    text = (
+        f"Reading keys and values is {100 * share:.0f} % of a token's time in BF16 at "
+        f"{workload.concurrency} × {workload.context:,} tokens"
+    )
+    if not any(plan.is_kv_fp8 for plan in plans):
+        return [f"{text}; octavo has no FP8 cache for {predictor.gpu.name}."]
+    if not chosen.is_kv_fp8:
+        return [f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."]
+    found = [f"{text}; FP8 reads half of the bytes."]
+    if chosen.skips_windows:
+        windows = " and ".join(map(str, model.decoder.windows))
+        found.append(
+            f"Layers with a window of {windows} tokens are skipped: what they read does not grow "
+            "with the context, FP8 gains nothing there, and BF16 keeps them exact."
+        )
+    return found
+
+
+def _linear_reasons(model: ModelShape, chosen: DecoderPlan, predictor: Predictor) -> Sequence[str]:
+    assert model.decoder is not None
+    work = model.decoder
+    if not predictor.gpu.has_fp8:
+        return [f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has)."]
+    if not chosen.is_linear_fp8:
+        return ["FP8 linear layers would gain less than 1 % here."]
+    before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
+    found = [
+        f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} GB, which "
+        "tokens read, and prompts multiply at twice BF16's peak. The output head stays in BF16."
+    ]
+    if work.experts is not None:
+        found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
+    return found

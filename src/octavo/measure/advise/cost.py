@@ -1,0 +1,171 @@
+"""What a model costs on a GPU: milliseconds of a token, a prompt, a tower's images, a DiT's step.
+
+A sum of parts that can each be looked at: every linear layer and every attention is one call of an
+op whose speed records say (speeds.py); what is between them reads and writes memory. Nothing is
+fitted to whole models here (corrections.py does that, with other models' records).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from octavo.measure.advise.speeds import Speeds
+
+if TYPE_CHECKING:
+    from octavo.integrations.diffusers.step_work import StepWork
+    from octavo.integrations.traced_work import LinearWork
+    from octavo.integrations.transformers.cache_layers import CacheLayer
+    from octavo.integrations.transformers.language_work import DecoderWork
+    from octavo.integrations.transformers.tower_work import TowerWork
+
+# Launches of a compiled layer beside its products and attention: norms, rotary, append, activation.
+SMALL_LAUNCHES, SMALL_LAUNCH_US = 4, 1.5
+# Tokens of one pass over a prompt.
+CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Milliseconds by part."""
+
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total_ms(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class DecoderPlan:
+    """How a decoder runs; prefill_impl: that of BF16 prompts, None is octavo's own."""
+
+    is_kv_fp8: bool = False
+    skips_windows: bool = False
+    is_linear_fp8: bool = False
+    prefill_impl: str | None = None
+
+    def kv_operands(self, layer: "CacheLayer") -> str:
+        """Those of a layer's keys and values."""
+        is_skipped = self.skips_windows and layer.window is not None
+        return "FP8" if self.is_kv_fp8 and not is_skipped else "BF16"
+
+    @property
+    def linear_operands(self) -> str:
+        """Those of linear layers that a recipe reaches."""
+        return "FP8" if self.is_linear_fp8 else "BF16"
+
+    def __str__(self) -> str:
+        names = ["fp8" if self.is_kv_fp8 else "auto"]
+        names += ["linear"] * self.is_linear_fp8 + ["skip=sliding_window"] * self.skips_windows
+        return "+".join(names)
+
+
+@lru_cache(maxsize=64)
+def _alike(linear: "tuple[LinearWork, ...]") -> "Mapping[tuple[int, int, int, bool], int]":
+    """How many layers have the same inputs, outputs, rows and reach: most do."""
+    return Counter((one.inputs, one.outputs, one.rows, one.is_reached) for one in linear)
+
+
+def decode_cost(
+    model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, *, context: int, batch: int
+) -> Cost:
+    """One token of each of `batch` sequences that have `context` tokens."""
+    linear_ms = speeds.product_ms("BF16", batch, model.head.inputs, model.head.outputs)
+    for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
+        operands = plan.linear_operands if is_reached else "BF16"
+        linear_ms += count * speeds.product_ms(operands, batch, inputs, outputs)
+    kv_ms = 0.0
+    for layer in model.layers:
+        operands = plan.kv_operands(layer)
+        length = context if layer.window is None else min(context, layer.window)
+        size = 1 if operands == "FP8" else 2
+        num_bytes = 2.0 * batch * length * layer.num_kv_heads * layer.head_dim * size
+        kv_ms += speeds.decode_ms(operands, num_bytes)
+    parts = {"weights": linear_ms, "keys and values": kv_ms}
+    if (experts := model.experts) is not None:
+        num_bytes = 2.0 * experts.num_weights * experts.num_read(batch)
+        parts["experts"] = experts.num_layers * speeds.copy_ms(num_bytes)
+    parts["launches"] = len(model.layers) * SMALL_LAUNCHES * SMALL_LAUNCH_US / 1e3
+    return Cost(parts)
+
+
+def prefill_cost(
+    model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, *, num_tokens: int
+) -> Cost:
+    """A prompt of so many tokens, in passes of CHUNK."""
+    sizes = {CHUNK: num_tokens // CHUNK, num_tokens % CHUNK: 1}
+    parts = {"linear layers": 0.0, "attention": 0.0, "the rest": 0.0}
+    width = sum(one.inputs + one.outputs for one in model.linear)
+    for size, times in sizes.items():
+        if not size or not times:
+            continue
+        linear_ms = speeds.product_ms("BF16", 1, model.head.inputs, model.head.outputs)
+        for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
+            operands = plan.linear_operands if is_reached else "BF16"
+            linear_ms += count * speeds.product_ms(operands, size, inputs, outputs)
+        if (experts := model.experts) is not None:
+            rows = size * experts.num_per_token
+            expert_ms = speeds.product_ms("BF16", rows, experts.num_weights // 1024, 1024)
+            linear_ms += experts.num_layers * expert_ms
+        parts["linear layers"] += times * linear_ms
+        # What a linear layer writes, something else reads, and the other way round.
+        parts["the rest"] += times * speeds.copy_ms(2.0 * size * width, len(model.linear))
+    for layer in model.layers:
+        operands = plan.kv_operands(layer)
+        pairs = num_tokens**2 / 2
+        if layer.window is not None:
+            pairs = min(pairs, float(num_tokens * layer.window))
+        flops = 4.0 * model.num_heads * layer.head_dim * pairs
+        impl = plan.prefill_impl if operands == "BF16" else None
+        parts["attention"] += speeds.attention_ms(operands, flops, layer.head_dim, impl)
+        if operands == "FP8":
+            values = num_tokens * layer.head_dim * (model.num_heads + 2 * layer.num_kv_heads)
+            parts["the rest"] += speeds.quantize_ms(3.0 * values)
+    return Cost(parts)
+
+
+def tower_cost(
+    model: "TowerWork", speeds: Speeds, recipe: str, *, size: tuple[int, int], num_images: int
+) -> Cost:
+    """Images through a vision tower; recipe: bf16 (stock), fused-bf16, dynamic or static."""
+    patches = model.num_patches(*size)
+    total = patches * num_images
+    linear_ms = sum(
+        speeds.product_ms("BF16", max(1, round(total * share)), one.inputs, one.outputs)
+        for one, share in model.linear
+    )
+    flops = 4.0 * model.num_heads * model.head_dim * num_images * patches**2
+    operands = "FP8" if recipe in ("dynamic", "static") else "BF16"
+    attention_ms = speeds.encoder_ms(operands, flops, model.head_dim, recipe)
+    rest = model.other_bytes * total
+    if recipe == "bf16":
+        rest += model.attention_bytes * total
+    else:  # one pass over q, k and v splits and rotates them
+        rest += 2.0 * 3 * 2 * total * model.num_heads * model.head_dim
+    return Cost(
+        {
+            "linear layers": linear_ms,
+            "attention": model.depth * attention_ms,
+            "the rest": model.depth * speeds.copy_ms(rest),
+        }
+    )
+
+
+def step_cost(model: "StepWork", speeds: Speeds, *, is_linear_fp8: bool, is_fp8: bool) -> Cost:
+    """One step of a diffusion transformer, compiled; is_fp8: its attention."""
+    linear_ms = rest_ms = attention_ms = 0.0
+    for (inputs, outputs, rows, is_reached), count in _alike(model.linear).items():
+        operands = "FP8" if is_linear_fp8 and is_reached else "BF16"
+        linear_ms += count * speeds.product_ms(operands, rows, inputs, outputs)
+        rest_ms += count * speeds.copy_ms(2.0 * rows * (inputs + outputs))
+    for call in model.attention:
+        if is_fp8:
+            attention_ms += speeds.attention_ms("FP8", call.flops, call.head_dim)
+            values = call.num_heads * call.head_dim * (call.num_queries + 2 * call.num_keys)
+            attention_ms += speeds.quantize_ms(3.0 * values)
+        else:
+            attention_ms += speeds.attention_ms("BF16", call.flops, call.head_dim, "fastest")
+    return Cost({"linear layers": linear_ms, "attention": attention_ms, "the rest": rest_ms})

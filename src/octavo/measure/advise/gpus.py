@@ -1,0 +1,102 @@
+"""The GPUs that advice knows, as data (gpus.toml): what they can do at best, and who says so."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.kernels.device import Device
+
+FILE = Path(__file__).with_name("gpus.toml")
+# The GPU whose measured rates say how much of a data sheet can be had.
+REFERENCE = "h200"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The most that a GPU does in a second; FP8's is None where it has no FP8 products."""
+
+    gb_per_s: float
+    bf16_tflops: float
+    fp8_tflops: float | None
+    source: str
+
+    def tflops(self, operands: str) -> float:
+        """Of "BF16" or "FP8"; FP8 of a GPU without it is that of BF16, which it would become."""
+        return (self.fp8_tflops or self.bf16_tflops) if operands == "FP8" else self.bf16_tflops
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its short name; peak: of its data sheet; measured: what was reached on one."""
+
+    key: str
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    memory_bytes: int
+    peak: Rates
+    measured: Rates | None = None
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether octavo has kernels for FP8 there."""
+        return self.capability >= (8, 9)
+
+    @property
+    def device(self) -> Device:
+        """The GPU as the selection of implementations sees it."""
+        return Device("cuda", self.name, self.capability, self.num_sms, self.memory_bytes)
+
+    @property
+    def ceilings(self) -> Rates:
+        """The rates that can be had: measured ones, or the share of the peak that an H200 has."""
+        if self.measured is not None:
+            return self.measured
+        reference = find_gpu(REFERENCE)
+        assert reference.measured is not None and reference.measured.fp8_tflops is not None
+        best, peak = reference.measured, reference.peak
+        fp8 = self.peak.fp8_tflops
+        assert best.fp8_tflops is not None and peak.fp8_tflops is not None
+        return Rates(
+            self.peak.gb_per_s * best.gb_per_s / peak.gb_per_s,
+            self.peak.bf16_tflops * best.bf16_tflops / peak.bf16_tflops,
+            None if fp8 is None else fp8 * best.fp8_tflops / peak.fp8_tflops,
+            f"{self.peak.source}, times what a {reference.name} reaches of its own",
+        )
+
+
+@cache
+def all_gpus() -> Mapping[str, Gpu]:
+    """Every GPU of the file by its short name."""
+    return {key: _read(key, row) for key, row in tomllib.loads(FILE.read_text("utf-8")).items()}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a short name (h200) or of the name that it has itself (NVIDIA H200)."""
+    found = all_gpus()
+    wanted = name.strip().lower()
+    for gpu in found.values():
+        if wanted in (gpu.key, gpu.name.lower()):
+            return gpu
+    raise ConfigError(f"expected a GPU of {', '.join(found)}; got {name!r}")
+
+
+def _read(key: str, row: Mapping[str, Any]) -> Gpu:
+    measured = row.get("measured")
+    return Gpu(
+        key=key,
+        name=row["name"],
+        capability=(row["capability"][0], row["capability"][1]),
+        num_sms=row["num_sms"],
+        memory_bytes=int(row["memory_gb"] * 1e9),
+        peak=_rates(row),
+        measured=None if measured is None else _rates(measured),
+    )
+
+
+def _rates(row: Mapping[str, Any]) -> Rates:
+    return Rates(row["gb_per_s"], row["bf16_tflops"], row.get("fp8_tflops"), row["source"])

@@ -1,0 +1,231 @@
+"""How fast each op runs, from records of kernels: a cost for each call and a share of a ceiling.
+
+time = fixed_us + work / (share · ceiling), where work is bytes or flops and the ceiling that of the
+GPU (gpus.py). The two numbers are fitted to all records of an op with the same operands; where
+there are none, they are stated here.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.measure.advise.gpus import REFERENCE, Gpu, find_gpu
+from octavo.measure.records import Measurement
+from octavo.ops.explain import explain
+
+# Rows up to which a product reads its weight at the memory's speed.
+FEW_ROWS = 16
+# (fixed_us, share) without records: rounded from those of an H200.
+STATED: Mapping[str, tuple[float, float]] = {
+    "product BF16 bytes": (6.0, 1.0),
+    "product FP8 bytes": (7.0, 1.0),
+    "product BF16 flops": (1.0, 0.95),
+    "product FP8 flops": (5.0, 0.95),
+    "decode BF16": (6.0, 0.95),
+    "decode FP8": (6.0, 0.95),
+    "attention BF16": (0.0, 0.95),
+    "attention FP8": (0.0, 0.6),
+    "quantize": (3.0, 0.8),
+    "copy": (2.0, 0.9),
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """An op's cost for each call, and its share of a ceiling; num_records 0: stated."""
+
+    fixed_us: float
+    share: float
+    num_records: int
+
+    def ms(self, work: float, ceiling: float) -> float:
+        """Of one call; work and ceiling in the same unit, the ceiling's for each second."""
+        return self.fixed_us / 1e3 + 1e3 * work / (self.share * ceiling)
+
+
+class Speeds:
+    """The speeds of ops on one GPU.
+
+    records: of any GPU; those of this one count, and where it has none, the H200's shares do.
+    """
+
+    def __init__(self, records: Sequence[Measurement], gpu: Gpu) -> None:
+        own = [row for row in records if row.machine.gpu == gpu.name]
+        reference = find_gpu(REFERENCE)
+        is_own = any(row.op == "scaled_mm" for row in own)
+        self.gpu, self.source = gpu, gpu if is_own else reference
+        kernels = [row for row in records if row.machine.gpu == self.source.name]
+        self.is_borrowed = bool(kernels) and not is_own
+        self.has_records = bool(kernels)
+        self._rows = kernels
+        self._found: dict[object, Speed] = {}
+        self._selected: dict[tuple[str, str, int], str] = {}
+
+    def product_ms(self, operands: str, rows: int, inputs: int, outputs: int) -> float:
+        """A linear layer's product; of FP8 also what quantizes its input."""
+        few = min(rows, FEW_ROWS)
+        size = 1 if operands == "FP8" else 2
+        num_bytes = size * inputs * outputs + 2.0 * rows * (inputs + outputs)
+        read_ms = self._product(operands, True).ms(num_bytes, self._bytes)
+        if rows == few:
+            return read_ms
+        flops = 2.0 * rows * inputs * outputs
+        ms = self._product(operands, False).ms(flops, self._flops(operands))
+        if operands == "FP8":
+            ms += self.quantize_ms(3.0 * rows * inputs)
+        return max(ms, read_ms)
+
+    def decode_ms(self, operands: str, num_bytes: float) -> float:
+        """Attention of one token for each sequence, over so many bytes of keys and values."""
+        impl = self.selected("decode_attention", "BF16 to FP8" if operands == "FP8" else "BF16")
+        speed = self._speed(
+            ("decode_attention", operands),
+            f"decode {operands}",
+            lambda row: row.impl == impl and row.case.get("operands") == operands,
+            "bytes",
+        )
+        return speed.ms(num_bytes, self._bytes)
+
+    def attention_ms(
+        self, operands: str, flops: float, head_dim: int, impl: str | None = None
+    ) -> float:
+        """Attention of many queries; impl: "fastest", or one's name; None is octavo's own."""
+        if impl is None:
+            impl = self.selected("attention", operands, head_dim)
+        names = self._names(operands) if impl == "fastest" else [impl]
+        speeds = [self._attention(operands, name, head_dim) for name in names]
+        return min(speed.ms(flops, self._flops(operands)) for speed in speeds)
+
+    def _attention(self, operands: str, impl: str, head_dim: int) -> Speed:
+        """Of one implementation; one-level accumulation is not what octavo would be beside."""
+        return self._speed(
+            ("attention", operands, head_dim, impl),
+            f"attention {operands}",
+            lambda row: (
+                row.impl == impl
+                and row.case.get("operands") == operands
+                and "levels" not in row.case
+            ),
+            "flops",
+            head_dim,
+        )
+
+    def encoder_ms(self, operands: str, flops: float, head_dim: int, scaling: str) -> float:
+        """Attention of a vision tower's layer; of FP8 with what quantizes q, k and v."""
+        rows = [row for row in self._of("encoder_attention") if _head_dim(row) == head_dim]
+        # A tower keeps the GPU busy: records under load are nearer to it.
+        if any("load_s" in row.case for row in rows):
+            rows = [row for row in rows if "load_s" in row.case]
+        wanted = "static" if scaling == "static" else "dynamic with history"
+        by_impl: dict[str, list[Measurement]] = {}
+        for row in rows:
+            if row.case.get("operands") == operands and row.case.get("scaling", wanted) == wanted:
+                by_impl.setdefault(row.impl, []).append(row)
+        if not by_impl:
+            impl = None if operands == "FP8" else "fastest"
+            return self.attention_ms(operands, flops, head_dim, impl)
+        ceiling = self._flops(operands)
+        kind = f"encoder {operands}"
+        return min(self._fit(own, kind, "flops").ms(flops, ceiling) for own in by_impl.values())
+
+    def quantize_ms(self, num_bytes: float) -> float:
+        """What casts activations to FP8, reading and writing so many bytes."""
+        return self._pass("quantize", "quantize", "triton").ms(num_bytes, self._bytes)
+
+    def copy_ms(self, num_bytes: float, num_calls: int = 1) -> float:
+        """What else reads and writes so many bytes."""
+        speed = self._pass("copy", "quantize", "copy")
+        return Speed(num_calls * speed.fixed_us, speed.share, 0).ms(num_bytes, self._bytes)
+
+    @property
+    def _bytes(self) -> float:
+        return 1e9 * self.gpu.ceilings.gb_per_s
+
+    def _flops(self, operands: str) -> float:
+        return 1e12 * self.gpu.ceilings.tflops(operands)
+
+    def _product(self, operands: str, is_few: bool) -> Speed:
+        """BF16: torch's; FP8: the selected one, per token and channel."""
+        impl = "torch" if operands == "BF16" else "selected"
+        scales = "none" if operands == "BF16" else "token by channel"
+        scales += ", quantized in front" if operands == "FP8" and is_few else ""
+        unit = "bytes" if is_few else "flops"
+        return self._speed(
+            ("scaled_mm", operands, is_few),
+            f"product {operands} {unit}",
+            lambda row: (
+                row.impl == impl
+                and row.case.get("operands") == operands
+                and row.case.get("scales") == scales
+                and (int(str(row.case["shape"]).split("x")[0]) <= FEW_ROWS) == is_few
+            ),
+            unit,
+        )
+
+    def _pass(self, kind: str, op: str, impl: str) -> Speed:
+        return self._speed((op, impl), kind, lambda row: row.impl == impl, "bytes")
+
+    def selected(self, op: str, operands: str, head_dim: int = 128) -> str:
+        """The implementation that octavo would run on this GPU; "none" where there is none."""
+        if (op, operands, head_dim) not in self._selected:
+            for row in explain(self.gpu.device, head_dim):
+                impl = row.selection.impl if row.selection is not None else "none"
+                self._selected[row.op, row.operands, head_dim] = impl
+        return self._selected[op, operands, head_dim]
+
+    def _names(self, operands: str) -> list[str]:
+        rows = [row for row in self._of("attention") if row.case.get("operands") == operands]
+        return sorted({row.impl for row in rows}) or ["none"]
+
+    def _of(self, op: str) -> list[Measurement]:
+        return [row for row in self._rows if row.op == op]
+
+    def _speed(
+        self,
+        key: tuple[object, ...],
+        kind: str,
+        is_wanted: Callable[[Measurement], bool],
+        unit: str,
+        head_dim: int | None = None,
+    ) -> Speed:
+        if key not in self._found:
+            rows = [row for row in self._of(str(key[0])) if is_wanted(row)]
+            if head_dim is not None:
+                rows = _nearest(rows, head_dim)
+            self._found[key] = self._fit(rows, kind, unit)
+        return self._found[key]
+
+    def _fit(self, rows: Sequence[Measurement], kind: str, unit: str) -> Speed:
+        """The two numbers of rows, by least squares of relative errors; stated ones without."""
+        if not rows:
+            return Speed(*STATED[kind], 0)
+        ceilings = self.source.ceilings
+        ceiling = 1e9 * ceilings.gb_per_s
+        if unit == "flops":
+            ceiling = 1e12 * ceilings.tflops("FP8" if "FP8" in kind else "BF16")
+        ms = np.array([row.values["median_ms"] for row in rows])
+        work_ms = np.array([1e3 * row.values[unit] / ceiling for row in rows])
+        if len(set(work_ms.tolist())) > 2:
+            columns = np.stack([1 / ms, work_ms / ms], axis=1)
+            fixed_ms, slope = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0]
+            if fixed_ms >= 0 and slope > 0:
+                return Speed(1e3 * float(fixed_ms), 1 / float(slope), len(rows))
+        # Too few sizes, or no cost for each call to be seen: a share alone.
+        return Speed(0.0, float(np.median(work_ms / ms)), len(rows))
+
+
+def _head_dim(row: Measurement) -> int:
+    found = re.search(r"head_dim (\d+)", str(row.case.get("shape", "")))
+    return int(found[1]) if found else 0
+
+
+def _nearest(rows: Sequence[Measurement], head_dim: int) -> list[Measurement]:
+    """Those of the head_dim that is nearest."""
+    sizes = {size for row in rows if (size := _head_dim(row))}
+    if not sizes:
+        return list(rows)
+    best = min(sizes, key=lambda size: abs(math.log(size / head_dim)))
+    return [row for row in rows if _head_dim(row) == best]

@@ -1,0 +1,45 @@
+"""Short benchmarks run as they would on a GPU, and what they measure decides."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from octavo.errors import UnsupportedError
+from octavo.measure.advise.measure_here import decoder_rows, measure
+from octavo.measure.advise.model_shape import ModelShape, find_model
+from octavo.measure.advise.workload import Workload
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_a_decoder_is_measured_under_the_name_that_advice_knows():
+    model, workload = find_model("tiny-gpt-oss"), Workload(context=64, output_len=4)
+    measured = measure(model, workload, CPU, name="tiny-gpt-oss", command="x")
+    records = measured.records
+    rows = {str(record.case["row"]) for record in records}
+    assert {"auto", "fp8", "fp8+skip=sliding_window"} <= rows
+    assert {record.case["model"] for record in records} == {"tiny-gpt-oss"}
+    assert all(record.values["median_itl_ms"] > 0 for record in records)
+    # Who is not measured is named.
+    assert rows | {name for name, _ in measured.failures} == set(decoder_rows(model))
+
+
+@pytest.mark.slow
+def test_a_tower_and_a_step_are_measured():
+    pytest.importorskip("diffusers")
+    tower = ModelShape("tiny", tower=find_model("qwen3-vl-8b").tower)
+    records = measure(
+        tower, Workload(image_size=(720, 1280)), CPU, name="tiny", command="x"
+    ).records
+    assert {"bf16", "dynamic", "static"} <= {str(r.case["recipe"]) for r in records}
+    step = find_model("tiny-flux")
+    records = measure(step, Workload(), CPU, name="tiny-flux", command="x").records
+    assert {str(r.case["recipe"]) for r in records} == {"bf16", "linear", "linear+attention"}
+
+
+def test_what_has_no_weights_cannot_be_measured():
+    model = ModelShape("qwen3-vl-8b", decoder=find_model("tiny").decoder)
+    with pytest.raises(UnsupportedError, match="give the model's folder"):
+        measure(model, Workload(), CPU, name="qwen3-vl-8b", command="x")
