@@ -23,7 +23,8 @@ def test_tables_and_records(capsys, tmp_path):
     assert octavo(*QUICK, "--input-len", "5,0.25k", "-o", str(file)) == 0
     text = capsys.readouterr().out
     assert "To the first token: 1 at once, 3 tokens out" in text
-    assert "ITL slope us per 1k tokens" in text and "faster" in text
+    assert "slope (µs per 1k tokens)" in text and "faster" in text
+    assert "2 lengths: a line needs two and a curve three" in " ".join(text.split())
     records = store.read(file)
     assert [(r.op, r.case["row"], r.case.get("input_len")) for r in records] == [
         ("latency", "auto", 5),
@@ -37,6 +38,20 @@ def test_tables_and_records(capsys, tmp_path):
     words = shlex.split(records[0].command)
     assert words[:5] == ["octavo", "bench", "latency", "--config", "tiny"]
     assert words.count("--kv-cache-dtype") == 2
+
+
+def test_fits_a_plot_and_vllm_s_files(capsys, tmp_path):
+    options = ["--input-len", "5,20,40,60", "--plot", str(tmp_path / "p.html")]
+    assert octavo(*QUICK, *options, "--output-json", str(tmp_path / "v.json")) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals" in text
+    page = (tmp_path / "p.html").read_text()
+    assert "Time between tokens over the input length" in page and "octavo bench latency" in page
+    assert 'src="http' not in page and "<link" not in page
+    names = [f"v-{row}-{length}.json" for row in ("auto", "fp8") for length in (5, 20, 40, 60)]
+    assert {file.name for file in tmp_path.glob("*.json")} == set(names)
+    result = json.loads((tmp_path / names[0]).read_text())
+    assert result["model_id"] == "tiny" and len(result["latencies"]) == 1
 
 
 def test_the_command_of_a_record_repeats_it(capsys):
@@ -69,6 +84,7 @@ def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch
         (["model", "--config", "tiny"], "expected a model or a config"),
         (["--config", "huge"], "expected one of llama-3.1-8b"),
         (["-o", "/nowhere/x.jsonl"], "expected an existing folder"),
+        (["--plot", "/nowhere/x.html"], "expected an existing folder"),
         (["--input-len", "5000"], "expected max_context up to 4096"),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
@@ -106,7 +107,8 @@ def fit_quadratic(x: Sequence[float], y: Sequence[float]) -> Quadratic:
     """
     free = fit_polynomial(x, y, 2)
     if min(free.coefficients) >= 0:
-        return Quadratic(*free.coefficients, _rms(free.residuals), fit=free)
+        constant, linear, square = free.coefficients
+        return Quadratic(constant, linear, square, _rms(free.residuals), fit=free)
     xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     unit = float(np.abs(xs).max())
     powers = np.vander(xs / unit, 3, increasing=True)
@@ -123,7 +125,7 @@ def fit_quadratic(x: Sequence[float], y: Sequence[float]) -> Quadratic:
     return Quadratic(constant, linear, square, least, held, free)
 
 
-def _rms(residuals: Sequence[float]) -> float:
+def _rms(residuals: npt.ArrayLike) -> float:
     return float(np.sqrt(np.mean(np.square(residuals))))
 
 

@@ -122,7 +122,7 @@ def ratio_interval(
     parts = [[a.covariance(b) for b in (first, second)] for a in (first, second)]
     if any(part is None for row in parts for part in row):
         return None
-    covariance = np.block(parts)  # type: ignore[arg-type]
+    covariance: _Array = np.block(parts)  # type: ignore[arg-type]
     values = np.asarray([*first.coefficients, *second.coefficients])
     above, below = np.asarray(numerator), np.asarray(denominator)
     top, bottom = float(above @ values), float(below @ values)
