@@ -18,39 +18,34 @@ def octavo(*arguments):
     return run(make_app(COMMANDS), ["bench", "latency", *arguments])
 
 
-def test_tables_and_records(capsys, tmp_path):
+def test_tables_records_a_plot_and_vllm_s_files(capsys, tmp_path):
     file = tmp_path / "records.jsonl"
-    assert octavo(*QUICK, "--input-len", "5,0.25k", "-o", str(file)) == 0
+    options = ["--plot", str(tmp_path / "p.html"), "--output-json", str(tmp_path / "v.json")]
+    assert octavo(*QUICK, "--input-len", "5,20,40,0.25k", "-o", str(file), *options) == 0
     text = capsys.readouterr().out
     assert "To the first token: 1 at once, 3 tokens out" in text
     assert "slope (µs per 1k tokens)" in text and "faster" in text
-    assert "2 lengths: a line needs two and a curve three" in " ".join(text.split())
-    records = store.read(file)
+    assert "TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals" in text
+    records, lengths = store.read(file), (5, 20, 40, 256)
     assert [(r.op, r.case["row"], r.case.get("input_len")) for r in records] == [
-        ("latency", "auto", 5),
-        ("latency", "auto", 256),
-        ("latency_fit", "auto", None),
-        ("latency", "fp8", 5),
-        ("latency", "fp8", 256),
-        ("latency_fit", "fp8", None),
+        (op, row, length)
+        for row in ("auto", "fp8")
+        for op, length in [
+            *(("latency", one) for one in lengths),
+            ("latency_fit", None),
+            ("ttft_fit", None),
+        ]
     ]
     assert records[0].case["page_size"] == 64
     words = shlex.split(records[0].command)
     assert words[:5] == ["octavo", "bench", "latency", "--config", "tiny"]
     assert words.count("--kv-cache-dtype") == 2
-
-
-def test_fits_a_plot_and_vllm_s_files(capsys, tmp_path):
-    options = ["--input-len", "5,20,40,60", "--plot", str(tmp_path / "p.html")]
-    assert octavo(*QUICK, *options, "--output-json", str(tmp_path / "v.json")) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals" in text
     page = (tmp_path / "p.html").read_text()
     assert "Time between tokens over the input length" in page and "octavo bench latency" in page
     assert 'src="http' not in page and "<link" not in page
-    names = [f"v-{row}-{length}.json" for row in ("auto", "fp8") for length in (5, 20, 40, 60)]
-    assert {file.name for file in tmp_path.glob("*.json")} == set(names)
-    result = json.loads((tmp_path / names[0]).read_text())
+    names = {f"v-{row}-{length}.json" for row in ("auto", "fp8") for length in lengths}
+    assert {file.name for file in tmp_path.glob("*.json")} == names
+    result = json.loads((tmp_path / "v-fp8-256.json").read_text())
     assert result["model_id"] == "tiny" and len(result["latencies"]) == 1
 
 

@@ -69,7 +69,7 @@ def test_points_fits_and_break_even():
     assert ttft.layout["xaxis"]["type"] == "log" and len(ttft.data[1]["x"]) == 60
     lines, curves = section.tables
     assert lines.rows[1][3].startswith("0.542") and lines.rows[0][3] is None
-    assert curves.rows[1][4].startswith("0.5000 [")
+    assert curves.rows[1][4].startswith("0.500")
     assert curves.rows[0][3].startswith("0.40") and "[0.3" in curves.rows[0][3]
 
 
