@@ -10,6 +10,7 @@ from octavo.cli.engine_flags import command_line
 from octavo.errors import ConfigError, OctavoError
 from octavo.measure import store
 from octavo.measure.bench import sweep as module
+from octavo.measure.bench.engine_rows import check_rows
 from octavo.measure.bench.latency import LatencyResult
 from octavo.measure.bench.sweep import combinations, run_sweep, stored_records
 from octavo.measure.bench.sweep_file import SweepFile
@@ -53,13 +54,15 @@ class Benchmarks:
         self.ran, self.failing, self.stop_at = [], set(), None
         monkeypatch.setattr(module, "run_latency", self.latency)
         monkeypatch.setattr(module, "run_throughput", self.throughput)
+        monkeypatch.setattr(module, "open_subject", lambda *args, **options: None)
+        monkeypatch.setattr(module, "make_rows", lambda names, *_, **__: check_rows(names))
 
     def record(self, op, row, command, baseline, **case):
         name = None if baseline is None else baseline.row.name
         return Measurement(
             op=op,
             impl="octavo",
-            case={"row": row.name, "output_len": 3, **case},
+            case={**row.about, "output_len": 3, **case},
             values={"median_itl_ms": 1.0, "median_ttft_ms": 2.0, "relative_rms": 0.0},
             machine=Machine.current(),
             command=command,
@@ -151,16 +154,9 @@ def test_what_is_another_combination(tmp_path, benchmarks):
 
 def test_a_recipe_s_file_that_has_changed_is_another_combination(tmp_path, benchmarks, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        module, "make_rows", lambda names, subject, skip_layers: module.check_rows(names)
-    )
     text = 'config = "tiny"\nrecipes = ["r.toml"]\n[[latency]]\ninput_len = [5]\n'
     recipe = tmp_path / "r.toml"
     recipe.write_text('kv_cache = "fp8"\n')
-    benchmarks.record = lambda *a, **k: replace(
-        Benchmarks.record(benchmarks, *a, **k),
-        case={"row": "r.toml", "recipe_digest": a[1].digest, **k},
-    )
     assert [state for *_, state in run(tmp_path, text)] == ["measured"]
     assert [state for *_, state in run(tmp_path, text)] == ["skipped"]
     recipe.write_text('kv_cache = "fp8"\nskip_layers = ["0"]\n')
