@@ -139,6 +139,7 @@ def run_sweep(
         on_start(combination)
         number = sweep.loads.index(combination.load)
         found = stored_records(combination, records, machine)
+        result: Result | None
         if found:
             outcome = Outcome(combination, "skipped", found)
             result = _result(combination.row, combination, found)
