@@ -1,6 +1,8 @@
 """Sweeps: what a file may say, what is known as the same combination, and what goes on."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -205,3 +207,13 @@ def test_no_workload_and_one_twice(tmp_path):
         load(tmp_path, f"{head}[[latency]]{latency}[[latency]]{latency}")
     with pytest.raises(ConfigError, match="No such file"):
         SweepFile.load(tmp_path / "nothing.toml")
+
+
+def test_the_example_of_the_docs_is_a_sweep(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    (example,) = re.findall(r"^```toml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("my-recipe.toml").write_text('kv_cache = "fp8"\n')
+    found = combine(load(tmp_path, example))
+    assert [one.kind for one in found] == ["latency"] * 4 + ["throughput"] * 4
+    assert "--compile" in found[0].command

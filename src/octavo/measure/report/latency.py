@@ -183,11 +183,28 @@ def _ttft_figure(rows: Sequence[_Row]) -> Figure:
             drawn = np.geomspace(min(row.lengths), max(row.lengths), _NUM_DRAWN).tolist()
             data.append(_curve(row, series, drawn, [curve.at(x) for x in drawn]))
     layout = _layout("TTFT (ms)", len(rows), is_log=True)
-    lengths = sorted({length for row in rows for length in row.lengths})
-    layout["xaxis"] |= {"tickvals": lengths, "ticktext": format_column(lengths)}
+    ticks = _ticks(sorted({length for row in rows for length in row.lengths}))
+    layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
+    medians = [value for row in rows for value in row.values("median_ttft_ms")]
+    if max(medians) > 30 * min(medians):
+        layout["yaxis"]["dtick"] = 1  # powers of ten; else plotly's 2 and 5 between them say more
     return Figure(
         caption=_caption("Time to the first token", rows, "curve"), data=tuple(data), layout=layout
     )
+
+
+def _ticks(lengths: Sequence[int]) -> list[int]:
+    """The lengths that have room for a mark on a narrow page, the longest among them."""
+    kept: list[int] = []
+    for length in reversed(lengths):
+        if not kept or kept[-1] >= 2.5 * length:
+            kept.append(length)
+    return kept[::-1]
+
+
+def _short(length: int) -> str:
+    """A number of tokens as the command line takes it: 125k is 128,000."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
 
 
 def _caption(what: str, rows: Sequence[_Row], fit: str) -> str:
