@@ -76,7 +76,7 @@ class Benchmarks:
             raise KeyboardInterrupt
         self.ran.append((kind, row.name))
         if (kind, row.name) in self.failing:
-            raise OctavoError("boom")
+            raise OctavoError("boom") if kind == "latency" else RuntimeError("out of memory")
 
     def latency(self, subject, rows, case, settings, *, command, baseline, on_run):
         (row,) = rows
@@ -102,6 +102,8 @@ def run(tmp_path, text=TEXT):
     sweep = load(tmp_path, text)
     path = tmp_path / "records.jsonl"
     outcomes = run_sweep(sweep, combine(sweep), path, device="cpu")
+    reasons = {outcome.reason for outcome in outcomes if outcome.state == "failed"}
+    assert reasons <= {"boom", "RuntimeError: out of memory"}
     return [(o.combination.kind, o.combination.row.name, o.state) for o in outcomes]
 
 

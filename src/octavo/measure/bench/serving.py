@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,10 +107,12 @@ class ServingCase:
     def _check_kinds(self) -> None:
         if self.backend not in ENDPOINTS:
             raise ConfigError(f"expected a backend of {', '.join(ENDPOINTS)}; got {self.backend!r}")
-        is_random = isinstance(self.workload, Workload)
-        if is_random and self.backend != "openai":
-            raise ConfigError("random prompts are tokens, which chat does not take: backend openai")
-        if not is_random and self.workload.has_images and self.backend == "openai":
+        if isinstance(self.workload, Workload):
+            if self.backend != "openai":
+                raise ConfigError(
+                    "random prompts are tokens, which chat does not take: backend openai"
+                )
+        elif self.workload.has_images and self.backend == "openai":
             raise ConfigError("completions take no images: backend openai-chat")
         if self.ramp is not None and not math.isinf(self.request_rate):
             raise ConfigError(f"expected a request rate or a ramp, got {self.request_rate} as well")
@@ -165,7 +167,7 @@ async def _run(case: ServingCase, on_request: Callable[[], None]) -> Served:
     import httpx
 
     headers = {} if case.api_key is None else {"Authorization": f"Bearer {case.api_key}"}
-    prompts = case.workload.draw(case.vocab_size)
+    prompts: Sequence[RandomPrompt | ServingPrompt] = case.workload.draw(case.vocab_size)
     async with httpx.AsyncClient(
         base_url=case.base_url.rstrip("/"),
         headers=headers,

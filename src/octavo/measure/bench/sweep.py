@@ -202,10 +202,9 @@ def _run(
                 baseline=baseline,
                 on_token=on_step,
             )
-    except OctavoError as error:
-        return Outcome(combination, "failed", reason=str(error)), None
-    except RuntimeError as error:  # torch's: out of memory, a kernel that cannot run
-        reason = f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever it is, hours of others must not be lost to it
+        is_ours = isinstance(error, OctavoError)
+        reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
         return Outcome(combination, "failed", reason=reason), None
     if result.failure is not None:
         return Outcome(combination, "failed", reason=result.failure), None
