@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "measure" / "bench"))
+from fake_benchmarks import FakeBenchmarks
 
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
@@ -44,17 +47,31 @@ def files(tmp_path):
     return tmp_path / "sweep.toml", "-o", tmp_path / "records.jsonl"
 
 
-def test_run_failed_and_skipped(files, capsys, monkeypatch):
+def test_failed_measured_and_skipped(files, capsys, monkeypatch):
+    benchmarks = FakeBenchmarks(monkeypatch)
+    benchmarks.failing = {("latency", "fp8")}
+    assert octavo(*files) == 1
+    captured = capsys.readouterr()
+    assert "error: latency, fp8, 5 in, 2 out, 1 at once: boom" in captured.err
+    assert "measured" in captured.out and "failed" in captured.out
+    benchmarks.failing = set()
+    assert octavo(*files) == 0
+    captured = capsys.readouterr()
+    assert "skipped, its records are in" in captured.err and "latency, auto, 5 in" in captured.err
+    assert [(r.case["row"], r.baseline) for r in store.read(files[2])] == [
+        ("auto", None),
+        ("fp8", "auto"),
+    ]
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_wrong_fails_and_may_be_tried_again(files, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
         patched.setitem(engine_check.TIMES_PLAIN, "e4m3", 0)
         assert octavo(*files) == 1
-    captured = capsys.readouterr()
-    assert "error: latency, fp8, 5 in, 2 out, 1 at once: fp8 is wrong" in captured.err
-    assert "measured" in captured.out and "failed" in captured.out
+    assert "error: latency, fp8, 5 in, 2 out, 1 at once: fp8 is wrong" in capsys.readouterr().err
     assert octavo(*files) == 0
-    captured = capsys.readouterr()
-    assert "skipped, its records are in" in captured.err and "latency, auto, 5 in" in captured.err
     plain, fp8 = store.read(files[2])
     assert (plain.case["row"], fp8.case["row"]) == ("auto", "fp8")
     assert fp8.baseline == "auto" and fp8.values["itl_speedup"] > 0

@@ -1,23 +1,22 @@
 """Sweeps: what a file may say, what is known as the same combination, and what goes on."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_benchmarks import FakeBenchmarks
 
 from octavo.cli.engine_flags import command_line
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError
 from octavo.measure import store
-from octavo.measure.bench import sweep as module
-from octavo.measure.bench.engine_rows import check_rows
-from octavo.measure.bench.latency import LatencyResult
 from octavo.measure.bench.sweep import combinations, run_sweep, stored_records
 from octavo.measure.bench.sweep_file import SweepFile
-from octavo.measure.bench.throughput import ThroughputResult
-from octavo.measure.records import Machine, Measurement
+from octavo.measure.records import Machine
 
 TEXT = """
 config = "tiny"
@@ -49,53 +48,9 @@ def combine(sweep):
     return combinations(sweep, command_line)
 
 
-class Benchmarks:
-    """Stands for both benchmarks: records that say what was asked; fails, or stops, when told."""
-
-    def __init__(self, monkeypatch):
-        self.ran, self.failing, self.stop_at = [], set(), None
-        monkeypatch.setattr(module, "run_latency", self.latency)
-        monkeypatch.setattr(module, "run_throughput", self.throughput)
-        monkeypatch.setattr(module, "open_subject", lambda *args, **options: None)
-        monkeypatch.setattr(module, "make_rows", lambda names, *_, **__: check_rows(names))
-
-    def record(self, op, row, command, baseline, **case):
-        name = None if baseline is None else baseline.row.name
-        return Measurement(
-            op=op,
-            impl="octavo",
-            case={**row.about, "output_len": 3, **case},
-            values={"median_itl_ms": 1.0, "median_ttft_ms": 2.0, "relative_rms": 0.0},
-            machine=Machine.current(),
-            command=command,
-            baseline=name,
-        )
-
-    def begin(self, kind, row):
-        if len(self.ran) == self.stop_at:
-            raise KeyboardInterrupt
-        self.ran.append((kind, row.name))
-        if (kind, row.name) in self.failing:
-            raise OctavoError("boom") if kind == "latency" else RuntimeError("out of memory")
-
-    def latency(self, subject, rows, case, settings, *, command, baseline, on_run):
-        (row,) = rows
-        self.begin("latency", row)
-        records = [
-            self.record("latency", row, command, baseline, input_len=length)
-            for length in case.input_lens
-        ]
-        return [LatencyResult.of_records(row, records)]
-
-    def throughput(self, subject, rows, case, settings, *, command, baseline, on_token):
-        (row,) = rows
-        self.begin("throughput", row)
-        return [ThroughputResult(row, self.record("throughput", row, command, baseline))]
-
-
 @pytest.fixture
 def benchmarks(monkeypatch):
-    return Benchmarks(monkeypatch)
+    return FakeBenchmarks(monkeypatch)
 
 
 def run(tmp_path, text=TEXT):
