@@ -1,7 +1,6 @@
 """octavo bench latency: one batch, time to the first token and between tokens, by context."""
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +28,7 @@ from octavo.cli.engine_flags import (
     command_line,
     make_settings,
 )
-from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.options import AsJson, RecordsFile, check_folder, row_file
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
@@ -236,10 +235,7 @@ def _write_json(results: "list[LatencyResult]", path: Path) -> None:
 
     places = [(result, length) for result in results for length in result.latencies_s]
     for result, length in places:
-        file = path
-        if len(places) > 1:
-            row = re.sub(r"[^\w.+=-]", "_", result.row.name)
-            file = path.with_name(f"{path.stem}-{row}-{length}{path.suffix}")
+        file = row_file(path, result.row.name, length) if len(places) > 1 else path
         text = json.dumps(vllm_result(result, length), indent=4, allow_nan=False)
         write_atomically(file, f"{text}\n".encode())
         err.print(f"Result: {file}", soft_wrap=True)

@@ -2,11 +2,11 @@
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
 from octavo.errors import CheckpointError
 from octavo.integrations.transformers.tokenizer import token_counter
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 def test_tokens_of_a_text(tmp_path):

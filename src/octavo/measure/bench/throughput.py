@@ -159,6 +159,20 @@ def _run_row(
     return ThroughputResult(row, record)
 
 
+def vllm_result(record: Measurement) -> dict[str, Any]:
+    """The JSON document of vLLM's `bench throughput`, of a row."""
+    values = record.values
+    num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
+    return {
+        "model_id": str(record.case["model"]),
+        "elapsed_time": values["duration"],
+        "num_requests": int(values["completed"]),
+        "total_num_tokens": int(num_tokens),
+        "requests_per_second": values["request_throughput"],
+        "tokens_per_second": values["total_token_throughput"],
+    }
+
+
 def _warm_up(engine: Engine, case: ThroughputCase, prompts: Sequence[RandomPrompt]) -> None:
     num_warmups = case.num_warmups
     if num_warmups is None:
