@@ -131,3 +131,19 @@ def test_a_server_of_its_own(tmp_path, capsys):
     assert record.values["total_output_tokens"] == 16
     assert record.case["server_options"] == "--kv-cache-dtype fp8"
     assert record.command.endswith("-- --kv-cache-dtype fp8")
+
+
+@pytest.mark.slow
+def test_images_to_a_server_of_its_own(tmp_path):
+    """A small reader of charts; vLLM's file has the fields, and images count as tokens."""
+    for package in ("fastapi", "transformers", "PIL"):
+        pytest.importorskip(package)
+    from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+
+    save_chart_reader(make_chart_reader(["How", "many", "bars", "?"]), tmp_path / "model")
+    options = ["--dataset-name", "random-mm", "--random-mm-bucket-config", "{(64, 64, 1): 1}"]
+    options += ["--result-dir", str(tmp_path), "--result-filename", "r.json", "--save-detailed"]
+    assert octavo(str(tmp_path / "model"), *QUICK, *options) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["backend"] == "openai-chat" and result["completed"] == 4
+    assert min(result["input_lens"]) > 4 and result["output_lens"] == [4] * 4

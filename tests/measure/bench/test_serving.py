@@ -248,6 +248,13 @@ def test_texts_and_images_go_to_chat():
     assert result["backend"] == result["endpoint_type"] == "openai-chat"
 
 
+def test_a_chat_without_text_has_one_part():
+    data = DataSet(prompts=(ServingPrompt("hello", 2),))
+    with scripted(["empty"]) as server:
+        served = run_serving(make_case(server, workload=data, backend="openai-chat"))
+    assert len(served.times[0].parts_s) == 1 and served.metrics["total_output_tokens"] == 2
+
+
 def test_texts_go_to_completions():
     data = DataSet(prompts=(ServingPrompt("hello", 2),), seed=3, about={"dataset": "custom"})
     with scripted() as server:

@@ -294,13 +294,17 @@ class _Stream:
             self.num_tokens = int(usage["completion_tokens"])
 
     def _take(self, choice: Mapping[str, Any], now: float) -> None:
-        """Count a part; of chats the first may be a role alone, and the last a reason to end."""
+        """Count a part; of chats the first may be a role alone, and the last a reason to end.
+
+        An answer of tokens without text, which random weights give, has one part: its end.
+        """
         delta = choice.get("delta")
         if delta is None:
             text = choice.get("text")
         else:
             text = delta.get("content") or delta.get("reasoning_content")
-            if not text:
+            is_end = choice.get("finish_reason") is not None
+            if not text and (self.parts_s or not is_end):
                 return
         self.parts_s.append(now)
         self.texts.append(str(text or ""))
