@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from octavo.atomic import write_atomically
 from tables import decoders, kernels, serving, vision
-from tables.images import images
+from tables.images import images, modulation
 from tables.sensitivity import sensitivity
 from tables.speeds import speeds
 from tables.steps import steps
@@ -34,7 +34,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "generate": decoders.generate,
     "images": images,
     "latency": serving.latency,
+    "linear": serving.linear,
     "load": vision.load,
+    "modulation": modulation,
     "perplexity": decoders.perplexity,
     "sensitivity": sensitivity,
     "speeds": speeds,

@@ -241,3 +241,17 @@ def test_every_run_of_components_matches_its_name(components, data):
     run = ".".join(components[start:stop])
     if not run.isdigit():
         assert parse_pattern(run).matches(Layer(".".join(components)))
+
+
+def test_modulation_is_a_kind_of_layer_and_a_component_like_others():
+    layers = [
+        Layer("blocks.0.norm1.linear", 0, is_modulation=True),
+        Layer("blocks.0.mlp", 0),
+        Layer("blocks.0.modulation.1", 0),
+    ]
+    names = ["blocks.0.norm1.linear", "blocks.0.modulation.1"]
+    assert names_matched(["modulation"], layers) == names
+    with pytest.raises(
+        ConfigError, match="none of them is modulation.*the layers are .blocks.0.ml"
+    ):
+        match_layers(["modulation"], layers[1:2])

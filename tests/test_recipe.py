@@ -41,6 +41,7 @@ RECIPES = {
         },
     },
     "weight only": {"linear": {"activation": None}, "ignored_layers": ["re:^a.*\\.b$", "*.x"]},
+    "weight-only layers": {"linear": "fp8", "weight_only_layers": ["modulation", "0-3"]},
     "block": {"linear": {"weight": "block 128x128", "activation": "block 1x128"}},
     "one level": {"attention": "fp8", "promote_every": None},
     "four tiles": {"attention": "fp8", "promote_every": 4, "margin": 1.25},
@@ -176,6 +177,7 @@ def test_is_empty(fields, is_empty):
         ({"foo": 1}, "unknown key 'foo': remove it"),
         ({"vision_atention": "fp8"}, "unknown key 'vision_atention': did you mean 'vision_att"),
         ({"ignored_layer": []}, "did you mean 'ignored_layers'?"),
+        ({"weight_only_layer": []}, "did you mean 'weight_only_layers'?"),
         ({"self": 1}, "unknown key 'self'"),
         ({"linear": {"wieght": "tensor"}}, "linear: unknown key 'wieght': did you mean 'weight'?"),
         ({"components": {"vae": {"linaer": "fp8"}}}, "components.vae: unknown key 'linaer'"),
@@ -215,6 +217,7 @@ def test_is_empty(fields, is_empty):
         ({"skip_layers": None}, "skip_layers: expected a list of patterns, got None"),
         ({"skip_layers": ["5-2"]}, "skip_layers: expected a layer index such as 7 or a range"),
         ({"ignored_layers": ["re:("]}, "ignored_layers: expected a regular expression"),
+        ({"weight_only_layers": "modulation"}, "weight_only_layers: expected a list of patterns"),
         ({"scales": ""}, "scales: expected a path or"),
         ({"scales": 7}, "scales: expected a path or"),
         ({"scales": {}}, "scales: expected a path or"),
@@ -249,6 +252,7 @@ def test_invalid_fields(fields, said):
         (lambda: Recipe(linear="fp8", skip_layers=["0"]), "skip_layers needs quantized attention"),
         (lambda: Recipe(kv_cache="fp8", ignored_layers=["a"]), "ignored_layers needs"),
         (lambda: Recipe(attention="fp8", included_layers=["a"]), "included_layers needs"),
+        (lambda: Recipe(attention="fp8", weight_only_layers=["a"]), "weight_only_layers needs"),
         (lambda: Recipe(attention={"scaling": "static"}), "needs scales, got none"),
         (lambda: Recipe(kv_cache={"scaling": "static"}), "needs scales, got none"),
         (
@@ -438,6 +442,7 @@ class TestForComponent:
         linear="fp8",
         text_encoder={"weight": "tensor"},
         ignored_layers=["img_mlp"],
+        weight_only_layers=["txt_mod"],
         components={"transformer_2": {"linear": {"activation": None}}, "vae": None},
         promote_every=2,
         scales="s.json",
@@ -459,7 +464,11 @@ class TestForComponent:
 
     def test_a_text_encoder_has_its_own_field(self):
         assert self.recipe.for_component("text_encoder", is_text_encoder=True) == Recipe(
-            linear={"weight": "tensor"}, ignored_layers=["img_mlp"], promote_every=2, margin=2.0
+            linear={"weight": "tensor"},
+            ignored_layers=["img_mlp"],
+            weight_only_layers=["txt_mod"],
+            promote_every=2,
+            margin=2.0,
         )
 
     def test_an_entry_beats_the_text_encoder_field(self):
@@ -467,12 +476,24 @@ class TestForComponent:
         assert recipe.for_component("text_encoder", is_text_encoder=True).is_empty
 
     def test_a_text_encoder_that_is_not_quantized_ignores_nothing(self):
-        recipe = Recipe(linear="fp8", ignored_layers=["img_mlp"], included_layers=["txt_mlp"])
+        patterns = {"included_layers": ["txt_mlp"], "weight_only_layers": ["modulation"]}
+        recipe = Recipe(linear="fp8", ignored_layers=["img_mlp"], **patterns)
         assert recipe.for_component("text_encoder", is_text_encoder=True) == Recipe()
 
     def test_a_transformer_beside_a_quantized_text_encoder_is_left_alone(self):
         recipe = Recipe(text_encoder="fp8", ignored_layers=["wo"])
         assert recipe.for_component("transformer") == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [("channel", "channel"), ("tensor", "channel"), ("block 128x128", "block 128x128")],
+)
+def test_weight_only_settings_have_no_activation_and_no_scale_for_all(weight, expected):
+    given = LinearSettings(weight=weight, scaling="static", activation="tensor")
+    found = given.weight_only()
+    assert found == LinearSettings(weight=expected, activation=None)
+    assert (found.activation, found.scaling) == (None, "dynamic")
 
 
 def test_describe():
@@ -482,6 +503,7 @@ def test_describe():
         linear={"activation": None},
         skip_layers=["sliding_window", "0-3"],
         included_layers=["txt_mlp"],
+        weight_only_layers=["modulation"],
         components={"t2": {"linear": "fp8", "ignored_layers": ["img_mlp"]}, "vae": None},
         promote_every=None,
         scales="s.json",
@@ -494,6 +516,7 @@ def test_describe():
         "t2.linear: format e4m3, weight channel, activation token, scaling dynamic",
         "skip_layers: sliding_window, 0-3",
         "included_layers: txt_mlp",
+        "weight_only_layers: modulation",
         "t2.ignored_layers: img_mlp",
         "promote_every: None",
         "scales: s.json",
@@ -592,6 +615,7 @@ PARTS = {
     "skip_layers": PATTERNS,
     "ignored_layers": PATTERNS,
     "included_layers": PATTERNS,
+    "weight_only_layers": PATTERNS,
 }
 DOCUMENTS = st.fixed_dictionaries(
     {},

@@ -9,6 +9,7 @@ from octavo.measure.report.tables import Table
 from tables.common import grouped, newest
 
 FILES = ("images_h200.jsonl", "images_cpu.jsonl")
+MODULATION_FILES = ("modulation_cpu.jsonl",)  # no default: apart from what is supported
 NONE_YET = (
     "No model has a record yet: `octavo eval images` makes one. A model enters this table with its "
     "record, and not before.\n"
@@ -18,13 +19,7 @@ HEADER = ("model", "row", "PSNR (dB)", "SSIM", "LPIPS", "CLIP score", "pictures"
 
 def images(results: Path) -> str:
     """Each model's newest record of every row; a sentence if there is none."""
-    paths = [results / name for name in FILES]
-    found = [r for path in paths if path.is_file() for r in store.read(path) if r.op == "images"]
-    rows = [
-        row
-        for group in grouped(newest(found, _key), lambda r: _key(r)[:-1])
-        for row in _rows(group)
-    ]
+    rows = _newest_rows(results, FILES)
     if not rows:
         return NONE_YET
     table = Table(caption="", header=HEADER, rows=tuple(rows))
@@ -34,6 +29,25 @@ def images(results: Path) -> str:
         "pictures it is compared with; – is a score that was not taken. A row's words are those of "
         f"[`octavo eval images`](evaluation.md#pictures).\n\n{to_markdown(table)}\n"
     )
+
+
+def modulation(results: Path) -> str:
+    """What weight-only modulation does to the pictures of a model."""
+    rows = _newest_rows(results, MODULATION_FILES)
+    columns = [HEADER.index(name) for name in ("model", "row", "PSNR (dB)", "SSIM", "pictures")]
+    table = Table(
+        caption="",
+        header=tuple(HEADER[index] for index in columns),
+        rows=tuple(tuple(row[index] for index in columns) for row in rows),
+    )
+    return f"{to_markdown(table)}\n"
+
+
+def _newest_rows(results: Path, files: tuple[str, ...]) -> list[tuple[str, ...]]:
+    paths = [results / name for name in files]
+    found = [r for path in paths if path.is_file() for r in store.read(path) if r.op == "images"]
+    groups = grouped(newest(found, _key), lambda r: _key(r)[:-1])
+    return [row for group in groups for row in _rows(group)]
 
 
 def _key(record: Measurement) -> tuple[Scalar | None, ...]:

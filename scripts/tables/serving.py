@@ -20,7 +20,16 @@ LOAD = ("num_prompts", "input_len", "output_len", "range_ratio", "max_concurrenc
 
 def latency(results: Path) -> str:
     """Time to the first token and between tokens by context, and the line of each row in words."""
-    records = store.read(results / "latency_h200.jsonl")
+    return _latency_tables(results / "latency_h200.jsonl")
+
+
+def linear(results: Path) -> str:
+    """The same of rows with linear layers in FP8, for batches of one and more."""
+    return _latency_tables(results / "linear_h200.jsonl")
+
+
+def _latency_tables(path: Path) -> str:
+    records = store.read(path)
     groups = grouped(records, lambda r: (_has_graphs(r), *_cases(r, *ENGINE, *BATCH)))
     return "\n\n".join(map(_latency_of, groups)) + "\n"
 
@@ -54,13 +63,20 @@ def _latency_of(records: list[Measurement]) -> str:
         f"{case['output_len']} tokens after each prompt. Milliseconds, medians"
         f"{_factors(latest, 'speed-up')}.\n\n{to_markdown(table)}"
     )
-    lines = "\n".join(_line(r) for r in latest if r.op == "latency_fit")
-    curves = "\n".join(_curve(r) for r in latest if r.op == "ttft_fit")
+    # A line through two lengths explains everything, and so does a curve through three.
+    lines = "\n".join(map(_line, _fits(latest, "latency_fit", 3)))
+    curves = "\n".join(map(_curve, _fits(latest, "ttft_fit", 4)))
     if lines:
         text += f"\n\nITL over the context as a line:\n\n{lines}"
     if curves:
         text += f"\n\nTTFT over the input as a curve:\n\n{curves}"
     return text
+
+
+def _fits(records: list[Measurement], op: str, num_lengths: int) -> list[Measurement]:
+    """The fits through so many lengths or more."""
+    fits = [r for r in records if r.op == op]
+    return [r for r in fits if str(r.case["input_lens"]).count(",") >= num_lengths - 1]
 
 
 def _latency_cell(record: Measurement | None, metric: str) -> str:

@@ -28,8 +28,11 @@ DECODERS = (
     (131072, 1, "Llama-3.1-8B-shaped decoder, one token after 1 × 128k"),
     (32768, 8, "8 × 32k"),
 )
-# Of throughput's records the model, and what the load was.
-LOADS = (("llama-3.1-8b", "the same shape, 48 requests of 20k + 2k tokens, 8 at once"),)
+# Of throughput's records the model and the row, and what the load was.
+LOADS = (
+    ("llama-3.1-8b", "fp8", "the same shape, 48 requests of 20k + 2k tokens, 8 at once"),
+    ("llama-3.1-8b", "fp8+linear", "the same with FP8 linear layers"),
+)
 
 
 def speeds(results: Path) -> str:
@@ -41,7 +44,7 @@ def speeds(results: Path) -> str:
     rows = (
         *(_tower_speed(towers, resolution, words) for resolution, words in TOWERS),
         *(_generate_speed(decoders, context, batch, words) for context, batch, words in DECODERS),
-        *(_load_speed(loads, model, words) for model, words in LOADS),
+        *(_load_speed(loads, model, row, words) for model, row, words in LOADS),
         *(_speed(op, shape, words, records) for op, shape, words in SPEEDS),
     )
     header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
@@ -97,11 +100,12 @@ def _generate_speed(
     return _whole(words, ours, bf16, "octavo's")
 
 
-def _load_speed(records: list[Measurement], model: str, words: str) -> tuple[str, ...]:
-    """Output tokens of the engine in a second, over the row that the others are compared with."""
+def _load_speed(records: list[Measurement], model: str, row: str, words: str) -> tuple[str, ...]:
+    """The newest record of a row beside the first row of its run."""
     of_model = [r for r in records if r.case["model"] == model]
-    bf16 = next(r for r in reversed(of_model) if r.baseline is None)
-    ours = next(r for r in reversed(of_model) if r.case["row"] == "fp8")
+    index = max(i for i, r in enumerate(of_model) if r.case["row"] == row)
+    ours = of_model[index]
+    bf16 = next(r for r in reversed(of_model[:index]) if r.baseline is None)
     fast, slow = (r.values["output_throughput"] for r in (ours, bf16))
     who = bf16.case.get("prefill_impl", "octavo's")
     told = (f"{fast:.0f} tokens/s", f"{slow:.0f} tokens/s ({who})")

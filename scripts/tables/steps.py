@@ -15,6 +15,7 @@ WORDS = {
     "linear": "FP8 linear layers",
     "attention": "FP8 attention",
     "linear+attention": "FP8 linear layers and attention",
+    "linear+attention+modulation": "the same, modulation with FP8 weights",
     "linear-block": "FP8 linear layers, blocks of 128 × 128",
 }
 

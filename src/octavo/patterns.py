@@ -1,4 +1,4 @@
-"""Layer patterns: the words of `skip_layers` and `ignored_layers`.
+"""Layer patterns: the words of `skip_layers`, `ignored_layers` and `weight_only_layers`.
 
 | pattern                | matches                                                              |
 | ---------------------- | -------------------------------------------------------------------- |
@@ -7,6 +7,7 @@
 | `re:mlp$`              | any place in the name, as a regular expression                       |
 | `7`, `0-3`             | layers with this index, or with an index in this range, ends included |
 | `sliding_window`       | attention layers that have a sliding window                          |
+| `modulation`           | linear layers that modulate the blocks of a diffusion transformer    |
 
 Digits alone are always a layer index, never the component "3" of a name. Case counts.
 """
@@ -22,17 +23,19 @@ from octavo.errors import ConfigError
 
 MAX_PATTERN_LENGTH = 1000
 SLIDING_WINDOW = "sliding_window"
+MODULATION = "modulation"
 
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a pattern can ask of a layer: its dotted name, its index and its kind of attention."""
+    """What a pattern can ask of a layer: its dotted name, its index and its kind."""
 
     name: str
     index: int | None = None
     is_sliding_window: bool = False
+    is_modulation: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def parse_pattern(text: str) -> Pattern:
         )
     if text == SLIDING_WINDOW:
         return Pattern(text, lambda layer: layer.is_sliding_window, _sliding_window_hint)
+    if text == MODULATION:
+        return _modulation_pattern()
     if text.startswith("re:"):
         return _regex_pattern(text)
     if re.fullmatch(r"[0-9]*-?[0-9]*", text):
@@ -126,6 +131,15 @@ def _component_pattern(text: str) -> Pattern:
         return f"did you mean {close[0]!r}?" if close else "it must name whole dotted components"
 
     return Pattern(text, lambda layer: f".{text}." in f".{layer.name}.", hint)
+
+
+def _modulation_pattern() -> Pattern:
+    named = _component_pattern(MODULATION)  # as any word, where nobody knows what is modulation
+    return Pattern(
+        MODULATION,
+        lambda layer: layer.is_modulation or named.matches(layer),
+        lambda layers: "none of them is modulation of a diffusion transformer",
+    )
 
 
 def _component_runs(layers: Sequence[Layer], length: int) -> list[str]:

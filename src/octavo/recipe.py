@@ -7,7 +7,6 @@ layers, one-level accumulation, a component to leave alone) a file says "none": 
 
 import json
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,58 +27,15 @@ from pydantic import (
 from octavo.atomic import write_atomically
 from octavo.brief import brief, unique_keys
 from octavo.errors import ConfigError
+from octavo.inline_scales import InlineScales, read_scales
 from octavo.patterns import parse_pattern
 from octavo.settings import Settings, Shorthands, read_none
-
-# What a layer has in a scale file: a scale, one for each head, or a mean key of each head.
-LayerEntry = Mapping[str, float | tuple[float, ...] | tuple[tuple[float, ...], ...]]
-InlineScales = Mapping[str, Any]
 
 
 def _read_patterns(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"expected a list of patterns, got {brief(value)}")
     return tuple(parse_pattern(text).text for text in value)
-
-
-def _read_scales(value: object) -> str | InlineScales | None:
-    if read_none(value) is None:
-        return None
-    if isinstance(value, str | os.PathLike) and (path := os.fsdecode(value)):
-        return path
-    if isinstance(value, Mapping) and value.keys() == {"octavo", "layers"}:  # a whole scale file
-        header, layers = value["octavo"], _read_scales(value["layers"])
-        if isinstance(header, Mapping) and isinstance(layers, Mapping):
-            return MappingProxyType({"octavo": MappingProxyType(dict(header)), "layers": layers})
-    elif isinstance(value, Mapping) and value:
-        return MappingProxyType({str(layer): _read_layer(layer, value[layer]) for layer in value})
-    raise ConfigError(f"expected a path or {{layer: {{'q': 0.1, …}}}}, got {brief(value)}")
-
-
-def _read_layer(layer: object, entry: object) -> LayerEntry:
-    # Only what any scale must be: which keys a layer has is the business of octavo.calibration.
-    scales: dict[str, Any] = {}
-    for key, value in entry.items() if isinstance(entry, Mapping) else [("", None)]:
-        if key == "k_mean":
-            scales[key] = _read_mean(layer, value)
-            continue
-        numbers = value if isinstance(value, list | tuple) else (value,)
-        if not all(type(n) in (int, float) and 0 < n <= sys.float_info.max for n in numbers):
-            expected = "expected positive finite scales such as {'q': 0.1}"
-            raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(entry)}")
-        scales[str(key)] = tuple(map(float, numbers)) if numbers is value else float(numbers[0])
-    return MappingProxyType(scales)
-
-
-def _read_mean(layer: object, value: object) -> tuple[tuple[float, ...], ...]:
-    rows: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
-    numbers: list[Any] = [
-        n for row in rows for n in (row if isinstance(row, list | tuple) else [None])
-    ]
-    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
-        expected = "expected k_mean to be a list of finite numbers for each head"
-        raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(value)}")
-    return tuple(tuple(map(float, row)) for row in rows)
 
 
 class AttentionSettings(Settings):
@@ -175,6 +131,14 @@ class LinearSettings(Settings):
             )
         return self
 
+    def weight_only(self) -> "LinearSettings":
+        """Those of layers whose weight alone is quantized: in blocks if these are, else by channel.
+
+        One scale for all of a weight would be the worst choice where quality is the reason.
+        """
+        weight = "channel" if self.weight == "tensor" else self.weight
+        return LinearSettings(format=self.format, weight=weight, activation=None)
+
 
 def _translate_linear(fields: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's words for linear layers in octavo's; both for one thing must say the same."""
@@ -200,6 +164,8 @@ Linear = Annotated[LinearSettings | None, PlainValidator(LinearSettings.read)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_read_patterns)]
 Tiles = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 Quantized = AttentionSettings | KvCacheSettings | LinearSettings
+# The fields with patterns of linear layers.
+LINEAR_PATTERNS = ("ignored_layers", "included_layers", "weight_only_layers")
 
 
 class ComponentRecipe(Settings):
@@ -213,6 +179,7 @@ class ComponentRecipe(Settings):
     skip_layers: Patterns = ()
     ignored_layers: Patterns = ()
     included_layers: Patterns = ()
+    weight_only_layers: Patterns = ()
 
     def settings(self) -> dict[str, Quantized | Bf16Settings]:
         """The settings of everything that the recipe changes, by field."""
@@ -240,7 +207,7 @@ class ComponentRecipe(Settings):
         fields = self.quantized().keys()
         if self.skip_layers and not fields & {"vision_attention", "attention", "kv_cache"}:
             raise ConfigError("skip_layers needs quantized attention or kv_cache, got neither")
-        for name in ("ignored_layers", "included_layers"):
+        for name in LINEAR_PATTERNS:
             if getattr(self, name) and not fields & {"linear", "text_encoder"}:
                 raise ConfigError(f"{name} needs quantized linear layers, got none; set linear")
         return self
@@ -255,6 +222,8 @@ class Recipe(ComponentRecipe):
     also "fp8_e5m2", vision_attention also "bf16", which quantizes nothing) or its settings.
     skip_layers, ignored_layers: patterns (octavo.patterns) of attention and linear layers to leave.
     included_layers: those of linear layers to quantize although the model's defaults leave them.
+    weight_only_layers: those of linear layers whose weight alone is quantized, also where the
+    model's defaults leave them; of diffusion transformers, "modulation" is all of that kind.
     components: what holds for single components in place of all the fields above; None is nothing.
     promote_every: tiles between additions to the FP32 sum (two-level accumulation); None is never.
     scales: the path of a scale file, its content, or {layer: {"q": …, "k": …, "v": …}}, of linear
@@ -268,7 +237,7 @@ class Recipe(ComponentRecipe):
         AfterValidator(MappingProxyType),
     ] = Field(default_factory=lambda: MappingProxyType({}))
     promote_every: Annotated[Tiles | None, BeforeValidator(read_none)] = 1
-    scales: Annotated[str | InlineScales | None, PlainValidator(_read_scales)] = None
+    scales: Annotated[str | InlineScales | None, PlainValidator(read_scales)] = None
     margin: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 1.5
 
     def __init__(self, /, **fields: Any) -> None:
@@ -299,10 +268,10 @@ class Recipe(ComponentRecipe):
         if name in self.components:
             own = dict(self.components[name] or ())
         elif is_text_encoder:
-            patterns = ("ignored_layers", "included_layers")
-            own = {"linear": self.text_encoder, **{name: getattr(self, name) for name in patterns}}
+            patterns = {field: getattr(self, field) for field in LINEAR_PATTERNS}
+            own = {"linear": self.text_encoder, **patterns}
         if own.get("linear") is None:
-            own["ignored_layers"] = own["included_layers"] = ()
+            own |= dict.fromkeys(LINEAR_PATTERNS, ())
         scales = self.scales if ComponentRecipe(**own).is_static else None
         return Recipe(**own, promote_every=self.promote_every, scales=scales, margin=self.margin)
 
@@ -314,7 +283,7 @@ class Recipe(ComponentRecipe):
         """One line for each thing that is changed, in the recipe's own words."""
         lines = [f"{field}: {settings}" for field, settings in self.settings().items()]
         for prefix, part in [("", self), *((f"{n}.", c) for n, c in self.components.items())]:
-            for field in ("skip_layers", "ignored_layers", "included_layers"):
+            for field in ("skip_layers", *LINEAR_PATTERNS):
                 if patterns := getattr(part, field, ()):
                     lines.append(f"{prefix}{field}: {', '.join(patterns)}")
         if lines and self.promote_every != 1:

@@ -43,6 +43,7 @@ def test_from_prompts_to_static_scales(folder, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("red cat\ncat\n")
     args = (folder, "--pipeline", "--prompts", prompts, "--scale-save-path", path, *STEPS)
+    args += ("--weight-only-layers", "modulation", "--weight-only-layers", "to_out")
     assert calibrate(*args, "--attention", "--margin", "1.25", "-o", records) == 0
     shown = capsys.readouterr()
     assert "4/4" in shown.err
@@ -51,6 +52,7 @@ def test_from_prompts_to_static_scales(folder, tmp_path, capsys):
     assert "and 2 of attention, 2 prompts of 2 steps, observer amax, margin 1.25" in shown.out
     scales = load_scales(path)
     assert (scales.header.kind, scales.header.model) == ("pipeline", str(folder))
+    assert scales.inputs and not any("to_out" in name for name in scales.inputs)
     rows = read(records)
     assert len(rows) == len(scales.inputs) + 3 * len(scales.layers)
     assert all(row.values["spread"] >= 1 for row in rows)
@@ -67,7 +69,8 @@ def test_from_prompts_to_static_scales(folder, tmp_path, capsys):
     with torch.no_grad():
         plain = pipe("cat", generator=torch.Generator().manual_seed(5), **options).images
         static = {"scaling": "static"}
-        apply_(pipe, Recipe(linear=static, attention=static, scales=str(path)))
+        patterns = {"weight_only_layers": ["modulation", "to_out"]}
+        apply_(pipe, Recipe(linear=static, attention=static, scales=str(path), **patterns))
         found = pipe("cat", generator=torch.Generator().manual_seed(5), **options).images
     assert 0 < relative_rms(found, plain) < 0.1
 
@@ -123,7 +126,8 @@ def test_options_without_each_other(folder, tmp_path, capsys):
 def test_which_layers_matter(folder, tmp_path, capsys):
     records = tmp_path / "r.jsonl"
     args = (folder, "--pipeline", "--prompt", "red cat", "--sensitivity", *STEPS)
-    options = ("--sensitivity-by", "group", "--num-timesteps", "1", "--all", "-o", records)
+    options = ("--weight-only-layers", "modulation", "--sensitivity-by", "group")
+    options += ("--num-timesteps", "1", "--all", "-o", records)
     assert calibrate(*args, *options) == 0
     shown = capsys.readouterr()
     assert "2/2" in shown.err and "Error of the transformer's result" in shown.out
@@ -136,6 +140,8 @@ def test_which_layers_matter(folder, tmp_path, capsys):
     told |= {"num_inference_steps": 2, "num_timesteps": 1}
     assert all(told.items() <= row.case.items() for row in rows)
     assert names["transformer.proj_out"].case["kept"] == "an output projection"
+    alone = names["transformer.transformer_blocks.*.norm1.linear"].case
+    assert (alone["is_weight_only"], alone["kept"]) == (True, "") and "weight-only" in shown.out
     assert names["transformer.transformer_blocks.*.ff.net.2"].case["kept"] == ""
     assert f"{len(scanned)}/{len(scanned)}" in shown.err
     errors = [row.values["error"] for row in scanned]

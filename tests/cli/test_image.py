@@ -57,16 +57,18 @@ def said(captured):
 
 def test_one_picture_says_how_it_was_made(small, capsys):
     args = ("--prompt", "cat", "--quantization", "fp8", "--ignored-layers", "to_q", "--seed", 7)
+    args += ("--weight-only-layers", "modulation")
     assert draw(small, *args, "--guidance-scale", 2) == 0
     texts = opened("out.png").text
     assert (texts["prompt"], texts["seed"], texts["model"]) == ("cat", "7", str(small))
     assert json.loads(texts["options"]) == {"guidance_scale": 2.0, "num_inference_steps": 2}
     assert texts["dtype"] == "bfloat16"
     recipe = Recipe.from_json(texts["recipe"])
-    assert recipe == Recipe(linear="fp8", ignored_layers=["to_q"])
+    patterns = {"ignored_layers": ["to_q"], "weight_only_layers": ["modulation"]}
+    assert recipe == Recipe(linear="fp8", **patterns)
     printed = capsys.readouterr()
     assert "out.png: 'cat', seed 7, 2 steps" in said(printed.out)
-    assert "transformer.linear: 15 layers" in said(printed.err)
+    assert "transformer.linear: 18 layers, 3 of them weight-only" in said(printed.err)
     first = Path("out.png").read_bytes()
     assert draw(small, *args, "--guidance-scale", 2, "--force") == 0
     assert Path("out.png").read_bytes() == first
@@ -147,6 +149,7 @@ def test_side_by_side_shows_and_scores_a_difference():
         (("-p", "horse"), "expected words that the model has learned"),
         (("-p", "cat", "--quantization", "int8"), "expected --quantization fp8, or none"),
         (("-p", "cat", "--ignored-layers", "x"), "--ignored-layers needs --quantization fp8"),
+        (("-p", "cat", "--weight-only-layers", "x"), "-layers needs --quantization fp8"),
         (("-p", "cat", "--scale-path", "x"), "--scale-path needs --quantization fp8"),
         (("-p", "cat", "--quantization", "fp8", "--ignored-layers", "img_mlp"), "img_mlp"),
         (("-p", "cat", "--quantization-config", "{"), "expected a JSON object"),

@@ -100,13 +100,14 @@ def test_a_pipeline_of_pictures(calls):
     assert calls.omni["quantization_config"] is None and calls.omni["dtype"] is None
     args = "m --omni --quantization fp8 --ignored-layers img_mlp --attention fp8 --max-queue 3 "
     args += "--cache-backend tea_cache --cache-config {} --dtype float32 --port 9 --api-key k "
-    args += "--scale-path s.json"
+    args += "--scale-path s.json --weight-only-layers modulation"
     assert octavo(*args.split()) == 0
     assert calls.model == "m" and calls.server.max_open == 4 and calls.server.api_keys == ("k",)
     assert calls.omni == {
         "quantization_config": {
             "method": "fp8",
             "ignored_layers": ["img_mlp"],
+            "weight_only_layers": ["modulation"],
             "activation_scheme": "static",
         },
         "attention": "fp8",
@@ -139,6 +140,8 @@ def test_encoder_flags_and_files(calls, tmp_path):
     [
         ("--quantization int8", "expected --quantization fp8"),
         ("--ignored-layers img_mlp", "needs --quantization fp8"),
+        ("--weight-only-layers q", "--weight-only-layers needs --quantization fp8"),
+        ("--recipe x.toml --weight-only-layers q", "got both"),
         ("--recipe x.toml --quantization fp8", "got both"),
         ("--kv-cache-dtype int4", "expected --kv-cache-dtype of auto"),
         ("--kv-cache-dtype-skip-layers 0", "needs --kv-cache-dtype fp8"),

@@ -378,7 +378,7 @@ def test_a_gpu_without_fp8(monkeypatch):
         (lambda model: quantize_(model, Recipe()), "got an empty one: use apply_"),
         (
             lambda model: quantize_(model, Recipe(linear="fp8"), ignored_layers=["0"]),
-            "expected ignored_layers and scales in the recipe",
+            "expected ignored_layers, weight_only_layers and scales in the recipe",
         ),
         (
             lambda model: quantize_(model, {"ignored_layers": ["0"]}, ignored_layers=["1"]),

@@ -24,11 +24,21 @@ SCORES = {"psnr_db": 31.26, "worst_psnr_db": 27.04, "ssim": 0.98765, "worst_ssim
 
 
 @pytest.fixture
-def images():
+def tables():
     spec = importlib.util.spec_from_file_location("update_tables", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.TABLES["images"]
+    return module.TABLES
+
+
+@pytest.fixture
+def images(tables):
+    return tables["images"]
+
+
+@pytest.fixture
+def modulation(tables):
+    return tables["modulation"]
 
 
 def record(row, values, *, day=1, machine=CPU, **case):
@@ -107,3 +117,12 @@ def test_records_of_other_things_are_left_out(images, tmp_path):
     )
     store.append(tmp_path / "images_cpu.jsonl", [other, record("fp8", SCORES)])
     assert len(rows_of(images(tmp_path))) == 2
+
+
+def test_weight_only_modulation_is_apart(images, modulation, tmp_path):
+    records = [record("bf16", {}), record("fp8+weight_only=modulation", SCORES)]
+    store.append(tmp_path / "modulation_cpu.jsonl", records)
+    assert "No model has a record yet" in images(tmp_path)
+    (header, row) = rows_of(modulation(tmp_path))
+    assert header == ["model", "row", "PSNR (dB)", "SSIM", "pictures"]
+    assert row[1:3] == ["`fp8+weight_only=modulation`", "31.3 (27.0)"]

@@ -69,8 +69,8 @@ def times(row, input_len, ttft, itl, *, day=1, speedup=None, **case):
     return record("latency", case, values, baseline=speedup and "auto", day=day)
 
 
-def line(row, own, first=None, *, day=1):
-    case = {**BATCH, "row": row, "input_lens": "256,4096"}
+def line(row, own, first=None, *, day=1, input_lens="256,4096,32768"):
+    case = {**BATCH, "row": row, "input_lens": input_lens}
     values = line_values(own, first)
     return record("latency_fit", case, values, baseline=first and "auto", day=day)
 
@@ -186,7 +186,7 @@ def test_intervals_and_curves_in_words(tables, tmp_path):
         for a in (4e-7, 2e-7)
     ]
     bf16, fp8 = (fit_quadratic(lengths, ttft) for ttft in ttfts)
-    case = {**BATCH, "row": "fp8", "input_lens": "256"}
+    case = {**BATCH, "row": "fp8", "input_lens": "256,4096,8192,32768"}
     curve = record("ttft_fit", case, curve_values(fp8, bf16), baseline="auto")
     alone = record(
         "ttft_fit", {**case, "row": "auto"}, curve_values(Quadratic(1, 2e-3, 3e-6, 0), None)
@@ -238,6 +238,15 @@ def test_throughput(tables, tmp_path):
     assert "after each, all open at once, up to 8 in a step" in gpt and "×" not in gpt
 
 
+def test_two_lengths_have_no_line_in_words(tables, tmp_path):
+    own = line("auto", Line(intercept=5.0, slope=1e-5, residual=0.0), input_lens="256,8192")
+    text = latency(tables, tmp_path, [times("auto", 256, 70.0, 5.0), own])
+    assert "as a line" not in text
+    case = {**BATCH, "row": "auto", "input_lens": "256,8192,9000"}
+    curve = record("ttft_fit", case, curve_values(Quadratic(1, 2e-3, 3e-6, 0), None))
+    assert "as a curve" not in latency(tables, tmp_path, [curve])
+
+
 @pytest.mark.parametrize("has_file", [True, False])
 def test_throughput_without_records_says_nothing(tables, has_file, tmp_path):
     if has_file:
@@ -250,13 +259,13 @@ def test_records_of_the_benchmarks_have_what_the_tables_want(tables, tmp_path):
     subject = open_subject(None, "tiny", dtype="float32", device="cpu", layers=1)
     rows = make_rows(["auto", "fp8"], subject)
     settings = EngineSettings()
-    case = LatencyCase(input_lens=(16, 64), output_len=4, num_iters=1, num_warmups=0)
+    case = LatencyCase(input_lens=(16, 32, 64), output_len=4, num_iters=1, num_warmups=0)
     found = run_latency(subject, rows, case, settings, command="x")
     store.append(tmp_path / "latency_h200.jsonl", [r for one in found for r in one.records])
     text = tables["latency"](tmp_path)
     header, *lengths = rows_of(text)
     assert header[1:] == ["TTFT, `auto`", "TTFT, `fp8`", "ITL, `auto`", "ITL, `fp8`"]
-    assert [row[0] for row in lengths] == ["16", "64"]
+    assert [row[0] for row in lengths] == ["16", "32", "64"]
     assert all(row[2].endswith("×)") and row[4].endswith("×)") for row in lengths)
     assert "\n- `auto`: " in text and "\n- `fp8`: " in text and "beside `auto`" in text
     load = ThroughputCase(

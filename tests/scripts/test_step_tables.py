@@ -41,6 +41,14 @@ def record(recipe, median_ms, speedup, *, day=1, graphs=False, **values):
     )
 
 
+def test_every_recipe_has_words(steps, tmp_path):
+    from octavo.measure.bench.diffusion import RECIPES
+
+    for recipe in RECIPES:
+        store.append(tmp_path / "diffusion_h200.jsonl", [record(recipe, 1.0, 1.0)])
+    assert "modulation with FP8 weights (octavo FP8 attention)" in steps(tmp_path)
+
+
 def test_no_records_are_a_sentence(steps, tmp_path):
     assert steps(tmp_path).startswith("No step in full size has a record yet")
 

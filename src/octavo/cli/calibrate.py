@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli import calibrate_pipeline as pipeline
+from octavo.cli import calibrate_pipeline_flags as flags
 from octavo.cli.console import out
 from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
@@ -140,22 +141,23 @@ def calibrate(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Also write a page with a plot of every number.")
     ] = None,
-    is_pipeline: pipeline.IsPipeline = False,
-    prompts_file: pipeline.PromptsFile = None,
-    prompt: pipeline.PromptTexts = None,
-    num_inference_steps: pipeline.NumSteps = None,
-    height: pipeline.Height = None,
-    width: pipeline.Width = None,
-    seed: pipeline.Seed = 0,
-    call_options: pipeline.CallOptions = None,
-    is_attention: pipeline.IsAttention = False,
-    is_text_encoder: pipeline.IsTextEncoder = False,
-    ignored_layers: pipeline.IgnoredLayers = None,
-    is_sensitivity: pipeline.IsSensitivity = False,
-    sensitivity_by: pipeline.SensitivityBy = pipeline.By.layer,
-    is_all: pipeline.IsAll = False,
-    num_timesteps: pipeline.NumTimesteps = 4,
-    output: pipeline.Records = None,
+    is_pipeline: flags.IsPipeline = False,
+    prompts_file: flags.PromptsFile = None,
+    prompt: flags.PromptTexts = None,
+    num_inference_steps: flags.NumSteps = None,
+    height: flags.Height = None,
+    width: flags.Width = None,
+    seed: flags.Seed = 0,
+    call_options: flags.CallOptions = None,
+    is_attention: flags.IsAttention = False,
+    is_text_encoder: flags.IsTextEncoder = False,
+    ignored_layers: flags.IgnoredLayers = None,
+    weight_only_layers: flags.WeightOnlyLayers = None,
+    is_sensitivity: flags.IsSensitivity = False,
+    sensitivity_by: flags.SensitivityBy = flags.By.layer,
+    is_all: flags.IsAll = False,
+    num_timesteps: flags.NumTimesteps = 4,
+    output: flags.Records = None,
 ) -> None:
     """Find static FP8 scales: for vision attention from images, for a KV cache from texts (--kv),
     for the layers of a diffusion pipeline from prompts (--pipeline).
@@ -218,6 +220,7 @@ def calibrate(
         is_attention=is_attention,
         is_text_encoder=is_text_encoder,
         ignored_layers=tuple(ignored_layers or ()),
+        weight_only_layers=tuple(weight_only_layers or ()),
         is_sensitivity=is_sensitivity,
         by=sensitivity_by,
         is_all=is_all,

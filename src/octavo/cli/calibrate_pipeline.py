@@ -4,14 +4,14 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from octavo.brief import list_names
+from octavo.cli.calibrate_pipeline_flags import By
 from octavo.cli.console import err, out
 from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
@@ -22,135 +22,7 @@ if TYPE_CHECKING:
     from octavo.integrations.diffusers.steps import Run
     from octavo.recipe import Recipe
 
-PANEL = "With --pipeline"
 NUM_SHOWN = 40  # rows of sensitivity; all are in the records
-
-
-class By(StrEnum):
-    """What is quantized at a time, as the command line knows it."""
-
-    layer = "layer"
-    group = "group"
-    block = "block"
-
-
-IsPipeline = Annotated[
-    bool,
-    typer.Option(
-        "--pipeline",
-        help="Calibrate a diffusion pipeline, over prompts and timesteps: MODEL is its folder or "
-        "its name on the hub; left out, the small image model.",
-        rich_help_panel=PANEL,
-    ),
-]
-PromptsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompts",
-        help="A file with a prompt in each line, or a .jsonl file with a field prompt.",
-        rich_help_panel=PANEL,
-    ),
-]
-PromptTexts = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", help="A prompt; may be given often.", rich_help_panel=PANEL),
-]
-NumSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--num-inference-steps",
-        min=1,
-        help="Denoising steps of each prompt; left out, the pipeline's own number.",
-        show_default=False,
-        rich_help_panel=PANEL,
-    ),
-]
-Height = Annotated[
-    int | None, typer.Option("--height", min=1, help="In pixels.", rich_help_panel=PANEL)
-]
-Width = Annotated[
-    int | None, typer.Option("--width", min=1, help="In pixels.", rich_help_panel=PANEL)
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        "--seed", help="Of the first prompt's noise; the next has the next.", rich_help_panel=PANEL
-    ),
-]
-CallOptions = Annotated[
-    str | None,
-    typer.Option(
-        "--call-options",
-        help='Other arguments of the pipeline\'s call, as JSON: {"guidance_scale": 4}.',
-        rich_help_panel=PANEL,
-    ),
-]
-IsAttention = Annotated[
-    bool,
-    typer.Option(
-        "--attention", help="Scales of attention as well, in the same file.", rich_help_panel=PANEL
-    ),
-]
-IsTextEncoder = Annotated[
-    bool,
-    typer.Option(
-        "--text-encoder",
-        help="Scales of the linear layers of text encoders as well.",
-        rich_help_panel=PANEL,
-    ),
-]
-IgnoredLayers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ignored-layers",
-        help="A pattern of linear layers to leave; may be given often.",
-        rich_help_panel=PANEL,
-    ),
-]
-IsSensitivity = Annotated[
-    bool,
-    typer.Option(
-        "--sensitivity",
-        help="Not scales: the error of the transformer's result when one layer alone is FP8, and "
-        "from that which layers to ignore.",
-        rich_help_panel=PANEL,
-    ),
-]
-SensitivityBy = Annotated[
-    By,
-    typer.Option(
-        "--sensitivity-by",
-        help="What is quantized at a time: a layer, the layers of one kind in all blocks, or those "
-        "of one block.",
-        rich_help_panel=PANEL,
-    ),
-]
-IsAll = Annotated[
-    bool,
-    typer.Option(
-        "--all",
-        help="With --sensitivity: also the layers that the model's defaults leave in BF16.",
-        rich_help_panel=PANEL,
-    ),
-]
-NumTimesteps = Annotated[
-    int,
-    typer.Option(
-        "--num-timesteps",
-        min=1,
-        help="With --sensitivity: at how many of the steps, spread evenly.",
-        rich_help_panel=PANEL,
-    ),
-]
-Records = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Append the records to this JSON Lines file.",
-        rich_help_panel=PANEL,
-    ),
-]
 
 # Fields of a request that other calibrations do not have, as the command line says them.
 OWN_OPTIONS = {
@@ -164,6 +36,7 @@ OWN_OPTIONS = {
     "is_attention": "--attention",
     "is_text_encoder": "--text-encoder",
     "ignored_layers": "--ignored-layers",
+    "weight_only_layers": "--weight-only-layers",
     "is_sensitivity": "--sensitivity",
     "by": "--sensitivity-by",
     "is_all": "--all",
@@ -198,6 +71,7 @@ class PipelineRequest:
     is_attention: bool = False
     is_text_encoder: bool = False
     ignored_layers: tuple[str, ...] = ()
+    weight_only_layers: tuple[str, ...] = ()
     is_sensitivity: bool = False
     by: By = By.layer
     is_all: bool = False
@@ -258,6 +132,7 @@ class PipelineRequest:
             attention="fp8" if self.is_attention else None,
             text_encoder="fp8" if self.is_text_encoder else None,
             ignored_layers=self.ignored_layers,
+            weight_only_layers=self.weight_only_layers,
         )
 
     def load(self) -> Any:
@@ -323,7 +198,8 @@ def scan_layers(request: PipelineRequest) -> None:
     check_folder(request.output)
     prompts, run = request.read_prompts(), request.run()
     pipe = request.load()
-    scan = Scan(pipe, "fp8", request.ignored_layers, is_all=request.is_all)
+    patterns = (request.ignored_layers, request.weight_only_layers)
+    scan = Scan(pipe, "fp8", *patterns, is_all=request.is_all)
     with bar() as progress:
         total = len(prompts) * run.num_steps(pipe)
         first = progress.add_task("running as it is", total=total)

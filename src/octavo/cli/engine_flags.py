@@ -39,6 +39,24 @@ Dtype = Annotated[
         "or float32.",
     ),
 ]
+IgnoredLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignored-layers",
+        help="Linear layers that --quantization leaves as they are: a part of a name "
+        "(down_proj), a glob, re:…, a layer's number or range; may be given more than once.",
+        show_default=False,
+    ),
+]
+WeightOnlyLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weight-only-layers",
+        help="Linear layers of which --quantization changes the weight alone; with --omni, "
+        "modulation is all of that kind. May be given more than once.",
+        show_default=False,
+    ),
+]
 DeviceName = Annotated[
     str | None,
     typer.Option(

@@ -17,6 +17,7 @@ from octavo.cli.omni_flags import (
     QuantizationConfig,
     RecipePath,
     ScalePath,
+    WeightOnlyLayers,
     need_diffusers,
     quantization_words,
     read_object,
@@ -47,6 +48,7 @@ def image(
     ] = None,
     quantization: Quantization = None,
     ignored_layers: IgnoredLayers = None,
+    weight_only_layers: WeightOnlyLayers = None,
     quantization_config: QuantizationConfig = None,
     attention: Attention = None,
     scale_path: ScalePath = None,
@@ -153,9 +155,9 @@ def image(
     need_diffusers("octavo image")
     from octavo.serving.engine.image_request import ImageSampling
 
+    patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
     words = quantization_words(
-        *(recipe_path, quantization, ignored_layers or [], quantization_config),
-        *(attention, scale_path),
+        *(recipe_path, quantization, patterns, quantization_config, attention, scale_path)
     )
     if cache_config is not None and cache_backend is None:
         raise ConfigError("--cache-config: expected a --cache-backend with it, got none")

@@ -1,7 +1,7 @@
 """Flags of commands that run a pipeline of diffusers; names are vllm-omni's where it has them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ Quantization = Annotated[
     typer.Option(
         "--quantization",
         help="Of the transformer's linear layers: fp8. Modulation, embeddings and the first and "
-        "last projection stay as they are in any case.",
+        "last projection stay as they are.",
         show_default=False,
     ),
 ]
@@ -24,6 +24,15 @@ IgnoredLayers = Annotated[
         "--ignored-layers",
         help="Linear layers that --quantization leaves as they are: a part of a name (img_mlp), a "
         "glob, re:…, a block's number or range; may be given more than once.",
+        show_default=False,
+    ),
+]
+WeightOnlyLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weight-only-layers",
+        help="Linear layers of which --quantization changes the weight alone; modulation is all of "
+        "that kind, which else stay as they are. May be given more than once.",
         show_default=False,
     ),
 ]
@@ -100,29 +109,30 @@ def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
 def quantization_words(
     recipe_path: Path | None,
     quantization: str | None,
-    ignored_layers: Sequence[str],
+    patterns: Mapping[str, Sequence[str] | None],
     config: str | None,
     attention: str | None,
     scale_path: Path | None,
 ) -> dict[str, Any]:
-    """What the flags say is quantized, as arguments of `octavo.Omni`."""
+    """What the flags say is quantized, as arguments of `octavo.Omni`; patterns: by field."""
     from octavo.recipe import Recipe
 
     flags = (quantization, config, attention, scale_path)
+    given = {name: list(texts) for name, texts in patterns.items() if texts}
     if recipe_path is not None:
-        if ignored_layers or any(flag is not None for flag in flags):
+        if given or any(flag is not None for flag in flags):
             raise ConfigError("expected --recipe or the flags that fill one, got both")
         return {"recipe": Recipe.load(recipe_path)}
     if quantization not in (None, "fp8"):
         raise ConfigError(f"expected --quantization fp8, or none; got {quantization!r}")
-    if quantization is None and (ignored_layers or scale_path is not None):
-        flag = "--ignored-layers" if ignored_layers else "--scale-path"
+    if quantization is None and (given or scale_path is not None):
+        flag = f"--{next(iter(given), 'scale_path').replace('_', '-')}"
         raise ConfigError(f"{flag} needs --quantization fp8, got none")
     if quantization is not None and config is not None:
         raise ConfigError("expected --quantization or --quantization-config, got both")
     words: dict[str, Any] | None = read_object("--quantization-config", config)
     if quantization is not None:
-        words = {"method": "fp8", "ignored_layers": list(ignored_layers)}
+        words = {"method": "fp8", **given}
     if words is not None and scale_path is not None:
         words["activation_scheme"] = "static"
     scales = None if scale_path is None else str(scale_path)

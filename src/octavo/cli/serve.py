@@ -1,8 +1,9 @@
 """octavo serve: a model behind OpenAI's API."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from octavo.cli.encoder_flags import (
     ScaleSaveMargin,
     ScaleSavePath,
 )
-from octavo.cli.engine_flags import Compile, EnforceEager
+from octavo.cli.engine_flags import Compile, EnforceEager, IgnoredLayers, WeightOnlyLayers
 from octavo.cli.omni_flags import (
     Attention,
     CacheBackend,
@@ -122,15 +123,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    ignored_layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--ignored-layers",
-            help="Linear layers that --quantization leaves as they are: a part of a name "
-            "(down_proj), a glob, re:…, a layer's number or range; may be given more than once.",
-            show_default=False,
-        ),
-    ] = None,
+    ignored_layers: IgnoredLayers = None,
+    weight_only_layers: WeightOnlyLayers = None,
     quantization_config: QuantizationConfig = None,
     attention: Attention = None,
     linear_scale_path: LinearScalePath = None,
@@ -233,9 +227,10 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
     )
+    patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
     if omni:
         words = quantization_words(
-            *(recipe_path, quantization, ignored_layers or [], quantization_config),
+            *(recipe_path, quantization, patterns, quantization_config),
             *(attention, linear_scale_path),
         )
         words |= {
@@ -254,7 +249,7 @@ def serve(
     recipe = make_recipe(
         *(recipe_path, kv_cache_dtype, skip_layers or [], encoder),
         quantization=quantization,
-        ignored_layers=ignored_layers or [],
+        patterns=patterns,
     )
     engine = load(
         model,
@@ -292,14 +287,15 @@ def make_recipe(
     encoder: "EncoderOptions",
     *,
     quantization: str | None = None,
-    ignored_layers: Sequence[str] = (),
+    patterns: Mapping[str, Sequence[str] | None] = MappingProxyType({}),
 ) -> "Recipe":
-    """The recipe that a file or the flags mean."""
+    """The recipe that a file or the flags mean; patterns: of linear layers, by field."""
     from octavo.recipe import Recipe
 
+    given = {name: texts for name, texts in patterns.items() if texts}
     has_flags = kv_cache_dtype != "auto" or skip_layers or encoder.attn_dtype is not None
     if path is not None:
-        if has_flags or quantization is not None or ignored_layers:
+        if has_flags or quantization is not None or given:
             raise ConfigError("expected --recipe or the flags that fill one, got both")
         return Recipe.load(path)
     if kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -310,8 +306,9 @@ def make_recipe(
         raise ConfigError("--kv-cache-dtype-skip-layers needs --kv-cache-dtype fp8, got auto")
     if quantization not in (None, "fp8"):
         raise ConfigError(f"expected --quantization fp8, or none; got {quantization!r}")
-    if ignored_layers and quantization is None:
-        raise ConfigError("--ignored-layers needs --quantization fp8, got none")
+    if given and quantization is None:
+        flag = f"--{next(iter(given)).replace('_', '-')}"
+        raise ConfigError(f"{flag} needs --quantization fp8, got none")
     vision: Any = encoder.attn_dtype
     # A recipe's skip layers are those of all its attention, the encoder's too.
     if vision and [name for name in skip_layers if name != "sliding_window"]:
@@ -326,7 +323,7 @@ def make_recipe(
         scales=None if scales is None else str(scales),
         skip_layers=skip_layers,
         linear=quantization,
-        ignored_layers=ignored_layers,
+        **given,
     )
 
 

@@ -19,8 +19,8 @@ OMNI = frozenset(
 BOTH = frozenset(
     {
         *("model", "omni", "served_model_name", "host", "port", "dtype", "device", "recipe_path"),
-        *("quantization", "ignored_layers", "api_key", "max_queue", "max_body_mib", "timeout_s"),
-        *("grace_s", "cors_origin", "log_level"),
+        *("quantization", "ignored_layers", "weight_only_layers", "api_key", "max_queue"),
+        *("max_body_mib", "timeout_s", "grace_s", "cors_origin", "log_level"),
     }
 )
 

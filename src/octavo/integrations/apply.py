@@ -2,15 +2,15 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from octavo.brief import list_names
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.changes import Changes
 from octavo.integrations.linear import (
     LinearPlan,
     check_linear,
@@ -21,47 +21,8 @@ from octavo.integrations.linear import (
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import LinearSettings, Recipe
 
-# Up to so many layers that stay for one reason have a line of their own.
-NUM_LEFT_LINES = 3
 # The fields that octavo can do to a model by itself; the others belong to a pipeline.
 MODEL_FIELDS = ("vision_attention", "attention", "kv_cache", "linear")
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What was changed in a model: the layers that each field of a recipe reached.
-
-    fused: those of them whose whole forward was replaced, not only the attention in it. left: the
-    layers that stay as they are, with the reason: of a kind that the field can do nothing to, or
-    left alone on purpose.
-    """
-
-    layers: dict[str, list[str]]
-    fused: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = []
-        for name, layers in self.layers.items():
-            num_fused = len(self.fused.get(name, ()))
-            fused = f", {num_fused} of them fused" if num_fused else ""
-            lines.append(f"{name}: {len(layers)} layers{fused}")
-            lines += _left_lines(name, self.left.get(name, {}))
-        return "\n".join(lines) or "nothing was changed"
-
-
-def _left_lines(name: str, left: Mapping[str, str]) -> list[str]:
-    by_reason: dict[str, list[str]] = {}
-    for layer, reason in left.items():
-        by_reason.setdefault(reason, []).append(layer)
-    lines = []
-    for reason, layers in by_reason.items():
-        if len(layers) <= NUM_LEFT_LINES:
-            lines += [f"{name}: {layer} stays as it is ({reason})" for layer in layers]
-        else:
-            kept = f"{len(layers)} layers stay as they are ({reason})"
-            lines.append(f"{name}: {kept}: {list_names(layers)}")
-    return lines
 
 
 @dataclass(frozen=True)
@@ -142,7 +103,7 @@ def prepare(
         return Preparation(model, recipe, skipped, None, None)
     if kept is None:
         kept = _kept_layers(model, recipe)
-    plan = plan_linear(model, recipe.ignored_layers, kept)
+    plan = plan_linear(model, recipe.ignored_layers, kept, recipe.weight_only_layers)
     scales = read_scales(recipe, recipe.linear)
     check_linear(model, plan, recipe.linear, scales)
     return Preparation(model, recipe, skipped, plan, scales)
@@ -191,6 +152,8 @@ def apply_linear_(preparation: Preparation, changes: Changes) -> None:
         return
     changes.layers["linear"] = quantize_linear_(model, plan, settings, preparation.scales)
     changes.left["linear"] = plan.left
+    if plan.weight_only:
+        changes.weight_only["linear"] = [n for n in plan.chosen if n in plan.weight_only]
     if is_diffusers_model(model):
         from octavo.integrations.diffusers.quantizer import note_quantized_
 
@@ -205,7 +168,10 @@ def _note_for_saving(model: Any, recipe: Recipe) -> None:
         from octavo.integrations.transformers.quantizer import OctavoConfig
 
         assert recipe.linear is not None
-        model.config.quantization_config = OctavoConfig(recipe.linear, recipe.ignored_layers)
+        model.config.quantization_config = OctavoConfig(
+            *(recipe.linear, recipe.ignored_layers),
+            weight_only_layers=recipe.weight_only_layers,
+        )
 
 
 def quantize_(
@@ -213,35 +179,39 @@ def quantize_(
     config: str | Mapping[str, Any] | LinearSettings | Recipe = "fp8",
     *,
     ignored_layers: Sequence[str] = (),
+    weight_only_layers: Sequence[str] = (),
     scales: str | os.PathLike[str] | Mapping[str, Any] | ScaleSet | None = None,
 ) -> Changes:
     """Replace a model's linear layers by FP8 ones, in place; returns what was changed, and not.
 
     config: "fp8", a recipe's settings of linear layers, those in the words of vLLM ({"method":
     "fp8", "activation_scheme": …, "weight_block_size": …, "ignored_layers": […]}), or a whole
-    Recipe for linear layers alone. ignored_layers: patterns of layers to leave; one that matches
-    nothing is an error. scales: for static activations, as `calibrate_linear` finds them, or
-    `calibrate_pipeline` those of a pipeline.
+    Recipe for linear layers alone. ignored_layers: patterns of layers to leave; weight_only_layers:
+    patterns of layers whose weight alone is quantized; one that matches nothing is an error. Both
+    may be in the config instead. scales: for static activations, as `calibrate_linear` finds them,
+    or `calibrate_pipeline` those of a pipeline.
     """
-    return apply_(model, _linear_recipe(config, ignored_layers, scales))
+    patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
+    return apply_(model, _linear_recipe(config, patterns, scales))
 
 
-def _linear_recipe(config: Any, ignored_layers: Sequence[str], scales: Any) -> Recipe:
+def _linear_recipe(config: Any, patterns: Mapping[str, Sequence[str]], scales: Any) -> Recipe:
     if isinstance(config, Recipe):
-        if ignored_layers or scales is not None:
-            raise ConfigError("expected ignored_layers and scales in the recipe, got them beside")
+        if any(patterns.values()) or scales is not None:
+            names = f"{', '.join(patterns)} and scales"
+            raise ConfigError(f"expected {names} in the recipe, got them beside")
         if list(config.settings()) != ["linear"]:
             got = ", ".join(config.settings()) or "an empty one"
             raise ConfigError(f"expected a recipe for linear alone, got {got}: use apply_")
         return config
     if isinstance(config, Mapping):
         config = dict(config)
-        if ignored_layers and "ignored_layers" in config:
-            raise ConfigError("expected ignored_layers once, got them in the config and beside")
-        ignored_layers = config.pop("ignored_layers", None) or ignored_layers
+        if twice := [name for name, given in patterns.items() if given and name in config]:
+            raise ConfigError(f"expected {twice[0]} once, got them in the config and beside")
+        patterns = {name: config.pop(name, None) or given for name, given in patterns.items()}
     if isinstance(scales, ScaleSet):
         scales = scales.to_dict()
-    recipe = Recipe(linear=config, ignored_layers=ignored_layers, scales=scales)
+    recipe = Recipe(linear=config, **patterns, scales=scales)
     if recipe.linear is None:
         raise ConfigError(f"expected 'fp8' or settings of linear layers, got {config}")
     return recipe

@@ -20,6 +20,7 @@ def calibrate_linear(
     settings: CalibrationSettings | None = None,
     *,
     ignored_layers: Sequence[str] = (),
+    weight_only_layers: Sequence[str] = (),
 ) -> ScaleSet:
     """Static input scales for the linear layers that `quantize_` would quantize.
 
@@ -27,7 +28,8 @@ def calibrate_linear(
     of positional arguments. The model runs in its own dtype and is left as it was. All positions
     count, padding included. With the observer "amax" a scale is margin times the largest absolute
     value of all batches, exactly, over 448. NaN and Inf, layers that no batch reaches and layers
-    that see only zeros are errors; ignored_layers: patterns of layers to leave out.
+    that see only zeros are errors; ignored_layers, weight_only_layers: patterns of layers to leave
+    out, as `quantize_` has them.
     """
     settings = settings or CalibrationSettings()
     if settings.granularity != "tensor" or settings.rotate_keys or settings.center_keys:
@@ -35,7 +37,10 @@ def calibrate_linear(
             "expected granularity 'tensor' without rotate_keys and center_keys for linear layers, "
             f"got {settings}"
         )
-    names = list(plan_linear(model, ignored_layers).chosen)
+    plan = plan_linear(model, ignored_layers, weight_only_layers=weight_only_layers)
+    names = plan.with_inputs()
+    if not names:
+        raise ConfigError("expected layers that take scales, got weight-only ones alone")
     observer = InputObserver(names)
     with torch.inference_mode(), watch_inputs(model, names, observer.see):
         for batch in batches:

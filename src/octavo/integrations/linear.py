@@ -15,6 +15,7 @@ from octavo.brief import list_names
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.fused_layers import shards_of
+from octavo.integrations.kept_reasons import FIRM, MODULATION
 from octavo.integrations.transformers.kept_parts import KEPT_PARTS
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
 from octavo.ops.check import check_fp8_device
@@ -37,21 +38,34 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class LinearPlan:
     """The linear layers of a model: which are quantized, and which are left alone and why.
 
-    chosen: the names under which the model has each layer, by the first of them.
+    chosen: the names under which the model has each layer, by the first of them. weight_only: those
+    of them whose weight alone is quantized, whatever the settings of all are.
     """
 
     chosen: dict[str, tuple[str, ...]]
     left: dict[str, str]
+    weight_only: frozenset[str] = frozenset()
+
+    def settings_of(self, name: str, settings: LinearSettings) -> LinearSettings:
+        """The settings of one layer; settings: those of all."""
+        return settings.weight_only() if name in self.weight_only else settings
+
+    def with_inputs(self) -> list[str]:
+        """The layers whose inputs are quantized as the settings of all say."""
+        return [name for name in self.chosen if name not in self.weight_only]
 
 
 def plan_linear(
     model: nn.Module,
     ignored_layers: Sequence[str] = (),
     kept: Mapping[str, str] = MappingProxyType({}),
+    weight_only_layers: Sequence[str] = (),
 ) -> LinearPlan:
     """What to quantize in a model; it is an error if nothing is, or if something is already.
 
-    kept: layers that stay by what is known of the model, with the reason.
+    kept: layers that stay by what is known of the model, with the reason. weight_only_layers:
+    patterns of layers whose weight alone is quantized, also of those that are kept; one that has to
+    stay, or is ignored as well, is an error.
     """
     places = _places(model)
     modules = {names[0]: model.get_submodule(names[0]) for names in places}
@@ -65,13 +79,21 @@ def plan_linear(
             "expected a model with linear layers inside it, got an nn.Linear: "
             "Fp8Linear.from_linear makes one of it"
         )
-    left = {n: _other_kind(m) for n, m in modules.items() if type(m) is not nn.Linear}
-    named = {name: reason for name, reason in left.items() if reason is not None}
+    others = {n: _other_kind(m) for n, m in modules.items() if type(m) is not nn.Linear}
+    named = {name: reason for name, reason in others.items() if reason is not None}
     plain = {name for name, module in modules.items() if type(module) is nn.Linear}
-    layers = [Layer(name, layer_index(name)) for name in modules if name in named or name in plain]
+    layers = [
+        Layer(name, layer_index(name), is_modulation=kept.get(name) == MODULATION)
+        for name in modules
+        if name in named or name in plain
+    ]
     ignored = {layer.name for layer in match_layers(ignored_layers, layers)}
     named |= {name: reason for name, reason in _defaults(model, modules) if name in plain}
+    weight_only = [layer.name for layer in match_layers(weight_only_layers, layers)]
+    firm = {name: reason for name, reason in kept.items() if reason in FIRM}
+    _check_weight_only(weight_only, named | firm, ignored)
     named |= {name: reason for name, reason in kept.items() if name in plain}
+    named = {name: reason for name, reason in named.items() if name not in weight_only}
     named |= dict.fromkeys(ignored, IGNORED)
     chosen = {names[0]: names for names in places if names[0] in plain and names[0] not in named}
     if not chosen:
@@ -80,7 +102,22 @@ def plan_linear(
             f"expected linear layers to quantize, got none in {type(model).__name__}; left alone "
             f"are {list_names(reasons) or 'none'}"
         )
-    return LinearPlan(chosen, {name: named[name] for name in modules if name in named})
+    left = {name: named[name] for name in modules if name in named}
+    return LinearPlan(chosen, left, frozenset(weight_only))
+
+
+def _check_weight_only(names: Iterable[str], firm: Mapping[str, str], ignored: set[str]) -> None:
+    """Raise for layers of weight_only_layers that must stay, or that are to be ignored."""
+    if both := [name for name in names if name in ignored]:
+        raise ConfigError(
+            "expected layers in ignored_layers or in weight_only_layers, got in both: "
+            f"{list_names(both)}"
+        )
+    if stay := [name for name in names if name in firm]:
+        raise ConfigError(
+            f"weight_only_layers: expected layers that can be quantized, got {list_names(stay)}: "
+            f"{stay[0]} stays as it is ({firm[stay[0]]})"
+        )
 
 
 def check_linear(
@@ -91,7 +128,7 @@ def check_linear(
         if scales is None:
             raise ConfigError("expected scales for scaling 'static', got none: Recipe(scales=…)")
         scales.require_kind("linear")
-        scales.require_inputs(plan.chosen)
+        scales.require_inputs(plan.with_inputs())
     for name in plan.chosen:
         module = model.get_submodule(name)
         assert isinstance(module, nn.Linear)
@@ -100,7 +137,7 @@ def check_linear(
                 f"{name}: expected a linear layer without hooks, got some, which its replacement "
                 "would lose: remove them (offloaded weights have hooks, too) or ignore the layer"
             )
-        if settings.activation is not None:
+        if plan.settings_of(name, settings).activation is not None:
             check_fp8_device(name, module.weight.device, None, instead=WITHOUT_FP8)
         check_weight(module.weight, name)
 
@@ -113,12 +150,11 @@ def quantize_linear_(
     for name, places in plan.chosen.items():
         plain = model.get_submodule(name)
         assert isinstance(plain, nn.Linear)
-        is_static = scales is not None and settings.scaling == "static"
+        own = plan.settings_of(name, settings)
+        is_static = scales is not None and own.scaling == "static"
         input_scale = scales.inputs[name] if is_static and scales is not None else None
-        shards = shards_of(model, name, plain, settings)
-        made = Fp8Linear.from_linear(
-            plain, settings, input_scale=input_scale, shards=shards, name=name
-        )
+        shards = shards_of(model, name, plain, own)
+        made = Fp8Linear.from_linear(plain, own, input_scale=input_scale, shards=shards, name=name)
         put_linear_(model, places, made)
         del plain
     return list(plan.chosen)

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from octavo.integrations.apply import Changes, apply_
+from octavo.integrations.apply import apply_
+from octavo.integrations.changes import Changes
 from octavo.recipe import ComponentRecipe, Recipe
 
 
@@ -13,10 +14,11 @@ def split_linear(recipe: Recipe) -> tuple[Recipe | None, Recipe]:
     """What a recipe says of a model's linear layers, None if nothing; and the rest of it."""
     if recipe.linear is None:
         return None, recipe
-    own = {"linear": recipe.linear, "ignored_layers": recipe.ignored_layers}
+    patterns = ("ignored_layers", "weight_only_layers")
+    own = {name: getattr(recipe, name) for name in ("linear", *patterns)}
     scales = recipe.scales if recipe.linear.scaling == "static" else None
     linear = Recipe(**own, scales=scales)
-    without = {"linear": None, "ignored_layers": ()}
+    without = {"linear": None, **dict.fromkeys(patterns, ())}
     others = {name: getattr(recipe, name) for name in ComponentRecipe.model_fields} | without
     # Scales that nothing else takes would be refused.
     scales = recipe.scales if ComponentRecipe(**others).is_static else None

@@ -8,6 +8,7 @@ pytest.importorskip("diffusers")
 from tiny_pipelines import FAMILIES, load_pipeline  # noqa: E402
 
 from octavo import ConfigError  # noqa: E402
+from octavo.integrations import kept_reasons  # noqa: E402
 from octavo.integrations.diffusers import defaults  # noqa: E402
 from octavo.patterns import Layer, parse_pattern  # noqa: E402
 
@@ -52,7 +53,7 @@ def test_the_general_rule_finds_what_the_tables_list(transformer):
     required = {
         name
         for name, reason in defaults.kept_layers(transformer).items()
-        if reason in defaults.REQUIRED
+        if reason in kept_reasons.REQUIRED
     }
     stranger = type("Stranger", (nn.Module,), {})()
     for name, module in transformer.named_children():
@@ -71,8 +72,8 @@ def test_the_data_is_sound():
     for kept in tables:
         for pattern in (*kept.required, *kept.optional):
             parse_pattern(pattern)
-        assert set(kept.required.values()) <= defaults.REQUIRED
-        assert not set(kept.optional.values()) & defaults.REQUIRED
+        assert set(kept.required.values()) <= kept_reasons.REQUIRED
+        assert not set(kept.optional.values()) & kept_reasons.REQUIRED
     assert defaults.BY_CLASS["QwenImageTransformer2DModel"].optional.keys() == {"img_mlp"}
 
 

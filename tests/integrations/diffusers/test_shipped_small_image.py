@@ -26,6 +26,9 @@ MAX_BYTES = 10_000_000
 # What the shipped weights must at least have reached when they were trained.
 MIN_RECOGNIZED = 0.8
 MIN_PSNR_DB = 28.0
+# Modulation with FP8 weights alone is next to nothing.
+MIN_MODULATION_PSNR_DB = 40.0
+RECIPE = Recipe(linear="fp8")
 JOB = ImageJob(
     model="small-image", dtype="bfloat16", prompts=read_prompts(None)[:6], num_inference_steps=8
 )
@@ -54,10 +57,10 @@ def test_the_weights_load_and_draw_what_is_asked_for():
     assert blue.argmax() == 2 and blue[2] > blue[0] + 60
 
 
-def mean_psnr_db(pictures, break_layer=None):
-    """Of FP8 with the layers that stay by default, against `pictures`."""
+def mean_psnr_db(pictures, break_layer=None, recipe=RECIPE):
+    """Of FP8, unless told otherwise with the layers that stay by default, against `pictures`."""
     pipe = load_small_image_model()
-    apply_(pipe, Recipe(linear="fp8"))
+    apply_(pipe, recipe)
     if break_layer is not None:
         break_layer(pipe.transformer)
     found = torch.cat(draw(pipe, JOB))
@@ -75,3 +78,18 @@ def test_fp8_draws_the_same_pictures_and_a_wrong_layer_does_not():
         layer.weight_scale.mul_(2)
 
     assert mean_psnr_db(plain, break_layer) < MIN_PSNR_DB
+
+
+@pytest.mark.slow
+def test_modulation_in_fp8_weights_changes_next_to_nothing():
+    plain = torch.cat(draw(load_small_image_model(), JOB))
+    others = ["attn", "ff", "ff_context", "proj_mlp", "proj_out"]
+    alone = RECIPE.replace(ignored_layers=others, weight_only_layers=["modulation"])
+    assert mean_psnr_db(plain, recipe=alone) >= MIN_MODULATION_PSNR_DB
+
+    def break_layer(transformer):
+        layer = transformer.single_transformer_blocks[2].norm.linear
+        assert isinstance(layer, Fp8Linear) and layer.activation is None
+        layer.weight_scale.mul_(1.1)
+
+    assert mean_psnr_db(plain, break_layer, alone) < MIN_MODULATION_PSNR_DB

@@ -20,9 +20,11 @@ from octavo.integrations.diffusers.step_graphs import (
     drop_step_graphs_,
     use_step_graphs_,
 )
+from octavo.numerics.error import relative_rms
 from octavo.recipe import Recipe
 
 CPU = torch.device("cpu")
+MAX_JOINT_ERROR = 0.005
 SIZES = ["tiny-flux", "tiny-qwen", "tiny-wan"]
 
 
@@ -116,7 +118,8 @@ def test_replays_are_the_eager_step(name, recipe):
     assert use_step_graphs_(model) == ["transformer"]
     found = [model(**given)[0] for given in (inputs, others, inputs)]
     for actual, eager in zip(found, [*expected, expected[0]], strict=True):
-        assert torch.equal(actual, eager)
+        # The sums of joint products may have another order.
+        assert relative_rms(actual, eager) <= (0 if recipe is None else MAX_JOINT_ERROR)
     assert len(vars(model)[GRAPHS].captured) == 1
     with torch.enable_grad(), pytest.raises(UnsupportedError, match="without gradients"):
         model(**inputs)

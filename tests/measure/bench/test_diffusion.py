@@ -37,6 +37,24 @@ def test_records_name_the_baseline_and_the_errors() -> None:
     assert {o.name for o in objections} == {"cudnn"}
 
 
+def test_modulation_in_fp8_weights_takes_less_memory() -> None:
+    names = ("bf16", "linear+attention", "linear+attention+modulation")
+    records, _ = run_step(replace(EAGER, recipes=names), CPU, "octavo bench diffusion")
+    _, without, weight_only = (record.values for record in records)
+    assert weight_only["weight_bytes_ratio"] < without["weight_bytes_ratio"] - 0.02
+    assert weight_only["linear_relative_rms"] <= diffusion.MAX_LINEAR_ERROR
+    assert without["relative_rms"] != weight_only["relative_rms"]
+
+
+def test_a_model_without_modulation_layers_is_an_objection() -> None:
+    names = ("bf16", "linear+attention+modulation")
+    case = StepCase("tiny-wan", names, is_compiled=False)
+    records, objections = run_step(case, CPU, "octavo bench diffusion")
+    assert [r.case["recipe"] for r in records] == ["bf16"]
+    assert objections[-1].operands == names[1]
+    assert "pattern 'modulation' matches none" in objections[-1].reason
+
+
 def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Fp8Linear.forward
     monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: 1.1 * forward(self, x))

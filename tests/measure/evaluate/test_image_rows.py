@@ -32,8 +32,9 @@ BLOCK = {"weight": "block 128x128", "activation": "block 1x128"}
             },
         ),
         (
-            "fp8+ignore=re:a+b+ignore=0-3+include=img_mlp",
+            "fp8+ignore=re:a+b+ignore=0-3+include=img_mlp+weight_only=modulation",
             {
+                "weight_only_layers": ["modulation"],
                 "linear": "fp8",
                 "ignored_layers": ["re:a+b", "0-3"],
                 "included_layers": ["img_mlp"],
@@ -110,6 +111,7 @@ def test_rows_start_with_what_the_others_are_compared_with():
 def test_every_word_is_understood():
     values = {"static=FILE": "static=s.json", "include=PATTERN": "fp8+include=ff"}
     values |= {"ignore=PATTERN": "fp8+ignore=ff", "skip=PATTERN": "attention+skip=attn"}
+    values |= {"weight_only=PATTERN": "fp8+weight_only=modulation"}
     for word in WORDS:
         parse_row(values.get(word, word))
     assert plain_row("float16") == "fp16"

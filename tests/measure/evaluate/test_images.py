@@ -11,7 +11,7 @@ import torch
 
 from octavo import Recipe, quantize_
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.apply import Changes
+from octavo.integrations.changes import Changes
 from octavo.measure.evaluate import images
 from octavo.measure.evaluate.image_rows import ImageRow
 from octavo.measure.evaluate.images import (

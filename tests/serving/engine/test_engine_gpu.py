@@ -17,6 +17,7 @@ from octavo.serving.engine.settings import EngineSettings
 
 pytestmark = pytest.mark.gpu
 SIZES = {"head_dim": 64, "hidden_size": 256}
+SPARE = 16 * 2**30
 
 
 def make_engine(recipe=None, dtype=torch.bfloat16, **changes):
@@ -55,12 +56,12 @@ def test_pages_in_fp8_run(settings):
 
 def test_the_cache_takes_its_part_of_the_memory():
     free, total = torch.cuda.mem_get_info()
-    fraction = 1 - (free - 2**30) / total  # all that is in use, and one GiB
+    fraction = 1 - (free - SPARE) / total  # all that is in use, and what others may take meanwhile
     engine = make_engine(num_pages=None, memory_fraction=fraction, max_num_seqs=64)
     nbytes = engine._runner.storage.nbytes
     most = 64 * 16 * engine._runner.storage.spec.bytes_per_page  # of 64 requests of 1024 tokens
     num_scale_bytes = 4096  # at most, beside the pages
-    assert 0 < nbytes <= min(2**30, most + num_scale_bytes)
+    assert 0 < nbytes <= min(SPARE, most + num_scale_bytes)
     answers(engine)
     engine.close()
 

@@ -13,6 +13,7 @@ from tiny_engine import make_engine, make_model, make_request, run, save_decoder
 
 import octavo
 from octavo.errors import ConfigError
+from octavo.layers.joint_linear import JointPart
 from octavo.layers.linear import Fp8Linear
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import load_engine
@@ -43,9 +44,11 @@ def test_the_answers_of_a_quantized_model(family):
         for n in LENGTHS
     ]
     engine = make_engine(model, recipe)
-    assert any(isinstance(part, Fp8Linear) for part in engine.model.modules())
+    parts = [part for part in engine.model.modules() if isinstance(part, Fp8Linear)]
+    assert any(type(part) is JointPart for part in parts)
     assert answers(engine) == truth
     engine.close()
+    assert {type(part) for part in parts} == {Fp8Linear}
     # The model that was given is as it was, and serves again.
     assert not any(isinstance(part, Fp8Linear) for part in model.modules())
     plain = make_engine(model)

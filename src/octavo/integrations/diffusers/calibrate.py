@@ -67,13 +67,15 @@ def calibrate_pipeline(
     num_inference_steps: int | None = None,
     seed: int = 0,
     ignored_layers: Sequence[str] = (),
+    weight_only_layers: Sequence[str] = (),
     recipe: Recipe | None = None,
     call_options: Mapping[str, Any] | None = None,
 ) -> ScaleSet:
     """Static scales for a pipeline of diffusers, from all denoising steps of these prompts.
 
-    The layers are those that `apply_(pipe, recipe)` would quantize: left out, the linear layers of
-    its transformers, without ignored_layers. The scale set names them component.layer. prompts:
+    The layers are those that `apply_(pipe, recipe)` would quantize, but for weight-only ones, which
+    have no scales of inputs: left out, the linear layers of its transformers, without
+    ignored_layers and weight_only_layers. The scale set names them component.layer. prompts:
     texts, or the arguments of a call ({"prompt": …, "image": …}); call_options: arguments of every
     call, such as height and width. num_inference_steps: left out, the pipeline's own. The i-th
     prompt has the noise of seed + i. The pipeline runs in its own dtype and is left as it was. With
@@ -82,16 +84,19 @@ def calibrate_pipeline(
     `observe_pipeline` also says how ranges move over the steps.
     """
     run = Run(num_inference_steps=num_inference_steps, seed=seed, call_options=call_options or {})
-    recipe = linear_recipe(recipe, ignored_layers)
+    recipe = linear_recipe(recipe, ignored_layers, weight_only_layers)
     return observe_pipeline(pipe, prompts, run, settings, recipe).scales
 
 
-def linear_recipe(recipe: Recipe | None, ignored_layers: Sequence[str]) -> Recipe:
+def linear_recipe(
+    recipe: Recipe | None, ignored_layers: Sequence[str], weight_only_layers: Sequence[str]
+) -> Recipe:
     """What is quantized: the recipe, or linear layers without those that are ignored."""
+    patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
     if recipe is None:
-        return Recipe(linear="fp8", ignored_layers=ignored_layers)
-    if ignored_layers:
-        raise ConfigError("expected ignored_layers in the recipe, got them beside")
+        return Recipe(linear="fp8", **patterns)
+    if given := [name for name, values in patterns.items() if values]:
+        raise ConfigError(f"expected {given[0]} in the recipe, got them beside")
     return recipe
 
 
@@ -168,7 +173,8 @@ def plan_components(pipe: Any, recipe: Recipe) -> dict[str, Component]:
             linear: list[str] = []
             if own.linear is not None:
                 kept = kept_in(name, module, own)
-                linear = list(plan_linear(module, own.ignored_layers, kept).chosen)
+                patterns = (own.ignored_layers, kept, own.weight_only_layers)
+                linear = plan_linear(module, *patterns).with_inputs()
             attention = {}
             if own.attention is not None:
                 attention = choose_layers(module, skipped_layers(module, own))
@@ -188,6 +194,8 @@ class PipelineCalibration:
                 "expected a pipeline's scales without rotate_keys and center_keys, which are of a "
                 "KV cache"
             )
+        if not linear and not attention:
+            raise ConfigError("expected layers that take scales, got weight-only ones alone")
         if settings.granularity == "head" and not attention:
             raise ConfigError(
                 "expected attention for scales per head, got linear layers, whose inputs have one "

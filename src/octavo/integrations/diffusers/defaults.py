@@ -1,7 +1,8 @@
 """Which linear layers of diffusion transformers stay in BF16, and why: data.
 
-Patterns are those of `octavo.patterns`. `REQUIRED` reasons hold whatever a recipe says; the others
-are defaults, which `included_layers` of a recipe overrules.
+Patterns are those of `octavo.patterns`. `REQUIRED` reasons hold whatever a recipe includes; the
+others are defaults, which `included_layers` of a recipe overrules. `weight_only_layers` overrules
+those and modulation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,16 +10,16 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from octavo.integrations.kept_reasons import (
+    CONNECTOR,
+    INPUT,
+    MODULATION,
+    OUTPUT,
+    REFINER,
+    TIME,
+)
 from octavo.integrations.linear import layer_index
 from octavo.patterns import Layer, match_layers, parse_pattern
-
-MODULATION = "modulation: an error in it is one in every token of its block"
-TIME = "time and guidance embedding: every block depends on it, and it is one token"
-INPUT = "an input projection: every block depends on it"
-OUTPUT = "an output projection: its errors are the result's"
-REFINER = "refines the prompt, once for a step: nothing to gain"
-CONNECTOR = "connects another modality: every block depends on it"
-REQUIRED = frozenset({MODULATION, TIME, INPUT, OUTPUT, REFINER, CONNECTOR})
 
 QWEN_IMG_MLP = "the image MLP of Qwen-Image: vllm-omni leaves it in BF16 for quality"
 VISION_TOWER = "the vision tower of a text encoder: prompts of text alone do not reach it"
@@ -189,6 +190,15 @@ def kept_layers(
     for layer in included:
         del optional[layer.name]
     return required | optional
+
+
+def as_patterns_see(model: nn.Module, *, is_text_encoder: bool = False) -> list[Layer]:
+    """The linear layers of a model as patterns see them: modulation is known by its reason."""
+    kept = kept_layers(model, is_text_encoder=is_text_encoder)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [
+        Layer(name, layer_index(name), is_modulation=kept.get(name) == MODULATION) for name in names
+    ]
 
 
 def _matches(reasons: Mapping[str, str], names: Sequence[str]) -> Iterator[tuple[str, str]]:

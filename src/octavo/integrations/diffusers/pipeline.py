@@ -12,7 +12,6 @@ from octavo.calibration.component_scales import of_component
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.apply import (
-    Changes,
     Preparation,
     apply_attention_,
     apply_linear_,
@@ -20,18 +19,18 @@ from octavo.integrations.apply import (
     detach_,
     prepare,
 )
-from octavo.integrations.diffusers.attention import as_patterns_see
+from octavo.integrations.changes import Changes
+from octavo.integrations.diffusers import attention, defaults
 from octavo.integrations.diffusers.defaults import kept_layers, kept_of
-from octavo.integrations.linear import layer_index
 from octavo.layers.linear import Fp8Linear
 from octavo.patterns import Layer, match_layers, parse_pattern
-from octavo.recipe import Recipe
+from octavo.recipe import LINEAR_PATTERNS, Recipe
 
 # What a recipe is for unless it names components: pipelines have one or two of each.
 TRANSFORMER = "transformer"
 TEXT_ENCODER = "text_encoder"
 PIPELINE_FIELDS = frozenset({"attention", "linear", "text_encoder"})
-PATTERN_FIELDS = ("skip_layers", "ignored_layers", "included_layers")
+PATTERN_FIELDS = ("skip_layers", *LINEAR_PATTERNS)
 
 
 def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
@@ -180,13 +179,13 @@ def _share_patterns(
 def _layers(field: str, component: str, module: nn.Module, own: Recipe) -> list[Layer]:
     """The layers of one component that a field's patterns can match."""
     if field == "skip_layers":
-        return as_patterns_see(module) if own.attention is not None else []
+        return attention.as_patterns_see(module) if own.attention is not None else []
     if own.linear is None:
         return []
-    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    layers = [Layer(name, layer_index(name)) for name in names]
+    is_encoder = is_text_encoder(component)
+    layers = defaults.as_patterns_see(module, is_text_encoder=is_encoder)
     if field == "included_layers":
-        optional = kept_of(module, is_text_encoder=is_text_encoder(component)).optional
+        optional = kept_of(module, is_text_encoder=is_encoder).optional
         hits = [parse_pattern(text).matches for text in optional]
         layers = [layer for layer in layers if any(hit(layer) for hit in hits)]
     return layers
@@ -240,7 +239,7 @@ def _joined(found: Mapping[str, Changes]) -> Changes:
     """The changes of all components, as component.field."""
     joined = Changes({})
     for name, changes in found.items():
-        for kind in ("layers", "fused", "left"):
+        for kind in ("layers", "fused", "weight_only", "left"):
             fields = getattr(changes, kind)
             getattr(joined, kind).update({f"{name}.{key}": fields[key] for key in fields})
     return joined

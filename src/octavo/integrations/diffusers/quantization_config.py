@@ -9,9 +9,10 @@ from octavo.integrations.diffusers.pipeline import TRANSFORMER, is_text_encoder
 from octavo.recipe import LinearSettings, Recipe
 
 DEFAULT = "default"
+PATTERNS = ("ignored_layers", "weight_only_layers")
 # Words of one config; a mapping with none of them is by component.
 WORDS = frozenset(LinearSettings.model_fields) | {
-    *("method", "activation_scheme", "weight_block_size", "ignored_layers"),
+    *("method", "activation_scheme", "weight_block_size", *PATTERNS),
 }
 
 
@@ -25,9 +26,10 @@ def make_recipe(
     """The recipe for a pipeline with these components.
 
     config: "fp8", {"method": "fp8", "activation_scheme": …, "weight_block_size": …,
-    "ignored_layers": […]} for its transformers, or {component: one of these or None}, where the
-    longest name that a component's begins with counts, and "default" holds for the transformers and
-    text encoders that none does. attention: of its transformers. scales: of static activations.
+    "ignored_layers": […], "weight_only_layers": […]} for its transformers, or {component: one of
+    these or None}, where the longest name that a component's begins with counts, and "default"
+    holds for the transformers and text encoders that none does. attention: of its transformers.
+    scales: of static activations.
     """
     if isinstance(config, Mapping) and not config.keys() & WORDS:
         return _by_component(config, components, attention, scales)
@@ -40,8 +42,8 @@ def _linear(config: object) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         return {} if config is None else {"linear": config}
     words = dict(config)
-    ignored_layers = words.pop("ignored_layers", None) or ()
-    return {"linear": words, "ignored_layers": ignored_layers}
+    patterns = {name: words.pop(name, None) or () for name in PATTERNS}
+    return {"linear": words, **patterns}
 
 
 def _by_component(

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.diffusers.defaults import kept_layers
+from octavo.integrations.diffusers.defaults import as_patterns_see, kept_layers
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import plan_linear
 from octavo.layers.linear import Fp8Linear
+from octavo.patterns import match_layers
 from octavo.recipe import LinearSettings, Recipe
 
 QUANT_METHOD = "octavo"
@@ -35,8 +36,9 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """FP8 linear layers for `from_pretrained(quantization_config=…)` of diffusers models.
 
     linear: "fp8" or settings, as in a recipe. ignored_layers: patterns of layers to leave;
-    included_layers: those to quantize although the model's defaults leave them; one that matches
-    nothing is an error. Pipelines take it in PipelineQuantizationConfig(quant_mapping={…}).
+    included_layers: those to quantize although the model's defaults leave them; weight_only_layers:
+    those whose weight alone is quantized, "modulation" too; one that matches nothing is an error.
+    Pipelines take it in PipelineQuantizationConfig(quant_mapping={…}).
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ignored_layers: Sequence[str] = (),
         included_layers: Sequence[str] = (),
         quant_method: str = QUANT_METHOD,
+        weight_only_layers: Sequence[str] = (),
     ) -> None:
         if quant_method != QUANT_METHOD:
             raise ConfigError(f"expected quant_method {QUANT_METHOD!r}, got {quant_method!r}")
@@ -52,21 +55,28 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if settings is None:
             raise ConfigError(f"expected 'fp8' or settings of linear layers, got {linear}")
         patterns = Recipe(
-            linear="fp8", ignored_layers=ignored_layers, included_layers=included_layers
+            linear="fp8",
+            ignored_layers=ignored_layers,
+            included_layers=included_layers,
+            weight_only_layers=weight_only_layers,
         )
         self.quant_method = QuantMethod.OCTAVO
         self.linear = settings
         self.ignored_layers = patterns.ignored_layers
         self.included_layers = patterns.included_layers
+        self.weight_only_layers = patterns.weight_only_layers
 
     def to_dict(self) -> dict[str, Any]:
         """What a model's config.json has, and `from_dict` reads."""
-        return {
+        found = {
             "quant_method": QUANT_METHOD,
             "linear": dict(self.linear),
             "ignored_layers": list(self.ignored_layers),
             "included_layers": list(self.included_layers),
         }
+        if self.weight_only_layers:  # an octavo that does not know them can read the others
+            found["weight_only_layers"] = list(self.weight_only_layers)
+        return found
 
     def to_diff_dict(self) -> dict[str, Any]:
         """The same: all of it is shown."""
@@ -107,9 +117,8 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        names = self._stored_names(model) if self.pre_quantized else self._planned_names(model)
-        settings = self.quantization_config.linear
-        for name in names:
+        layers = self._stored_layers(model) if self.pre_quantized else self._planned_layers(model)
+        for name, settings in layers.items():
             plain = model.get_submodule(name)
             assert isinstance(plain, nn.Linear)
             made = Fp8Linear(
@@ -125,12 +134,23 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             made.is_converted = True
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, made)
-        self._fp8_names = frozenset(names)
+        self._fp8_names = frozenset(layers)
 
-    def _planned_names(self, model: nn.Module) -> list[str]:
+    def _planned_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
         config = self.quantization_config
         kept = kept_layers(model, config.included_layers)
-        return list(plan_linear(model, config.ignored_layers, kept).chosen)
+        plan = plan_linear(model, config.ignored_layers, kept, config.weight_only_layers)
+        return {name: plan.settings_of(name, config.linear) for name in plan.chosen}
+
+    def _stored_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
+        config, names = self.quantization_config, self._stored_names(model)
+        layers = [layer for layer in as_patterns_see(model) if layer.name in names]
+        try:
+            hits = {layer.name for layer in match_layers(config.weight_only_layers, layers)}
+        except ConfigError as error:
+            raise CheckpointError(f"weight_only_layers of the saved config: {error}") from None
+        settings, alone = config.linear, config.linear.weight_only()
+        return {name: alone if name in hits else settings for name in names}
 
     def _stored_names(self, model: nn.Module) -> list[str]:
         names = [key.rpartition(".")[0] for key in sorted(self._stored_scales)]
@@ -232,7 +252,10 @@ def note_quantized_(model: nn.Module, recipe: Recipe) -> None:
     if not hasattr(model, "register_to_config"):
         return
     assert recipe.linear is not None
-    config = OctavoDiffusersConfig(recipe.linear, recipe.ignored_layers, recipe.included_layers)
+    config = OctavoDiffusersConfig(
+        *(recipe.linear, recipe.ignored_layers, recipe.included_layers),
+        weight_only_layers=recipe.weight_only_layers,
+    )
     _set_config(model, config)
     model.hf_quantizer = OctavoDiffusersQuantizer(config, pre_quantized=True)
 

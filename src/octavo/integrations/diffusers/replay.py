@@ -166,13 +166,14 @@ def flat(result: Any) -> Tensor:
 def quantized(
     module: nn.Module, plan: LinearPlan, names: Sequence[str], settings: LinearSettings
 ) -> Iterator[None]:
-    """Some layers of a model in FP8, and afterwards as they were."""
+    """Some layers of a model in FP8, weight-only where the plan says so; then as they were."""
     plain = {name: module.get_submodule(name) for name in names}
     try:
         for name, layer in plain.items():
             assert isinstance(layer, nn.Linear)
-            shards = shards_of(module, name, layer, settings)
-            made = Fp8Linear.from_linear(layer, settings, shards=shards, name=name)
+            own = plan.settings_of(name, settings)
+            shards = shards_of(module, name, layer, own)
+            made = Fp8Linear.from_linear(layer, own, shards=shards, name=name)
             put_linear_(module, plan.chosen[name], made)
         yield
     finally:

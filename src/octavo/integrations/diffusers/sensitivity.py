@@ -1,15 +1,17 @@
 """Which linear layers of a pipeline matter: the error of each when it alone is quantized."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from torch import nn
 
 from octavo.brief import brief
 from octavo.errors import ConfigError, OctavoError
+from octavo.integrations.diffusers.defaults import as_patterns_see
 from octavo.integrations.diffusers.pipeline import (
     component_recipes,
     find_components,
@@ -37,7 +39,7 @@ class SensitivityRow:
     name: of the layer, the kind of layers (with * for the block) or the block. pattern: for
     ignored_layers. error: relative RMS of the transformer's result over all recorded passes, and
     errors at each recorded step. kept: why the model's defaults leave these layers; None if they
-    do not.
+    do not. is_weight_only: whether their weights alone are quantized, as weight_only_layers say.
     """
 
     component: str
@@ -48,6 +50,7 @@ class SensitivityRow:
     error: float
     errors: Mapping[int, float]
     kept: str | None = None
+    is_weight_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +71,13 @@ class Sensitivity:
 
         Errors of layers are taken to add up in squares, as independent ones do. Where that takes
         more than max_share of the weights, no layer stands out, and nothing is proposed. Layers
-        that the defaults leave anyway have no part in it. For a pipeline with two transformers a
-        pattern holds for both.
+        that the defaults leave anyway have no part in it, nor have weight-only ones, which somebody
+        asked for. For a pipeline with two transformers a pattern holds for both.
         """
         for name, share in (("reduction", reduction), ("max_share", max_share)):
             if not 0 < share < 1:
                 raise ConfigError(f"expected {name} between 0 and 1, got {share}")
-        rows = [row for row in self.rows if row.kept is None]
+        rows = [row for row in self.rows if row.kept is None and not row.is_weight_only]
         total = sum(row.error**2 for row in rows if math.isfinite(row.error))
         num_weights = sum(row.num_weights for row in rows)
         proposed: list[SensitivityRow] = []
@@ -92,8 +95,9 @@ class Sensitivity:
     def __str__(self) -> str:
         lines = []
         for row in self.rows:
-            kept = f" (kept: {row.kept})" if row.kept else ""
-            lines.append(f"{row.component}.{row.name}: {row.error:.2e}{kept}")
+            about = f" (kept: {row.kept})" if row.kept else ""
+            about += " (weight-only)" if row.is_weight_only else ""
+            lines.append(f"{row.component}.{row.name}: {row.error:.2e}{about}")
         return "\n".join([*lines, f"all at once: {self.error:.2e}"])
 
 
@@ -112,6 +116,7 @@ def scan_sensitivity(
     num_timesteps: int = 4,
     seed: int = 0,
     ignored_layers: Sequence[str] = (),
+    weight_only_layers: Sequence[str] = (),
     is_all: bool = False,
     call_options: Mapping[str, Any] | None = None,
 ) -> Sensitivity:
@@ -121,11 +126,12 @@ def scan_sensitivity(
     num_timesteps of the steps. Each of these passes is then repeated with one layer in FP8 (by
     "layer"), those of one kind in all blocks ("group"), or those of one block ("block"), and its
     result compared. is_all: also the layers that the model's defaults leave, to see that they
-    should. prompts, call_options, num_inference_steps, seed: as of `calibrate_pipeline`. The
-    pipeline is left as it was.
+    should. weight_only_layers: patterns of layers that are tried with their weight alone in FP8, as
+    `apply_` makes them. prompts, call_options, num_inference_steps, seed: as of
+    `calibrate_pipeline`. The pipeline is left as it was.
     """
     run = Run(num_inference_steps=num_inference_steps, seed=seed, call_options=call_options or {})
-    scan = Scan(pipe, linear, ignored_layers, is_all=is_all)
+    scan = Scan(pipe, linear, ignored_layers, weight_only_layers, is_all=is_all)
     scan.record(prompts, run, num_timesteps)
     return scan.result(by)
 
@@ -140,7 +146,23 @@ class _Part:
 
     @property
     def default(self) -> list[str]:
+        """What a recipe quantizes, with weights alone or not."""
         return [name for name in self.plan.chosen if name not in self.kept]
+
+
+def _make_part(component: str, module: nn.Module, own: Recipe, is_all: bool) -> _Part:
+    kept = kept_in(component, module, own)
+    patterns = (own.ignored_layers, kept, own.weight_only_layers)
+    if not is_all:
+        plan = plan_linear(module, *patterns)
+    else:
+        # By their names: without the reasons to stay, nobody knows what is modulation.
+        ignored = match_layers(own.ignored_layers, as_patterns_see(module))
+        plan = plan_linear(module, [f"re:^{re.escape(layer.name)}$" for layer in ignored])
+        if own.weight_only_layers:
+            plan = replace(plan, weight_only=plan_linear(module, *patterns).weight_only)
+    others = {name: reason for name, reason in kept.items() if name not in plan.weight_only}
+    return _Part(module, plan, others)
 
 
 class Scan:
@@ -151,6 +173,7 @@ class Scan:
         pipe: Any,
         linear: str | Mapping[str, Any] | LinearSettings = "fp8",
         ignored_layers: Sequence[str] = (),
+        weight_only_layers: Sequence[str] = (),
         *,
         is_all: bool = False,
     ) -> None:
@@ -162,13 +185,12 @@ class Scan:
         self.pipe, self.settings = pipe, settings
         self.parts: dict[str, _Part] = {}
         modules = find_components(pipe)
-        recipe = Recipe(linear=settings, ignored_layers=ignored_layers)
+        patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
+        recipe = Recipe(linear=settings, **patterns)
         for name, own in component_recipes(pipe, recipe).items():
             with naming(name):
-                kept = kept_in(name, modules[name], own)
-                plan = plan_linear(modules[name], own.ignored_layers, {} if is_all else kept)
-                check_linear(modules[name], plan, settings, None)
-                self.parts[name] = _Part(modules[name], plan, kept)
+                self.parts[name] = part = _make_part(name, modules[name], own, is_all)
+                check_linear(part.module, part.plan, settings, None)
         self._replay: Replay | None = None
         self.floor = math.nan
 
@@ -203,8 +225,14 @@ class Scan:
             raise ConfigError(f"expected by, one of {', '.join(get_args(By))}, got {brief(by)}")
         found = []
         for component, part in self.parts.items():
-            # Those that the defaults leave are apart: a block may have both.
-            for names in (part.default, [n for n in part.plan.chosen if n in part.kept]):
+            # Those that the defaults leave, and weight-only ones, are apart: a block may have all.
+            alone = part.plan.weight_only
+            kinds = (
+                [n for n in part.default if n not in alone],
+                [n for n in part.default if n in alone],
+                [n for n in part.plan.chosen if n in part.kept],
+            )
+            for names in kinds:
                 found += [(component, name, layers) for name, layers in units(names, by).items()]
         return found
 
@@ -247,6 +275,7 @@ class Scan:
             error=overall(errors),
             errors=errors,
             kept=part.kept.get(layers[0]),
+            is_weight_only=layers[0] in part.plan.weight_only,
         )
 
     def error(self, ignored_layers: Sequence[str] = ()) -> float:

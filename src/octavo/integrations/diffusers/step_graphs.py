@@ -18,11 +18,15 @@ from torch.utils import _pytree
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import is_diffusers_model
 from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.layers.joint_linear import join_named_
 
 GRAPHS = "_octavo_step_graphs"
 # Shapes with a graph of their own; of more, that which was not used for longest is given up.
 MAX_GRAPHS = 4
 NUM_WARM_UPS = 2
+# What transformers call projections of the same tokens; in Wan's attn2, q has others than k and v.
+JOINT = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
+NOT_JOINT = ("attn2",)
 # Tensors of other kinds of arguments keep their place in the graph; values are part of its key.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -30,10 +34,11 @@ _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
     """Let a pipeline's transformers, or one of them, run by CUDA graphs; returns their names.
 
-    `apply_` and compiling come first. The first step of each shape is captured: what asks the
-    device for a value cannot be, and raises then. Everything on the host that the forward depends
-    on beside its arguments (adapters, hooks) must stay as it is; `drop_step_graphs_` before it
-    changes.
+    `apply_` and compiling come first. FP8 layers that are given the same tokens become one product
+    (`JointLinear`), until the graphs are dropped or the model is moved. The first step of each
+    shape is captured: what asks the device for a value cannot be, and raises then. Everything on
+    the host that the forward depends on beside its arguments (adapters, hooks) must stay as it is;
+    `drop_step_graphs_` before it changes.
     """
     found = find_transformers(model)
     for name, module in found.items():
@@ -65,6 +70,8 @@ def drop_step_graphs_(model: Any) -> list[str]:
             "expected transformers with graphs, got none: use_step_graphs_ makes them"
         )
     for module in found.values():
+        for joint in vars(module)[GRAPHS].joined:
+            joint.split_()
         del vars(module)["forward"], vars(module)[GRAPHS]
     return list(found)
 
@@ -96,6 +103,7 @@ class StepGraphs:
             raise ConfigError(f"expected max_graphs of 1 or more, got {max_graphs}")
         self.run: Callable[..., Any] = partial(type(module).forward, module)
         self.max_graphs = max_graphs
+        self.joined = join_named_(module, JOINT, without=NOT_JOINT)
         self.captured: OrderedDict[Any, _Captured] = OrderedDict()
         self.pool: Any = None
 

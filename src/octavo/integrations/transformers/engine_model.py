@@ -28,12 +28,15 @@ from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.saturation import Watch
 from octavo.integrations.transformers.text_model import MAX_LENGTHS
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.layers.joint_linear import join_named_
 from octavo.layers.one_token_linear import give_single_tokens_back, take_single_tokens
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
 
 IMPLEMENTATION = "octavo_engine"
 STEP = "octavo_step"  # the keyword by which attention gets the step
+# What decoders call projections of the same tokens.
+JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class AttentionStep(Protocol):
@@ -101,6 +104,7 @@ class EngineModel:
         if self.device.type == "cuda":
             for part in self._parts():
                 self._linears += take_single_tokens(part)
+        self._joined = join_named_(self._decoder, JOINT)
         apply_vision_(model, recipe, vision_impl=vision_impl)
         # A compiled layer is two parts, before and after attention, which picks its kernels itself.
         AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
@@ -175,6 +179,8 @@ class EngineModel:
         for part in self._compiled:
             part._compiled_call_impl = None
         give_single_tokens_back(self._linears)
+        for joint in self._joined:
+            joint.split_()
         uninstall(self.model, IMPLEMENTATION)
         if self.recipe.vision_attention is not None:
             vision.detach(self.model)

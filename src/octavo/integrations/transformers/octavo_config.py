@@ -22,8 +22,9 @@ class OctavoConfig(QuantizationConfigMixin):
     """FP8 linear layers, for `from_pretrained(…, quantization_config=OctavoConfig(…))`.
 
     linear: "fp8" or the settings that `Recipe.linear` has. ignored_layers: patterns of layers to
-    leave as they are. scales: for static activations, a scale file, its path or its content, as
-    `calibrate_linear` finds them; a saved model has them in its weights.
+    leave as they are; weight_only_layers: of layers whose weight alone is quantized. scales: for
+    static activations, a scale file, its path or its content, as `calibrate_linear` finds them; a
+    saved model has them in its weights.
     """
 
     quant_method = METHOD
@@ -34,6 +35,7 @@ class OctavoConfig(QuantizationConfigMixin):
         ignored_layers: Sequence[str] = (),
         scales: str | os.PathLike[str] | Mapping[str, Any] | ScaleSet | None = None,
         *,
+        weight_only_layers: Sequence[str] = (),
         quant_method: str = METHOD,
     ) -> None:
         if quant_method != METHOD:
@@ -41,12 +43,11 @@ class OctavoConfig(QuantizationConfigMixin):
         settings = LinearSettings.read(linear)
         if settings is None:
             raise ConfigError(f"expected 'fp8' or settings of linear layers, got {brief(linear)}")
-        if isinstance(ignored_layers, str):
-            raise ConfigError(f"expected a list of patterns, got {brief(ignored_layers)}")
         if scales is not None and settings.scaling != "static":
             raise ConfigError("scales are given, but scaling is not 'static'; set it")
         self.linear = settings
-        self.ignored_layers = tuple(parse_pattern(text).text for text in ignored_layers)
+        self.ignored_layers = _read_patterns(ignored_layers)
+        self.weight_only_layers = _read_patterns(weight_only_layers)
         self.scales = scales
 
     def read_scales(self) -> ScaleSet | None:
@@ -63,6 +64,8 @@ class OctavoConfig(QuantizationConfigMixin):
         linear = self.linear.model_dump()
         document: dict[str, Any] = {"quant_method": METHOD, "linear": linear}
         document["ignored_layers"] = list(self.ignored_layers)
+        if self.weight_only_layers:  # an octavo that does not know them can read the others
+            document["weight_only_layers"] = list(self.weight_only_layers)
         if self.scales is not None:
             scales = self.scales
             is_path = isinstance(scales, str | os.PathLike)
@@ -78,3 +81,9 @@ class OctavoConfig(QuantizationConfigMixin):
         return isinstance(other, OctavoConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _read_patterns(texts: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(texts, str):
+        raise ConfigError(f"expected a list of patterns, got {brief(texts)}")
+    return tuple(parse_pattern(text).text for text in texts)

@@ -39,10 +39,12 @@ from octavo.integrations.checkpoints.tensor_files import (
     read_header,
 )
 from octavo.integrations.fused_layers import shards_of
-from octavo.integrations.linear import plan_linear, put_linear_
+from octavo.integrations.linear import layer_index, plan_linear, put_linear_
 from octavo.integrations.transformers.octavo_config import METHOD, OctavoConfig
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
+from octavo.patterns import Layer, parse_pattern
+from octavo.recipe import LinearSettings
 
 __all__ = ["OctavoConfig", "OctavoQuantizer"]
 
@@ -116,16 +118,17 @@ class OctavoQuantizer(HfQuantizer):
                     "octavo.load_fp8 loads a checkpoint in FP8"
                 )
         config = self.quantization_config
-        plan = plan_linear(model, config.ignored_layers)
+        patterns = config.weight_only_layers
+        plan = plan_linear(model, config.ignored_layers, weight_only_layers=patterns)
         if (scales := config.read_scales()) is not None:
             scales.require_kind("linear")
-            scales.require_inputs(plan.chosen)
+            scales.require_inputs(plan.with_inputs())
             self.input_scales = dict(scales.inputs)
         for name, places in plan.chosen.items():
             plain = model.get_submodule(name)
             assert isinstance(plain, nn.Linear)
-            shards = shards_of(model, name, plain, self.quantization_config.linear)
-            made = self._empty(name, plain, shards)
+            settings = plan.settings_of(name, config.linear)
+            made = _empty(name, plain, settings, shards_of(model, name, plain, settings))
             # The loader casts a weight to the dtype that it finds here: to FP8 without a scale.
             made.weight = torch.empty_like(plain.weight.detach(), device="meta")
             put_linear_(model, places, made)
@@ -135,42 +138,27 @@ class OctavoQuantizer(HfQuantizer):
         """Put FP8 layers where the checkpoint has FP8 weights; all that is wrong is found here."""
         if not tensors:
             raise CheckpointError("expected FP8 weights in safetensors files, got none")
-        settings = self.quantization_config.linear
+        config = self.quantization_config
         text_config = model.config.get_text_config().to_dict()
         names = _NamesInModel(model)
-        for layer in find_linear(tensors):
-            place = names.layer(layer)
+        places = {layer: names.layer(layer) for layer in find_linear(tensors)}
+        weight_only = _stored_weight_only(config.weight_only_layers, places)
+        for layer, place in places.items():
             if place is None:  # the report of unexpected keys has it
                 continue
             plain = model.get_submodule(place)
+            settings = config.linear.weight_only() if layer in weight_only else config.linear
             stored = read_linear(tensors, layer, settings, text_config)
             _check_place(model, place, plain, stored.weight)
             assert isinstance(plain, nn.Linear)
             self.stored[place] = stored
-            put_linear_(model, (place,), self._empty(place, plain, stored.shards))
+            put_linear_(model, (place,), _empty(place, plain, settings, stored.shards))
         read = [rf"\.(?:{'|'.join(COMPANIONS)})$"]
         if brought := kv_scale_names(tensors):
             both = dict.fromkeys([*brought, *map(names.tensor, brought)])
             read.append("(?:" + "|".join(map(re.escape, both)) + ")$")
         ignored: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(read)
-
-    def _empty(self, name: str, plain: nn.Linear, shards: tuple[int, ...] | None) -> Fp8Linear:
-        bias: Tensor | None = plain.bias
-        made = Fp8Linear(
-            plain.in_features,
-            plain.out_features,
-            self.quantization_config.linear,
-            bias=bias is not None,
-            dtype=None if bias is None else bias.dtype,
-            device="meta",
-            shards=shards,
-            name=name,
-        )
-        # No tensors, or the loader would look for them in the files, and cast them.
-        made.weight_scale = made.input_scale = None  # type: ignore[assignment]
-        made.is_converted = True
-        return made
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.problems:
@@ -179,7 +167,7 @@ class OctavoQuantizer(HfQuantizer):
         for name, module in layers.items():
             if module.weight.is_meta:
                 raise UnsupportedError(f"{name}: expected a weight on a device, got it on disk")
-            if self.quantization_config.linear.activation is not None:
+            if module.activation is not None:
                 check_fp8_device(name, module.weight.device, None, instead=WITHOUT_FP8)
             try:
                 if self.pre_quantized:
@@ -192,7 +180,9 @@ class OctavoQuantizer(HfQuantizer):
         self.stored = {}
         # Static scales are in the layers now: what is saved needs none, and the caller's stays.
         config = self.quantization_config
-        self.quantization_config = OctavoConfig(config.linear, config.ignored_layers)
+        self.quantization_config = OctavoConfig(
+            *(config.linear, config.ignored_layers), weight_only_layers=config.weight_only_layers
+        )
         model.config.quantization_config = self.quantization_config
         return model
 
@@ -213,6 +203,50 @@ class OctavoQuantizer(HfQuantizer):
         # In e4m3 all bits but the sign mean NaN, which torch does not look for in FP8.
         if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise CheckpointError(f"{module.name}: expected a finite weight, got NaN in it")
+
+
+def _empty(
+    name: str, plain: nn.Linear, settings: LinearSettings, shards: tuple[int, ...] | None
+) -> Fp8Linear:
+    """An FP8 layer without tensors in place of a plain one."""
+    bias: Tensor | None = plain.bias
+    made = Fp8Linear(
+        plain.in_features,
+        plain.out_features,
+        settings,
+        bias=bias is not None,
+        dtype=None if bias is None else bias.dtype,
+        device="meta",
+        shards=shards,
+        name=name,
+    )
+    # No tensors, or the loader would look for them in the files, and cast them.
+    made.weight_scale = made.input_scale = None  # type: ignore[assignment]
+    made.is_converted = True
+    return made
+
+
+def _stored_weight_only(patterns: Sequence[str], places: Mapping[str, str | None]) -> set[str]:
+    """Which layers of a checkpoint are weight-only; places: their names in the model.
+
+    A part of the model, or one that holds it, may be loaded, so that either name may be the one
+    that a pattern was for.
+    """
+    found: set[str] = set()
+    for text in patterns:
+        matches = parse_pattern(text).matches
+        hits = {
+            layer
+            for layer, place in places.items()
+            if any(matches(Layer(name, layer_index(name))) for name in (layer, place) if name)
+        }
+        if not hits:
+            raise CheckpointError(
+                f"weight_only_layers of the saved config: expected FP8 layers that {text!r} "
+                f"matches, got none among {list_names(list(places))}"
+            )
+        found |= hits
+    return found
 
 
 class _QuantizeWeight(ConversionOps):

@@ -59,6 +59,7 @@ AREAS = {
     ),
     "linear": Area(
         sources=(
+            "layers/joint_linear.py",
             "layers/linear.py",
             "layers/warmup.py",
             "integrations/linear.py",
@@ -66,6 +67,7 @@ AREAS = {
             "integrations/transformers/quantizer.py",
         ),
         tests=(
+            "layers/test_joint_linear.py",
             "layers/test_linear_gpu.py",
             "layers/test_warmup.py",
             "integrations/transformers/test_load_fp8.py",

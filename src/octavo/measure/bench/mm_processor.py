@@ -20,7 +20,8 @@ from torch import nn
 
 from octavo.calibration.autosave import check_scale_paths
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.apply import Changes, apply_, restore_
+from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.changes import Changes
 from octavo.integrations.transformers.calibrate import autosave
 from octavo.integrations.transformers.graphed_vision import use_graphs_
 from octavo.integrations.transformers.vision_impl import check_vision_impl

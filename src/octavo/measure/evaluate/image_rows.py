@@ -27,6 +27,7 @@ WORDS = {
     "scales of the file of static=FILE",
     "ignore=PATTERN": "linear layers that stay as they are",
     "include=PATTERN": "linear layers that are quantized although they stay by default",
+    "weight_only=PATTERN": "linear layers with FP8 weights alone, those of modulation too",
     "skip=PATTERN": "attention layers that stay as they are",
 }
 _LINEAR: dict[str, Any] = {
@@ -36,7 +37,12 @@ _LINEAR: dict[str, Any] = {
     "weights": {"activation": None},
     "static": {"scaling": "static"},
 }
-_PATTERNS = {"ignore": "ignored_layers", "include": "included_layers", "skip": "skip_layers"}
+_PATTERNS = {
+    "ignore": "ignored_layers",
+    "include": "included_layers",
+    "weight_only": "weight_only_layers",
+    "skip": "skip_layers",
+}
 _VALUES = frozenset({"static", *_PATTERNS})  # words that say nothing without a value
 _NAMES = tuple(dict.fromkeys(text.partition("=")[0] for text in (*PLAIN, *WORDS)))
 # A + inside a pattern or a path belongs to it unless a word follows.

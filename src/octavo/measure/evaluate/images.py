@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.integrations.apply import Changes, apply_
+from octavo.integrations.apply import apply_
+from octavo.integrations.changes import Changes
 from octavo.kernels.device import describe
 from octavo.measure.evaluate.image_rows import ImageRow, plain_row
 from octavo.measure.evaluate.image_scores import ImageScores, compare_images, why_no_lpips

@@ -36,6 +36,7 @@ def sensitivity_records(
                 "pattern": row.pattern,
                 "kept": (row.kept or "").partition(":")[0],
                 "is_proposed": row.pattern in proposed and row.kept is None,
+                **({"is_weight_only": True} if row.is_weight_only else {}),
             },
             values={
                 "error": row.error,

@@ -21,7 +21,7 @@ def sensitivity_table(records: Sequence[Measurement], num_rows: int | None = Non
                 100 * record.values["error"],
                 100 * record.values["worst_error"],
                 100 * record.values["weight_share"],
-                str(record.get("kept")),
+                "weight-only" if record.get("is_weight_only") else str(record.get("kept")),
                 "yes" if record.get("is_proposed") else "",
             )
             for record in shown

@@ -12,7 +12,8 @@ import torch
 
 from octavo.brief import brief
 from octavo.errors import CapacityError, ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.apply import Changes, apply_
+from octavo.integrations.apply import apply_
+from octavo.integrations.changes import Changes
 from octavo.integrations.diffusers.call import (
     OnStep,
     check_options,
@@ -51,9 +52,9 @@ class Omni:
     model: a folder or hub name of diffusers, a pipeline that is loaded already, or None for the
     small image model that comes with octavo; a loaded one is changed in place.
     What is quantized is said in one of three ways: recipe; quantization "fp8"; quantization_config
-    in the words of vLLM, {"method": "fp8", "ignored_layers": […], …}, for all transformers or by
-    component ({"transformer": {…}, "vae": None}). Beside the last two, attention="fp8" and scales,
-    of static activations.
+    in the words of vLLM, {"method": "fp8", "ignored_layers": […], …}, and "weight_only_layers", for
+    all transformers or by component ({"transformer": {…}, "vae": None}). Beside the last two,
+    attention="fp8" and scales, of static activations.
     cache_backend, cache_config: "tea_cache" or "first_block_cache", which skip steps that change
     little, and their settings. max_batch_size: pictures in one call, None for all of them.
     """

@@ -1,0 +1,49 @@
+"""What was changed in a model, and what was left as it is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from octavo.brief import list_names
+
+# Up to so many layers that stay for one reason have a line of their own.
+NUM_LEFT_LINES = 3
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What was changed in a model: the layers that each field of a recipe reached.
+
+    fused: those of them whose whole forward was replaced, not only the attention in it.
+    weight_only: linear layers whose weight alone was quantized because weight_only_layers say so.
+    left: the layers that stay as they are, with the reason: of a kind that the field can do nothing
+    to, or left alone on purpose.
+    """
+
+    layers: dict[str, list[str]]
+    fused: dict[str, list[str]] = field(default_factory=dict)
+    weight_only: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for name, layers in self.layers.items():
+            kinds = {"fused": self.fused, "weight-only": self.weight_only}
+            counts = {kind: len(found.get(name, ())) for kind, found in kinds.items()}
+            told = "".join(f", {n} of them {kind}" for kind, n in counts.items() if n)
+            lines.append(f"{name}: {len(layers)} layers{told}")
+            lines += _left_lines(name, self.left.get(name, {}))
+        return "\n".join(lines) or "nothing was changed"
+
+
+def _left_lines(name: str, left: Mapping[str, str]) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for layer, reason in left.items():
+        by_reason.setdefault(reason, []).append(layer)
+    lines = []
+    for reason, layers in by_reason.items():
+        if len(layers) <= NUM_LEFT_LINES:
+            lines += [f"{name}: {layer} stays as it is ({reason})" for layer in layers]
+        else:
+            kept = f"{len(layers)} layers stay as they are ({reason})"
+            lines.append(f"{name}: {kept}: {list_names(layers)}")
+    return lines

@@ -1,0 +1,146 @@
+"""FP8 layers that are given the same input, as one product of it.
+
+Projections such as q, k and v read the same tokens: one product quantizes them once, and its
+columns are enough to keep all of a GPU busy where those of a single layer are not. Each layer stays
+where its model has it and gives its own part of the product.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.layers.linear import ALIGNMENT, Fp8Linear
+from octavo.numerics.granularity import PerBlock, PerChannel
+
+
+class JointLinear:
+    """The product of several FP8 layers; their weights become parts of one tensor.
+
+    The first of the layers computes all parts, the others take theirs if they are given the same
+    tensor: it must not be changed in between. A layer that is given another one computes anew.
+    """
+
+    def __init__(self, layers: Sequence[Fp8Linear]) -> None:
+        self.layers = tuple(layers)
+        self.sizes = [layer.out_features for layer in layers]
+        self._given: Tensor | None = None
+        self._parts: list[Tensor | None] = [None] * len(layers)
+        first = layers[0]
+        bias: Tensor | None = first.bias
+        tensors = {"weight": torch.cat([layer.weight for layer in layers])}
+        tensors["weight_scale"] = torch.cat([layer.weight_scale for layer in layers])
+        if bias is not None:
+            tensors["bias"] = torch.cat([layer.bias for layer in layers])
+        self.whole = Fp8Linear(
+            first.in_features,
+            sum(self.sizes),
+            first.settings,
+            bias=bias is not None,
+            dtype=None if bias is None else bias.dtype,
+            device="meta",
+            name=" + ".join(layer.name for layer in layers),
+            impl=first.impl,
+        )
+        self.whole.take_(tensors)
+        for index, (layer, weight) in enumerate(
+            zip(layers, self.whole.weight.split(self.sizes), strict=True)
+        ):
+            layer.weight = weight  # a view: nothing is there twice
+            layer.__class__ = JointPart
+            vars(layer).update(joint=self, joint_index=index)
+
+    def take(self, index: int, input: Tensor) -> Tensor:
+        """The part of one layer."""
+        # What a pass that was broken off has left behind never outlives the first layer's turn.
+        if index == 0 or self._given is not input or self._parts[index] is None:
+            self._given = input
+            self._parts = list(self.whole(input).split(self.sizes, -1))
+        part = self._parts[index]
+        assert part is not None
+        self._parts[index] = None
+        if all(other is None for other in self._parts):
+            self._given = None
+        return part
+
+    def split_(self) -> None:
+        """Let the layers compute by themselves again, each with a weight of its own."""
+        for layer in self.layers:
+            if vars(layer).pop("joint", None) is self:  # else moving the model has split them
+                layer.__class__ = Fp8Linear
+                layer.weight = layer.weight.clone()
+
+
+class JointPart(Fp8Linear):
+    """An Fp8Linear whose result is a part of a joint product; it leaves it when it is moved."""
+
+    joint: JointLinear
+    joint_index: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As Fp8Linear; rows of the result are those of the joint product."""
+        return self.joint.take(self.joint_index, input)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.joint.split_()
+        return self._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.joint.split_()
+        self._load_from_state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # Files have no views: a part alone, not the memory of all.
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].clone()
+
+
+def objection(layers: Sequence[nn.Module]) -> str | None:
+    """Why layers cannot be one product; None if they can."""
+    plain = [layer for layer in layers if type(layer) is not Fp8Linear]
+    if plain or len(layers) < 2:
+        return f"expected several layers in FP8, got {len(layers)}, {len(plain)} of another kind"
+    found = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+    if len({(one.in_features, one.settings, one.impl, one.weight.device) for one in found}) > 1:
+        return "expected layers of one width, device and kind of scales"
+    biases: list[Tensor | None] = [one.bias for one in found]
+    if len({None if bias is None else bias.dtype for bias in biases}) > 1:
+        return "expected layers that all have a bias of one dtype, or none"
+    granularity = found[0].weight_granularity
+    if found[0].input_scale is not None or not isinstance(granularity, PerChannel | PerBlock):
+        return "expected dynamic scales, and weights with scales per channel or block"
+    height = granularity.rows if isinstance(granularity, PerBlock) else ALIGNMENT
+    if any(one.out_features % height or one.in_features % ALIGNMENT for one in found):
+        return f"expected inputs in multiples of {ALIGNMENT}, and outputs of {height}"
+    return None
+
+
+@torch.no_grad()
+def join_(layers: Sequence[nn.Module]) -> JointLinear:
+    """Make layers that are given the same input one product of it; `split_` undoes it."""
+    if (reason := objection(layers)) is not None:
+        raise ConfigError(reason)
+    return JointLinear([layer for layer in layers if isinstance(layer, Fp8Linear)])
+
+
+def join_named_(
+    model: nn.Module, groups: Sequence[Sequence[str]], *, without: Sequence[str] = ()
+) -> list[JointLinear]:
+    """Join the children of these names, wherever a module has them all and they can be.
+
+    without: names of modules that are left as they are.
+    """
+    joined = []
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in without:
+            continue
+        children = dict(module.named_children())
+        for group in groups:
+            layers = [children[child] for child in group if child in children]
+            if len(layers) == len(group) and objection(layers) is None:
+                joined.append(join_(layers))
+    return joined

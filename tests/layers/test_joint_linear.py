@@ -1,0 +1,170 @@
+"""FP8 layers as one product: the results of each by itself, whoever is given what."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from octavo.errors import ConfigError
+from octavo.layers.joint_linear import JointPart, join_, join_named_
+from octavo.layers.linear import Fp8Linear
+from octavo.recipe import LinearSettings
+from octavo.testing.asserts import assert_same_bits
+
+GROUP = ("q", "k", "v")
+SETTINGS = {
+    "default": {},
+    "blocks": {"weight": "block 128x128"},
+    "weight only": {"activation": None},
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Attention(nn.Module):
+    """Three projections of one input, as models have them."""
+
+    def __init__(self, *, bias=True, device="cpu", sizes=(256, 128, 128), depth=256, **settings):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, size in zip(GROUP, sizes, strict=True):
+            plain = nn.Linear(depth, size, bias=bias, device=device)
+            layer = Fp8Linear.from_linear(plain, LinearSettings(**settings), name=name)
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        x = 2 * x
+        return self.q(x), self.k(x), self.v(x)
+
+
+def counted(joint):
+    """The inputs of a joint's products, as they come."""
+    seen = []
+    joint.whole.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(256,), (1, 256), (63, 256), (2, 5, 256), (0, 256)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_one_product_for_all(settings, bias, shape):
+    model, x = Attention(bias=bias, **settings), torch.randn(shape)
+    expected = model(x)
+    (joint,) = join_named_(model, [GROUP])
+    seen = counted(joint)
+    for actual, own in zip(model(x), expected, strict=True):
+        assert_same_bits(actual.contiguous(), own)
+    assert len(seen) == 1 and joint._given is None
+    joint.split_()
+    assert {type(part) for part in model.children()} == {Fp8Linear}
+    for actual, own in zip(model(x), expected, strict=True):
+        assert_same_bits(actual, own)
+    assert len(seen) == 1
+
+
+def test_each_is_given_what_it_is_given():
+    model = Attention()
+    alone = copy.deepcopy(model)
+    (joint,) = join_named_(model, [GROUP])
+    seen = counted(joint)
+    x, y = torch.randn(2, 7, 256)
+    assert torch.equal(model.q(x), alone.q(x)) and torch.equal(model.k(y), alone.k(y))
+    assert torch.equal(model.v(y), alone.v(y)) and torch.equal(model.v(y), alone.v(y))
+    assert len(seen) == 3  # q of x; k and v of y; v of y once more, whose part was taken
+    model.q(x)  # a pass that ends here
+    x *= 2
+    assert torch.equal(model.q(x), alone.q(x)) and torch.equal(model.k(x), alone.k(x))
+
+
+def test_weights_are_there_once_and_saved_alone():
+    model = Attention()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    (joint,) = join_named_(model, [GROUP])
+    storages = {part.weight.untyped_storage().data_ptr() for part in model.children()}
+    assert storages == {joint.whole.weight.untyped_storage().data_ptr()}
+    assert "joint" not in " ".join(name for name, _ in model.named_modules())
+    saved = model.state_dict()
+    assert saved.keys() == before.keys()
+    for name, x in saved.items():
+        assert_same_bits(x, before[name])
+        assert x.untyped_storage().nbytes() == x.nbytes
+
+
+@pytest.mark.parametrize("how", ["moved", "loaded"])
+def test_who_is_changed_leaves_the_product(how):
+    model, other, x = Attention(), Attention(), torch.randn(3, 256)
+    other.q.weight_scale *= 2
+    join_named_(model, [GROUP])
+    if how == "moved":
+        model.float()
+    else:
+        model.load_state_dict(other.state_dict())
+    assert {type(part) for part in model.children()} == {Fp8Linear}
+    expected = Attention() if how == "moved" else other
+    assert torch.equal(model.q(x), expected.q(x)) and torch.equal(model.v(x), expected.v(x))
+
+
+def test_a_copy_has_its_own_product():
+    model, x = Attention(), torch.randn(3, 256)
+    expected = model(x)
+    (joint,) = join_named_(model, [GROUP])
+    twin = copy.deepcopy(model)
+    assert twin.q.joint is twin.v.joint is not joint
+    joint.split_()
+    for actual, own in zip(twin(x), expected, strict=True):
+        assert torch.equal(actual, own)
+
+
+def test_compiled_layers_share_their_code():
+    models, x = [Attention() for _ in range(10)], torch.randn(3, 256)
+    expected = models[0](x)
+    counter = CompileCounter()
+    for index, model in enumerate(models):
+        for name, part in model.named_children():
+            part.label = f"{index}.{name}"
+        join_named_(model, [GROUP])
+        model.compile(backend=counter, fullgraph=True)
+        for actual, own in zip(model(x), expected, strict=True):
+            assert torch.equal(actual, own)
+    assert counter.frame_count == 1
+
+
+def test_what_cannot_be_joined():
+    model = Attention()
+    for layers, problem in [
+        ([model.q], "several layers"),
+        ([model.q, nn.Linear(256, 16)], "1 of another kind"),
+        ([model.q, Attention(depth=128).k], "one width"),
+        ([model.q, Attention(bias=False).k], "a bias"),
+        ([model.q, Attention(activation=None).k], "kind of scales"),
+        (list(Attention(weight="tensor").children()), "per channel or block"),
+        (list(Attention(sizes=(256, 120, 128)).children()), "outputs of 16"),
+        (list(Attention(weight="block 128x128", sizes=(256, 64, 64)).children()), "outputs of 128"),
+    ]:
+        with pytest.raises(ConfigError, match=problem):
+            join_(layers)
+    holder = nn.ModuleDict({"attn2": model})
+    assert join_named_(holder, [GROUP], without=["attn2"]) == []
+    assert join_named_(holder, [("q", "k", "other")]) == []
+    assert len(join_named_(holder, [GROUP])) == 1
+    assert join_named_(holder, [GROUP]) == []  # they are one already
+    assert type(model.k) is JointPart
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 63, 500])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_on_a_gpu(settings, num_rows):
+    model = Attention(device="cuda", depth=512, **settings).to(torch.bfloat16)
+    x = torch.randn(num_rows, 512, device="cuda", dtype=torch.bfloat16)
+    expected = model(x)
+    join_named_(model, [GROUP])
+    for actual, own in zip(model(x), expected, strict=True):
+        # Another number of columns may have another order of sums.
+        torch.testing.assert_close(actual.contiguous(), own, rtol=2.0**-7, atol=2.0**-6)
