@@ -19,7 +19,9 @@ OPEN = {"errors", "env", "version", "atomic", "brief"}  # to everyone
 SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
-TELLERS = {f"measure.{name}" for name in ("records", "store", "fit", "roofline", "report")}
+TELLERS = {
+    f"measure.{name}" for name in ("records", "store", "regression", "fit", "roofline", "report")
+}
 MEASURERS = {f"measure.{name}" for name in ("bench", "evaluate", "advise")}
 
 # Row -> rows it may import besides itself and OPEN. The longest row that matches decides.

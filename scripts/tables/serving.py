@@ -63,10 +63,20 @@ def _latency_of(records: list[Measurement]) -> str:
         f"{case['output_len']} tokens after each prompt. Milliseconds, medians"
         f"{_factors(latest, 'speed-up')}.\n\n{to_markdown(table)}"
     )
-    # A line through two lengths explains everything.
-    fits = [r for r in latest if r.op == "latency_fit" and r.case["input_lens"].count(",") > 1]
-    lines = "\n".join(map(_line, fits))
-    return f"{text}\n\nITL over the context as a line:\n\n{lines}" if lines else text
+    # A line through two lengths explains everything, and so does a curve through three.
+    lines = "\n".join(map(_line, _fits(latest, "latency_fit", 3)))
+    curves = "\n".join(map(_curve, _fits(latest, "ttft_fit", 4)))
+    if lines:
+        text += f"\n\nITL over the context as a line:\n\n{lines}"
+    if curves:
+        text += f"\n\nTTFT over the input as a curve:\n\n{curves}"
+    return text
+
+
+def _fits(records: list[Measurement], op: str, num_lengths: int) -> list[Measurement]:
+    """The fits through so many lengths or more."""
+    fits = [r for r in records if r.op == op]
+    return [r for r in fits if str(r.case["input_lens"]).count(",") >= num_lengths - 1]
 
 
 def _latency_cell(record: Measurement | None, metric: str) -> str:
@@ -82,20 +92,49 @@ def _line(fit: Measurement) -> str:
     values = fit.values
     weights_ms = float(fit.case["weight_bytes"]) / READ_GB_PER_S / 1e6
     text = (
-        f"- `{fit.case['row']}`: {values['itl_intercept_ms']:.2f} ms (reading the weights at "
+        f"- `{fit.case['row']}`: {values['itl_intercept_ms']:.2f} ms"
+        f"{_range(fit, 'itl_intercept', '_ms', 2)} (reading the weights at "
         f"{READ_GB_PER_S} GB/s: {weights_ms:.2f} ms) and "
-        f"{values['itl_slope_us_per_1k_tokens']:.1f} µs for each 1000 tokens of context, "
+        f"{values['itl_slope_us_per_1k_tokens']:.1f} µs"
+        f"{_range(fit, 'itl_slope', '_us_per_1k_tokens', 1)} for each 1000 tokens of context, "
         f"{values['itl_residual_ms']:.2f} ms unexplained"
     )
     if "break_even_tokens" not in values:
         return f"{text}."
     gap_ms, ratio = values["intercept_gap_ms"], values["slope_ratio"]
-    slope = "" if math.isnan(ratio) else f"{ratio:.2f} of its slope, "
+    spread = _range(fit, "slope_ratio", "", 2)
+    slope = "" if math.isnan(ratio) else f"{ratio:.2f}{spread} of its slope, "
     found = BreakEven(values["break_even_tokens"], values.get("faster_up_to_tokens"))
     return (
         f"{text}; beside `{fit.baseline}` {abs(gap_ms):.2f} ms {'less' if gap_ms < 0 else 'more'} "
         f"for every token, {slope}{found}."
     )
+
+
+def _curve(fit: Measurement) -> str:
+    """What a prompt costs by itself, by its tokens, and by their pairs."""
+    values = fit.values
+    text = (
+        f"- `{fit.case['row']}`: {values['ttft_constant_ms']:.1f} ms"
+        f"{_range(fit, 'ttft_constant', '_ms', 1)}, {values['ttft_linear_ms_per_1k_tokens']:.1f} ms"
+        f"{_range(fit, 'ttft_linear', '_ms_per_1k_tokens', 1)} for each 1000 tokens, and "
+        f"{values['ttft_square_ms_per_1k_tokens_squared']:.3f} ms"
+        f"{_range(fit, 'ttft_square', '_ms_per_1k_tokens_squared', 3)} for the square of that, "
+        f"{values['ttft_residual_ms']:.1f} ms unexplained"
+    )
+    ratio = values.get("square_ratio", math.nan)
+    if math.isnan(ratio):
+        return f"{text}."
+    spread = _range(fit, "square_ratio", "", 2)
+    return f"{text}; {ratio:.2f}{spread} of the square term of `{fit.baseline}`."
+
+
+def _range(fit: Measurement, name: str, unit: str, digits: int) -> str:
+    """The interval of a value after it; nothing where its record has none."""
+    low, high = (fit.values.get(f"{name}_{end}{unit}") for end in ("low", "high"))
+    if low is None or high is None:
+        return ""
+    return f" [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _throughput_of(records: list[Measurement]) -> str:

@@ -18,25 +18,35 @@ def octavo(*arguments):
     return run(make_app(COMMANDS), ["bench", "latency", *arguments])
 
 
-def test_tables_and_records(capsys, tmp_path):
+def test_tables_records_a_plot_and_vllm_s_files(capsys, tmp_path):
     file = tmp_path / "records.jsonl"
-    assert octavo(*QUICK, "--input-len", "5,0.25k", "-o", str(file)) == 0
+    options = ["--plot", str(tmp_path / "p.html"), "--output-json", str(tmp_path / "v.json")]
+    assert octavo(*QUICK, "--input-len", "5,20,40,0.25k", "-o", str(file), *options) == 0
     text = capsys.readouterr().out
     assert "To the first token: 1 at once, 3 tokens out" in text
-    assert "ITL slope us per 1k tokens" in text and "faster" in text
-    records = store.read(file)
+    assert "slope (µs per 1k tokens)" in text and "faster" in text
+    assert "TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals" in text
+    records, lengths = store.read(file), (5, 20, 40, 256)
     assert [(r.op, r.case["row"], r.case.get("input_len")) for r in records] == [
-        ("latency", "auto", 5),
-        ("latency", "auto", 256),
-        ("latency_fit", "auto", None),
-        ("latency", "fp8", 5),
-        ("latency", "fp8", 256),
-        ("latency_fit", "fp8", None),
+        (op, row, length)
+        for row in ("auto", "fp8")
+        for op, length in [
+            *(("latency", one) for one in lengths),
+            ("latency_fit", None),
+            ("ttft_fit", None),
+        ]
     ]
     assert records[0].case["page_size"] == 64
     words = shlex.split(records[0].command)
     assert words[:5] == ["octavo", "bench", "latency", "--config", "tiny"]
     assert words.count("--kv-cache-dtype") == 2
+    page = (tmp_path / "p.html").read_text()
+    assert "Time between tokens over the input length" in page and "octavo bench latency" in page
+    assert 'src="http' not in page and "<link" not in page
+    names = {f"v-{row}-{length}.json" for row in ("auto", "fp8") for length in lengths}
+    assert {file.name for file in tmp_path.glob("*.json")} == names
+    result = json.loads((tmp_path / "v-fp8-256.json").read_text())
+    assert result["model_id"] == "tiny" and len(result["latencies"]) == 1
 
 
 def test_the_command_of_a_record_repeats_it(capsys):
@@ -69,6 +79,7 @@ def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch
         (["model", "--config", "tiny"], "expected a model or a config"),
         (["--config", "huge"], "expected one of llama-3.1-8b"),
         (["-o", "/nowhere/x.jsonl"], "expected an existing folder"),
+        (["--plot", "/nowhere/x.html"], "expected an existing folder"),
         (["--input-len", "5000"], "expected max_context up to 4096"),
     ],
 )

@@ -47,6 +47,33 @@ def test_a_name_and_details_for_the_file(tmp_path, capsys):
     assert "16 tokens came in 8 parts" in capsys.readouterr().out
 
 
+def test_a_data_set_a_ramp_and_goodput(tmp_path, capsys):
+    data, file = tmp_path / "own.jsonl", tmp_path / "records.jsonl"
+    data.write_text('{"prompt": "hello", "output_tokens": 3}\n' * 4)
+    options = ["--dataset-name", "custom", "--dataset-path", str(data), "--num-prompts", "4"]
+    options += ["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "100"]
+    options += ["--ramp-up-end-rps", "200", "--goodput", "ttft:60000,tpot:60000"]
+    with scripted() as server:
+        assert octavo("--base-url", server.url, *options, "-o", str(file)) == 0
+    assert {body["prompt"] for body in server.bodies} == {"hello"}
+    assert "Request goodput (req/s)" in capsys.readouterr().out
+    (record,) = store.read(file)
+    assert record.case["dataset_file"] == "own.jsonl" and record.case["output_len"] == 3
+    assert record.case["ramp_up"] == "linear 100 to 200 per second"
+    assert record.values["request_goodput"] == record.values["request_throughput"]
+    assert "--dataset-name custom --dataset-path own.jsonl" in record.command
+
+
+def test_random_images_go_to_chat(capsys):
+    pytest.importorskip("PIL")
+    options = ["--dataset-name", "random-mm", "--random-mm-bucket-config", "{(8, 8, 1): 1}"]
+    with scripted() as server:
+        assert octavo("--base-url", server.url, *QUICK, *options, "--json") == 0
+    assert set(server.paths) == {"/v1/chat/completions"}
+    record = json.loads(capsys.readouterr().out)
+    assert record["case"]["dataset"] == "random-mm" and record["values"]["completed"] == 4
+
+
 def test_a_request_that_fails_ends_with_1(capsys):
     with scripted(["good", "refused"]) as server:
         assert octavo("--base-url", server.url, *QUICK, "--json") == 1
@@ -63,6 +90,13 @@ def test_a_request_that_fails_ends_with_1(capsys):
         (["m", "--metadata", "x"], "expected --metadata KEY=VALUE"),
         (["m", "--metric-percentiles", "x"], "expected percentiles"),
         (["m", "--request-rate", "0"], "expected a request rate"),
+        (["m", "--ramp-up-strategy", "linear"], "a ramp needs --ramp-up-strategy"),
+        (["m", "--goodput", "ttft"], "expected --goodput such as ttft:200"),
+        (["m", "--goodput", "itl:3"], "expected limits above 0 ms of ttft"),
+        (["m", "--dataset-name", "hf"], "expected a data set of random, sharegpt"),
+        (["m", "--dataset-name", "custom"], "expected a --dataset-path for sharegpt and custom"),
+        (["m", "--custom-output-len", "3"], "is for --dataset-name custom, got random"),
+        (["m", "--backend", "openai-chat"], "random prompts are tokens"),
         (["--base-url", "http://x", "--", "m", "--kv-cache-dtype"], "expected a model or --base"),
     ],
 )
@@ -97,3 +131,19 @@ def test_a_server_of_its_own(tmp_path, capsys):
     assert record.values["total_output_tokens"] == 16
     assert record.case["server_options"] == "--kv-cache-dtype fp8"
     assert record.command.endswith("-- --kv-cache-dtype fp8")
+
+
+@pytest.mark.slow
+def test_images_to_a_server_of_its_own(tmp_path):
+    """A small reader of charts; vLLM's file has the fields, and images count as tokens."""
+    for package in ("fastapi", "transformers", "PIL"):
+        pytest.importorskip(package)
+    from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+
+    save_chart_reader(make_chart_reader(["How", "many", "bars", "?"]), tmp_path / "model")
+    options = ["--dataset-name", "random-mm", "--random-mm-bucket-config", "{(64, 64, 1): 1}"]
+    options += ["--result-dir", str(tmp_path), "--result-filename", "r.json", "--save-detailed"]
+    assert octavo(str(tmp_path / "model"), *QUICK, *options) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["backend"] == "openai-chat" and result["completed"] == 4
+    assert min(result["input_lens"]) > 4 and result["output_lens"] == [4] * 4

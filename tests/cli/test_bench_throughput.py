@@ -25,6 +25,7 @@ def test_tables_and_records(capsys, tmp_path):
     rows = ["auto", "fp8", "fp8+skip=sliding_window"]
     options = [word for row in rows for word in ("--kv-cache-dtype", row)]
     limits = ["--max-concurrency", "2", "--range-ratio", "0.15"]
+    limits += ["--output-json", str(tmp_path / "v.json")]
     assert octavo(*QUICK, *limits, *options, "-o", str(file)) == 0
     text = capsys.readouterr().out
     assert "4 requests, 2 at once, 20 tokens in and 4 out, ± 15 %" in text
@@ -33,6 +34,17 @@ def test_tables_and_records(capsys, tmp_path):
     assert [record.case["row"] for record in records] == rows
     assert records[2].case["skip_layers"] == "sliding_window"
     assert records[1].values["output_throughput_gain"] > 0
+    results = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert results.keys() == {f"v-{row}.json" for row in rows}
+    values = records[1].values
+    assert results["v-fp8.json"] == {
+        "model_id": "tiny-gpt-oss",
+        "elapsed_time": values["duration"],
+        "num_requests": 4,
+        "total_num_tokens": values["total_input_tokens"] + values["total_output_tokens"],
+        "requests_per_second": values["request_throughput"],
+        "tokens_per_second": values["total_token_throughput"],
+    }
 
 
 def test_the_command_of_a_record_repeats_it(capsys):

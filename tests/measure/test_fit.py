@@ -1,12 +1,29 @@
 """Lines through measurements, and where two of them cross."""
 
 import math
+from dataclasses import replace
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.measure.fit import Line, break_even, fit_line
+from octavo.measure.fit import (
+    TERMS,
+    Line,
+    Quadratic,
+    Ratio,
+    break_even,
+    fit_itl,
+    fit_line,
+    fit_quadratic,
+    fit_ttft,
+    slope_ratio,
+    square_ratio,
+)
+from octavo.measure.records import Machine, Measurement
+from octavo.measure.regression import Interval
 
 
 def test_points_on_a_line_leave_nothing():
@@ -60,3 +77,130 @@ def test_break_even(own, tokens, text):
 def test_equal_intercepts_break_even_at_nothing():
     found = break_even(Line(5.0, 0.5, 0.0), Line(5.0, 1.0, 0.0))
     assert found.tokens == 0 and str(found) == "faster from 0 tokens on"
+
+
+def test_the_lines_of_vllm_s_blog():
+    """Llama-3.1-8B on an H100: 54 % of the slope, and a break-even of about 7,000 tokens."""
+    bf16, fp8 = Line(6.44, 4.37e-5, 0.0), Line(6.58, 2.37e-5, 0.0)
+    assert slope_ratio(fp8, bf16).value == pytest.approx(0.54, abs=0.005)
+    found = break_even(fp8, bf16)
+    assert found.tokens == pytest.approx(7000, rel=0.01)
+    assert str(found) == "faster from 7,000 tokens on"
+    assert found.interval is None and slope_ratio(fp8, bf16).interval is None
+
+
+def test_measured_lines_like_the_blog_s_have_intervals_around_it():
+    """Points of both lines, 10 µs off here and there: the intervals hold the blog's figures."""
+    lengths = [256, 4096, 8192, 32768, 128000]
+    random = np.random.default_rng(1)
+    shared = random.normal(0, 0.05, 5)
+    bf16, fp8 = (
+        fit_line(lengths, (i + s * np.asarray(lengths) + shared + random.normal(0, 0.01, 5)))
+        for i, s in ((6.44, 4.37e-5), (6.58, 2.37e-5))
+    )
+    found, ratio = break_even(fp8, bf16), slope_ratio(fp8, bf16)
+    assert 7000 in found.interval and found.tokens in found.interval
+    assert found.interval.low > 0 and found.interval.high < 14_000
+    assert 0.5423 in ratio.interval and ratio.interval.high - ratio.interval.low < 0.05
+    assert 4.37e-5 in bf16.slope_interval and 6.44 in bf16.intercept_interval
+
+
+def test_two_points_have_no_interval():
+    line = fit_line([1, 2], [3, 5])
+    assert line.slope_interval is None and line.intercept_interval is None
+    assert break_even(line, fit_line([1, 2], [4, 5])).interval is None
+    curve = fit_quadratic([1, 2, 3], [1, 2, 4])
+    assert [curve.interval(term) for term in TERMS] == [None] * 3 and curve.contradicted == ()
+
+
+def test_a_break_even_that_may_be_anywhere():
+    lengths = [1, 2, 3, 4]
+    line, other = fit_line(lengths, [1.0, 2.1, 2.9, 4.0]), fit_line(lengths, [1.1, 1.9, 3.2, 3.9])
+    assert break_even(line, other).interval == Interval(-math.inf, math.inf)
+
+
+@hypothesis.given(st.tuples(st.floats(0, 100), st.floats(0, 0.1), st.floats(0, 1e-6)))
+def test_exact_curves_are_recovered_exactly(planted):
+    lengths = [256, 4096, 8192, 32768, 128000]
+    curve = fit_quadratic(
+        lengths, [planted[0] + planted[1] * x + planted[2] * x**2 for x in lengths]
+    )
+    size = curve.at(128000) + 1e-9
+    found = (curve.constant, curve.linear * 128000, curve.square * 128000**2)
+    wanted = (planted[0], planted[1] * 128000, planted[2] * 128000**2)
+    assert found == pytest.approx(wanted, abs=1e-8 * size)
+    assert curve.residual <= 1e-8 * size and min(found) >= 0
+
+
+# Shrinking a failure would draw for minutes, and explain nothing.
+@hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
+@hypothesis.given(st.floats(0, 60), st.floats(0, 0.02), st.floats(0, 5e-7), st.integers(0, 2**32))
+def test_terms_are_in_their_intervals_as_often_as_they_say(constant, linear, square, seed):
+    """Also with terms of zero, where half of the free fits are negative; never less often."""
+    lengths = np.asarray([256.0, 4096, 8192, 32768, 128000])
+    random = np.random.default_rng(seed)
+    clean = constant + linear * lengths + square * lengths**2
+    planted = dict(zip(TERMS, (constant, linear, square), strict=True))
+    inside = []
+    for _ in range(200):
+        curve = fit_quadratic(lengths, clean + random.normal(0, 10, 5))
+        assert min(curve.constant, curve.linear, curve.square) >= 0
+        for term, value in planted.items():
+            interval = curve.interval(term)
+            inside.append(interval is not None and value in interval)
+            assert interval is None or (interval.low >= 0 and getattr(curve, term) in interval)
+    shares = np.reshape(inside, (200, 3)).mean(axis=0)
+    assert ((shares > 0.89) & (shares < 0.99)).all()
+
+
+def test_a_negative_term_is_held_at_zero():
+    """Points of x² - 4: no constant, and the best of what is allowed."""
+    lengths = [1.0, 2.0, 3.0, 4.0, 5.0]
+    curve = fit_quadratic(lengths, [x**2 - 4 for x in lengths])
+    assert curve.held == ("constant", "linear") and curve.contradicted == ("constant",)
+    assert (curve.constant, curve.linear) == (0, 0) and curve.interval("constant") is None
+    assert curve.square == pytest.approx(sum(x**2 * (x**2 - 4) for x in lengths) / 979)
+    free = fit_quadratic(lengths, [x**2 + x + 4 for x in lengths])
+    assert free.held == () and square_ratio(curve, free).interval is None
+    assert square_ratio(curve, free).value == pytest.approx(curve.square)
+
+
+def test_the_best_of_what_is_allowed():
+    """No curve of a grid of allowed ones leaves less."""
+    lengths, y = np.asarray([1.0, 2.0, 3.0, 4.0]), np.asarray([5.0, 3.0, 2.5, 2.0])
+    curve = fit_quadratic(lengths, y)
+    steps = np.linspace(0, 5, 16)
+    grid = [c + a * lengths + b * lengths**2 for c in steps for a in steps / 5 for b in steps / 25]
+    assert curve.residual <= min(np.sqrt(np.mean((y - one) ** 2)) for one in grid) + 1e-12
+    assert curve.held == ("linear", "square")
+
+
+def test_square_ratio():
+    first, other = Quadratic(1, 1, 0.5, 0), Quadratic(1, 1, 2.0, 0)
+    assert square_ratio(first, other) == Ratio(0.25)
+    assert math.isnan(square_ratio(first, Quadratic(1, 1, 0, 0)).value)
+    assert math.isnan(slope_ratio(Line(1, 1, 0), Line(1, 0, 0)).value)
+
+
+def test_fits_of_records():
+    """Half of the answer is context, on average; TTFT has none of it."""
+    records = [
+        Measurement(
+            op="latency",
+            impl="octavo",
+            case={"input_len": length, "output_len": 128},
+            values={
+                "median_itl_ms": 5 + 1e-4 * (length + 64),
+                "median_ttft_ms": 20 + 0.01 * length + 1e-6 * length**2,
+            },
+            machine=Machine.current(),
+            command="x",
+        )
+        for length in (256, 4096, 32768)
+    ]
+    assert fit_itl(records).intercept == pytest.approx(5)
+    curve = fit_ttft(records)
+    assert curve.at(10_000) == pytest.approx(220) and curve.interval("square") is None
+    lost = [replace(record, case={"output_len": 128}) for record in records]
+    with pytest.raises(ConfigError, match="a number input_len"):
+        fit_ttft(lost)

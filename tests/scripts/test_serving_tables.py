@@ -1,16 +1,18 @@
 """Tables about the engine, from records made up and from records of the benchmarks themselves."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
 from octavo.measure import store
 from octavo.measure.bench.engine_rows import make_rows, open_subject
-from octavo.measure.bench.latency import LatencyCase, line_values, run_latency
+from octavo.measure.bench.latency import LatencyCase, run_latency
+from octavo.measure.bench.latency_fits import curve_values, line_values
 from octavo.measure.bench.request_times import Workload
 from octavo.measure.bench.throughput import ThroughputCase, run_throughput
-from octavo.measure.fit import Line
+from octavo.measure.fit import Line, Quadratic, fit_line, fit_quadratic
 from octavo.measure.records import Machine, Measurement
 from octavo.serving.engine.settings import EngineSettings
 
@@ -170,6 +172,39 @@ def test_lines_in_words(tables, own, first, words, tmp_path):
     assert "nan" not in found
 
 
+def test_intervals_and_curves_in_words(tables, tmp_path):
+    """Brackets where records have intervals: five lengths of one row, three of the other's."""
+    lengths = [256, 4096, 8192, 32768, 128000]
+    off = [0.05, -0.02, 0.01, -0.05, 0.01]
+    itls = [
+        [a + b * x + o for x, o in zip(lengths, off, strict=True)]
+        for a, b in ((5, 3e-5), (5, 15e-6))
+    ]
+    first, own = (fit_line(lengths, itl) for itl in itls)
+    ttfts = [
+        [50 + 0.02 * x + a * x**2 + 9 * o for x, o in zip(lengths, off, strict=True)]
+        for a in (4e-7, 2e-7)
+    ]
+    bf16, fp8 = (fit_quadratic(lengths, ttft) for ttft in ttfts)
+    case = {**BATCH, "row": "fp8", "input_lens": "256,4096,8192,32768"}
+    curve = record("ttft_fit", case, curve_values(fp8, bf16), baseline="auto")
+    alone = record(
+        "ttft_fit", {**case, "row": "auto"}, curve_values(Quadratic(1, 2e-3, 3e-6, 0), None)
+    )
+    text = latency(
+        tables, tmp_path, [times("fp8", 256, 70, 5), line("fp8", own, first), curve, alone]
+    )
+    words = [one for one in text.splitlines() if one.startswith("- ")]
+    assert re.match(r"- `fp8`: 5.00 ms \[4.9\d, 5.0\d\] \(reading", words[0])
+    assert re.search(r"15.0 µs \[13.\d, 16.\d\] for each .* 0.50 \[0.4\d, 0.5\d\] of its", words[0])
+    assert re.search(r"and 0.200 ms \[0.200, 0.201\] for the square of that", words[1])
+    assert words[1].endswith(" of the square term of `auto`.") and "; 0.50 [0." in words[1]
+    assert words[2] == (
+        "- `auto`: 1.0 ms, 2.0 ms for each 1000 tokens, and 3.000 ms for the square of that, "
+        "0.0 ms unexplained."
+    )
+
+
 def load(row, rate, *, gain=None, day=1, **case):
     values = {"output_throughput": rate, "duration": 96000 / rate}
     values |= {"median_ttft_ms": 12345.6, "median_itl_ms": 20.04}
@@ -207,6 +242,9 @@ def test_two_lengths_have_no_line_in_words(tables, tmp_path):
     own = line("auto", Line(intercept=5.0, slope=1e-5, residual=0.0), input_lens="256,8192")
     text = latency(tables, tmp_path, [times("auto", 256, 70.0, 5.0), own])
     assert "as a line" not in text
+    case = {**BATCH, "row": "auto", "input_lens": "256,8192,9000"}
+    curve = record("ttft_fit", case, curve_values(Quadratic(1, 2e-3, 3e-6, 0), None))
+    assert "as a curve" not in latency(tables, tmp_path, [curve])
 
 
 @pytest.mark.parametrize("has_file", [True, False])

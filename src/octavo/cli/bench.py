@@ -11,6 +11,7 @@ from octavo.cli.bench_generate import generate
 from octavo.cli.bench_latency import latency
 from octavo.cli.bench_mm_processor import mm_processor
 from octavo.cli.bench_serve import serve
+from octavo.cli.bench_sweep import sweep
 from octavo.cli.bench_throughput import throughput
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile
@@ -26,6 +27,7 @@ app.command("generate")(generate)
 app.command("latency")(latency)
 app.command("mm-processor")(mm_processor)
 app.command("serve", context_settings={"allow_extra_args": True})(serve)
+app.command("sweep")(sweep)
 app.command("throughput")(throughput)
 
 VALUES = (

@@ -1,5 +1,7 @@
 """octavo bench latency: one batch, time to the first token and between tokens, by context."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +28,7 @@ from octavo.cli.engine_flags import (
     command_line,
     make_settings,
 )
-from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.options import AsJson, RecordsFile, check_folder, row_file
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
@@ -40,10 +42,6 @@ TTFT_COLUMNS = (
 ITL_COLUMNS = (
     *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
     *("p99_itl_ms", "itl_speedup"),
-)
-FIT_COLUMNS = (
-    *("row", "itl_intercept_ms", "intercept_gap_ms", "itl_slope_us_per_1k_tokens", "slope_ratio"),
-    *("itl_residual_ms", "break_even_tokens"),
 )
 
 
@@ -85,6 +83,23 @@ def latency(
     seed: Seed = 0,
     output: RecordsFile = None,
     as_json: AsJson = False,
+    output_json: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-json",
+            help="Write vLLM's JSON file of a run; with several rows or lengths, one for each, "
+            "with both in its name.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            help="Write an HTML page: both times over the input length, fits, break-even.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Time one batch in the engine: to its first token (TTFT), and between tokens (ITL).
 
@@ -92,8 +107,10 @@ def latency(
     --kv-cache-dtype auto --kv-cache-dtype fp8 -o results.jsonl
 
     Rows run one after the other with the same weights and prompts. Over the context, ITL is a
-    straight line: its intercept is the weights, its slope the keys and values that are read. The
-    break-even is the context from which on a row is faster than the first one; negative: at any.
+    straight line: its intercept is the weights, its slope the keys and values that are read. TTFT
+    is a curve with a square term, attention. Both have intervals of 95 %, if there are lengths to
+    spare: three for the line, four for the curve. The break-even is the context from which on a
+    row is faster than the first one; negative: at any.
 
     Every engine also answers short prompts, which are compared with the stock model's: the same
     tokens in float32, log-probabilities within what rounding explains otherwise (relative_rms). A
@@ -104,6 +121,7 @@ def latency(
     from octavo.measure.bench.engine_rows import check_rows, make_rows, open_subject
     from octavo.measure.bench.latency import LatencyCase, run_latency
     from octavo.measure.bench.peer_impls import registered_prefill
+    from octavo.measure.report.html import check_packages
 
     names, skipped = list(kv_cache_dtype or DEFAULT_ROWS), skip_layers or []
     config, device = choose_subject(model, config, device)
@@ -147,7 +165,10 @@ def latency(
         "--seed": seed,
     }
     check_rows(names, skipped)
-    check_folder(output)
+    for file in (output, output_json, plot):
+        check_folder(file)
+    if plot is not None:
+        check_packages()
     with err.status("making the model"):
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
@@ -165,6 +186,10 @@ def latency(
     _print(results, as_json=as_json)
     if output is not None and not as_json:
         out.print(f"Records: {output}", soft_wrap=True)
+    if output_json is not None:
+        _write_json(results, output_json)
+    if plot is not None:
+        _plot(results, plot)
     failures = [result.failure for result in results if result.failure is not None]
     for failure in failures:
         print_error(failure)
@@ -174,6 +199,7 @@ def latency(
 
 def _print(results: "list[LatencyResult]", *, as_json: bool) -> None:
     from octavo.measure.fit import break_even
+    from octavo.measure.report.latency import latency_sections
     from octavo.measure.report.tables import from_records
 
     records = [record for result in results for record in result.records]
@@ -190,12 +216,41 @@ def _print(results: "list[LatencyResult]", *, as_json: bool) -> None:
         from_records(of_lengths, caption=f"To the first token: {sizes}", columns=TTFT_COLUMNS)
     )
     print_table(from_records(of_lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS))
-    fits = [record for record in records if record.op == "latency_fit"]
-    if fits:
-        caption = "ITL over the context: intercept + slope · tokens"
-        print_table(from_records(fits, caption=caption, columns=FIT_COLUMNS))
+    for section in latency_sections(records):
+        for table in section.tables:
+            print_table(table)
+        for note in section.paragraphs[1:]:
+            out.print(note, soft_wrap=True)
     for result in results[1:]:
         if result.line is not None and first.line is not None:
             out.print(
                 f"{result.row.name}: {break_even(result.line, first.line)} than {first.row.name}"
             )
+
+
+def _write_json(results: "list[LatencyResult]", path: Path) -> None:
+    """vLLM's file, or one for each row and length."""
+    from octavo.atomic import write_atomically
+    from octavo.measure.bench.latency import vllm_result
+
+    places = [(result, length) for result in results for length in result.latencies_s]
+    for result, length in places:
+        file = row_file(path, result.row.name, length) if len(places) > 1 else path
+        text = json.dumps(vllm_result(result, length), indent=4, allow_nan=False)
+        write_atomically(file, f"{text}\n".encode())
+        err.print(f"Result: {file}", soft_wrap=True)
+
+
+def _plot(results: "list[LatencyResult]", path: Path) -> None:
+    from octavo.measure.report.html import write_report
+    from octavo.measure.report.latency import latency_sections
+
+    records = [record for result in results for record in result.records]
+    write_report(
+        latency_sections(records),
+        path,
+        title="Latency over the input length",
+        machines=[record.machine for record in records],
+        commands=[record.command for record in records],
+    )
+    err.print(f"Plot: {path}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""octavo bench serve: random prompts over HTTP, to a server that runs or to one of its own."""
+"""octavo bench serve: prompts over HTTP, to a server that runs or to one of its own."""
 
 import json
 import math
@@ -12,6 +12,23 @@ import typer
 from octavo.cli.console import err, out, print_error
 from octavo.cli.engine_flags import command_line
 from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.serve_data_flags import (
+    Backend,
+    BucketConfig,
+    CustomOutputLen,
+    DatasetName,
+    DatasetPath,
+    Goodput,
+    ItemsPerRequest,
+    RampEnd,
+    RampStart,
+    RampStrategy,
+    ShareGptOutputLen,
+    Tokenizer,
+    choose_data,
+    make_ramp,
+    parse_goodput,
+)
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
@@ -56,6 +73,9 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    backend: Backend = None,
+    dataset_name: DatasetName = "random",
+    dataset_path: DatasetPath = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Requests.")] = 48,
     max_concurrency: Annotated[
         int | None,
@@ -76,6 +96,11 @@ def serve(
         float,
         typer.Option("--random-range-ratio", help="Lengths are drawn from LENGTH · (1 ± this)."),
     ] = 0.0,
+    sharegpt_output_len: ShareGptOutputLen = None,
+    custom_output_len: CustomOutputLen = None,
+    tokenizer: Tokenizer = None,
+    items_per_request: ItemsPerRequest = 1,
+    bucket_config: BucketConfig = None,
     request_rate: Annotated[
         float, typer.Option("--request-rate", help="Requests per second; inf is all at once.")
     ] = math.inf,
@@ -83,6 +108,10 @@ def serve(
         float,
         typer.Option("--burstiness", help="1 is a Poisson process, less comes in bursts."),
     ] = 1.0,
+    ramp_strategy: RampStrategy = None,
+    ramp_start: RampStart = None,
+    ramp_end: RampEnd = None,
+    goodput: Goodput = None,
     num_warmups: Annotated[
         int, typer.Option("--num-warmups", min=0, help="Requests before, one after the other.")
     ] = 1,
@@ -139,7 +168,7 @@ def serve(
     output: RecordsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a server with random prompts over HTTP: throughput, TTFT, TPOT, ITL, whole latency.
+    """Load a server with prompts over HTTP: throughput, TTFT, TPOT, ITL, whole latency.
 
     octavo bench serve --base-url http://localhost:8000 --num-prompts 48 --max-concurrency 8
     --random-input-len 20000 --random-output-len 2000 --random-range-ratio 0.15
@@ -148,7 +177,8 @@ def serve(
 
     Options, printed lines and the file of --save-result are those of vLLM's command of this name.
     TPOT is a request's time after its first token for each other token; ITL is the time between
-    two parts of a stream, of all requests. Prompts are tokens, which OpenAI's completions take.
+    two parts of a stream, of all requests. Goodput counts requests that met every limit. Random
+    prompts are tokens, which OpenAI's completions take; those of other data sets are texts.
     The exit code is 1 if a request failed. Without HTTP: octavo bench throughput.
     """
     from rich.progress import Progress
@@ -157,7 +187,8 @@ def serve(
     from octavo.measure import store
     from octavo.measure.bench.own_server import own_server
     from octavo.measure.bench.request_times import Workload
-    from octavo.measure.bench.serving import ServingCase, make_record, run_serving
+    from octavo.measure.bench.serving import ServingCase, run_serving
+    from octavo.measure.bench.serving_result import make_record
 
     options = list(ctx.args)
     if (model is None) == (base_url is None):
@@ -167,14 +198,27 @@ def serve(
     notes = _metadata(metadata or [])
     check_folder(output)
     key = api_key or env.API_KEY.read() or None
-    fields: dict[str, Any] = {
-        "workload": Workload(
+    workload = choose_data(
+        Workload(
             num_prompts=num_prompts,
             input_len=input_len,
             output_len=output_len,
             range_ratio=range_ratio,
             seed=seed,
         ),
+        dataset_name,
+        dataset_path,
+        sharegpt_output_len=sharegpt_output_len,
+        custom_output_len=custom_output_len,
+        tokenizer=tokenizer,
+        items_per_request=items_per_request,
+        bucket_config=bucket_config,
+    )
+    fields: dict[str, Any] = {
+        "workload": workload,
+        "backend": backend or ("openai-chat" if dataset_name == "random-mm" else "openai"),
+        "ramp": make_ramp(ramp_strategy, ramp_start, ramp_end),
+        "goodput_ms": parse_goodput(goodput or []),
         "model": model_name,
         "api_key": key,
         "request_rate": request_rate,
@@ -197,6 +241,16 @@ def serve(
     flags = {
         "--base-url": base_url if model is None else None,
         "--model": model_name,
+        "--backend": backend,
+        "--dataset-name": None if dataset_name == "random" else dataset_name,
+        "--dataset-path": None if dataset_path is None else dataset_path.name,
+        "--sharegpt-output-len": sharegpt_output_len,
+        "--custom-output-len": custom_output_len,
+        "--tokenizer": tokenizer,
+        "--random-mm-base-items-per-request": (
+            items_per_request if dataset_name == "random-mm" else None
+        ),
+        "--random-mm-bucket-config": bucket_config,
         "--num-prompts": num_prompts,
         "--max-concurrency": max_concurrency,
         "--random-input-len": input_len,
@@ -204,6 +258,10 @@ def serve(
         "--random-range-ratio": range_ratio,
         "--request-rate": request_rate,
         "--burstiness": burstiness,
+        "--ramp-up-strategy": ramp_strategy,
+        "--ramp-up-start-rps": ramp_start,
+        "--ramp-up-end-rps": ramp_end,
+        "--goodput": goodput,
         "--num-warmups": num_warmups,
         "--no-ignore-eos": not ignore_eos,
         "--vocab-size": vocab_size,
@@ -254,13 +312,13 @@ def _save(
 ) -> Path:
     """Write vLLM's file, by its name for it if none was given."""
     from octavo.atomic import write_atomically
-    from octavo.measure.bench.serving import vllm_result
+    from octavo.measure.bench.serving_result import vllm_result
 
     result = vllm_result(case, served, metadata=metadata, is_detailed=is_detailed)
     if name is None:
         limit = "" if case.max_concurrency is None else f"-concurrency{case.max_concurrency}"
         model = served.model.split("/")[-1]
-        name = f"openai-{case.request_rate}qps{limit}-{model}-{result['date']}.json"
+        name = f"{case.backend}-{case.request_rate}qps{limit}-{model}-{result['date']}.json"
     path = (folder or Path()) / name
     write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
     return path
@@ -278,6 +336,9 @@ def _print(case: "ServingCase", served: "Served") -> None:
         ("Maximum request concurrency", "all" if limit is None else limit),
         ("Request rate configured (RPS)", str(case.request_rate)),
     ]
+    if case.goodput_ms:
+        place = next(n for n, (line, _) in enumerate(rows) if line.startswith("Request through"))
+        rows.insert(place + 1, ("Request goodput (req/s)", served.metrics["request_goodput"]))
     caption = f"Serving Benchmark Result: {served.model}"
     # Each in its own digits.
     shown = [(line, format_column([value])[0]) for line, value in rows]

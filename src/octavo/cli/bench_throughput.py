@@ -1,5 +1,7 @@
 """octavo bench throughput: many requests in the engine, tokens per second."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +28,7 @@ from octavo.cli.engine_flags import (
     command_line,
     make_settings,
 )
-from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.options import AsJson, RecordsFile, check_folder, row_file
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
@@ -104,6 +106,14 @@ def throughput(
     seed: Seed = 0,
     output: RecordsFile = None,
     as_json: AsJson = False,
+    output_json: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-json",
+            help="Write vLLM's JSON file of a run; with several rows one for each, with its name.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve random prompts with the engine in this process: tokens per second, and latency.
 
@@ -169,6 +179,7 @@ def throughput(
     }
     check_rows(names, skipped)
     check_folder(output)
+    check_folder(output_json)
     with err.status("making the model"):
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
@@ -187,11 +198,26 @@ def throughput(
     _print(results, as_json=as_json)
     if output is not None and not as_json:
         out.print(f"Records: {output}", soft_wrap=True)
+    if output_json is not None:
+        _write_json(results, output_json)
     failures = [result.failure for result in results if result.failure is not None]
     for failure in failures:
         print_error(failure)
     if failures:
         raise typer.Exit(1)
+
+
+def _write_json(results: "list[ThroughputResult]", path: Path) -> None:
+    """vLLM's file, or one for each row."""
+    from octavo.atomic import write_atomically
+    from octavo.measure.bench.throughput import vllm_result
+
+    for result in results:
+        for record in result.records:
+            file = row_file(path, result.row.name) if len(results) > 1 else path
+            text = json.dumps(vllm_result(record), indent=4, allow_nan=False)
+            write_atomically(file, f"{text}\n".encode())
+            err.print(f"Result: {file}", soft_wrap=True)
 
 
 def _print(results: "list[ThroughputResult]", *, as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,12 @@ def check_folder(path: Path | None) -> None:
         raise ConfigError(f"expected an existing folder for {path}, got none")
     if path.is_dir():
         raise ConfigError(f"expected the path of a file, got the folder {path}")
+
+
+def row_file(path: Path, *words: str | int) -> Path:
+    """The path with words before its ending, for a file of each row: v.json, v-fp8-256.json."""
+    names = [re.sub(r"[^\w.+=-]", "_", str(word)) for word in words]
+    return path.with_name("-".join([path.stem, *names]) + path.suffix)
 
 
 def split_names(text: str) -> list[str]:

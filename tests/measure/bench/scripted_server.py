@@ -17,6 +17,7 @@ class ScriptedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.step_s = list(script), step_s
         self.bodies, self.headers, self.num_open, self.most_open = [], [], 0, 0
+        self.paths = []
         self.lock = threading.Lock()
 
     @property
@@ -38,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
             kind = server.script.pop(0) if server.script else "good"
             server.bodies.append(body)
             server.headers.append(dict(self.headers))
+            server.paths.append(self.path)
             server.num_open += 1
             server.most_open = max(server.most_open, server.num_open)
         try:
@@ -54,6 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         num_tokens = body["max_tokens"]
         num_parts = {"empty": 0, "pairs": num_tokens // 2}.get(kind, num_tokens)
+        is_chat = "messages" in body
+        if is_chat:
+            self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for number in range(num_parts):
             time.sleep(self.server.step_s)
             if kind == "broken" and number == 2:
@@ -62,9 +67,13 @@ class Handler(BaseHTTPRequestHandler):
                 return self.event({"error": {"message": "it failed"}})
             if kind == "nonsense" and number == 2:
                 return self.wfile.write(b"data: {oops\n\n")
-            self.event({"choices": [{"text": "x"}]})
+            choice = {"delta": {"content": "x"}} if is_chat else {"text": "x"}
+            self.event({"choices": [choice]})
+        if is_chat:
+            self.event({"choices": [{"delta": {}, "finish_reason": "length"}]})
         if kind != "no usage":
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens}
+            num_input = 7 if is_chat else len(body["prompt"])
+            usage = {"prompt_tokens": num_input, "completion_tokens": num_tokens}
             self.event({"choices": [], "usage": usage})
         self.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
         return None

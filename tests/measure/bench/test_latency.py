@@ -9,9 +9,17 @@ pytest.importorskip("transformers")
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine_check, latency
 from octavo.measure.bench.engine_rows import make_rows, open_subject
-from octavo.measure.bench.latency import LatencyCase, length_values, line_values, run_latency
+from octavo.measure.bench.latency import (
+    LatencyCase,
+    LatencyResult,
+    length_values,
+    run_latency,
+    vllm_result,
+)
+from octavo.measure.bench.latency_fits import line_values
 from octavo.measure.bench.request_times import RequestTimes
 from octavo.measure.fit import Line
+from octavo.measure.records import Measurement
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -63,6 +71,36 @@ def test_one_length_is_no_line(subject):
     case = LatencyCase(input_lens=(5,), output_len=2, num_iters=1, num_warmups=0)
     (result,) = run(subject, ["auto"], case)
     assert len(result.records) == 1 and result.line is None
+
+
+def test_three_lengths_are_a_curve_and_a_baseline_may_have_run_before(subject):
+    case = LatencyCase(input_lens=(5, 20, 40, 60), output_len=3, num_iters=3, num_warmups=0)
+    (plain,) = run(subject, ["auto"], case)
+    assert [r.op for r in plain.records] == ["latency"] * 4 + ["latency_fit", "ttft_fit"]
+    line, curve = plain.records[4].values, plain.records[5].values
+    assert curve["ttft_constant_ms"] == plain.curve.constant
+    assert line["itl_slope_low_us_per_1k_tokens"] < line["itl_slope_us_per_1k_tokens"]
+    assert "square_ratio" not in curve and "slope_ratio" not in line
+    again = LatencyResult.of_records(plain.row, plain.records[:4])
+    assert (again.line, again.curve) == (plain.line, plain.curve)
+    (fp8,) = run(subject, ["fp8"], case, baseline=again)
+    assert {record.baseline for record in fp8.records} == {"auto"}
+    ratio = plain.records[3].values["median_ttft_ms"] / fp8.records[3].values["median_ttft_ms"]
+    assert fp8.records[3].values["ttft_speedup"] == ratio
+    assert fp8.records[4].values["slope_ratio"] == pytest.approx(fp8.line.slope / plain.line.slope)
+    assert "square_ratio" in fp8.records[5].values
+    # vLLM's fields: times of whole batches, in seconds.
+    found = vllm_result(plain, 20)
+    assert list(found) == ["model_id", "avg_latency", "latencies", "percentiles"]
+    assert found["model_id"] == "tiny-gpt-oss" and len(found["latencies"]) == 3
+    assert list(found["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert found["percentiles"]["50"] == sorted(found["latencies"])[1]
+    values = plain.records[1].values
+    assert found["avg_latency"] == pytest.approx(values["avg_latency"])
+    assert values["avg_latency"] * 1e3 >= values["mean_e2el_ms"] > 0
+    assert values["p10_e2el_ms"] <= values["p25_e2el_ms"] <= values["p99_e2el_ms"]
+    for record in (*plain.records[:4], *fp8.records[:5]):
+        assert Measurement.from_json(record.to_json()) == record
 
 
 def test_a_row_that_is_wrong_has_no_records_and_others_go_on(subject, monkeypatch):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.request_times import RequestTimes, Workload, summarize
+from octavo.measure.bench.request_times import RequestTimes, Workload, goodput, summarize
 
 
 def times(start_s, *parts_s, **changes):
@@ -27,6 +27,18 @@ def test_the_fields_of_two_requests():
     assert result["p99_itl_ms"] == pytest.approx(199)
     assert result["max_concurrent_requests"] == 2
     assert result["max_output_tokens_per_s"] == 3
+
+
+def test_goodput_counts_what_met_every_limit():
+    slow, quick = times(0.0, 0.5, 0.6, 0.8), times(0.25, 0.35)
+    failed = times(0.0, output_len=0, error="refused")
+    load = [slow, quick, failed]
+    assert goodput(load, 2.0, {"ttft": 600}) == 1.0
+    assert goodput(load, 2.0, {"ttft": 400}) == 0.5
+    assert goodput(load, 2.0, {"ttft": 600, "tpot": 100}) == 0.5  # one token has a TPOT of 0
+    assert goodput(load, 2.0, {"e2el": 50}) == 0
+    with pytest.raises(ConfigError, match="limits of ttft, tpot, e2el, got itl"):
+        goodput(load, 2.0, {"itl": 1})
 
 
 def test_a_request_that_failed_counts_as_such_alone():

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,30 @@ from scripted_server import scripted
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench.request_times import Workload
-from octavo.measure.bench.serving import ServingCase, make_record, run_serving, vllm_result
+from octavo.measure.bench.serving import Ramp, ServingCase, run_serving
+from octavo.measure.bench.serving_data import DataSet, ServingPrompt
+from octavo.measure.bench.serving_result import make_record, vllm_result
 from octavo.measure.records import Measurement
 
 WORK = Workload(num_prompts=6, input_len=10, output_len=4, range_ratio=0.15)
+# Of vLLM's file, as notes on its `bench serve` have them.
 VLLM_FIELDS = {
-    *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),
-    *("request_rate", "burstiness", "max_concurrency", "duration", "completed", "failed"),
-    *("total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
-    *("output_throughput", "total_token_throughput", "max_output_tokens_per_s"),
-    "max_concurrent_requests",
-    *(
-        f"{kind}_{metric}_ms"
+    **dict.fromkeys(("date", "endpoint_type", "backend", "model_id", "tokenizer_id"), str),
+    "label": type(None),
+    **dict.fromkeys(("num_prompts", "max_concurrency", "completed", "failed"), int),
+    **dict.fromkeys(("total_input_tokens", "total_output_tokens", "max_concurrent_requests"), int),
+    "request_rate": str,
+    "request_goodput": type(None),
+    **dict.fromkeys(("burstiness", "duration", "request_throughput", "output_throughput"), float),
+    **dict.fromkeys(("total_token_throughput", "max_output_tokens_per_s", "rtfx"), float),
+    **dict.fromkeys(("latencies", "queue_times"), list),
+    **{
+        f"{kind}_{metric}_ms": float
         for kind in ("mean", "median", "std", "p99")
         for metric in ("ttft", "tpot", "itl", "e2el")
-    ),
+    },
 }
+DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 
 
 def make_case(server, **changes):
@@ -118,10 +127,20 @@ def test_the_fields_are_vllm_s():
     with scripted() as server:
         case = make_case(server, max_concurrency=3)
         served = run_serving(case)
-    result = vllm_result(case, served, metadata={"note": "x"}, is_detailed=False)
-    assert result.keys() - VLLM_FIELDS == {"note", "total_parts"} and result.keys() >= VLLM_FIELDS
+    result = json.loads(
+        json.dumps(
+            vllm_result(case, served, metadata={"note": "x"}, is_detailed=False), allow_nan=False
+        )
+    )
+    assert result.keys() == VLLM_FIELDS.keys() | {"note", "total_parts"}
+    assert {name: type(result[name]) for name in VLLM_FIELDS} == VLLM_FIELDS
     assert result["request_rate"] == "inf" and result["max_concurrency"] == 3
-    json.dumps(result, allow_nan=False)
+    assert len(result["latencies"]) == 6 and min(result["latencies"]) > 0
+    assert [type(time_s) for time_s in result["queue_times"]] == [float] * 6
+    detailed = vllm_result(case, served, metadata={}, is_detailed=True)
+    assert detailed.keys() == VLLM_FIELDS.keys() | {"total_parts", *DETAILS}
+    assert all(isinstance(detailed[name], list) for name in DETAILS)
+    assert set(detailed["generated_texts"][0]) == {"x"}
     record = make_record(case, served, command="c", has_own_server=False, options=[])
     assert record.op == "serve" and record.impl == "http"
     assert record.case["request_rate"] == "inf" and record.values["completed"] == 6
@@ -134,9 +153,15 @@ def test_octavo_s_own_server_takes_the_load():
     from fake_server import listening
 
     with listening() as (url, engine, _):
-        case = ServingCase(base_url=url, workload=WORK, max_concurrency=2, percentiles=(50.0,))
+        case = ServingCase(base_url=url, workload=WORK, max_concurrency=2, percentiles=(99.0,))
         served = run_serving(case)
+        texts = DataSet(prompts=(ServingPrompt("say:hello", 4),) * 2)
+        chat = run_serving(ServingCase(base_url=url, workload=texts, backend="openai-chat"))
         assert engine.num_open == 0
+    result = vllm_result(case, served, metadata={}, is_detailed=False)
+    assert {name: type(result[name]) for name in VLLM_FIELDS} == VLLM_FIELDS
+    assert chat.metrics["completed"] == 2 and chat.metrics["total_input_tokens"] > 0
+    assert chat.times[0].text
     assert served.model == "fake" and served.metrics["completed"] == 6
     assert served.metrics["total_output_tokens"] == sum(p.output_len for p in WORK.draw(1000))
     assert {request.sampling.ignore_eos for request in engine.added} == {True}
@@ -172,9 +197,87 @@ def test_requests_come_at_their_rate():
     assert at_once.delays_s() == [0.0] * 2000
 
 
+def test_a_rate_and_limits_are_in_the_file():
+    with scripted(step_s=0.002) as server:
+        limits = {"ttft": 1e5, "tpot": 1e5, "e2el": 1e-3}
+        case = make_case(server, request_rate=500.0, goodput_ms=limits)
+        served = run_serving(case)
+        easy = replace(case, goodput_ms={"ttft": 1e5})
+        good = run_serving(easy)
+    result = vllm_result(case, served, metadata={}, is_detailed=False)
+    assert result["request_rate"] == 500.0 and result["request_goodput"] == 0.0
+    assert isinstance(result["request_goodput"], float)
+    assert good.metrics["request_goodput"] == good.metrics["request_throughput"]
+    record = make_record(easy, good, command="c", has_own_server=False, options=[])
+    assert record.case["goodput"] == "ttft:100000"
+
+
+def test_what_waits_here_is_in_the_queue():
+    with scripted(step_s=0.01) as server:
+        served = run_serving(make_case(server, max_concurrency=1))
+    waits = sorted(one.queue_s for one in served.times)
+    assert waits[0] < 0.01 and waits[-1] > 5 * 0.03  # behind five answers of three parts or more
+
+
+@pytest.mark.parametrize(("strategy", "middle"), [("linear", 50.5), ("exponential", 10.0)])
+def test_a_ramp_goes_from_one_rate_to_another(strategy, middle):
+    work = Workload(num_prompts=4002, input_len=1, output_len=1)
+    ramp = Ramp(strategy, 1.0, 100.0)
+    case = ServingCase(base_url="http://x", workload=work, ramp=ramp, burstiness=1e6)
+    delays = case.delays_s()
+    gaps = [later - earlier for earlier, later in zip(delays, delays[1:], strict=False)]
+    assert (1 / gaps[0], 1 / gaps[-1]) == pytest.approx((1.0, 100.0), rel=0.02)
+    assert 1 / gaps[2000] == pytest.approx(middle, rel=0.02)
+    assert delays == case.delays_s() and delays[0] == 0 and len(delays) == 4002
+
+
+def test_texts_and_images_go_to_chat():
+    prompts = (ServingPrompt("one", 3), ServingPrompt("two", 3, ("data:image/png;base64,AA",)))
+    with scripted() as server:
+        case = make_case(server, workload=DataSet(prompts=prompts), backend="openai-chat")
+        served = run_serving(case)
+    assert set(server.paths) == {"/v1/chat/completions"}
+    contents = [body["messages"][0]["content"] for body in server.bodies]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    assert "one" in contents and [{"type": "text", "text": "two"}, image] in contents
+    # A role alone, and a reason to end, are no parts.
+    assert [len(one.parts_s) for one in served.times] == [3, 3]
+    assert [one.text for one in served.times] == ["xxx"] * 2
+    assert served.metrics["total_input_tokens"] == 14
+    result = vllm_result(case, served, metadata={}, is_detailed=False)
+    assert result["backend"] == result["endpoint_type"] == "openai-chat"
+
+
+def test_a_chat_without_text_has_one_part():
+    data = DataSet(prompts=(ServingPrompt("hello", 2),))
+    with scripted(["empty"]) as server:
+        served = run_serving(make_case(server, workload=data, backend="openai-chat"))
+    assert len(served.times[0].parts_s) == 1 and served.metrics["total_output_tokens"] == 2
+
+
+def test_texts_go_to_completions():
+    data = DataSet(prompts=(ServingPrompt("hello", 2),), seed=3, about={"dataset": "custom"})
+    with scripted() as server:
+        case = make_case(server, workload=data)
+        served = run_serving(case)
+    assert server.bodies[0]["prompt"] == "hello" and server.paths == ["/v1/completions"]
+    record = make_record(case, served, command="c", has_own_server=False, options=[])
+    assert record.case["dataset"] == "custom" and record.case["seed"] == 3
+    assert "input_len" not in record.case
+
+
+IMAGES = DataSet(prompts=(ServingPrompt("x", 1, ("data:,",)),))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"backend": "openai-chat"}, "random prompts are tokens"),
+        ({"backend": "tgi"}, "expected a backend of openai, openai-chat"),
+        ({"workload": IMAGES}, "completions take no images"),
+        ({"goodput_ms": {"itl": 3.0}}, "limits above 0 ms of ttft, tpot, e2el"),
+        ({"goodput_ms": {"ttft": 0.0}}, "limits above 0 ms"),
+        ({"request_rate": 2.0, "ramp": Ramp("linear", 1, 2)}, "a request rate or a ramp"),
         ({"base_url": "localhost:8000"}, "expected a URL"),
         ({"request_rate": 0.0}, "request rate"),
         ({"request_rate": math.nan}, "request rate"),
@@ -187,3 +290,9 @@ def test_requests_come_at_their_rate():
 def test_what_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         ServingCase(**{"base_url": "http://x", "workload": WORK, **change})
+
+
+@pytest.mark.parametrize("ramp", [("steep", 1, 2), ("linear", 0, 2), ("linear", 1, math.inf)])
+def test_what_is_no_ramp(ramp):
+    with pytest.raises(ConfigError, match="ramp"):
+        Ramp(*ramp)

@@ -10,9 +10,11 @@ implementation, such as a peer's (`peer_impls`).
 """
 
 import gc
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ PLAIN = "auto"
 DTYPES = (PLAIN, *FORMATS)
 GRANULARITIES = ("head", "token")
 SKIP, PREFILL = "+skip=", "+prefill="
+RECIPE_FILES = (".json", ".toml")
 # Random tokens that scales are calibrated on, where the weights are random as well.
 CALIBRATION_LEN = 1024
 
@@ -64,11 +67,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """A recipe by the name that was asked for; prefill_impl: of attention of prompts, by name."""
+    """A recipe by the name that was asked for; prefill_impl: of attention of prompts, by name.
+
+    digest: of the file that the recipe came from, if it did.
+    """
 
     name: str
     recipe: Recipe
     prefill_impl: str | None = None
+    digest: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -84,6 +91,8 @@ class EngineRow:
             found["linear"] = str(self.recipe.linear)
         if self.prefill_impl is not None:
             found["prefill_impl"] = self.prefill_impl
+        if self.digest is not None:
+            found["recipe_digest"] = self.digest
         if settings is None:
             return {**found, "kv_cache_dtype": PLAIN}
         found["kv_cache_dtype"] = f"fp8_{settings.format}"
@@ -141,10 +150,9 @@ def make_rows(
     return [_with_scales(row, scales) if _has_checkpoint_scales(row) else row for row in rows]
 
 
-def check_rows(names: Sequence[str], skip_layers: Sequence[str] = ()) -> None:
-    """Raise ConfigError for names that are no rows, before a model is loaded."""
-    for name in names:
-        _parse(name, skip_layers)
+def check_rows(names: Sequence[str], skip_layers: Sequence[str] = ()) -> list[EngineRow]:
+    """The rows of these names, without scales; ConfigError for others, before a model is loaded."""
+    return [_parse(name, skip_layers) for name in names]
 
 
 def _has_checkpoint_scales(row: EngineRow) -> bool:
@@ -163,12 +171,16 @@ def _parse(text: str, skip_layers: Sequence[str]) -> EngineRow:
     if PREFILL in text and not prefill_impl:
         raise ConfigError(f"expected the name of an implementation after {PREFILL}, got {text!r}")
     recipe = _parse_recipe(whole, skip_layers)
-    return EngineRow(text, recipe, prefill_impl or None)
+    file = whole.split(SKIP)[0]
+    digest = None
+    if file.endswith(RECIPE_FILES):
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return EngineRow(text, recipe, prefill_impl or None, digest)
 
 
 def _parse_recipe(text: str, skip_layers: Sequence[str]) -> Recipe:
     front, *skipped = text.split(SKIP)
-    if front.endswith((".json", ".toml")):
+    if front.endswith(RECIPE_FILES):
         recipe = Recipe.load(front)
         if recipe.kv_cache is None and skipped:
             raise ConfigError(f"{text}: layers to skip are for a recipe with a kv_cache, got none")

@@ -2,23 +2,29 @@
 
 Rows run one after the other with the same model and the same prompts. What a token costs after a
 longer context is a straight line: its intercept is the weights and everything else, its slope the
-keys and values that are read.
+keys and values that are read. What a prompt costs has a square term as well: attention.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.measure.bench.engine_check import CONTEXT, check_row
 from octavo.measure.bench.engine_load import raise_failed, serve_prompts
 from octavo.measure.bench.engine_rows import EngineRow, Subject, engine_about, open_engine
+from octavo.measure.bench.latency_fits import curve_values, line_values
 from octavo.measure.bench.request_times import RequestTimes, Workload, statistics_ms
-from octavo.measure.fit import Line, break_even, fit_line
+from octavo.measure.fit import Line, Quadratic, fit_itl, fit_ttft
 from octavo.measure.records import Measurement, Scalar
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
 PERCENTILES = (10, 20, 80, 90, 99)
+# Those that vLLM's command of this name has of whole batches.
+BATCH_PERCENTILES = (10, 25, 50, 75, 90, 99)
 # Tokens of a warm-up: enough for every kernel of a step to have run.
 WARMUP_LEN = 8
 Progress = Callable[[str], None]
@@ -81,12 +87,25 @@ class LatencyCase:
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """What a row came to: records of its lengths, then of its line; or why it does not count."""
+    """What a row came to: records of its lengths, then of its fits; or why it does not count.
+
+    line: ITL over two or more lengths. curve: TTFT over three or more. latencies_s: of each length
+    the seconds of its batches, where it ran here.
+    """
 
     row: EngineRow
     records: tuple[Measurement, ...] = ()
     line: Line | None = None
+    curve: Quadratic | None = None
     failure: str | None = None
+    latencies_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of_records(cls, row: EngineRow, records: Sequence[Measurement]) -> "LatencyResult":
+        """The result of another run, from its records of lengths in their order."""
+        line = fit_itl(records) if len(records) > 1 else None
+        curve = fit_ttft(records) if len(records) > 2 else None
+        return cls(row, tuple(records), line, curve)
 
 
 def run_latency(
@@ -96,23 +115,26 @@ def run_latency(
     settings: EngineSettings,
     *,
     command: str,
+    baseline: LatencyResult | None = None,
     on_row: Callable[[LatencyResult], None] = lambda result: None,
     on_run: Progress = lambda what: None,
 ) -> list[LatencyResult]:
     """Time all rows; the first is what the others are compared with, and raises if it is wrong.
 
-    Another row that is wrong or cannot run has a failure and no records. on_row is told of each
-    row that is done, on_run of each batch.
+    Another row that is wrong or cannot run has a failure and no records. baseline: what all rows
+    are compared with, if it has run before, at the same lengths. on_row is told of each row that
+    is done, on_run of each batch.
     """
     settings = case.settings(settings)
     results: list[LatencyResult] = []
     for row in rows:
         try:
-            result = _run_row(subject, row, case, settings, command, results[:1], on_run)
+            result = _run_row(subject, row, case, settings, command, baseline, on_run)
         except OctavoError as error:
-            if not results or isinstance(error, ConfigError):
+            if baseline is None or isinstance(error, ConfigError):
                 raise
             result = LatencyResult(row, failure=str(error))
+        baseline = baseline or result
         results.append(result)
         on_row(result)
     return results
@@ -124,10 +146,9 @@ def _run_row(
     case: LatencyCase,
     settings: EngineSettings,
     command: str,
-    first: Sequence[LatencyResult],
+    baseline: LatencyResult | None,
     on_run: Progress,
 ) -> LatencyResult:
-    baseline = first[0] if first else None
     plain_error = None
     if baseline is not None and baseline.row.is_plain:
         plain_error = baseline.records[0].values["relative_rms"]
@@ -159,18 +180,24 @@ def _run_row(
                 baseline=None if baseline is None else baseline.row.name,
             )
         )
-    if len(times) < 2:
-        return LatencyResult(row, tuple(records))
-    # The context grows while the tokens come: on average by half of them.
-    contexts = [length + case.output_len / 2 for length in times]
-    line = fit_line(contexts, [record.values["median_itl_ms"] for record in records])
-    fit_record = replace(
-        records[0],
-        op="latency_fit",
-        case={**about, "input_lens": ",".join(map(str, times))},
-        values=line_values(line, None if baseline is None else baseline.line),
-    )
-    return LatencyResult(row, (*records, fit_record), line)
+    result = LatencyResult.of_records(row, records)
+    fits = _fit_records(result, baseline, {**about, "input_lens": ",".join(map(str, times))})
+    seconds = {length: tuple(map(_batch_s, batches)) for length, batches in times.items()}
+    return replace(result, records=(*records, *fits), latencies_s=seconds)
+
+
+def _fit_records(
+    result: LatencyResult, baseline: LatencyResult | None, case: Mapping[str, Scalar]
+) -> list[Measurement]:
+    """The records of a row's line and curve, of those that it has."""
+    found = []
+    if result.line is not None:
+        values = line_values(result.line, None if baseline is None else baseline.line)
+        found.append(replace(result.records[0], op="latency_fit", case=case, values=values))
+    if result.curve is not None:
+        values = curve_values(result.curve, None if baseline is None else baseline.curve)
+        found.append(replace(result.records[0], op="ttft_fit", case=case, values=values))
+    return found
 
 
 def _run_length(
@@ -213,7 +240,8 @@ def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]
     return {
         **statistics_ms("ttft", ttfts, PERCENTILES),
         **statistics_ms("itl", itls, PERCENTILES),
-        **statistics_ms("e2el", latencies, ()),
+        **statistics_ms("e2el", latencies, BATCH_PERCENTILES),
+        "avg_latency": sum(map(_batch_s, batches)) / len(batches),  # vLLM's, in seconds
         "num_ttft_samples": len(ttfts),
         "num_itl_samples": len(itls),
     }
@@ -232,21 +260,18 @@ def _decoding_s(batch: Sequence[RequestTimes]) -> tuple[float, float]:
     return first_s, last_s
 
 
-def line_values(line: Line, first: Line | None) -> dict[str, float]:
-    """A line of the time between tokens over the context, beside that of the first row."""
-    values = {
-        "itl_intercept_ms": line.intercept,
-        "itl_slope_us_per_1k_tokens": line.slope * 1e6,
-        "itl_residual_ms": line.residual,
+def _batch_s(batch: Sequence[RequestTimes]) -> float:
+    """From the first request of a batch to its last token."""
+    return max(times.parts_s[-1] for times in batch) - min(times.start_s for times in batch)
+
+
+def vllm_result(result: LatencyResult, input_len: int) -> dict[str, Any]:
+    """The JSON document of vLLM's `bench latency`, of one row and length; times in seconds."""
+    seconds = result.latencies_s[input_len]
+    percentiles = np.percentile(seconds, BATCH_PERCENTILES).tolist()
+    return {
+        "model_id": str(result.records[0].case["model"]),
+        "avg_latency": float(np.mean(seconds)),
+        "latencies": list(seconds),
+        "percentiles": dict(zip(map(str, BATCH_PERCENTILES), percentiles, strict=True)),
     }
-    if first is None:
-        return values
-    found = break_even(line, first)
-    values |= {
-        "intercept_gap_ms": line.intercept - first.intercept,
-        "slope_ratio": line.slope / first.slope if first.slope else float("nan"),
-        "break_even_tokens": found.tokens,
-    }
-    if found.up_to is not None:
-        values["faster_up_to_tokens"] = found.up_to
-    return values

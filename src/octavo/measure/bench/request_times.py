@@ -4,7 +4,7 @@ Who served them, over HTTP or in this process, makes no difference here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from octavo.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ class RequestTimes:
     """When a request was sent, and when each part of its answer came, in seconds of one clock.
 
     output_len: tokens of the answer; parts may be fewer, where one has several. error: why there is
-    no whole answer; None if there is.
+    no whole answer; None if there is. queue_s: how long it waited here before it was sent. text:
+    the answer, where it was read.
     """
 
     input_len: int
@@ -81,6 +83,8 @@ class RequestTimes:
     start_s: float
     parts_s: tuple[float, ...]
     error: str | None = None
+    queue_s: float = 0.0
+    text: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -134,6 +138,29 @@ def summarize(
     for metric in METRICS:
         result |= statistics_ms(metric, samples[metric], percentiles)
     return result
+
+
+def goodput(
+    requests: Sequence[RequestTimes], duration_s: float, limits_ms: Mapping[str, float]
+) -> float:
+    """Requests per second that met all limits: of ttft, tpot or e2el, in milliseconds.
+
+    TPOT of an answer of one token is 0, as in vLLM.
+    """
+    if unknown := sorted(limits_ms.keys() - set(GOODPUT_METRICS)):
+        raise ConfigError(
+            f"expected limits of {', '.join(GOODPUT_METRICS)}, got {', '.join(unknown)}"
+        )
+    num_good = 0
+    for request in requests:
+        if request.error is None:
+            times_s = {
+                "ttft": request.ttft_s,
+                "tpot": request.tpot_s or 0.0,
+                "e2el": request.latency_s,
+            }
+            num_good += all(times_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
+    return num_good / duration_s
 
 
 def statistics_ms(

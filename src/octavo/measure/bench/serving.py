@@ -1,6 +1,7 @@
-"""A server under load: random prompts over HTTP to OpenAI's completions, answers as streams.
+"""A server under load: prompts over HTTP to OpenAI's completions or chat, answers as streams.
 
-Any server that takes prompts of tokens will do; fields are those of vLLM's `bench serve`.
+Any server will do for texts, and any that takes prompts of tokens for random ones; fields are those
+of vLLM's `bench serve`.
 """
 
 import asyncio
@@ -9,43 +10,74 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench.request_times import (
+    GOODPUT_METRICS,
     RandomPrompt,
     RequestTimes,
     Workload,
+    goodput,
     summarize,
 )
-from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.bench.serving_data import DataSet, ServingPrompt, request_body
 
-ENDPOINT = "/v1/completions"
+# By vLLM's names.
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+RAMPS = ("linear", "exponential")
 DONE = "[DONE]"
 # Of an error's body, for a message.
 MAX_BODY = 300
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A request rate that grows (or falls) from the first request to the last."""
+
+    strategy: str  # linear or exponential
+    start_rps: float
+    end_rps: float
+
+    def __post_init__(self) -> None:
+        if self.strategy not in RAMPS:
+            raise ConfigError(f"expected a ramp of {', '.join(RAMPS)}; got {self.strategy!r}")
+        if not (0 < self.start_rps < math.inf and 0 < self.end_rps < math.inf):
+            raise ConfigError(
+                f"expected rates above 0 to ramp between, got {self.start_rps} and {self.end_rps}"
+            )
+
+    def rates(self, count: int) -> "np.typing.NDArray[np.float64]":
+        """Requests per second at each of so many gaps."""
+        if self.strategy == "linear":
+            return np.linspace(self.start_rps, self.end_rps, count)
+        return np.geomspace(self.start_rps, self.end_rps, count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCase:
     """A load, where it goes, and how it comes.
 
-    model: None is the first one that the server names. request_rate: requests per second, inf for
-    all at once; burstiness 1 is a Poisson process, less comes in bursts, more is steadier.
+    workload: random tokens, or the prompts of a data set. backend: openai is completions,
+    openai-chat is chat, which takes texts and images. model: None is the first one that the server
+    names. request_rate: requests per second, inf for all at once; ramp: in place of it, one that
+    changes; burstiness 1 is a Poisson process, less comes in bursts, more is steadier. goodput_ms:
+    the limits of a request that counts as good.
     max_concurrency: requests open at once; others wait here, and their clock with them. ignore_eos:
     whether answers have the length that was asked for; servers of others may refuse the field.
     vocab_size: random tokens are below it. timeout_s: between two parts of an answer.
     """
 
     base_url: str
-    workload: Workload
+    workload: Workload | DataSet
+    backend: str = "openai"
     model: str | None = None
     api_key: str | None = field(default=None, repr=False)
     request_rate: float = math.inf
+    ramp: Ramp | None = None
     burstiness: float = 1.0
     max_concurrency: int | None = None
     num_warmups: int = 0
@@ -53,6 +85,7 @@ class ServingCase:
     vocab_size: int = 1000
     timeout_s: float = 600.0
     percentiles: tuple[float, ...] = (99.0,)
+    goodput_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -69,15 +102,35 @@ class ServingCase:
             )
         if not self.percentiles or not all(0 <= p <= 100 for p in self.percentiles):
             raise ConfigError(f"expected percentiles of 0 to 100, got {list(self.percentiles)}")
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        if self.backend not in ENDPOINTS:
+            raise ConfigError(f"expected a backend of {', '.join(ENDPOINTS)}; got {self.backend!r}")
+        if isinstance(self.workload, Workload):
+            if self.backend != "openai":
+                raise ConfigError(
+                    "random prompts are tokens, which chat does not take: backend openai"
+                )
+        elif self.workload.has_images and self.backend == "openai":
+            raise ConfigError("completions take no images: backend openai-chat")
+        if self.ramp is not None and not math.isinf(self.request_rate):
+            raise ConfigError(f"expected a request rate or a ramp, got {self.request_rate} as well")
+        is_good = all(name in GOODPUT_METRICS and ms > 0 for name, ms in self.goodput_ms.items())
+        if not is_good:
+            raise ConfigError(
+                f"expected limits above 0 ms of {', '.join(GOODPUT_METRICS)}, got "
+                f"{dict(self.goodput_ms)}"
+            )
 
     def delays_s(self) -> list[float]:
         """When each request comes, in seconds after the first; by vLLM's gamma distribution."""
         count = self.workload.num_prompts
-        if math.isinf(self.request_rate):
+        if self.ramp is None and math.isinf(self.request_rate):
             return [0.0] * count
         random = np.random.default_rng(self.workload.seed)
-        scale = 1 / (self.request_rate * self.burstiness)
-        gaps = random.gamma(self.burstiness, scale, count - 1)
+        rates = self.request_rate if self.ramp is None else self.ramp.rates(count - 1)
+        gaps = random.gamma(self.burstiness, 1 / (rates * self.burstiness), count - 1)
         return [0.0, *np.cumsum(gaps).tolist()]
 
 
@@ -114,7 +167,7 @@ async def _run(case: ServingCase, on_request: Callable[[], None]) -> Served:
     import httpx
 
     headers = {} if case.api_key is None else {"Authorization": f"Bearer {case.api_key}"}
-    prompts = case.workload.draw(case.vocab_size)
+    prompts: Sequence[RandomPrompt | ServingPrompt] = case.workload.draw(case.vocab_size)
     async with httpx.AsyncClient(
         base_url=case.base_url.rstrip("/"),
         headers=headers,
@@ -128,12 +181,14 @@ async def _run(case: ServingCase, on_request: Callable[[], None]) -> Served:
                 raise OctavoError(f"the warm-up failed: {warmed.error}")
         gate = asyncio.Semaphore(case.max_concurrency or len(prompts))
 
-        async def serve(prompt: RandomPrompt, delay_s: float) -> RequestTimes:
+        async def serve(prompt: RandomPrompt | ServingPrompt, delay_s: float) -> RequestTimes:
             await asyncio.sleep(delay_s)
+            came_s = time.perf_counter()
             async with gate:
+                waited_s = time.perf_counter() - came_s
                 times = await _send(client, case, model, prompt)
             on_request()
-            return times
+            return replace(times, queue_s=waited_s)
 
         began = time.perf_counter()
         pairs = zip(prompts, case.delays_s(), strict=True)
@@ -143,6 +198,8 @@ async def _run(case: ServingCase, on_request: Callable[[], None]) -> Served:
         raise OctavoError(f"all {len(times)} requests failed; the first: {times[0].error}")
     metrics = summarize(times, duration_s, case.percentiles)
     metrics["total_parts"] = sum(len(one.parts_s) for one in times if one.error is None)
+    if case.goodput_ms:
+        metrics["request_goodput"] = goodput(times, duration_s, case.goodput_ms)
     return Served(model, tuple(times), metrics)
 
 
@@ -160,12 +217,14 @@ async def _first_model(client: Any) -> str:
         ) from None
 
 
-async def _send(client: Any, case: ServingCase, model: str, prompt: RandomPrompt) -> RequestTimes:
+async def _send(
+    client: Any, case: ServingCase, model: str, prompt: RandomPrompt | ServingPrompt
+) -> RequestTimes:
     import httpx
 
     body: dict[str, Any] = {
         "model": model,
-        "prompt": list(prompt.tokens),
+        **request_body(prompt, is_chat=case.backend == "openai-chat"),
         "max_tokens": prompt.output_len,
         "temperature": 0,
         "stream": True,
@@ -173,14 +232,17 @@ async def _send(client: Any, case: ServingCase, model: str, prompt: RandomPrompt
     }
     if case.ignore_eos:
         body["ignore_eos"] = True
-    stream = _Stream(len(prompt.tokens))
+    # Of a text it is what the server counts.
+    stream = _Stream(len(prompt.tokens) if isinstance(prompt, RandomPrompt) else 0)
     # Serialized before the clock starts: 20,000 tokens take a while.
     content = json.dumps(body)
     headers = {"Content-Type": "application/json"}
     stream.start_s = time.perf_counter()
     with contextlib.suppress(_Ended):
         try:
-            request = client.stream("POST", ENDPOINT, content=content, headers=headers)
+            request = client.stream(
+                "POST", ENDPOINTS[case.backend], content=content, headers=headers
+            )
             async with request as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")[:MAX_BODY]
@@ -207,6 +269,7 @@ class _Stream:
     num_tokens: int | None = None
     is_done: bool = False
     error: str | None = None
+    texts: list[str] = field(default_factory=list)
 
     def read(self, line: str) -> None:
         """Take one line of the stream; anything but data is none of ours."""
@@ -224,11 +287,27 @@ class _Stream:
         if "error" in event:
             self.error = str(event["error"])[:MAX_BODY]
             raise _Ended
-        if event.get("choices"):
-            self.parts_s.append(now)
+        if choices := event.get("choices"):
+            self._take(choices[0], now)
         if usage := event.get("usage"):
             self.input_len = int(usage["prompt_tokens"])
             self.num_tokens = int(usage["completion_tokens"])
+
+    def _take(self, choice: Mapping[str, Any], now: float) -> None:
+        """Count a part; of chats the first may be a role alone, and the last a reason to end.
+
+        An answer of tokens without text, which random weights give, has one part: its end.
+        """
+        delta = choice.get("delta")
+        if delta is None:
+            text = choice.get("text")
+        else:
+            text = delta.get("content") or delta.get("reasoning_content")
+            is_end = choice.get("finish_reason") is not None
+            if not text and (self.parts_s or not is_end):
+                return
+        self.parts_s.append(now)
+        self.texts.append(str(text or ""))
 
     def times(self) -> RequestTimes:
         """The request's times; one without a whole answer has an error."""
@@ -243,82 +322,5 @@ class _Stream:
             start_s=self.start_s,
             parts_s=tuple(self.parts_s),
             error=error,
+            text="".join(self.texts),
         )
-
-
-def vllm_result(
-    case: ServingCase, served: Served, *, metadata: Mapping[str, str], is_detailed: bool
-) -> dict[str, Any]:
-    """The JSON document that vLLM's `bench serve` writes, of this run.
-
-    is_detailed: with the times and errors of every request.
-    """
-    metrics = {name: _plain(value) for name, value in served.metrics.items()}
-    result: dict[str, Any] = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "openai",
-        "backend": "openai",
-        "label": None,
-        "model_id": served.model,
-        "tokenizer_id": served.model,
-        "num_prompts": case.workload.num_prompts,
-        **metadata,
-        "request_rate": "inf" if math.isinf(case.request_rate) else case.request_rate,
-        "burstiness": case.burstiness,
-        "max_concurrency": case.max_concurrency,
-        **metrics,
-        "request_goodput": None,
-    }
-    if is_detailed:
-        done = [one for one in served.times if one.error is None]
-        result |= {
-            "input_lens": [one.input_len for one in done],
-            "output_lens": [one.output_len for one in done],
-            "start_times": [one.start_s for one in done],
-            "ttfts": [one.ttft_s for one in done],
-            "itls": [one.itls_s for one in done],
-            "errors": [one.error or "" for one in served.times],
-        }
-    return result
-
-
-def _plain(value: float) -> float | int | None:
-    """A number as JSON has it: whole ones without a point, NaN as null."""
-    if math.isnan(value):
-        return None
-    return int(value) if value == int(value) and abs(value) < 2**53 else value
-
-
-def make_record(
-    case: ServingCase, served: Served, *, command: str, has_own_server: bool, options: Sequence[str]
-) -> Measurement:
-    """The run as a record. The GPU is known if the server is our own: it is this machine's."""
-    work = case.workload
-    about: dict[str, Scalar] = {
-        "model": served.model,
-        "num_prompts": work.num_prompts,
-        "input_len": work.input_len,
-        "output_len": work.output_len,
-        "range_ratio": work.range_ratio,
-        "seed": work.seed,
-        "request_rate": "inf" if math.isinf(case.request_rate) else case.request_rate,
-        "burstiness": case.burstiness,
-    }
-    if case.max_concurrency is not None:
-        about["max_concurrency"] = case.max_concurrency
-    if options:
-        about["server_options"] = " ".join(options)
-    machine = Machine.current()
-    if has_own_server:
-        from octavo.kernels.device import default_device
-
-        device = default_device()
-        machine = Machine.current(gpu=device.gpu, capability=device.capability)
-    return Measurement(
-        op="serve",
-        impl="octavo" if has_own_server else "http",
-        case=about,
-        values=dict(served.metrics),
-        machine=machine,
-        command=command,
-    )

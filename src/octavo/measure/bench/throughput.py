@@ -89,24 +89,26 @@ def run_throughput(
     settings: EngineSettings,
     *,
     command: str,
+    baseline: ThroughputResult | None = None,
     on_row: Callable[[ThroughputResult], None] = lambda result: None,
     on_token: Callable[[str], None] = lambda what: None,
 ) -> list[ThroughputResult]:
     """Serve the load with each row; the first is what the others are compared with.
 
     The first raises if it is wrong; another row that is wrong, cannot run or fails a request has a
-    failure and no record. on_row is told of each row that is done, on_token of each token.
+    failure and no record. baseline: what all rows are compared with, if it has run before. on_row
+    is told of each row that is done, on_token of each token.
     """
     settings = case.settings(settings)
     results: list[ThroughputResult] = []
     for row in rows:
-        first = results[0] if results else None
         try:
-            result = _run_row(subject, row, case, settings, command, first, on_token)
+            result = _run_row(subject, row, case, settings, command, baseline, on_token)
         except OctavoError as error:
-            if first is None or isinstance(error, ConfigError):
+            if baseline is None or isinstance(error, ConfigError):
                 raise
             result = ThroughputResult(row, failure=str(error))
+        baseline = baseline or result
         results.append(result)
         on_row(result)
     return results
@@ -155,6 +157,20 @@ def _run_row(
         baseline=None if first is None else first.row.name,
     )
     return ThroughputResult(row, record)
+
+
+def vllm_result(record: Measurement) -> dict[str, Any]:
+    """The JSON document of vLLM's `bench throughput`, of a row."""
+    values = record.values
+    num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
+    return {
+        "model_id": str(record.case["model"]),
+        "elapsed_time": values["duration"],
+        "num_requests": int(values["completed"]),
+        "total_num_tokens": int(num_tokens),
+        "requests_per_second": values["request_throughput"],
+        "tokens_per_second": values["total_token_throughput"],
+    }
 
 
 def _warm_up(engine: Engine, case: ThroughputCase, prompts: Sequence[RandomPrompt]) -> None:

@@ -69,6 +69,18 @@ def write_report(
     write_atomically(path, page.encode("utf-8", "backslashreplace"))
 
 
+def check_packages() -> None:
+    """Raise UnsupportedError if a page could not be written, before anything has run for it."""
+    try:
+        import jinja2  # noqa: F401
+        import plotly.offline  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "a report needs jinja2 and plotly, which are not installed: "
+            "pip install 'octavo[report]'"
+        ) from error
+
+
 def render(
     sections: Sequence[Section],
     *,
@@ -78,14 +90,10 @@ def render(
     commands: Sequence[str] = (),
 ) -> str:
     """The page as text; every string that is given is escaped."""
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UnsupportedError(
-            "a report needs jinja2 and plotly, which are not installed: "
-            "pip install 'octavo[report]'"
-        ) from error
+    check_packages()
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("octavo.measure.report"),
         autoescape=True,

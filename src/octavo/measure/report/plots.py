@@ -10,7 +10,7 @@ from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
 from octavo.measure.report.labels import format_column, label
 
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 _MAX_TICKS = 8  # measured sizes are better marks than powers of ten, while there is room for them
 
 
@@ -69,7 +69,7 @@ def lines(
                 "name": name,
                 "x": [at for at, _ in points],
                 "y": [value for _, value in points],
-                "marker": {"symbol": _SYMBOLS[len(traces) % len(_SYMBOLS)], "size": 8},
+                "marker": {"symbol": SYMBOLS[len(traces) % len(SYMBOLS)], "size": 8},
             }
         )
     x_type, y_type = ("log" if is_log else "linear" for is_log in (log_x, log_y))

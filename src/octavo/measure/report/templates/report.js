@@ -19,10 +19,18 @@ function themed(layout) {
   };
 }
 
+// Traces that name a series have its colour: points, and the line that was fitted to them.
+function coloured(trace) {
+  const series = trace.meta?.series;
+  if (series === undefined) return trace;
+  const color = css(`--series-${(series % 6) + 1}`);
+  return { ...trace, marker: { ...trace.marker, color }, line: { ...trace.line, color } };
+}
+
 function drawAll() {
   for (const node of document.querySelectorAll(".plot")) {
     const { data, layout } = JSON.parse(node.nextElementSibling.textContent);
-    Plotly.react(node, data, themed(layout), { displayModeBar: false });
+    Plotly.react(node, data.map(coloured), themed(layout), { displayModeBar: false });
   }
 }
 

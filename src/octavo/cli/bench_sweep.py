@@ -1,0 +1,134 @@
+"""octavo bench sweep: recipes × workloads of a file, resumable."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.console import err, out, print_error
+from octavo.cli.engine_flags import DeviceName, Peers, command_line
+from octavo.cli.options import check_folder
+from octavo.cli.still_progress import StillProgress
+from octavo.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from octavo.measure.bench.sweep import Combination, Outcome
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file, as below.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Append the records to this JSON Lines file; what it has is not run again.",
+            show_default=False,
+        ),
+    ],
+    peers: Peers = None,
+    device: DeviceName = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands and what has run, run nothing.")
+    ] = False,
+) -> None:
+    """Run every recipe of a file under every workload of it.
+
+    octavo bench sweep sweep.toml -o results/sweep.jsonl
+
+    The file names a model (or the config of one with random weights), recipes as --kv-cache-dtype
+    has them, the first of which the others are compared with, and workloads. Keys are the flags of
+    octavo bench latency and octavo bench throughput, with underscores; unknown ones are errors:
+
+    \b
+    config = "llama-3.1-8b"            # or: model = "path/to/model"
+    recipes = ["auto", "fp8", "fp8+head", "my-recipe.toml"]
+
+    \b
+    \\[engine]                           # may be left out
+    max_num_batched_tokens = 8192
+    compile = true
+
+    \b
+    [\\[latency]]                        # one batch, over the input length
+    input_len = [256, "4k", "32k", "125k"]
+    output_len = 128
+
+    \b
+    [\\[throughput]]                     # many requests
+    num_prompts = 48
+    input_len = 20000
+    output_len = 2000
+    max_concurrency = 8
+
+    Records are appended as each combination ends. Stopped in the middle, the same command goes on:
+    a combination whose records are in the file, from the same command, recipe's file, octavo and
+    machine, is skipped, and said so. One that fails is reported, the others go on, and the exit
+    code is 1.
+    """
+    from octavo.integrations.transformers.load import choose_device
+    from octavo.measure.bench.peer_impls import registered_prefill
+    from octavo.measure.bench.sweep import combinations, run_sweep
+    from octavo.measure.bench.sweep_file import SweepFile
+
+    asked = SweepFile.load(file)
+    check_folder(output)
+    device = choose_device(device)
+    todo = combinations(asked, command_line, peers=peers is not None)
+    if dry_run:
+        _print_plan(todo, output, device)
+        return
+    with registered_prefill(peers), StillProgress() as progress:
+        task = progress.add_task("combinations", total=len(todo))
+
+        def ended(outcome: "Outcome") -> None:
+            if outcome.state == "skipped":
+                text = f"skipped, its records are in {output}: {outcome.combination}"
+                err.print(text, soft_wrap=True)
+            progress.advance(task)
+            progress.refresh()
+
+        outcomes = run_sweep(
+            asked,
+            todo,
+            output,
+            device=device,
+            on_start=lambda one: progress.update(task, description=str(one), refresh=True),
+            on_end=ended,
+        )
+    _print(outcomes)
+    out.print(f"Records: {output}", soft_wrap=True)
+    failures = [outcome for outcome in outcomes if outcome.state == "failed"]
+    for failure in failures:
+        print_error(f"{failure.combination}: {failure.reason}")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _print_plan(todo: "list[Combination]", output: Path, device: str) -> None:
+    """What would run, as commands, and what has run."""
+    from octavo.measure import store
+    from octavo.measure.bench.sweep import stored_records, this_machine
+
+    records = store.read(output) if output.exists() else []
+    machine = this_machine(device)
+    for one in todo:
+        state = "has run" if stored_records(one, records, machine) else "would run"
+        out.print(f"{state}: {one.command}", soft_wrap=True)
+
+
+def _print(outcomes: "list[Outcome]") -> None:
+    """One line for each combination, with its median times where it has some."""
+    from octavo.measure.report.labels import Cell, format_column
+    from octavo.measure.report.tables import Table
+
+    rows: list[tuple[Cell, ...]] = []
+    for outcome in outcomes:
+        one, values = outcome.combination, [record.values for record in outcome.records]
+        medians = [
+            ", ".join(format_column([v[name] for v in values if name in v])) or None
+            for name in ("median_ttft_ms", "median_itl_ms", "output_throughput")
+        ]
+        rows.append((one.kind, one.workload, one.row.name, outcome.state, *medians))
+    header = ("benchmark", "workload", "recipe", "", "TTFT (ms)", "ITL (ms)", "output tokens/s")
+    print_table(Table(caption="Sweep: medians", header=header, rows=tuple(rows)))
