@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from octavo.errors import ConfigError
 
 # Tokens of prompt and answer together, up to and with the end; as openai/mrcr has them from 8k on.
-BUCKETS = tuple(2**power for power in range(11, 21))
+BUCKETS: tuple[int, ...] = tuple(2**power for power in range(11, 21))
 
 
 def grade(response: str, answer: str, prefix: str) -> float:
