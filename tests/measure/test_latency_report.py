@@ -97,6 +97,7 @@ def test_runs_of_other_commands_are_not_mixed():
     later += times("fp8+linear", 7.2, 2e-5, lengths=LENGTHS[:2], baseline="auto")
     later = [replace(r, command="other", date="2026-12-01T00:00:00Z") for r in later]
     (section,) = latency_sections([*BLOG, *later])
+    assert section.paragraphs[-1].startswith("fp8+linear: 2 lengths: a line needs two")
     auto, fp8, linear = section.figures[0].data[::2]
     assert (len(auto["x"]), len(fp8["x"]), len(linear["x"])) == (5, 5, 2)
     assert auto["y"][0] == pytest.approx(6.46, abs=0.01)

@@ -137,9 +137,10 @@ def _notes(rows: Sequence[_Row]) -> list[str]:
     if num_lengths < 4:
         fewest = [row.name for row in rows if len(row.records) == num_lengths]
         which = "" if len(fewest) == len(rows) else f"{', '.join(fewest)}: "
+        word = "length" if num_lengths == 1 else "lengths"
         notes.append(
-            f"{which}{num_lengths} {'length' if num_lengths == 1 else 'lengths'}: a line needs two and a "
-            "curve three, and one more of each for an interval."
+            f"{which}{num_lengths} {word}: a line needs two and a curve three, and one more of each "
+            "for an interval."
         )
     for row in rows:
         curve = row.curve
