@@ -139,7 +139,7 @@ def _notes(rows: Sequence[_Row]) -> list[str]:
         which = "" if len(fewest) == len(rows) else f"{', '.join(fewest)}: "
         word = "length" if num_lengths == 1 else "lengths"
         notes.append(
-            f"{which}{num_lengths} {word}: a line needs two and a curve three, and one more of each "
+            f"{which}{num_lengths} {word}: a line needs two and a curve three, and one more each "
             "for an interval."
         )
     for row in rows:
