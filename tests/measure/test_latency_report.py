@@ -91,6 +91,25 @@ def test_the_newest_counts_and_other_models_have_sections_of_their_own():
     assert [len(one.figures[0].data) for one in (llama, gpt)] == [4, 2]
 
 
+def test_runs_of_other_commands_are_not_mixed():
+    """Two lengths of a later command: the rows keep their five, the new row has its own first."""
+    later = [*times("auto", 7.0, 4e-5, lengths=LENGTHS[:2])]
+    later += times("fp8+linear", 7.2, 2e-5, lengths=LENGTHS[:2], baseline="auto")
+    later = [replace(r, command="other", date="2026-12-01T00:00:00Z") for r in later]
+    (section,) = latency_sections([*BLOG, *later])
+    assert section.paragraphs[-1].startswith("fp8+linear: 2 lengths: a line needs two")
+    auto, fp8, linear = section.figures[0].data[::2]
+    assert (len(auto["x"]), len(fp8["x"]), len(linear["x"])) == (5, 5, 2)
+    assert auto["y"][0] == pytest.approx(6.46, abs=0.01)
+    assert "fp8 is faster from 7,000 tokens on than auto" in section.figures[0].caption
+    assert "fp8+linear is faster from 10,000 tokens on than auto." in section.figures[0].caption
+    # In a sweep, each row has a command of its own.
+    own = [replace(r, command=f"sweep {r.case['row']}") for r in BLOG]
+    assert (
+        latency_sections(own)[0].figures[0].caption == latency_sections(BLOG)[0].figures[0].caption
+    )
+
+
 def test_what_a_few_lengths_cannot_say():
     few = [*times("auto", 6, 4e-5, lengths=LENGTHS[:2])]
     few += times("fp8", 7, 3e-5, lengths=LENGTHS[:2], baseline="auto")

@@ -46,7 +46,7 @@ class _Row:
 
     name: str
     records: tuple[Measurement, ...]
-    baseline: str | None
+    baseline: "_Row | None" = None
 
     @property
     def lengths(self) -> list[int]:
@@ -67,7 +67,9 @@ class _Row:
 def latency_sections(records: Sequence[Measurement]) -> list[Section]:
     """A section for each model, engine and batch among the records of `octavo bench latency`.
 
-    Of records of the same row and length the newest counts. ConfigError if there are none.
+    A row is that of one command, the one with the most lengths and of those the newest; of records
+    of the same length the newest counts. It is compared with the other row of the same command, if
+    there is one. ConfigError if there are no records of lengths.
     """
     groups: dict[tuple[Scalar | None, ...], list[Measurement]] = {}
     for record in records:
@@ -84,18 +86,29 @@ def latency_sections(records: Sequence[Measurement]) -> list[Section]:
 
 
 def _rows(records: Sequence[Measurement]) -> list[_Row]:
-    newest: dict[tuple[str, int], Measurement] = {}
+    runs: dict[tuple[str, str], dict[int, Measurement]] = {}
     for record in records:
-        place = str(record.case["row"]), int(record.case["input_len"])
-        if place not in newest or record.date >= newest[place].date:
-            newest[place] = record
-    names = list(dict.fromkeys(name for name, _ in newest))
+        run = runs.setdefault((str(record.case["row"]), record.command), {})
+        length = int(record.case["input_len"])
+        if length not in run or record.date >= run[length].date:
+            run[length] = record
+    # Another command may have measured at another time, with other settings: no row mixes two.
+    chosen: dict[str, tuple[Measurement, ...]] = {}
+    for (name, _), run in runs.items():
+        own = tuple(run[length] for length in sorted(run))
+        if name not in chosen or _rank(own) >= _rank(chosen[name]):
+            chosen[name] = own
     found = []
-    for name in names:
-        own = [record for (row, _), record in sorted(newest.items()) if row == name]
-        baseline = own[0].baseline if own[0].baseline in names else None
-        found.append(_Row(name, tuple(own), baseline))
+    for name, own in chosen.items():
+        first = own[0].baseline or ""
+        run = runs.get((first, own[0].command), {})
+        others = tuple(run[length] for length in sorted(run)) or chosen.get(first)
+        found.append(_Row(name, own, _Row(first, others) if others else None))
     return found
+
+
+def _rank(records: Sequence[Measurement]) -> tuple[int, str]:
+    return len(records), max(record.date for record in records)
 
 
 def _section(records: Sequence[Measurement]) -> Section:
@@ -122,9 +135,12 @@ def _notes(rows: Sequence[_Row]) -> list[str]:
     notes = []
     num_lengths = min(len(row.records) for row in rows)
     if num_lengths < 4:
+        fewest = [row.name for row in rows if len(row.records) == num_lengths]
+        which = "" if len(fewest) == len(rows) else f"{', '.join(fewest)}: "
+        word = "length" if num_lengths == 1 else "lengths"
         notes.append(
-            f"{num_lengths} {'length' if num_lengths == 1 else 'lengths'}: a line needs two and a "
-            "curve three, and one more of each for an interval."
+            f"{which}{num_lengths} {word}: a line needs two and a curve three, and one more each "
+            "for an interval."
         )
     for row in rows:
         curve = row.curve
@@ -139,8 +155,7 @@ def _notes(rows: Sequence[_Row]) -> list[str]:
 
 
 def _compared(rows: Sequence[_Row]) -> list[tuple[_Row, _Row]]:
-    by_name = {row.name: row for row in rows}
-    return [(row, by_name[row.baseline]) for row in rows if row.baseline is not None]
+    return [(row, row.baseline) for row in rows if row.baseline is not None]
 
 
 def _crossings(rows: Sequence[_Row]) -> list[tuple[_Row, _Row, BreakEven]]:
@@ -308,13 +323,12 @@ def _itl_table(rows: Sequence[_Row]) -> Table | None:
 
 
 def _ttft_table(rows: Sequence[_Row]) -> Table | None:
-    by_name = {row.name: row for row in rows}
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
         curve = row.curve
         if curve is None:
             continue
-        first = by_name[row.baseline].curve if row.baseline is not None else None
+        first = row.baseline.curve if row.baseline is not None else None
         ratio = None if first is None else square_ratio(curve, first)
         cells.append(
             (
