@@ -89,6 +89,13 @@ AREAS = {
             "integrations/diffusers/test_step_graphs.py",
         ),
     ),
+    "retrieval": Area(
+        sources=(
+            "integrations/transformers/retrieval_model.py",
+            "measure/evaluate/answering.py",
+        ),
+        tests=("integrations/transformers/test_retrieval_model.py",),
+    ),
     "engine": Area(
         sources=(
             "integrations/transformers/engine_*.py",
