@@ -1,9 +1,9 @@
 """Run the tests of each kernel and area on this machine's GPU, and record which code passed.
 
-One record for each kernel or area (vision, kv, linear, diffusion, retrieval, engine) whose tests all
-passed; exit code 1 if any failed. The tests run in as many processes as there are cores, up to 14
-(areas: 10, for the memory of their models), if pytest-xdist is there: most of the time goes into
-compiling. Tests of areas that are marked slow are left out.
+One record for each kernel or area (vision, kv, linear, diffusion, retrieval, engine) whose tests
+all passed; exit code 1 if any failed. The tests run in as many processes as there are cores, up to
+14 (areas: 10, for the memory of their models), if pytest-xdist is there: most of the time goes
+into compiling. Tests of areas that are marked slow are left out.
 
     python scripts/test_on_gpu.py [KERNEL | AREA ...]
 
