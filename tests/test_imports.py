@@ -109,6 +109,7 @@ def test_public_names_and_a_reference_call_need_no_gpu_and_no_optional_package()
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_names_that_need_a_package_say_so():
     code = """
 import octavo

@@ -76,6 +76,7 @@ def test_encoder_refuses(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mm_processor_in_two_steps(capsys, tmp_path):
     scales, results = tmp_path / "scales.json", tmp_path / "results.json"
     small = ("--random-mm-bucket-config", "{(64, 64, 1): 1}", "--mm-encoder-attn-dtype", "fp8")
@@ -89,6 +90,7 @@ def test_mm_processor_in_two_steps(capsys, tmp_path):
     assert json.loads(results.read_text())["completed"] == 2
 
 
+@pytest.mark.slow
 def test_the_two_steps_of_the_docs(capsys, tmp_path, monkeypatch):
     """As they stand there, one after the other; only the images are small here."""
     monkeypatch.chdir(tmp_path)

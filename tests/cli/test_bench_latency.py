@@ -18,6 +18,7 @@ def octavo(*arguments):
     return run(make_app(COMMANDS), ["bench", "latency", *arguments])
 
 
+@pytest.mark.slow
 def test_tables_records_a_plot_and_vllm_s_files(capsys, tmp_path):
     file = tmp_path / "records.jsonl"
     options = ["--plot", str(tmp_path / "p.html"), "--output-json", str(tmp_path / "v.json")]

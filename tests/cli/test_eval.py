@@ -27,6 +27,7 @@ def octavo(*args):
     return run(make_app(COMMANDS), ["eval", "chartqa", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_three_rows_with_scales_from_other_charts(capsys, model, tmp_path, monkeypatch):
     monkeypatch.setattr(chartqa, "NUM_CALIBRATION_IMAGES", 2)
     path = tmp_path / "records.jsonl"

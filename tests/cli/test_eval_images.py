@@ -64,6 +64,7 @@ def test_rows_become_a_table_records_and_a_sheet(capsys, model, tmp_path):
     assert (folder / "sheet.png").is_file() and len(list(folder.rglob("0*.png"))) == 6
 
 
+@pytest.mark.slow
 def test_a_row_with_static_scales(model, tmp_path):
     """Scales far too large round everything to zero: they are those of the file."""
     plan = quantize_(load_small_image_model(Path(model)).transformer).layers["linear"]

@@ -74,6 +74,7 @@ def test_a_scale_file_other_text_and_pure_decoding(capsys, folder, tmp_path):
     assert "fp8 head+skip=0-2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rows_with_rotated_and_centered_keys(capsys, folder, tmp_path):
     path = tmp_path / "kv.json"
     args = ("--data", folder / "text", "--scale-save-path", path, "--max-length", 60)

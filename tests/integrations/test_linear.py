@@ -283,6 +283,7 @@ def test_a_state_dict_goes_into_another_model():
     assert_same_bits(other(x), model(x))
 
 
+@pytest.mark.slow
 def test_old_weights_are_freed_one_by_one(monkeypatch):
     model = make()
     old = {name: weakref.ref(model.get_submodule(name).weight) for name in CHOSEN}

@@ -289,6 +289,7 @@ def test_the_loss_in_bfloat16_is_near(reader):
     assert rounded.dtype == torch.float32 and 0 < abs(exact - rounded) < 0.02
 
 
+@pytest.mark.slow
 def test_a_few_steps_learn_four_images_by_heart():
     reader = make_chart_reader(WORDS, seed=2)
     given = conversation(reader, 4)

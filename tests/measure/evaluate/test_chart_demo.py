@@ -20,6 +20,7 @@ pytest.importorskip("PIL")
 from octavo.integrations.transformers.chart_reader import make_chart_reader
 
 
+@pytest.mark.slow
 def test_stages_calibrate_then_ask(tmp_path):
     reader = make_chart_reader(vocabulary(), seed=1)
     charts = ChartDemo(reader, tmp_path / "s.json", "test", num_images=3, num_questions=5)

@@ -119,6 +119,7 @@ def test_regex(regex):
     assert len(set(found)) > 2
 
 
+@pytest.mark.slow
 def test_a_tool_call():
     area = {
         "type": "object",
