@@ -22,6 +22,7 @@ from octavo.measure.advise.cost import DecoderPlan, decode_cost, prefill_cost
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.measure_here import check_measurable
 from octavo.measure.advise.model_shape import ModelShape, find_model, known_models
+from octavo.measure.advise.predict import Predictor
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.advise.workload import Workload, parse_size
 from octavo.measure.records import Machine, Measurement
@@ -173,6 +174,24 @@ def test_a_models_own_records_decide():
     assert left_out.recipe.kv_cache is not None
 
 
+def test_the_hosts_time_is_that_of_one_short_prompt():
+    def row(input_len, batch_size, ttft_ms):
+        about = {"model": "other", "layers": 10, "input_len": input_len, "output_len": 16}
+        return Measurement(
+            op="latency",
+            impl="octavo",
+            case={**about, "batch_size": batch_size, "row": "auto", "kv_cache_dtype": "auto"},
+            values={"median_itl_ms": 1.0, "median_ttft_ms": ttft_ms},
+            machine=Machine.current(gpu=H200.name, capability=(9, 0)),
+            command="x",
+        )
+
+    rows = [row(256, 1, 20.0), row(256, 16, 90.0), row(8192, 1, 200.0)]
+    assert Predictor(rows, H200).host_ms_per_layer() == 2.0
+    rows = [row(128, 16, 90.0), row(256, 1, 30.0)]
+    assert Predictor(rows, H200).host_ms_per_layer() == 3.0
+
+
 def parsed(command):
     """The recipe that `octavo serve` makes of a command's flags."""
     import typer
@@ -286,6 +305,9 @@ def test_measuring_needs_the_gpu_that_was_asked_for():
     with pytest.raises(UnsupportedError, match=r"cannot measure the engine's latency at 8 × 32,76"):
         check_measurable(decoder(), H200, LONG, CPU)
     other = find_gpu("l40s")
-    with pytest.raises(ConfigError, match="expected --gpu of NVIDIA L40S, got NVIDIA H200"):
+    with pytest.raises(ConfigError, match="expected --gpu l40s, got NVIDIA L40S here and --gpu h2"):
         check_measurable(decoder(), H200, LONG, other.device)
+    unknown = replace(other.device, name="NVIDIA L4")
+    with pytest.raises(ConfigError, match="expected a GPU of h200, .*a100, got NVIDIA L4 here"):
+        check_measurable(decoder(), H200, LONG, unknown)
     check_measurable(decoder(), H200, LONG, H200.device)
