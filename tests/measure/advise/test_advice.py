@@ -16,6 +16,7 @@ from octavo.integrations.transformers.cache_layers import CacheLayer
 from octavo.integrations.transformers.language_work import DecoderWork, ExpertWork
 from octavo.integrations.transformers.tower_work import tower_of_config
 from octavo.kernels.device import CPU
+from octavo.measure.advise import words
 from octavo.measure.advise.advice import serve_command
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.cost import DecoderPlan, decode_cost, prefill_cost
@@ -172,6 +173,22 @@ def test_a_models_own_records_decide():
     assert good.expectations[0].based_on == ("a-model",)
     left_out = advise(decoder(), H200, LONG, list(rows(40.0)), leave_out=["a-model"])
     assert left_out.recipe.kv_cache is not None
+
+
+def test_what_does_not_fit_is_said():
+    long = replace(LONG, context=131072 - 512)
+    assert "sequences fit" not in warned(advise(decoder(), H200, LONG))
+    found = advise(decoder(), H200, replace(long, concurrency=64))
+    fit = found.memory[-1].after
+    assert 0 < fit < 64 and f"{fit} of 64 sequences fit on one NVIDIA H200" in warned(found)
+    large = advise(decoder(weight_bytes=400 * 10**9), H200, LONG)
+    assert "The weights and one sequence do not fit on one NVIDIA H200" in warned(large)
+
+
+def test_an_empty_recipe_says_so():
+    found = advise(decoder(), find_gpu("a100"), LONG)
+    assert words.recipe_text(found) == "# nothing is quantized\n"
+    assert "[kv_cache]" in words.recipe_text(advise(decoder(), H200, LONG))
 
 
 def test_the_hosts_time_is_that_of_one_short_prompt():
