@@ -185,6 +185,28 @@ def test_what_does_not_fit_is_said():
     assert "The weights and one sequence do not fit on one NVIDIA H200" in warned(large)
 
 
+def test_what_is_borrowed_is_said():
+    machine = Machine.current(gpu=H200.name, capability=(9, 0))
+    case = {"operands": "BF16", "scales": "none", "shape": "4096x4096x4096"}
+    values = {"median_ms": 0.2, "flops": 2 * 4096.0**3}
+    row = Measurement(
+        op="scaled_mm", impl="torch", case=case, values=values, machine=machine, command="x"
+    )
+    said = "no records of kernels on NVIDIA L40S: times take the shares"
+    assert said in warned(advise(decoder(), find_gpu("l40s"), LONG, [row]))
+    assert "no records of kernels on" not in warned(advise(decoder(), H200, LONG, [row]))
+    # A whole model's record says nothing of kernels.
+    about = {"model": "other", "layers": 10, "input_len": 256, "output_len": 16, "batch_size": 1}
+    whole = replace(
+        row,
+        op="latency",
+        case={**about, "row": "auto", "kv_cache_dtype": "auto"},
+        values={"median_itl_ms": 1.0, "median_ttft_ms": 20.0},
+    )
+    said = warned(advise(decoder(), H200, LONG, [whole]))
+    assert "No records of kernels were found" in said and "kernels on" not in said
+
+
 def test_an_empty_recipe_says_so():
     found = advise(decoder(), find_gpu("a100"), LONG)
     assert words.recipe_text(found) == "# nothing is quantized\n"
