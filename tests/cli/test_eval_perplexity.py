@@ -15,7 +15,7 @@ from text_models import make_decoder, save_decoder  # noqa: E402
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales  # noqa: E402
 from octavo.integrations.transformers import small_model  # noqa: E402
-from octavo.measure.evaluate import perplexity_run  # noqa: E402
+from octavo.measure.evaluate import applied  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,14 @@ def test_four_rows_with_scales_from_the_rest_of_the_text(capsys, folder, tmp_pat
 
 def test_finished_rows_survive_a_crash(folder, tmp_path, monkeypatch):
     path = tmp_path / "records.jsonl"
-    apply_ = perplexity_run.perplexity.apply_
+    apply_ = applied.apply_
 
     def fail_at_tokens(model, recipe):
         if recipe.kv_cache.granularity == "token":
             raise KeyboardInterrupt
         return apply_(model, recipe)
 
-    monkeypatch.setattr(perplexity_run.perplexity, "apply_", fail_at_tokens)
+    monkeypatch.setattr(applied, "apply_", fail_at_tokens)
     args = ("--data", folder / "text", "--context", 40, "--chunk", 16, "-n", 1, "-o", path)
     assert octavo(folder, *args) == 130
     assert [record.case["recipe"] for record in store.read(path)][1:] == ["fp8 tensor", "fp8 head"]

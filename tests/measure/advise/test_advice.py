@@ -16,12 +16,14 @@ from octavo.integrations.transformers.cache_layers import CacheLayer
 from octavo.integrations.transformers.language_work import DecoderWork, ExpertWork
 from octavo.integrations.transformers.tower_work import tower_of_config
 from octavo.kernels.device import CPU
+from octavo.measure.advise import words
 from octavo.measure.advise.advice import serve_command
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.cost import DecoderPlan, decode_cost, prefill_cost
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.measure_here import check_measurable
 from octavo.measure.advise.model_shape import ModelShape, find_model, known_models
+from octavo.measure.advise.predict import Predictor
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.advise.workload import Workload, parse_size
 from octavo.measure.records import Machine, Measurement
@@ -173,6 +175,62 @@ def test_a_models_own_records_decide():
     assert left_out.recipe.kv_cache is not None
 
 
+def test_what_does_not_fit_is_said():
+    long = replace(LONG, context=131072 - 512)
+    assert "sequences fit" not in warned(advise(decoder(), H200, LONG))
+    found = advise(decoder(), H200, replace(long, concurrency=64))
+    fit = found.memory[-1].after
+    assert 0 < fit < 64 and f"{fit} of 64 sequences fit on one NVIDIA H200" in warned(found)
+    large = advise(decoder(weight_bytes=400 * 10**9), H200, LONG)
+    assert "The weights and one sequence do not fit on one NVIDIA H200" in warned(large)
+
+
+def test_what_is_borrowed_is_said():
+    machine = Machine.current(gpu=H200.name, capability=(9, 0))
+    case = {"operands": "BF16", "scales": "none", "shape": "4096x4096x4096"}
+    values = {"median_ms": 0.2, "flops": 2 * 4096.0**3}
+    row = Measurement(
+        op="scaled_mm", impl="torch", case=case, values=values, machine=machine, command="x"
+    )
+    said = "no records of kernels on NVIDIA L40S: times take the shares"
+    assert said in warned(advise(decoder(), find_gpu("l40s"), LONG, [row]))
+    assert "no records of kernels on" not in warned(advise(decoder(), H200, LONG, [row]))
+    # A whole model's record says nothing of kernels.
+    about = {"model": "other", "layers": 10, "input_len": 256, "output_len": 16, "batch_size": 1}
+    whole = replace(
+        row,
+        op="latency",
+        case={**about, "row": "auto", "kv_cache_dtype": "auto"},
+        values={"median_itl_ms": 1.0, "median_ttft_ms": 20.0},
+    )
+    said = warned(advise(decoder(), H200, LONG, [whole]))
+    assert "No records of kernels were found" in said and "kernels on" not in said
+
+
+def test_an_empty_recipe_says_so():
+    found = advise(decoder(), find_gpu("a100"), LONG)
+    assert words.recipe_text(found) == "# nothing is quantized\n"
+    assert "[kv_cache]" in words.recipe_text(advise(decoder(), H200, LONG))
+
+
+def test_the_hosts_time_is_that_of_one_short_prompt():
+    def row(input_len, batch_size, ttft_ms):
+        about = {"model": "other", "layers": 10, "input_len": input_len, "output_len": 16}
+        return Measurement(
+            op="latency",
+            impl="octavo",
+            case={**about, "batch_size": batch_size, "row": "auto", "kv_cache_dtype": "auto"},
+            values={"median_itl_ms": 1.0, "median_ttft_ms": ttft_ms},
+            machine=Machine.current(gpu=H200.name, capability=(9, 0)),
+            command="x",
+        )
+
+    rows = [row(256, 1, 20.0), row(256, 16, 90.0), row(8192, 1, 200.0)]
+    assert Predictor(rows, H200).host_ms_per_layer() == 2.0
+    rows = [row(128, 16, 90.0), row(256, 1, 30.0)]
+    assert Predictor(rows, H200).host_ms_per_layer() == 3.0
+
+
 def parsed(command):
     """The recipe that `octavo serve` makes of a command's flags."""
     import typer
@@ -286,6 +344,9 @@ def test_measuring_needs_the_gpu_that_was_asked_for():
     with pytest.raises(UnsupportedError, match=r"cannot measure the engine's latency at 8 × 32,76"):
         check_measurable(decoder(), H200, LONG, CPU)
     other = find_gpu("l40s")
-    with pytest.raises(ConfigError, match="expected --gpu of NVIDIA L40S, got NVIDIA H200"):
+    with pytest.raises(ConfigError, match="expected --gpu l40s, got NVIDIA L40S here and --gpu h2"):
         check_measurable(decoder(), H200, LONG, other.device)
+    unknown = replace(other.device, name="NVIDIA L4")
+    with pytest.raises(ConfigError, match="expected a GPU of h200, .*a100, got NVIDIA L4 here"):
+        check_measurable(decoder(), H200, LONG, unknown)
     check_measurable(decoder(), H200, LONG, H200.device)

@@ -15,10 +15,22 @@ def test_every_gpu_has_sources_and_ceilings_below_its_peaks():
 
 
 def test_measured_ceilings_and_shares_of_data_sheets():
-    h200, h100 = find_gpu("h200"), find_gpu("NVIDIA H100 SXM")
+    h200, h100 = find_gpu("h200"), find_gpu("NVIDIA H100 80GB HBM3")
     assert h200.ceilings.gb_per_s == 4540
     assert h100.ceilings.gb_per_s == pytest.approx(3350 * 4540 / 4800)
     assert h100.ceilings.tflops("FP8") == h200.ceilings.tflops("FP8")  # the same peak
+
+
+def test_names_are_those_that_torch_has():
+    """By them records and --measure know a GPU."""
+    names = {key: gpu.name for key, gpu in all_gpus().items()}
+    assert names == {
+        "h200": "NVIDIA H200",
+        "h100": "NVIDIA H100 80GB HBM3",
+        "b200": "NVIDIA B200",
+        "l40s": "NVIDIA L40S",
+        "a100": "NVIDIA A100-SXM4-80GB",
+    }
 
 
 def test_a_gpu_without_fp8_multiplies_in_bf16():

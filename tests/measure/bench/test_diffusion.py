@@ -78,6 +78,24 @@ def test_attention_that_sees_nothing_is_not_timed(monkeypatch: pytest.MonkeyPatc
     assert len(records) == 1 and "attention layers" in objections[-1].reason
 
 
+def test_who_cannot_run_and_does_not_say_why_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = full_size.use_bf16_attention_
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def use_or_fail(model: Any, name: str) -> None:
+        if name == "native":
+            use(model, name)
+        elif isinstance(model, torch.nn.ModuleList):
+            model[0].forward = fail
+
+    monkeypatch.setattr(full_size, "use_bf16_attention_", use_or_fail)
+    records, objections = run_step(replace(EAGER, recipes=("bf16",)), CPU, "octavo bench diffusion")
+    assert records[0].case["attention"] == "native BF16"
+    assert [(o.name, o.reason) for o in objections] == [("cudnn", "NotImplementedError")]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")

@@ -41,6 +41,14 @@ def test_a_user_s_rows(tmp_path):
     assert {p.output_len for p in same.prompts} == {9} and same.about["output_len"] == 9
 
 
+def test_a_prompt_may_have_any_character(tmp_path):
+    text = "one\u2028two\x85three"
+    path = tmp_path / "data"
+    row = json.dumps({"prompt": text, "output_tokens": 1}, ensure_ascii=False)
+    path.write_bytes(f"{row}\r\n".encode())
+    assert custom_data(path, 1).prompts == (ServingPrompt(text, 1),)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -125,7 +125,7 @@ def test_the_published_score():
 
 def test_buckets_end_at_powers_of_two():
     assert [bucket_of(n) for n in (1, 2048, 2049, 8192, 8193)] == [2048, 2048, 4096, 8192, 16384]
-    with pytest.raises(ConfigError, match="up to 1048576 tokens"):
+    with pytest.raises(ConfigError, match="up to 1048576 tokens, got 1048577; --max-length"):
         bucket_of(2**20 + 1)
 
 

@@ -1,5 +1,6 @@
 """Needles: prompts of the right length, records of every cell, and what is recovered."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -7,8 +8,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from octavo import Recipe
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import retrieval_model as built
+from octavo.measure.evaluate import needle_run
 from octavo.measure.evaluate.answering import prompt_chunks
 from octavo.measure.evaluate.needle import Grid, Row, evaluate
 from octavo.measure.evaluate.needle_prompts import (
@@ -177,6 +180,45 @@ def test_done_cells_are_not_measured_again():
     other = Grid(lengths=GRID.lengths, depths=GRID.depths, repetitions=4, seed=1)
     evaluate(rows, other, PairHaystack(), command="c", done=whole)
     assert len(calls) == 20 + 8
+    # So are answers that another row's are compared with, by another recipe of the same name.
+    evaluate(rows[::-1], GRID, PairHaystack(), command="c", done=whole)
+    assert len(calls) == 28 + 8
+    changed = [rows[0], replace(rows[1], about={"model": "m", "recipe_digest": "0"})]
+    evaluate(changed, GRID, PairHaystack(), command="c", done=whole)
+    assert len(calls) == 36 + 4
+
+
+def test_a_text_that_changes_makes_another_haystack():
+    first, second = (
+        TextHaystack(count=count, filler=(f"{word} is here.",), name="a.txt").about
+        for word in ("Hay", "Straw")
+    )
+    assert first["haystack"] == second["haystack"] == "a.txt"
+    assert first["data_digest"] != second["data_digest"]
+    assert TextHaystack(count=count).about == {"haystack": "text", "num_keys": 4}
+
+
+def test_a_recipe_is_known_by_what_it_does(tmp_path):
+    path, layers = tmp_path / "recipe.toml", {"layers.0.self_attn": {"k": 0.1, "v": 0.1}}
+    file = tmp_path / "scales.json"
+
+    def digest(row, recipe=None, **changes):
+        request = needle_run.Request(grid=GRID, rows=(row,), **changes)
+        made = recipe or Recipe(kv_cache={"scaling": "static"}, scales=layers)
+        return needle_run._digest(request, RowName.parse(row), made)
+
+    # Calibrated: by the margin. Given: by the scales, whatever their file is called.
+    assert digest("tensor") == digest("tensor") != digest("tensor", margin=2.0)
+    other = Recipe(kv_cache={"scaling": "static"}, scales={"layers.0.self_attn": {"k": 1, "v": 1}})
+    assert digest("tensor") == digest("tensor", other)
+    assert digest("tensor", scales=file) != digest("tensor", other, scales=file)
+    unit, token = Recipe(kv_cache={"scaling": "unit"}), Recipe(kv_cache={"granularity": "token"})
+    assert digest(str(path), unit) != digest(str(path), token)
+    found = []
+    for scale in (0.1, 0.2):
+        file.write_text(json.dumps({"a": {"q": scale, "k": scale, "v": scale}}))
+        found.append(digest(str(path), Recipe(kv_cache={"scaling": "static"}, scales=file)))
+    assert found[0] != found[1]
 
 
 def test_rows_may_say_when_sums_are_promoted():

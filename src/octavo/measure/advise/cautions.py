@@ -173,8 +173,8 @@ def of_records(predictor: Predictor, model: ModelShape, fields: Mapping[str, Any
         )
     elif speeds.is_borrowed:
         yield (
-            f"There are no records of {gpu.name}: times take the shares of the ceilings that "
-            f"kernels reach on {speeds.source.name}. --measure on one says more."
+            f"There are no records of kernels on {gpu.name}: times take the shares of the ceilings "
+            f"that they reach on {speeds.source.name}. octavo bench kernels on one makes some."
         )
     if not fields:
         return

@@ -45,7 +45,10 @@ def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) 
         tuple(_expectations(predictor, model, workload, first, chosen)),
         tuple(_memory(predictor, model, workload, chosen)),
         tuple(reasons),
-        tuple(cautions.of_decoder(predictor, model, workload, plans, chosen)),
+        (
+            *_room_warnings(predictor, model, workload, chosen),
+            *cautions.of_decoder(predictor, model, workload, plans, chosen),
+        ),
     )
 
 
@@ -170,6 +173,20 @@ def _num_fitting(
 
 def _needs_room(predictor: Predictor, model: ModelShape, workload: Workload) -> bool:
     return _num_fitting(predictor, model, workload, DecoderPlan()) < workload.concurrency
+
+
+def _room_warnings(
+    predictor: Predictor, model: ModelShape, workload: Workload, chosen: DecoderPlan
+) -> Iterator[str]:
+    """Whether the workload fits with what was chosen; times are those of one that does."""
+    number, gpu = _num_fitting(predictor, model, workload, chosen), predictor.gpu.name
+    if number == 0:
+        yield f"The weights and one sequence do not fit on one {gpu}: times are as if they did."
+    elif number < workload.concurrency:
+        yield (
+            f"{number:,} of {workload.concurrency:,} sequences fit on one {gpu}, the others wait: "
+            "times are as if all of them did."
+        )
 
 
 def _memory(

@@ -2,7 +2,7 @@
 
 A sum of parts that can each be looked at: every linear layer and every attention is one call of an
 op whose speed records say (speeds.py); what is between them reads and writes memory. Nothing is
-fitted to whole models here (corrections.py does that, with other models' records).
+fitted to whole models here (predict.py does that, with other models' records).
 """
 
 from collections import Counter

@@ -65,7 +65,7 @@ class Gpu:
             self.peak.gb_per_s * best.gb_per_s / peak.gb_per_s,
             self.peak.bf16_tflops * best.bf16_tflops / peak.bf16_tflops,
             None if fp8 is None else fp8 * best.fp8_tflops / peak.fp8_tflops,
-            f"{self.peak.source}, times what a {reference.name} reaches of its own",
+            f"{self.peak.source}, times the shares that {reference.name} reaches of its own",
         )
 
 

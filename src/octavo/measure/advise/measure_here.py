@@ -11,7 +11,7 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.device import Device
-from octavo.measure.advise.gpus import Gpu
+from octavo.measure.advise.gpus import Gpu, all_gpus
 from octavo.measure.advise.model_shape import ModelShape
 from octavo.measure.advise.workload import Workload
 from octavo.measure.bench.benchmark import Objection
@@ -65,9 +65,11 @@ def check_measurable(model: ModelShape, gpu: Gpu, workload: Workload, device: De
             f"out, or run this on {gpu.name}"
         )
     if device.name != gpu.name:
+        own = [other.key for other in all_gpus().values() if other.name == device.name]
+        expected = f"--gpu {own[0]}" if own else f"a GPU of {', '.join(all_gpus())}"
         raise ConfigError(
-            f"--measure measures the GPU that is here: expected --gpu of {device.name}, got "
-            f"{gpu.name}"
+            f"--measure measures the GPU that is here: expected {expected}, got {device.name} here "
+            f"and --gpu {gpu.key}; change it, or leave --measure out"
         )
 
 

@@ -183,7 +183,12 @@ class Predictor:
 
     def host_ms_per_layer(self) -> float:
         """The longest that a layer of a prompt took when prompts were short, in any record."""
-        rows = [row for row in self._of_gpu if row.op == "latency"]
+        # Of one prompt: several at once are no short ones, and keep the GPU busy.
+        rows = [
+            row
+            for row in self._of_gpu
+            if row.op == "latency" and row.case.get("batch_size", 1) == 1
+        ]
         shortest = min((int(row.case["input_len"]) for row in rows), default=0)
         found = [
             row.values["median_ttft_ms"] / float(row.case["layers"])

@@ -57,8 +57,12 @@ class Speeds:
         reference = find_gpu(REFERENCE)
         is_own = any(row.op == "scaled_mm" for row in own)
         self.gpu, self.source = gpu, gpu if is_own else reference
-        kernels = [row for row in records if row.machine.gpu == self.source.name]
-        self.is_borrowed = bool(kernels) and not is_own
+        kernels = [
+            row
+            for row in records
+            if row.machine.gpu == self.source.name and "model" not in row.case
+        ]
+        self.is_borrowed = bool(kernels) and self.source.name != gpu.name
         self.has_records = bool(kernels)
         self._rows = kernels
         self._found: dict[object, Speed] = {}

@@ -76,4 +76,6 @@ def sentences(advice: Advice) -> list[str]:
 
 def recipe_text(advice: Advice) -> str:
     """The recipe as TOML; a comment where it is empty."""
-    return advice.recipe.to_toml() or "# nothing is quantized\n"
+    if not advice.recipe.settings():
+        return "# nothing is quantized\n"
+    return advice.recipe.to_toml()

@@ -159,7 +159,7 @@ def _fastest_attention(
             # By graphs: else the host's time decides, which is the same for all.
             timed = capture([attend]) if device.type == "cuda" else attend
         except (UnsupportedError, RuntimeError) as reason:
-            text = str(reason).splitlines()[0]
+            text = str(reason).partition("\n")[0] or type(reason).__name__
             objections.append(Objection("diffusion_step", candidate, "BF16", text))
             continue
         if not error <= 0.02:

@@ -178,7 +178,8 @@ def _data_url(image: Any) -> str:
 
 def _json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not splitlines: JSON may have other ends of lines inside its texts.
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: expected a JSON Lines file: {error}") from None
     for number, line in enumerate(lines, 1):

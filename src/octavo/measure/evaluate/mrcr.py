@@ -10,9 +10,9 @@ import torch
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
+from octavo.measure.evaluate.applied import applied
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import Question
 from octavo.measure.evaluate.mrcr_scores import area_under_curve, bucket_of, grade, score_values
@@ -106,9 +106,9 @@ def local_row(
     """A local model with a recipe applied for as long as it answers."""
     stop = stop_tokens(text_model)
 
-    def answer_one(one: Counted) -> str:
+    def answer_one(model: Any, one: Counted) -> str:
         tokens = answer_tokens(
-            text_model.model,
+            model,
             torch.tensor(one.tokens),
             max_tokens=one.max_tokens,
             chunk=chunk,
@@ -119,13 +119,8 @@ def local_row(
 
     @contextmanager
     def answer() -> Iterator[Ask]:
-        if row.recipe is not None:
-            apply_(text_model.model, row.recipe)
-        try:
-            yield lambda questions: [answer_one(one) for one in questions]
-        finally:
-            if row.recipe is not None:
-                restore_(text_model.model)
+        with applied(text_model.model, row.recipe) as model:
+            yield lambda questions: [answer_one(model, one) for one in questions]
 
     about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
     return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)

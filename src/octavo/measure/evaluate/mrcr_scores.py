@@ -22,7 +22,10 @@ def grade(response: str, answer: str, prefix: str) -> float:
 def bucket_of(num_tokens: int) -> int:
     """The end of the bucket with so many tokens; the first has all that are shorter."""
     if num_tokens > BUCKETS[-1]:
-        raise ConfigError(f"expected up to {BUCKETS[-1]} tokens, got {num_tokens}")
+        raise ConfigError(
+            f"expected questions of up to {BUCKETS[-1]} tokens, got {num_tokens}; --max-length "
+            "leaves longer ones out"
+        )
     return next(end for end in BUCKETS if num_tokens <= end)
 
 

@@ -4,12 +4,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.errors import ConfigError
-from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate.answering import answer_text
+from octavo.measure.evaluate.applied import applied
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.needle_prompts import Haystack, NeedlePrompt, prompt_seed
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
@@ -73,34 +73,44 @@ def local_row(
     *,
     chunk: int,
     machine: Machine,
+    recipe_digest: str | None = None,
     on_step: Callable[[int], None] = lambda num_tokens: None,
 ) -> Row:
-    """A local model with a recipe applied for as long as it answers."""
+    """A local model with a recipe applied for as long as it answers.
+
+    recipe_digest: of what its name does not say of the recipe.
+    """
 
     @contextmanager
     def answer() -> Iterator[Complete]:
-        def complete(texts: Sequence[str], max_tokens: int) -> list[str]:
-            return [
-                answer_text(text_model, text, max_tokens=max_tokens, chunk=chunk, on_step=on_step)
-                for text in texts
-            ]
+        with applied(text_model.model, row.recipe) as model:
+            own = replace(text_model, model=model)
 
-        if row.recipe is not None:
-            apply_(text_model.model, row.recipe)
-        try:
+            def complete(texts: Sequence[str], max_tokens: int) -> list[str]:
+                return [
+                    answer_text(own, text, max_tokens=max_tokens, chunk=chunk, on_step=on_step)
+                    for text in texts
+                ]
+
             yield complete
-        finally:
-            if row.recipe is not None:
-                restore_(text_model.model)
 
     about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
+    if recipe_digest is not None:
+        about["recipe_digest"] = recipe_digest
     return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)
 
 
 def endpoint_row(
-    endpoint: Endpoint, model: str, *, on_prompt: Callable[[], None] = lambda: None
+    endpoint: Endpoint,
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
 ) -> Row:
-    """A server that answers; the machine of a record is the one that asked."""
+    """A server that answers; the machine of a record is the one that asked.
+
+    tokenizer: the name of the one that lengths are counted by, if one is.
+    """
 
     @contextmanager
     def answer() -> Iterator[Complete]:
@@ -116,10 +126,13 @@ def endpoint_row(
 
             yield complete
 
+    about: dict[str, Scalar] = {"model": model, "url": endpoint.url}
+    if tokenizer is not None:
+        about["tokenizer"] = tokenizer
     return Row(
         name=endpoint.name,
         impl="http",
-        about={"model": model, "url": endpoint.url},
+        about=about,
         machine=Machine.current(),
         answer=answer,
     )
@@ -144,13 +157,16 @@ def evaluate(
     """
     if not rows or len({row.name for row in rows}) != len(rows):
         raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
-    known = {_identity(r.impl, r.machine, r.case): r for r in done if r.op == OP}
+    known = {_identity(r.impl, r.machine, r.case, r.baseline): r for r in done if r.op == OP}
     first: dict[tuple[int, float], Measurement] = {}
     records: list[Measurement] = []
     for row in rows:
         is_first = row is rows[0]
+        baseline = None if is_first else rows[0].name
         cases = {cell: _case(row, grid, haystack, *cell) for cell in grid.cells}
-        identities = {cell: _identity(row.impl, row.machine, case) for cell, case in cases.items()}
+        identities = {
+            cell: _identity(row.impl, row.machine, case, baseline) for cell, case in cases.items()
+        }
         left = [cell for cell in cases if identities[cell] not in known]
         measured: dict[tuple[int, float], Measurement] = {}
         for cell in cases.keys() - set(left):
@@ -169,7 +185,7 @@ def evaluate(
                         values=_values(found, None if is_first else first[cell]),
                         machine=row.machine,
                         command=command,
-                        baseline=None if is_first else rows[0].name,
+                        baseline=baseline,
                     )
                     on_record(measured[cell])
         if is_first:
@@ -182,8 +198,7 @@ def _case(row: Row, grid: Grid, haystack: Haystack, length: int, depth: float) -
     return {
         **row.about,
         "recipe": row.name,
-        "haystack": haystack.name,
-        "num_keys": getattr(haystack, "num_keys", 0) or "all",
+        **haystack.about,
         "length": length,
         "depth": depth,
         "repetitions": grid.repetitions,
@@ -191,9 +206,11 @@ def _case(row: Row, grid: Grid, haystack: Haystack, length: int, depth: float) -
     }
 
 
-def _identity(impl: str, machine: Machine, case: Mapping[str, Scalar]) -> object:
+def _identity(
+    impl: str, machine: Machine, case: Mapping[str, Scalar], baseline: str | None
+) -> object:
     """What must be the same for a cell to be done already."""
-    return impl, str(machine), frozenset(case.items())
+    return impl, str(machine), frozenset(case.items()), baseline
 
 
 def _values(found: Sequence[bool], first: Measurement | None) -> dict[str, float]:

@@ -5,6 +5,7 @@ sentences about numbers among others, for models that read text, and needs their
 the length in tokens.
 """
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import retrieval_model
+from octavo.measure.records import Scalar
 
 # Numbers of text haystacks: so many digits that none is guessed.
 NUMBERS = range(1_000_000, 10_000_000)
@@ -46,6 +48,10 @@ class Haystack(Protocol):
         """What records call it."""
 
     @property
+    def about(self) -> dict[str, Scalar]:
+        """What records say of it: all that its prompts depend on beside their length and seed."""
+
+    @property
     def num_answer_tokens(self) -> int:
         """The most tokens of an answer."""
 
@@ -67,6 +73,11 @@ class PairHaystack:
 
     name: str = "pairs"
     num_answer_tokens: int = 1
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """Every word but the needle's is one of many keys."""
+        return {"haystack": self.name, "num_keys": "all"}
 
     def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
         """A prompt of `length` words, which are as many tokens."""
@@ -107,6 +118,15 @@ class TextHaystack:
         if not 1 <= self.num_keys <= len(_NAMES) * len(_KINDS):
             most = len(_NAMES) * len(_KINDS)
             raise ConfigError(f"expected 1 to {most} keys, got {self.num_keys}")
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """With the digest of a text that was given: its file may change."""
+        found: dict[str, Scalar] = {"haystack": self.name, "num_keys": self.num_keys}
+        if self.filler:
+            digest = hashlib.sha256("\n".join(self.filler).encode())
+            found["data_digest"] = digest.hexdigest()[:12]
+        return found
 
     def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
         """A prompt that leaves room for the answer, and for less than one more sentence."""

@@ -1,5 +1,7 @@
 """A whole search for needles: model or servers, haystack, rows and cells, as one request names."""
 
+import hashlib
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from octavo.measure.evaluate.perplexity_rows import (
     recipe_rows,
 )
 from octavo.measure.records import Measurement
+from octavo.recipe import Recipe
 
 # The model of weights set by hand, by scales of 1.0: nothing but its sums can go wrong.
 RETRIEVAL_ROWS = (BASELINE, "unit+promote=none", "unit")
@@ -186,7 +189,14 @@ def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]
     for endpoint in request.endpoints:
         with Client(endpoint) as client:  # all servers are asked before one has to work
             model = client.model
-        rows.append(needle.endpoint_row(endpoint, model, on_prompt=lambda: progress.add(size)))
+        rows.append(
+            needle.endpoint_row(
+                endpoint,
+                model,
+                tokenizer=request.tokenizer,
+                on_prompt=lambda: progress.add(size),
+            )
+        )
     return rows, haystack
 
 
@@ -213,11 +223,33 @@ def _local(request: Request, progress: _Progress, watch: Watch) -> tuple[list[Ro
     machine = machine_of(text_model)
     rows = [
         needle.local_row(
-            text_model, row, chunk=request.chunk, machine=machine, on_step=progress.add
+            text_model,
+            row,
+            chunk=request.chunk,
+            machine=machine,
+            recipe_digest=_digest(request, name, row.recipe),
+            on_step=progress.add,
         )
-        for row in found
+        for name, row in zip(check_rows(request.row_names), found, strict=True)
     ]
     return rows, haystack
+
+
+def _digest(request: Request, name: RowName, recipe: Recipe | None) -> str | None:
+    """Of a recipe and where its scales come from: files may change, and names do not say it."""
+    if recipe is None:
+        return None
+    document = json.loads(recipe.to_json())
+    if name.needs_scales and request.scales is None:
+        # By the same prompts they are the same, but for what a GPU rounds otherwise.
+        document["scales"] = [request.margin, _calibration_length(request)]
+    elif isinstance(recipe.scales, str):
+        document["scales"] = load_scales(recipe.scales).to_dict()
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _calibration_length(request: Request) -> int:
+    return min(CALIBRATION_LENGTH, max(request.grid.lengths))
 
 
 def _check_lengths(grid: Grid, text_model: TextModel) -> None:
@@ -247,7 +279,7 @@ def _calibrate(
     request: Request, text_model: TextModel, haystack: Haystack, watch: Watch
 ) -> dict[Keys, ScaleSet]:
     """Static scales by prompts that are not searched, for all kinds of keys that rows have."""
-    length = min(CALIBRATION_LENGTH, max(request.grid.lengths))
+    length = _calibration_length(request)
     count = NUM_CALIBRATION_PROMPTS
     windows = []
     for i in range(count):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.text_model import TextModel
+from octavo.measure.evaluate.applied import applied
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
 from octavo.measure.evaluate.reading import Reading, Step, window_losses
 from octavo.measure.records import Machine, Measurement
@@ -72,13 +72,8 @@ def _losses(
     model: Any, windows: Sequence[Tensor], recipe: Recipe | None, reading: Reading, on_step: Step
 ) -> list[float]:
     """The loss of every window, with a recipe applied for as long as this takes."""
-    if recipe is not None:
-        apply_(model, recipe)
-    try:
-        return window_losses(model, windows, reading, on_step)
-    finally:
-        if recipe is not None:
-            restore_(model)
+    with applied(model, recipe) as own:
+        return window_losses(own, windows, reading, on_step)
 
 
 def _values(own: Sequence[float], first: Sequence[float], is_first: bool) -> dict[str, float]:

@@ -1,0 +1,76 @@
+"""Recipes for as long as something is measured, linear layers too; the model stays as it was."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
+
+from text_models import make_decoder, make_prompts  # noqa: E402
+
+from octavo import Recipe  # noqa: E402
+from octavo.errors import ConfigError  # noqa: E402
+from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
+from octavo.layers.linear import Fp8Linear  # noqa: E402
+from octavo.measure.evaluate import mrcr, needle, perplexity  # noqa: E402
+from octavo.measure.evaluate.applied import applied  # noqa: E402
+from octavo.measure.evaluate.perplexity_rows import RecipeRow  # noqa: E402
+from octavo.measure.evaluate.reading import Reading  # noqa: E402
+from octavo.measure.records import Machine  # noqa: E402
+
+CACHE = Recipe(kv_cache={"scaling": "unit"})
+RECIPES = {
+    "linear": Recipe(linear="fp8", ignored_layers=["mlp"]),
+    "cache": CACHE,
+    "both": CACHE.replace(linear="fp8"),
+}
+PROMPT = make_prompts(1, 20, 1)["input_ids"]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(PROMPT).logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_model_is_left_as_it_was(recipe):
+    model = make_decoder("llama")
+    before, implementation = logits(model), model.config._attn_implementation
+    with applied(model, recipe) as own:
+        has_linear = any(isinstance(part, Fp8Linear) for part in own.modules())
+        assert has_linear == (recipe.linear is not None)
+        assert not torch.equal(logits(own), before)
+        assert not any(isinstance(part, Fp8Linear) for part in model.modules())
+    assert torch.equal(logits(model), before)
+    assert model.config._attn_implementation == implementation
+    with applied(model, None) as own:
+        assert own is model
+    with pytest.raises(ConfigError), applied(model, Recipe()):
+        pass
+
+
+def test_rows_with_fp8_linear_layers_are_evaluated():
+    text_model = TextModel("a", make_decoder("llama"), None)
+    before = logits(text_model.model)
+    rows = [RecipeRow("plain", None), RecipeRow("linear", RECIPES["linear"])]
+    rows.append(RecipeRow("both", RECIPES["both"]))
+    windows, reading = [PROMPT[0]], Reading(chunk=10)
+    found = perplexity.evaluate(text_model, windows, rows, reading, data="x", command="c")
+    assert len({record.values["perplexity"] for record in found}) == 3
+    for make in (needle.local_row, mrcr.local_row):
+        row = make(
+            TextModel("a", text_model.model, _Words()),
+            rows[1],
+            chunk=32,
+            machine=Machine.current(),
+        )
+        with row.answer():
+            pass
+    assert torch.equal(logits(text_model.model), before)
+
+
+class _Words:
+    eos_token_id = None
