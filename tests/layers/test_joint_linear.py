@@ -1,6 +1,8 @@
 """FP8 layers as one product: the results of each by itself, whoever is given what."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def test_one_product_for_all(settings, bias, shape):
     seen = counted(joint)
     for actual, own in zip(model(x), expected, strict=True):
         assert_same_bits(actual.contiguous(), own)
-    assert len(seen) == 1 and joint._given is None
+    assert len(seen) == 1 and joint._open is None
     joint.split_()
     assert {type(part) for part in model.children()} == {Fp8Linear}
     for actual, own in zip(model(x), expected, strict=True):
@@ -76,10 +78,45 @@ def test_each_is_given_what_it_is_given():
     x, y = torch.randn(2, 7, 256)
     assert torch.equal(model.q(x), alone.q(x)) and torch.equal(model.k(y), alone.k(y))
     assert torch.equal(model.v(y), alone.v(y)) and torch.equal(model.v(y), alone.v(y))
-    assert len(seen) == 3  # q of x; k and v of y; v of y once more, whose part was taken
+    assert len(seen) == 1  # q of x; k and v of y are computed alone
     model.q(x)  # a pass that ends here
     x *= 2
     assert torch.equal(model.q(x), alone.q(x)) and torch.equal(model.k(x), alone.k(x))
+
+
+def test_who_was_joined_again_is_not_split_by_the_product_before():
+    model, x = Attention(), torch.randn(3, 256)
+    expected = model(x)
+    (joint,) = join_named_(model, [GROUP])
+    model.q(x)  # a pass that ends here
+    joint.split_()
+    assert joint._open is None
+    (again,) = join_named_(model, [GROUP])
+    joint.split_()
+    assert type(model.k) is JointPart and model.k.joint is again
+    for actual, own in zip(model(x), expected, strict=True):
+        assert torch.equal(actual, own)
+
+
+def test_threads_do_not_take_the_parts_of_each_other():
+    model, inputs = Attention(), list(torch.randn(4, 1, 256))
+    expected = [model(x) for x in inputs]
+    join_named_(model, [GROUP])
+
+    def run(index):
+        with torch.no_grad():
+            found = [model(inputs[index]) for _ in range(60)]
+        return all(
+            torch.equal(a, b) for one in found for a, b in zip(one, expected[index], strict=True)
+        )
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_weights_are_there_once_and_saved_alone():
@@ -96,15 +133,20 @@ def test_weights_are_there_once_and_saved_alone():
         assert x.untyped_storage().nbytes() == x.nbytes
 
 
-@pytest.mark.parametrize("how", ["moved", "loaded"])
+@pytest.mark.parametrize("how", ["moved", "loaded", "taken", "quantized"])
 def test_who_is_changed_leaves_the_product(how):
     model, other, x = Attention(), Attention(), torch.randn(3, 256)
     other.q.weight_scale *= 2
     join_named_(model, [GROUP])
     if how == "moved":
         model.float()
-    else:
+    elif how == "loaded":
         model.load_state_dict(other.state_dict())
+    elif how == "taken":
+        model.q.take_({"weight_scale": other.q.weight_scale})
+    else:
+        for one in (model.q, other.q):
+            one.quantize_weight_(torch.eye(256))
     assert {type(part) for part in model.children()} == {Fp8Linear}
     expected = Attention() if how == "moved" else other
     assert torch.equal(model.q(x), expected.q(x)) and torch.equal(model.v(x), expected.v(x))

@@ -5,7 +5,7 @@ columns are enough to keep all of a GPU busy where those of a single layer are n
 where its model has it and gives its own part of the product.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,15 @@ class JointLinear:
     """The product of several FP8 layers; their weights become parts of one tensor.
 
     The first of the layers computes all parts, the others take theirs if they are given the same
-    tensor: it must not be changed in between. A layer that is given another one computes anew.
+    tensor: it must not be changed in between. A layer that is given another one computes its own
+    part alone. CUDA graphs may have seen `whole`: it lives as long as this.
     """
 
     def __init__(self, layers: Sequence[Fp8Linear]) -> None:
         self.layers = tuple(layers)
         self.sizes = [layer.out_features for layer in layers]
-        self._given: Tensor | None = None
-        self._parts: list[Tensor | None] = [None] * len(layers)
+        # What the first layer was given, and the parts that nobody has taken yet.
+        self._open: tuple[Tensor, list[Tensor | None]] | None = None
         first = layers[0]
         bias: Tensor | None = first.bias
         tensors = {"weight": torch.cat([layer.weight for layer in layers])}
@@ -52,25 +53,33 @@ class JointLinear:
             layer.__class__ = JointPart
             vars(layer).update(joint=self, joint_index=index)
 
-    def take(self, index: int, input: Tensor) -> Tensor:
-        """The part of one layer."""
-        # What a pass that was broken off has left behind never outlives the first layer's turn.
-        if index == 0 or self._given is not input or self._parts[index] is None:
-            self._given = input
-            self._parts = list(self.whole(input).split(self.sizes, -1))
-        part = self._parts[index]
-        assert part is not None
-        self._parts[index] = None
-        if all(other is None for other in self._parts):
-            self._given = None
+    def take(self, index: int, input: Tensor) -> Tensor | None:
+        """The part of one layer; None if the product at hand is of another input."""
+        if index == 0:
+            # What a pass that was broken off has left behind never outlives this.
+            parts: list[Tensor | None] = list(self.whole(input).split(self.sizes, -1))
+            first, parts[0] = parts[0], None
+            self._open = (input, parts)
+            return first
+        # Read once: another thread may have begun a product of its own.
+        found = self._open
+        if found is None or found[0] is not input:
+            return None
+        parts = found[1]
+        part, parts[index] = parts[index], None
+        if all(other is None for other in parts):
+            self._open = None
         return part
 
     def split_(self) -> None:
         """Let the layers compute by themselves again, each with a weight of its own."""
         for layer in self.layers:
-            if vars(layer).pop("joint", None) is self:  # else moving the model has split them
+            # Else moving the model has split them, and somebody may have joined them again.
+            if vars(layer).get("joint") is self:
+                del vars(layer)["joint"], vars(layer)["joint_index"]
                 layer.__class__ = Fp8Linear
                 layer.weight = layer.weight.clone()
+        self._open = None
 
 
 class JointPart(Fp8Linear):
@@ -81,7 +90,18 @@ class JointPart(Fp8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As Fp8Linear; rows of the result are those of the joint product."""
-        return self.joint.take(self.joint_index, input)
+        part = self.joint.take(self.joint_index, input)
+        return super().forward(input) if part is None else part
+
+    def quantize_weight_(self, weight: Tensor) -> None:
+        """As Fp8Linear, which it is again."""
+        self.joint.split_()
+        self.quantize_weight_(weight)
+
+    def take_(self, tensors: Mapping[str, Tensor]) -> None:
+        """As Fp8Linear, which it is again."""
+        self.joint.split_()
+        self.take_(tensors)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.joint.split_()

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_engine import make_engine, make_model, make_request, run, save_decoder
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers import engine_model
 from octavo.layers.joint_linear import JointPart
 from octavo.layers.linear import Fp8Linear
 from octavo.recipe import Recipe
@@ -64,10 +66,24 @@ def test_a_model_that_is_quantized_already():
     engine.close()
     octavo.quantize_(model)
     engine = make_engine(model)
+    joined = [weakref.ref(joint) for joint in engine._model._joined]
     assert answers(engine) == truth
     engine.close()
+    # A closed engine has no second copy of the weights.
+    assert joined and all(joint() is None for joint in joined)
     with pytest.raises(ConfigError, match="in FP8 already"):
         make_engine(model, recipe)
+
+
+def test_a_model_that_is_refused_stays_as_it_was(monkeypatch):
+    def refuse(*_):
+        raise UnsupportedError("no")
+
+    octavo.quantize_(model := make_model())
+    monkeypatch.setattr(engine_model, "install", refuse)
+    with pytest.raises(UnsupportedError):
+        make_engine(model)
+    assert not any(isinstance(part, JointPart) for part in model.modules())
 
 
 def test_with_an_fp8_cache():

@@ -101,14 +101,15 @@ class EngineModel:
         self._watch = Watch()
         self._compiled: list[Any] = []
         self._linears: list[nn.Linear] = []
-        if self.device.type == "cuda":
-            for part in self._parts():
-                self._linears += take_single_tokens(part)
-        self._joined = join_named_(self._decoder, JOINT)
         apply_vision_(model, recipe, vision_impl=vision_impl)
         # A compiled layer is two parts, before and after attention, which picks its kernels itself.
         AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
         install(model, made, IMPLEMENTATION)
+        # Last: a model that something above refuses stays as it was.
+        if self.device.type == "cuda":
+            for part in self._parts():
+                self._linears += take_single_tokens(part)
+        self._joined = join_named_(self._decoder, JOINT)
 
     def cache_spec(self, page_size: int) -> CacheSpec:
         """What the pages of all layers hold."""
@@ -181,6 +182,7 @@ class EngineModel:
         give_single_tokens_back(self._linears)
         for joint in self._joined:
             joint.split_()
+        self._joined = []  # nor a second copy of the weights
         uninstall(self.model, IMPLEMENTATION)
         if self.recipe.vision_attention is not None:
             vision.detach(self.model)
