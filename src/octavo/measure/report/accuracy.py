@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
+from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
 from octavo.measure.report.needle import needle_section
+from octavo.measure.report.plots import Figure
 from octavo.measure.report.points import Point, points
 from octavo.measure.report.select import Key, grouped, machine_name, newest
-from octavo.measure.report.tables import from_records
 
 _WINDOWS = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
 _RECOVERY = "recovery_percent"
@@ -24,12 +25,12 @@ def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
             some = newest(runs, "recipe")
             rows += some
             about = some[0].case
-            name = (
-                f"{int(about['context']):,} tokens, {about['chunk']} at once, against "
-                f"{some[0].case['recipe']}"
-            )
             for row in some:
                 if _RECOVERY in row.values:
+                    name = (
+                        f"{int(about['context']):,} tokens, {about['chunk']} at once, against "
+                        f"{row.baseline}"
+                    )
                     error = row.values.get("recovery_standard_error_percent", 0.0)
                     point = Point(str(row.case["recipe"]), row.values[_RECOVERY], error, error)
                     series.setdefault(name, []).append(point)
@@ -37,7 +38,7 @@ def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
             "Recovery: the baseline's perplexity over the recipe's; 100 % is as good as the "
             "baseline. Bars are one standard error over the windows of text."
         )
-        figures = ()
+        figures: tuple[Figure, ...] = ()
         if series:
             figures = (points(series, caption=caption, x_title="recipe", y_title="recovery (%)"),)
         columns = (
@@ -53,7 +54,7 @@ def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
                 "windows, so that its standard error is much smaller than that of the perplexity.",
                 headline=_recovery_headline(str(model), "perplexity", rows),
                 figures=figures,
-                tables=(from_records(rows, caption="Perplexity, by recipe", columns=columns),),
+                tables=(filled_table(rows, caption="Perplexity, by recipe", columns=columns),),
             )
         )
     return sections
@@ -78,7 +79,7 @@ def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
         for row in rows
         if "difference_points" in row.values
     ]
-    figures = ()
+    figures: tuple[Figure, ...] = ()
     if compared:
         figures = (
             points(
@@ -98,7 +99,7 @@ def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
         text=f"{num_questions} questions. Relaxed accuracy: a number within 5 %, or the same word.",
         headline=_recovery_headline(str(model), "chart questions", rows),
         figures=figures,
-        tables=(from_records(rows, caption="Charts, by recipe", columns=columns),),
+        tables=(filled_table(rows, caption="Charts, by recipe", columns=columns),),
     )
 
 
@@ -122,7 +123,6 @@ def images_sections(records: Sequence[Measurement]) -> list[Section]:
         ]
         lowest = min(scored, key=lambda row: row.values["worst_psnr_db"])
         columns = ("row", "psnr_db", "worst_psnr_db", "ssim", "worst_ssim", "lpips", "worst_lpips")
-        kept = [name for name in columns if any(row.get(name) is not None for row in rows)]
         case = rows[0].case
         sections.append(
             Section(
@@ -140,7 +140,7 @@ def images_sections(records: Sequence[Measurement]) -> list[Section]:
                         y_title="PSNR (dB)",
                     ),
                 ),
-                tables=(from_records(rows, caption="Pictures, by row", columns=kept),),
+                tables=(filled_table(rows, caption="Pictures, by row", columns=columns),),
             )
         )
     return sections
@@ -199,7 +199,7 @@ def mrcr_sections(records: Sequence[Measurement]) -> list[Section]:
                         y_title="score (%)",
                     ),
                 ),
-                tables=(from_records(rows, caption="MRCR, by recipe", columns=columns),),
+                tables=(filled_table(rows, caption="MRCR, by recipe", columns=columns),),
             )
         )
     return sections

@@ -5,11 +5,11 @@ from html import escape
 from typing import Any
 
 from octavo.measure.records import Measurement
+from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import SYMBOLS, Figure
 from octavo.measure.report.points import MARK, titles, wrapped
 from octavo.measure.report.select import grouped
-from octavo.measure.report.tables import from_records
 
 _COLUMNS = (
     *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
@@ -37,7 +37,7 @@ def _section(machine: str, records: Sequence[Measurement]) -> Section:
         "what was measured. Rows without a prediction say why.",
         headline=headline,
         figures=(_figure(records),) if errors else (),
-        tables=(from_records(records, caption=caption, columns=_COLUMNS),),
+        tables=(filled_table(records, caption=caption, columns=_COLUMNS),),
     )
 
 

@@ -25,10 +25,9 @@ def newest(records: Sequence[Measurement], *names: str) -> list[Measurement]:
     """The newest record of each machine and value of `names` (of op, impl and case, if none)."""
     found: dict[object, Measurement] = {}
     for record in records:
-        about = tuple(map(record.get, names)) or (
-            *(record.op, record.impl),
-            *sorted((name, str(value)) for name, value in record.case.items()),
-        )
+        about: object = tuple(map(record.get, names))
+        if not names:
+            about = record.op, record.impl, tuple(sorted(record.case.items()))
         key = machine_name(record), about
         if key not in found or record.date >= found[key].date:
             found[key] = record

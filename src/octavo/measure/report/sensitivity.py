@@ -43,7 +43,7 @@ def sensitivity_sections(records: Sequence[Measurement]) -> list[Section]:
         rows = newest([row for row in own if row.op == "sensitivity"], "layer")
         rows.sort(key=lambda row: row.values["error"], reverse=True)
         whole = newest([row for row in own if row.op == "sensitivity_of_all"], "layer")
-        said = [f"All of them together: {100 * row.values['error']:.2f} %." for row in whole]
+        said = [f"Together, {r.case['layer']}: {100 * r.values['error']:.2f} %." for r in whole]
         sections.append(
             Section(
                 title=f"Sensitivity of layers: {model}, by {by}, {machine}",

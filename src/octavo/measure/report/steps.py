@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
+from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import bars
 from octavo.measure.report.points import titled
 from octavo.measure.report.select import grouped, newest
-from octavo.measure.report.tables import from_records
 
 _WAYS = "fastest of the ways to run it that were measured (CUDA graphs or not, compiled or not)"
 
@@ -107,5 +107,5 @@ def _section(
         else f"{best.case['model']}: {best.values['speedup']:.2f} times as fast with "
         f"{best.case['recipe']} at {best.case['size']}, against {best.baseline}.",
         figures=tuple(figures),
-        tables=(from_records(rows, caption=f"{what}: medians", columns=columns),),
+        tables=(filled_table(rows, caption=f"{what}: medians", columns=columns),),
     )

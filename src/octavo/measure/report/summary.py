@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Link, Section
-from octavo.measure.report.latency import latency_sections
+from octavo.measure.report.latency import SAME, latency_sections
 from octavo.measure.report.select import grouped
 
 TITLE = "Summary"
@@ -26,22 +26,20 @@ def summary_section(sections: Sequence[Section]) -> Section | None:
 
 def latency_with_headlines(records: Sequence[Measurement]) -> list[Section]:
     """The sections of latency, with titles that name the machine, and their best row."""
-    sections = []
-    for machine_records in grouped(records).values():
-        machine = machine_records[0].machine
-        by_title: dict[str, int] = {}
-        for section in latency_sections(machine_records):
-            number = by_title[section.title] = by_title.get(section.title, 0) + 1
-            model = section.title.rpartition(": ")[2]
-            more = "" if number == 1 else f" ({number})"
-            own = [r for r in machine_records if r.case["model"] == model] if number == 1 else []
-            sections.append(
-                replace(
-                    section,
-                    title=f"{section.title}, {machine.gpu or machine.cpu}{more}",
-                    headline=_latency_headline(model, own),
-                )
+    sections: list[Section] = []
+    for (machine, *_), own in grouped(records, *SAME).items():
+        (section,) = latency_sections(own)
+        case = own[0].case
+        batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
+        title = f"{section.title}{batch}, {machine}"
+        number = sum(one.title.startswith(title) for one in sections)
+        sections.append(
+            replace(
+                section,
+                title=f"{title} ({number + 1})" if number else title,
+                headline=_latency_headline(f"{case['model']}{batch}", own),
             )
+        )
     return sections
 
 

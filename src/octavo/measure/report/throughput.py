@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from octavo.measure.records import Measurement
+from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import bars
 from octavo.measure.report.points import titled
 from octavo.measure.report.select import grouped, newest
-from octavo.measure.report.tables import from_records
 
 # Records of one section have these in common: the model, the engine and the workload.
 _SAME = (
@@ -61,7 +61,7 @@ def _section(records: Sequence[Measurement]) -> Section:
         else f"{case['model']}: {best.values['output_throughput_gain']:.2f} times the output "
         f"tokens per second with {best.case['row']}, against {best.baseline}.",
         figures=(titled(figure, "row", "output (tokens/s)"),),
-        tables=(from_records(rows, caption="Throughput, by row", columns=_COLUMNS),),
+        tables=(filled_table(rows, caption="Throughput, by row", columns=_COLUMNS),),
     )
 
 
@@ -73,7 +73,7 @@ def serve_sections(records: Sequence[Measurement]) -> list[Section]:
             text="Requests over HTTP to a server, as its users send them: at a rate, or with a "
             "number of them at once.",
             tables=(
-                from_records(
+                filled_table(
                     newest(own), caption="Served requests, by run", columns=_SERVE_COLUMNS
                 ),
             ),
