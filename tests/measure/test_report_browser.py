@@ -92,8 +92,6 @@ def find_axe():
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_is_drawn_and_nothing_overlaps(page_file, tmp_path, width, is_dark):
     with browsing(BROWSER) as page:
-        page.open("about:blank#")
-        page.look(width=width, height=900, is_dark=is_dark)
         page.open(page_file.as_uri())
         page.look(width=width, height=900, is_dark=is_dark)
         page.wait_for(DRAWN, timeout_s=60)

@@ -40,7 +40,9 @@ def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
         )
         figures: tuple[Figure, ...] = ()
         if series:
-            figures = (points(series, caption=caption, x_title="recipe", y_title="recovery (%)"),)
+            figures = (
+                points(series, caption=caption, name_title="recipe", value_title="recovery (%)"),
+            )
         columns = (
             *("data", "context", "chunk", "num_windows", "recipe", "perplexity"),
             *("perplexity_standard_error", "perplexity_ratio", _RECOVERY),
@@ -86,8 +88,8 @@ def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
                 {"difference": compared},
                 caption="Relaxed accuracy less that of the baseline; at 0 both are right as "
                 "often. Bars are intervals of 95 %.",
-                x_title="recipe",
-                y_title="difference (points)",
+                name_title="recipe",
+                value_title="difference (points)",
             ),
         )
     columns = (
@@ -136,8 +138,8 @@ def images_sections(records: Sequence[Measurement]) -> list[Section]:
                         {"PSNR": some},
                         caption="Mean PSNR over the pictures; higher is better. Bars reach down "
                         "to the worst picture.",
-                        x_title="row",
-                        y_title="PSNR (dB)",
+                        name_title="row",
+                        value_title="PSNR (dB)",
                     ),
                 ),
                 tables=(filled_table(rows, caption="Pictures, by row", columns=columns),),
@@ -195,8 +197,8 @@ def mrcr_sections(records: Sequence[Measurement]) -> list[Section]:
                     points(
                         series,
                         caption="Score by bucket; higher is better. Bars are one standard error.",
-                        x_title="longest conversation of a bucket (tokens)",
-                        y_title="score (%)",
+                        name_title="longest conversation of a bucket (tokens)",
+                        value_title="score (%)",
                     ),
                 ),
                 tables=(filled_table(rows, caption="MRCR, by recipe", columns=columns),),

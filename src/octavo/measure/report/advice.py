@@ -73,4 +73,5 @@ def _figure(records: Sequence[Measurement]) -> Figure:
         "equal.",
         data=tuple(data),
         layout=layout,
+        height_rem=26,
     )

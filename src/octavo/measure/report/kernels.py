@@ -188,6 +188,7 @@ def _figure(op: str, sizes: Sequence[_Size], roof: Roof | None) -> Figure:
         caption=f"{label(op)}: {what}. A point is the fastest of its kind at one size.",
         data=tuple(data),
         layout=layout,
+        height_rem=26,
     )
 
 

@@ -1,11 +1,12 @@
 """Which layers of a pipeline matter, as a table and as a section of a page."""
 
+import os
 from collections.abc import Sequence
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import Figure
-from octavo.measure.report.points import titles, wrapped
+from octavo.measure.report.points import name_bars
 from octavo.measure.report.select import grouped, newest
 from octavo.measure.report.tables import Table
 
@@ -62,21 +63,15 @@ def sensitivity_sections(records: Sequence[Measurement]) -> list[Section]:
 
 def _figure(rows: Sequence[Measurement]) -> Figure:
     names = [str(row.case["layer"]) for row in rows]
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [wrapped(name, 18) for name in names],
-        "x": [100 * row.values["error"] for row in rows],
-        "texttemplate": "%{x:.3g}",
-        "textposition": "outside",
-        "cliponaxis": False,
-    }
-    layout = titles("relative error (%)", "layers") | {"showlegend": False}
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-    return Figure(
+    # What all of them begin with says nothing.
+    start = os.path.commonprefix(names).rpartition(".")[0] if len(names) > 1 else ""
+    return name_bars(
+        {
+            name.removeprefix(f"{start}."): 100 * row.values["error"]
+            for name, row in zip(names, rows, strict=True)
+        },
         caption=f"Error of the result when these layers alone are FP8, the {len(rows)} largest; "
         "lower is better.",
-        data=(trace,),
-        layout=layout,
-        height_rem=6 + 2 * len(rows),
+        name_title="layers",
+        value_title="relative error (%)",
     )

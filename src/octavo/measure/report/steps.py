@@ -6,6 +6,7 @@ from dataclasses import replace
 from octavo.measure.records import Measurement
 from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
+from octavo.measure.report.needle import tokens_text
 from octavo.measure.report.plots import bars
 from octavo.measure.report.points import titled
 from octavo.measure.report.select import grouped, newest
@@ -53,8 +54,8 @@ def generate_sections(records: Sequence[Measurement]) -> list[Section]:
             own,
             title=f"One token in transformers: {model}, {machine}",
             what="One decoding step with an octavo cache, by batch and context",
-            size=lambda r: f"{r.case['batch']} × {int(r.case['context']):,} tokens",
-            x_title="batch × context",
+            size=lambda r: f"{r.case['batch']} × {tokens_text(int(r.case['context']))}",
+            x_title="batch × context (tokens)",
             columns=("size", "recipe", "median_ms", "speedup", "cache_ratio", "relative_rms"),
         )
         for (machine, model), own in grouped(records, "model").items()

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from octavo.measure.records import Measurement
 from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
-from octavo.measure.report.plots import bars
-from octavo.measure.report.points import titled
+from octavo.measure.report.points import name_bars
 from octavo.measure.report.select import grouped, newest
 
 # Records of one section have these in common: the model, the engine and the workload.
@@ -45,12 +44,11 @@ def _section(records: Sequence[Measurement]) -> Section:
     ]
     gains = [row for row in rows if "output_throughput_gain" in row.values]
     best = max(gains, key=lambda row: row.values["output_throughput_gain"], default=None)
-    figure = bars(
-        rows,
+    figure = name_bars(
+        {str(row.case["row"]): row.values["output_throughput"] for row in rows},
         caption="Output tokens per second of all requests together; higher is better.",
-        x="row",
-        y="output_throughput",
-        series="model",
+        name_title="row",
+        value_title="output (tokens/s)",
     )
     return Section(
         title=f"Throughput: {case['model']}, {machine.gpu or machine.cpu}",
@@ -60,7 +58,7 @@ def _section(records: Sequence[Measurement]) -> Section:
         if best is None
         else f"{case['model']}: {best.values['output_throughput_gain']:.2f} times the output "
         f"tokens per second with {best.case['row']}, against {best.baseline}.",
-        figures=(titled(figure, "row", "output (tokens/s)"),),
+        figures=(figure,),
         tables=(filled_table(rows, caption="Throughput, by row", columns=_COLUMNS),),
     )
 
