@@ -180,7 +180,6 @@ def test_points_of_several_series_do_not_hide_each_other():
     figure = points(
         {"a": [Point("x", 1.0)], "b": [Point("y", 2.0), Point("x", 3.0)]},
         caption="c",
-        name_title="name",
         value_title="value (%)",
     )
     a, b = figure.data

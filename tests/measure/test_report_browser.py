@@ -14,9 +14,10 @@ from browser import browsing, find_browser  # noqa: E402
 
 from octavo.measure import store  # noqa: E402
 from octavo.measure.records import Machine, Measurement  # noqa: E402
-from octavo.measure.report.html import write_report  # noqa: E402
+from octavo.measure.report.html import Section, write_report  # noqa: E402
 from octavo.measure.report.kernels import Roof  # noqa: E402
 from octavo.measure.report.pages import report_sections  # noqa: E402
+from octavo.measure.report.plots import Figure  # noqa: E402
 
 BROWSER = find_browser()
 pytestmark = [
@@ -99,6 +100,16 @@ def test_the_page_is_drawn_and_nothing_overlaps(page_file, tmp_path, width, is_d
         page.save_screenshot(tmp_path / "page.png")
         assert page.run(OVERLAPS) == []
         assert page.problems == []
+
+
+def test_overlaps_are_found(tmp_path):
+    texts = [{"text": text, "x": 1, "y": 1, "showarrow": False} for text in ("here", "there")]
+    plot = Figure(caption="c", data=({"x": [1], "y": [1]},), layout={"annotations": texts})
+    write_report([Section(title="x", figures=(plot,))], tmp_path / "bad.html")
+    with browsing(BROWSER) as page:
+        page.open((tmp_path / "bad.html").as_uri())
+        page.wait_for(DRAWN, timeout_s=60)
+        assert page.run(OVERLAPS) == ["here | there"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

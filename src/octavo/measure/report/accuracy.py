@@ -35,14 +35,12 @@ def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
                     point = Point(str(row.case["recipe"]), row.values[_RECOVERY], error, error)
                     series.setdefault(name, []).append(point)
         caption = (
-            "Recovery: the baseline's perplexity over the recipe's; 100 % is as good as the "
-            "baseline. Bars are one standard error over the windows of text."
+            "Recovery of each recipe: the baseline's perplexity over its own; 100 % is as good as "
+            "the baseline. Bars are one standard error over the windows of text."
         )
         figures: tuple[Figure, ...] = ()
         if series:
-            figures = (
-                points(series, caption=caption, name_title="recipe", value_title="recovery (%)"),
-            )
+            figures = (points(series, caption=caption, value_title="recovery (%)"),)
         columns = (
             *("data", "context", "chunk", "num_windows", "recipe", "perplexity"),
             *("perplexity_standard_error", "perplexity_ratio", _RECOVERY),
@@ -86,9 +84,8 @@ def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
         figures = (
             points(
                 {"difference": compared},
-                caption="Relaxed accuracy less that of the baseline; at 0 both are right as "
-                "often. Bars are intervals of 95 %.",
-                name_title="recipe",
+                caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are "
+                "right as often. Bars are intervals of 95 %.",
                 value_title="difference (points)",
             ),
         )
@@ -136,9 +133,8 @@ def images_sections(records: Sequence[Measurement]) -> list[Section]:
                 figures=(
                     points(
                         {"PSNR": some},
-                        caption="Mean PSNR over the pictures; higher is better. Bars reach down "
-                        "to the worst picture.",
-                        name_title="row",
+                        caption="Mean PSNR over the pictures of each row; higher is better. Bars "
+                        "reach down to the worst picture.",
                         value_title="PSNR (dB)",
                     ),
                 ),
@@ -196,8 +192,8 @@ def mrcr_sections(records: Sequence[Measurement]) -> list[Section]:
                 figures=(
                     points(
                         series,
-                        caption="Score by bucket; higher is better. Bars are one standard error.",
-                        name_title="longest conversation of a bucket (tokens)",
+                        caption="Score by the longest conversation of a bucket, in tokens; "
+                        "higher is better. Bars are one standard error.",
                         value_title="score (%)",
                     ),
                 ),

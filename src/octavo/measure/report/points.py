@@ -22,10 +22,11 @@ class Point:
     down: float = 0.0
 
 
-def points(
-    series: Mapping[str, Sequence[Point]], *, caption: str, name_title: str, value_title: str
-) -> Figure:
-    """Names down, values across: one symbol and colour for each series, below each other."""
+def points(series: Mapping[str, Sequence[Point]], *, caption: str, value_title: str) -> Figure:
+    """Names down, values across: one symbol and colour for each series, below each other.
+
+    The axis of names has no title, which would lie among them; the caption says what they are.
+    """
     names = list(dict.fromkeys(point.name for some in series.values() for point in some))
     places = {name: place for place, name in enumerate(names)}
     data = []
@@ -51,7 +52,7 @@ def points(
                 "meta": {"series": number},
             }
         )
-    layout = titles(value_title, name_title) | {"showlegend": len(series) > 1}
+    layout = titles(value_title) | {"showlegend": len(series) > 1}
     layout["yaxis"] |= {
         "tickvals": list(places.values()),
         "ticktext": [wrapped(name) for name in names],
@@ -61,9 +62,7 @@ def points(
     return Figure(caption=caption, data=tuple(data), layout=layout, height_rem=height)
 
 
-def name_bars(
-    values: Mapping[str, float], *, caption: str, name_title: str, value_title: str
-) -> Figure:
+def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) -> Figure:
     """One bar for each name, names down: long ones have room."""
     trace = {
         "type": "bar",
@@ -74,13 +73,13 @@ def name_bars(
         "textposition": "auto",
         "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
     }
-    layout = titles(value_title, name_title) | {"showlegend": False}
+    layout = titles(value_title) | {"showlegend": False}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     height = 8 + sum(1 + _num_lines(name) for name in values)
     return Figure(caption=caption, data=(trace,), layout=layout, height_rem=height)
 
 
-def titles(x_title: str, y_title: str) -> dict[str, Any]:
+def titles(x_title: str, y_title: str = "") -> dict[str, Any]:
     """The part of a layout that names both axes."""
     pairs = {"xaxis": x_title, "yaxis": y_title}
     return {
@@ -98,13 +97,13 @@ def titled(figure: Figure, x_title: str, y_title: str) -> Figure:
 
 
 def wrapped(name: str, width: int = NAME_WIDTH) -> str:
-    """A name in lines for plotly, cut after a plus sign, a dot or a blank where there is one."""
+    """A name in lines for plotly, cut after a sign or a blank where there is one."""
     return "<br>".join(map(escape, _lines(name, width)))
 
 
 def _lines(name: str, width: int = NAME_WIDTH) -> list[str]:
     lines = [""]
-    for piece in re.findall(r"[^+. ]*[+. ]|[^+. ]+$", name):
+    for piece in re.findall(r"[^+.= ]*[+.= ]|[^+.= ]+$", name):
         if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
             lines.append("")
         while len(piece.rstrip()) > width:

@@ -72,6 +72,5 @@ def _figure(rows: Sequence[Measurement]) -> Figure:
         },
         caption=f"Error of the result when these layers alone are FP8, the {len(rows)} largest; "
         "lower is better.",
-        name_title="layers",
         value_title="relative error (%)",
     )

@@ -46,8 +46,7 @@ def _section(records: Sequence[Measurement]) -> Section:
     best = max(gains, key=lambda row: row.values["output_throughput_gain"], default=None)
     figure = name_bars(
         {str(row.case["row"]): row.values["output_throughput"] for row in rows},
-        caption="Output tokens per second of all requests together; higher is better.",
-        name_title="row",
+        caption="Output tokens per second of all requests together, by row; higher is better.",
         value_title="output (tokens/s)",
     )
     return Section(
