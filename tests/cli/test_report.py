@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from octavo.cli.main import COMMANDS, make_app, run
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 
@@ -75,14 +76,34 @@ def test_what_cannot_be_done_is_said(results, tmp_path, capsys, arguments, messa
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch):
-    from octavo.errors import ConfigError
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConfigError("expected more"), "expected more"),
+        (UnsupportedError("needs transformers"), "needs transformers"),
+        (ImportError("no transformers"), "no transformers"),
+        (KeyError("layers"), "a record has no &#39;layers&#39;"),
+    ],
+    ids=["config", "unsupported", "import", "key"],
+)
+def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch, error, words):
     from octavo.measure.advise import compared
 
     def refuse(records, gpu):
-        raise ConfigError("expected more")
+        raise error
 
     monkeypatch.setattr(compared, "compare_all", refuse)
     assert report() == 0
-    note = "Advice for NVIDIA H200 is not compared: expected more."
+    note = f"Advice for NVIDIA H200 is not compared: {words}."
     assert note in (tmp_path / "report.html").read_text()
+
+
+def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatch):
+    from octavo.measure.advise import compared
+
+    found = [compared.Compared("mine", "ITL", "fp8", 2.0, 1.9)]
+    monkeypatch.setattr(compared, "compare_all", lambda records, gpu: found)
+    assert report() == 0
+    assert (
+        "Advice: predicted against measured, NVIDIA H200" in (tmp_path / "report.html").read_text()
+    )

@@ -47,9 +47,11 @@ OVERLAPS = """(() => {
   }
   return found;
 })()"""
-DRAWN = (
-    "[...document.querySelectorAll('.plot')].every((node) => node.querySelector('svg.main-svg'))"
-)
+# Every plot is there, and as wide as its place after the page has another width.
+DRAWN = """[...document.querySelectorAll('.plot')].every((node) => {
+  const svg = node.querySelector('svg.main-svg');
+  return svg && Math.abs(svg.getBoundingClientRect().width - node.clientWidth) < 2;
+})"""
 
 
 def needles():

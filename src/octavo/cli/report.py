@@ -7,7 +7,7 @@ import typer
 
 from octavo.cli.console import out
 from octavo.cli.options import check_folder
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 
 if TYPE_CHECKING:
     from octavo.measure.advise.gpus import Gpu
@@ -127,9 +127,10 @@ def _compared(
         machine = next(record.machine for record in records if record.machine.gpu == gpu.name)
         try:
             rows = compare_all(records, gpu)
-        except ConfigError as error:
-            # Records of some files only: the page shows them, and says what it cannot say.
-            notes.append(f"Advice for {gpu.name} is not compared: {error}.")
+        except (ImportError, KeyError, OctavoError) as error:
+            # Of some files only, by hand, or without transformers here: the page shows what it can.
+            reason = f"a record has no {error}" if isinstance(error, KeyError) else str(error)
+            notes.append(f"Advice for {gpu.name} is not compared: {reason}.")
             continue
         found += as_records(rows, machine, "octavo report")
     return found, notes
