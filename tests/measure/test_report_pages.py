@@ -151,6 +151,12 @@ def test_long_tables_are_folded_and_tall_plots_have_room():
     assert 'style="height: 30rem"' in render([Section(title="x", figures=(figure,))])
 
 
+def test_numbers_that_json_does_not_have_are_gaps():
+    trace = {"y": [1.0, math.nan, (math.inf,)], "error_y": {"array": [-math.inf]}}
+    page = render([Section(title="x", figures=(Figure(caption="c", data=(trace,), layout={}),))])
+    assert '"data": [{"error_y": {"array": [null]}, "y": [1.0, null, [null]]}]' in page
+
+
 def test_markdown_has_texts_links_and_tables():
     text = sections_markdown(report_sections([THROUGHPUT]), title="T", summary="In short.")
     assert text.startswith("# T\n\nIn short.\n\n## Summary\n")

@@ -1,9 +1,11 @@
 """One HTML page that needs nothing else: styles, data, plots and plotly.js are inside."""
 
 import base64
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.atomic import write_atomically
 from octavo.errors import ConfigError, UnsupportedError
@@ -114,6 +116,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["finite"] = _finite
     has_figures = any(section.figures for section in sections)
     ids = _section_ids(sections)
     return environment.get_template("report.html").render(
@@ -127,6 +130,18 @@ def render(
         date=utc_now(),
         version=__version__,
     )
+
+
+def _finite(value: Any) -> Any:
+    """The value without numbers that JSON does not have: they have no place on an axis."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {name: _finite(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
 
 
 def _section_ids(sections: Sequence[Section]) -> dict[str, str]:
