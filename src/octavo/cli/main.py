@@ -91,6 +91,12 @@ COMMANDS: tuple[Command, ...] = (
         example='octavo image --prompt "cat on blue" --quantization fp8 --compare bf16',
     ),
     Command(
+        "report",
+        "octavo.cli.report:report",
+        "One page from records: plots, tables, machines and commands; no GPU needed.",
+        example="octavo report results -o report.html",
+    ),
+    Command(
         "serve",
         "octavo.cli.serve:serve",
         "An OpenAI-compatible server for a model, with a page to look at.",

@@ -1,12 +1,14 @@
 """One HTML page that needs nothing else: styles, data, plots and plotly.js are inside."""
 
 import base64
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.atomic import write_atomically
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.records import Machine, utc_now
 from octavo.measure.report.plots import Figure
 from octavo.measure.report.tables import Table
@@ -27,12 +29,25 @@ class Picture:
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
+@dataclass(frozen=True)
+class Link:
+    """A sentence that leads to the section with this title."""
+
+    text: str
+    to: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading, what to say about it (paragraphs between blank lines), and what it shows."""
+    """A heading, what to say about it (paragraphs between blank lines), and what it shows.
+
+    headline: its result in one sentence, for a summary. links: to other sections of the page.
+    """
 
     title: str
     text: str = ""
+    headline: str = ""
+    links: tuple[Link, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
@@ -101,14 +116,41 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["finite"] = _finite
     has_figures = any(section.figures for section in sections)
+    ids = _section_ids(sections)
     return environment.get_template("report.html").render(
         title=title,
         summary=summary,
         sections=sections,
+        ids=ids,
         machines=list(dict.fromkeys(map(describe, machines))),
         commands=list(dict.fromkeys(commands)),
         plotly_js=get_plotlyjs() if has_figures else "",
         date=utc_now(),
         version=__version__,
     )
+
+
+def _finite(value: Any) -> Any:
+    """The value without numbers that JSON does not have: they have no place on an axis."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {name: _finite(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
+
+
+def _section_ids(sections: Sequence[Section]) -> dict[str, str]:
+    """The id of each title that a link may name: of several the first."""
+    ids: dict[str, str] = {}
+    for number, section in enumerate(sections, 1):
+        ids.setdefault(section.title, f"section-{number}")
+    for section in sections:
+        for link in section.links:
+            if link.to not in ids:
+                raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
+    return ids

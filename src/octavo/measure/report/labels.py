@@ -19,7 +19,8 @@ _UNITS = {
     "_db": "dB",
     "_s": "s",
 }
-_ACRONYMS = {"cpu", "e2el", "fp8", "gpu", "itl", "kv", "rms", "sqnr", "tpot", "ttft"}
+_ACRONYMS = {"auc", "cpu", "e2el", "fp8", "gpu", "itl", "kv", "lpips", "psnr", "qkv", "rms", "sqnr"}
+_ACRONYMS |= {"ssim", "tpot", "ttft"}
 
 
 def label(name: str) -> str:

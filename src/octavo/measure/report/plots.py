@@ -16,11 +16,15 @@ _MAX_TICKS = 8  # measured sizes are better marks than powers of ten, while ther
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A sentence that says what the plot shows, and plotly's traces and layout."""
+    """A sentence that says what the plot shows, and plotly's traces and layout.
+
+    height_rem: where the page's own height would not do.
+    """
 
     caption: str
     data: tuple[dict[str, Any], ...]
     layout: dict[str, Any]
+    height_rem: int | None = None
 
 
 def bars(

@@ -1,0 +1,218 @@
+"""What FP8 does to answers as sections of a page: beside BF16, with errors and recovery."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octavo.measure.records import Measurement
+from octavo.measure.report.filled import filled_table
+from octavo.measure.report.html import Section
+from octavo.measure.report.needle import needle_section
+from octavo.measure.report.plots import Figure
+from octavo.measure.report.points import Point, points
+from octavo.measure.report.select import Key, grouped, machine_name, newest
+
+_WINDOWS = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
+_RECOVERY = "recovery_percent"
+
+
+def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
+    """A section for each machine and model of `octavo eval perplexity`."""
+    sections = []
+    for (machine, model), own in grouped(records, "model").items():
+        rows: list[Measurement] = []
+        series: dict[str, list[Point]] = {}
+        for runs in grouped(own, *_WINDOWS).values():
+            some = newest(runs, "recipe")
+            rows += some
+            about = some[0].case
+            for row in some:
+                if _RECOVERY in row.values:
+                    name = (
+                        f"{int(about['context']):,} tokens, {about['chunk']} at once, against "
+                        f"{row.baseline}"
+                    )
+                    error = row.values.get("recovery_standard_error_percent", 0.0)
+                    point = Point(str(row.case["recipe"]), row.values[_RECOVERY], error, error)
+                    series.setdefault(name, []).append(point)
+        caption = (
+            "Recovery of each recipe: the baseline's perplexity over its own; 100 % is as good as "
+            "the baseline. Bars are one standard error over the windows of text."
+        )
+        figures: tuple[Figure, ...] = ()
+        if series:
+            figures = (points(series, caption=caption, value_title="recovery (%)"),)
+        columns = (
+            *("data", "context", "chunk", "num_windows", "recipe", "perplexity"),
+            *("perplexity_standard_error", "perplexity_ratio", _RECOVERY),
+            *("recovery_standard_error_percent",),
+        )
+        sections.append(
+            Section(
+                title=f"Perplexity: {model}, {machine}",
+                text="Real text in windows of the context's length; a chunk is how many tokens "
+                "enter the cache at once. A recipe is compared with the baseline on the same "
+                "windows, so that its standard error is much smaller than that of the perplexity.",
+                headline=_recovery_headline(str(model), "perplexity", rows),
+                figures=figures,
+                tables=(filled_table(rows, caption="Perplexity, by recipe", columns=columns),),
+            )
+        )
+    return sections
+
+
+def chartqa_sections(records: Sequence[Measurement]) -> list[Section]:
+    """A section for each machine, model and set of questions of `octavo eval chartqa`."""
+    names = ("model", "data", "num_questions")
+    return [_chartqa(key, own) for key, own in grouped(records, *names).items()]
+
+
+def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
+    machine, model, data, num_questions = key
+    rows = newest(records, "recipe")
+    compared = [
+        Point(
+            str(row.case["recipe"]),
+            row.values["difference_points"],
+            row.values["difference_high_points"] - row.values["difference_points"],
+            row.values["difference_points"] - row.values["difference_low_points"],
+        )
+        for row in rows
+        if "difference_points" in row.values
+    ]
+    figures: tuple[Figure, ...] = ()
+    if compared:
+        figures = (
+            points(
+                {"difference": compared},
+                caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are "
+                "right as often. Bars are intervals of 95 %.",
+                value_title="difference (points)",
+            ),
+        )
+    columns = (
+        *("recipe", "relaxed_accuracy_percent", "exact_match_percent", _RECOVERY),
+        *("difference_points", "difference_low_points", "difference_high_points"),
+    )
+    return Section(
+        title=f"Questions about charts: {model}, {data}, {machine}",
+        text=f"{num_questions} questions. Relaxed accuracy: a number within 5 %, or the same word.",
+        headline=_recovery_headline(str(model), "chart questions", rows),
+        figures=figures,
+        tables=(filled_table(rows, caption="Charts, by recipe", columns=columns),),
+    )
+
+
+def images_sections(records: Sequence[Measurement]) -> list[Section]:
+    """A section for each machine, model and set of prompts of `octavo eval images`."""
+    names = ("model", "dtype", "prompts_sha256", "num_pictures", "num_inference_steps", "seed")
+    sections = []
+    for (machine, model, *_), own in grouped(records, *names).items():
+        rows = newest(own, "row")
+        scored = [row for row in rows if {"psnr_db", "worst_psnr_db"} <= row.values.keys()]
+        if not scored:
+            continue
+        some = [
+            Point(
+                str(row.case["row"]),
+                row.values["psnr_db"],
+                0.0,
+                row.values["psnr_db"] - row.values["worst_psnr_db"],
+            )
+            for row in scored
+        ]
+        lowest = min(scored, key=lambda row: row.values["worst_psnr_db"])
+        columns = ("row", "psnr_db", "worst_psnr_db", "ssim", "worst_ssim", "lpips", "worst_lpips")
+        case = rows[0].case
+        sections.append(
+            Section(
+                title=f"Pictures: {model}, {case.get('num_pictures')} prompts, {machine}",
+                text=f"Pictures of the same prompts and noise as those of {scored[0].baseline}, "
+                f"after {case.get('num_inference_steps')} steps.",
+                headline=f"{model}: the worst picture has {lowest.values['worst_psnr_db']:.1f} dB "
+                f"PSNR against {lowest.baseline}, with {lowest.case['row']}.",
+                figures=(
+                    points(
+                        {"PSNR": some},
+                        caption="Mean PSNR over the pictures of each row; higher is better. Bars "
+                        "reach down to the worst picture.",
+                        value_title="PSNR (dB)",
+                    ),
+                ),
+                tables=(filled_table(rows, caption="Pictures, by row", columns=columns),),
+            )
+        )
+    return sections
+
+
+def needle_sections(records: Sequence[Measurement]) -> list[Section]:
+    """A section with heat maps for each machine, model, haystack and number of repetitions."""
+    sections = []
+    for (machine, *_), own in grouped(records, "model", "haystack", "repetitions").items():
+        rows = newest(own, "recipe", "length", "depth")
+        section = needle_section(rows)
+        lines = [
+            f"{row[0]} {row[-1]:.1f} %"
+            for row in section.tables[0].rows
+            if isinstance(row[-1], float)
+        ]
+        headline = f"{rows[0].case['model']}: needles recovered: {', '.join(lines)}."
+        sections.append(
+            replace(
+                section,
+                title=f"{section.title}, {machine}",
+                headline=headline if lines else "",
+            )
+        )
+    return sections
+
+
+def mrcr_sections(records: Sequence[Measurement]) -> list[Section]:
+    """A section for each machine, model and data set of `octavo eval mrcr`."""
+    sections = []
+    for (machine, model, data, num), own in grouped(
+        records, "model", "data", "num_needles"
+    ).items():
+        rows = newest(own, "recipe", "bucket")
+        series: dict[str, list[Point]] = {}
+        for row in rows:
+            error = row.values.get("score_standard_error_percent", 0.0)
+            point = Point(f"{row.case['bucket']}", row.values["score_percent"], error, error)
+            series.setdefault(str(row.case["recipe"]), []).append(point)
+        columns = (
+            *("recipe", "bucket", "num_questions", "score_percent"),
+            *("score_standard_error_percent", "auc_percent", _RECOVERY),
+        )
+        sections.append(
+            Section(
+                title=f"Long conversations (MRCR): {model}, {data}, {machine}",
+                text=f"Conversations with {num} needles that read alike, in buckets by tokens.",
+                headline=_recovery_headline(
+                    str(model), "MRCR", [row for row in rows if row.case["bucket"] == "all"]
+                ),
+                figures=(
+                    points(
+                        series,
+                        caption="Score by the longest conversation of a bucket, in tokens; "
+                        "higher is better. Bars are one standard error.",
+                        value_title="score (%)",
+                    ),
+                ),
+                tables=(filled_table(rows, caption="MRCR, by recipe", columns=columns),),
+            )
+        )
+    return sections
+
+
+def _recovery_headline(model: str, what: str, rows: Sequence[Measurement]) -> str:
+    found = sorted(
+        (r.values[_RECOVERY], str(r.case["recipe"])) for r in rows if _RECOVERY in r.values
+    )
+    if not found:
+        return ""
+    (low, worst), (high, best) = found[0], found[-1]
+    first = machine_name(rows[0])
+    if len(found) == 1:
+        return f"{model}, {what}: {worst} recovers {low:.1f} % ({first})."
+    return (
+        f"{model}, {what}: recipes recover {low:.1f} % ({worst}) to {high:.1f} % ({best}), {first}."
+    )

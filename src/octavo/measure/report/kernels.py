@@ -1,0 +1,280 @@
+"""Kernels beside those of others: on a roofline, or over the bytes that they move."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from octavo.measure.records import Measurement
+from octavo.measure.report.html import Section
+from octavo.measure.report.labels import Cell, format_column, label
+from octavo.measure.report.plots import SYMBOLS, Figure
+from octavo.measure.report.points import MARK, titles
+from octavo.measure.report.select import grouped, newest
+from octavo.measure.report.tables import Table
+
+OWN_IMPLS = frozenset({"cuda", "gluon", "octavo", "reference", "selected", "triton"})
+# Title -> ops. Records of one section have figures and tables of their own for each op.
+TOPICS = {
+    "Attention kernels": ("attention", "packed_attention", "encoder_attention"),
+    "Matrix products": ("scaled_mm", "matvec"),
+    "Kernels that read and write": ("decode_attention", "append_kv", "quantize", "quantize_qkv"),
+}
+KERNEL_OPS = tuple(op for ops in TOPICS.values() for op in ops)
+# What makes a size; other names of a case say how someone did it.
+_SIZES = ("shape", "causal", "rotary", "bias", "load_s")
+# Those of the same size differ in these, where FP8 has them; BF16 is compared with all of them.
+_VARIANTS = ("scales", "scaling", "granularity")
+# What they are compared with is a copy of the same bytes, not the same work in BF16.
+_COPIES = ("append_kv", "quantize", "quantize_qkv")
+_KINDS = ("octavo FP8", "others FP8", "octavo BF16", "others BF16")
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The best rates of a GPU; FP8's is None where it has no FP8 products."""
+
+    gpu: str
+    gb_per_s: float
+    bf16_tflops: float
+    fp8_tflops: float | None
+    source: str
+
+
+@dataclass
+class _Size:
+    """The fastest record of each kind at one size and variant."""
+
+    name: str
+    variant: str
+    fastest: dict[str, Measurement] = field(default_factory=dict)
+
+    def add(self, record: Measurement) -> None:
+        kind = _kind(record)
+        best = self.fastest.get(kind)
+        if best is None or record.values["median_ms"] < best.values["median_ms"]:
+            self.fastest[kind] = record
+
+    def ms(self, *kinds: str) -> float | None:
+        return min((self.fastest[k].values["median_ms"] for k in kinds if k in self.fastest),
+                   default=None)  # fmt: skip
+
+    def over(self, *kinds: str) -> float | None:
+        """How many times faster octavo's FP8 is than the fastest of these kinds."""
+        own, other = self.ms("octavo FP8"), self.ms(*kinds)
+        return None if own is None or other is None else other / own
+
+
+def kernel_sections(records: Sequence[Measurement], roofs: Sequence[Roof] = ()) -> list[Section]:
+    """A section for each machine and topic: of every size the fastest of each kind.
+
+    Records have a `shape`, `operands` and a `median_ms`. Where a GPU has no roof, none is drawn.
+    """
+    sections = []
+    for (machine,), own in grouped(records).items():
+        roof = next((roof for roof in roofs if roof.gpu == machine), None)
+        for title, ops in TOPICS.items():
+            by_op = {op: [r for r in own if r.op == op] for op in ops}
+            by_op = {op: some for op, some in by_op.items() if some}
+            if by_op:
+                sections.append(_section(f"{title}: {machine}", by_op, roof))
+    return sections
+
+
+def _section(title: str, by_op: dict[str, list[Measurement]], roof: Roof | None) -> Section:
+    figures, tables, said = [], [], []
+    for op, records in by_op.items():
+        sizes = _sizes(records)
+        figures.append(_figure(op, sizes, roof))
+        tables.append(_table(op, sizes))
+        gains = [gain for size in sizes if (gain := size.over("octavo BF16", "others BF16"))]
+        if gains and op not in _COPIES:
+            least, most = f"{min(gains):.2f}", f"{max(gains):.2f}"
+            times = most if least == most else f"{least} to {most}"
+            said.append(f"{label(op)} in FP8 is {times} times as fast as the fastest BF16")
+    text = (
+        "Times are medians of calls over several sets of inputs, without launching. octavo's own "
+        "kernels are beside those of others that ran here; a row is compared with the fastest."
+    )
+    if roof is not None:
+        text += f" The roof: {roof.source}."
+    return Section(
+        title=title,
+        text=text,
+        headline=f"{'; '.join(said)}." if said else "",
+        figures=tuple(figures),
+        tables=tuple(tables),
+    )
+
+
+def _sizes(records: Sequence[Measurement]) -> list[_Size]:
+    found: dict[tuple[str, str], _Size] = {}
+    newest_ones = newest(records)
+    for record in newest_ones:
+        if _kind(record).endswith("FP8"):
+            key = _size_name(record), _variant(record)
+            found.setdefault(key, _Size(*key)).add(record)
+    for record in newest_ones:
+        if _kind(record).endswith("BF16"):
+            name = _size_name(record)
+            same = [size for size in found.values() if size.name == name]
+            for size in same or [found.setdefault((name, ""), _Size(name, ""))]:
+                size.add(record)
+    return list(found.values())
+
+
+def _kind(record: Measurement) -> str:
+    who = "octavo" if record.impl in OWN_IMPLS else "others"
+    return f"{who} {'FP8' if 'FP8' in str(record.case['operands']) else 'BF16'}"
+
+
+def _size_name(record: Measurement) -> str:
+    words = [str(record.case["shape"])]
+    for name in _SIZES[1:]:
+        value = record.case.get(name)
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False:
+            words.append("under load" if name == "load_s" else f"{name} {value}")
+    return ", ".join(words)
+
+
+def _variant(record: Measurement) -> str:
+    return ", ".join(str(record.case[name]) for name in _VARIANTS if name in record.case)
+
+
+def _who(record: Measurement) -> str:
+    """The implementation, and in what it differs from others."""
+    known = {*_SIZES, *_VARIANTS, "operands"}
+    notes = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in record.case.items()
+        if name not in known
+    ]
+    operands = str(record.case["operands"])
+    notes += [operands] if operands not in ("FP8", "BF16") else []
+    return f"{record.impl} ({', '.join(notes)})" if notes else record.impl
+
+
+def _figure(op: str, sizes: Sequence[_Size], roof: Roof | None) -> Figure:
+    """A roofline, or the bandwidth over the bytes where an op has no products."""
+    records = [record for size in sizes for record in size.fastest.values()]
+    is_roofline = all(record.tflops and record.gb_per_s for record in records)
+    data = []
+    for number, kind in enumerate(_KINDS):
+        own = [(size, size.fastest[kind]) for size in sizes if kind in size.fastest]
+        places = [(s, r, *_place(r, is_roofline)) for s, r in own]
+        drawn = [(s, r, x, y) for s, r, x, y in places if x is not None and y is not None]
+        if drawn:
+            data.append(_trace(kind, number, drawn))
+    x_title, y_title = (
+        ("arithmetic intensity (FLOP per byte)", "speed (TFLOP/s)")
+        if is_roofline
+        else ("bytes of a call (MB)", "bandwidth (GB/s)")
+    )
+    layout = titles(x_title, y_title)
+    layout["xaxis"] |= {"type": "log"} | _log_ticks([x for trace in data for x in trace["x"]])
+    layout["yaxis"] |= {"rangemode": "tozero"}
+    if is_roofline:
+        speeds = [y for trace in data for y in trace["y"]]
+        layout["yaxis"] = {**layout["yaxis"], "type": "log"} | _log_ticks(speeds)
+    layout["showlegend"] = True
+    if roof is not None:
+        data += _roof_lines(roof, data, is_roofline)
+    what = (
+        "speed over arithmetic intensity; nearer to the roof is better"
+        if is_roofline
+        else "bytes per second over the bytes of a call; higher is better"
+    )
+    return Figure(
+        caption=f"{label(op)}: {what}. A point is the fastest of its kind at one size.",
+        data=tuple(data),
+        layout=layout,
+        height_rem=26,
+    )
+
+
+def _log_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """Powers of ten, or 2 and 5 between them as well where there are few."""
+    return {"dtick": 1 if values and max(values) > 100 * min(values) else "D2"}
+
+
+def _place(record: Measurement, is_roofline: bool) -> tuple[float | None, float | None]:
+    if is_roofline:
+        return record.values["flops"] / record.values["bytes"], record.tflops
+    return record.values.get("bytes", 0.0) / 1e6 or None, record.gb_per_s
+
+
+def _trace(
+    kind: str, number: int, drawn: Sequence[tuple[_Size, Measurement, float, float]]
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": kind,
+        "x": [x for _, _, x, _ in drawn],
+        "y": [y for _, _, _, y in drawn],
+        "text": [escape(f"{_who(record)}, {size.name}") for size, record, _, _ in drawn],
+        "hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>",
+        "marker": {"symbol": SYMBOLS[number], "size": 8},
+        "meta": {"series": number},
+    }
+
+
+def _roof_lines(
+    roof: Roof, data: Sequence[dict[str, Any]], is_roofline: bool
+) -> list[dict[str, Any]]:
+    places = [x for trace in data for x in trace["x"]]
+    low, high = min(places, default=1.0) / 2, max(places, default=1.0) * 2
+    lines: list[tuple[str, list[float], list[float], str]] = []
+    if not is_roofline:
+        lines.append(
+            (f"memory, {roof.gb_per_s:,.0f} GB/s", [low, high], [roof.gb_per_s] * 2, "dash")
+        )
+    else:
+        for operands, peak, dash in (
+            ("FP8", roof.fp8_tflops, "dash"),
+            ("BF16", roof.bf16_tflops, "dot"),
+        ):
+            if peak is None:
+                continue
+            ridge = 1e3 * peak / roof.gb_per_s  # FLOP per byte where both limits meet
+            x = sorted({low, max(low, min(ridge, high)), high})
+            y = [min(peak, at * roof.gb_per_s / 1e3) for at in x]
+            lines.append((f"roof {operands}, {peak:,.0f} TFLOP/s", x, y, dash))
+    return [
+        {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "hoverinfo": "skip"}
+        | {"line": {"color": MARK, "width": 2, "dash": dash}}
+        for name, x, y, dash in lines
+    ]
+
+
+def _table(op: str, sizes: Sequence[_Size]) -> Table:
+    is_product = any(record.tflops for size in sizes for record in size.fastest.values())
+    unit = "TFLOP/s" if is_product else "GB/s"
+    has_variants = any(size.variant for size in sizes)
+    rows = []
+    for size in sizes:
+        cells: list[Cell] = [size.name, *([size.variant or None] if has_variants else [])]
+        bf16 = [size.fastest[kind] for kind in _KINDS[2:] if kind in size.fastest]
+        best = [*(size.fastest.get(kind) for kind in _KINDS[:2])]
+        best.append(min(bf16, key=lambda r: r.values["median_ms"]) if bf16 else None)
+        for record in best:
+            cells.append(None if record is None else _cell(record, is_product))
+        cells += [size.ms("octavo FP8"), size.over("octavo BF16", "others BF16")]
+        cells.append(size.over("others FP8"))
+        rows.append(tuple(cells))
+    return Table(
+        caption=f"{label(op)}: the fastest of each kind in {unit}, and octavo's FP8 over them",
+        header=(
+            *("size", *(["scales"] if has_variants else [])),
+            *("octavo FP8", "others FP8", "BF16", "octavo FP8 (ms)"),
+            *("over BF16 (×)", "over others' FP8 (×)"),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _cell(record: Measurement, is_product: bool) -> str | None:
+    speed = record.tflops if is_product else record.gb_per_s
+    return None if speed is None else f"{format_column([speed])[0]}, {_who(record)}"

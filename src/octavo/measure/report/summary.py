@@ -1,0 +1,57 @@
+"""The results of a page in a few sentences, each a link to where they come from."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octavo.measure.records import Measurement
+from octavo.measure.report.html import Link, Section
+from octavo.measure.report.latency import SAME, latency_sections
+from octavo.measure.report.select import grouped
+
+TITLE = "Summary"
+
+
+def summary_section(sections: Sequence[Section]) -> Section | None:
+    """The headlines of the sections; None if they have none."""
+    links = tuple(Link(section.headline, section.title) for section in sections if section.headline)
+    if not links:
+        return None
+    return Section(
+        title=TITLE,
+        text="The largest speed-ups and what is recovered of the quality; each line leads to its "
+        "numbers.",
+        links=links,
+    )
+
+
+def latency_with_headlines(records: Sequence[Measurement]) -> list[Section]:
+    """The sections of latency, with titles that name the machine, and their best row."""
+    sections: list[Section] = []
+    for (machine, *_), own in grouped(records, *SAME).items():
+        (section,) = latency_sections(own)
+        case = own[0].case
+        batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
+        title = f"{section.title}{batch}, {machine}"
+        number = sum(one.title.startswith(title) for one in sections)
+        sections.append(
+            replace(
+                section,
+                title=f"{title} ({number + 1})" if number else title,
+                headline=_latency_headline(f"{case['model']}{batch}", own),
+            )
+        )
+    return sections
+
+
+def _latency_headline(model: str, records: Sequence[Measurement]) -> str:
+    said = []
+    for value, words in (("itl_speedup", "ITL"), ("ttft_speedup", "TTFT")):
+        rows = [row for row in records if value in row.values]
+        if rows:
+            best = max(rows, key=lambda row: row.values[value])
+            length = int(best.case["input_len"])
+            said.append(
+                f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
+                f"{length:,} tokens, against {best.baseline}"
+            )
+    return f"{model}: {'; '.join(said)}." if said else ""

@@ -1,0 +1,109 @@
+"""octavo report: files in, a page out, and errors that name the line."""
+
+from functools import partial
+
+import pytest
+
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.measure import store
+from octavo.measure.records import Machine, Measurement
+
+MACHINE = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
+row = partial(
+    Measurement, op="throughput", impl="octavo", machine=MACHINE, command="octavo bench throughput"
+)
+RECORD = row(case={"model": "mine", "row": "fp8"}, values={"output_throughput": 5.0})
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    store.append(folder / "throughput.jsonl", [RECORD])
+    return folder
+
+
+def report(*arguments):
+    return run(make_app(COMMANDS), ["report", *map(str, arguments)])
+
+
+def test_a_page_from_the_folder_results(results, tmp_path, capsys):
+    assert report("--md", "r.md", "--csv", "r.csv", "--title", "Mine") == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>Mine</title>" in page and "Throughput: mine, NVIDIA H200" in page
+    assert "1 records of results" in page
+    assert (tmp_path / "r.md").read_text().startswith("# Mine\n")
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 2
+    assert capsys.readouterr().out == "wrote report.html\nwrote r.md\nwrote r.csv\n"
+
+
+def test_files_and_folders_each_once(results, tmp_path):
+    other = tmp_path / "other.jsonl"
+    store.append(other, [row(case={"model": "yours", "row": "x"}, values={"output_throughput": 1})])
+    arguments = [results, results / "throughput.jsonl", other]
+    assert report(*arguments, "-o", "page.html", "--csv", "all.csv") == 0
+    assert len((tmp_path / "all.csv").read_text().splitlines()) == 3
+
+
+def test_a_line_that_is_no_record_is_named(results, tmp_path, capsys):
+    file = results / "throughput.jsonl"
+    file.write_text(file.read_text() + '{"a": 1}\n')
+    assert report() == 1
+    assert "throughput.jsonl:2: expected a record of schema 1" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "found none at nowhere"),
+        (["empty"], "expected *.jsonl files in the folder empty, found none"),
+        (["blank.jsonl"], "expected records to show, got none"),
+        (["-o", "no/report.html"], "expected an existing folder for no/report.html"),
+        (["-o", "a.html", "--md", "a.html"], "expected different files, got a.html, a.html"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_said(results, tmp_path, capsys, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.jsonl").touch()
+    assert report(*arguments) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConfigError("expected more"), "expected more"),
+        (UnsupportedError("needs transformers"), "needs transformers"),
+        (ImportError("no transformers"), "no transformers"),
+        (KeyError("layers"), "a record has no &#39;layers&#39;"),
+    ],
+    ids=["config", "unsupported", "import", "key"],
+)
+def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch, error, words):
+    from octavo.measure.advise import compared
+
+    def refuse(records, gpu):
+        raise error
+
+    monkeypatch.setattr(compared, "compare_all", refuse)
+    assert report() == 0
+    note = f"Advice for NVIDIA H200 is not compared: {words}."
+    assert note in (tmp_path / "report.html").read_text()
+
+
+def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatch):
+    from octavo.measure.advise import compared
+
+    found = [compared.Compared("mine", "ITL", "fp8", 2.0, 1.9)]
+    monkeypatch.setattr(compared, "compare_all", lambda records, gpu: found)
+    assert report() == 0
+    assert (
+        "Advice: predicted against measured, NVIDIA H200" in (tmp_path / "report.html").read_text()
+    )

@@ -1,0 +1,144 @@
+"""The page of all records in a real browser: nothing overlaps, and axe-core finds nothing."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "serving" / "server"))
+
+from browser import browsing, find_browser  # noqa: E402
+
+from octavo.measure import store  # noqa: E402
+from octavo.measure.records import Machine, Measurement  # noqa: E402
+from octavo.measure.report.html import Section, write_report  # noqa: E402
+from octavo.measure.report.kernels import Roof  # noqa: E402
+from octavo.measure.report.pages import report_sections  # noqa: E402
+from octavo.measure.report.plots import Figure  # noqa: E402
+
+BROWSER = find_browser()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine"),
+]
+WIDTHS = (1280, 390)
+
+# Texts of one plot whose boxes cover each other by more than a rounding, or leave the plot.
+OVERLAPS = """(() => {
+  const found = [];
+  for (const plot of document.querySelectorAll('.plot')) {
+    const room = plot.getBoundingClientRect();
+    const texts = [...plot.querySelectorAll('svg text')].filter(
+      (node) => node.textContent.trim() && getComputedStyle(node).opacity !== '0'
+    );
+    const boxes = texts.map((node) => [node.textContent, node.getBoundingClientRect()])
+      .filter(([, box]) => box.width > 0);
+    boxes.forEach(([text, a], i) => {
+      if (a.left < room.left - 2 || a.right > room.right + 2) found.push(`outside: ${text}`);
+      for (const [other, b] of boxes.slice(i + 1)) {
+        const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (wide > 2 && high > 3) found.push(`${text} | ${other}`);
+      }
+    });
+  }
+  return found;
+})()"""
+# Every plot is there, and as wide as its place after the page has another width.
+DRAWN = """[...document.querySelectorAll('.plot')].every((node) => {
+  const svg = node.querySelector('svg.main-svg');
+  return svg && Math.abs(svg.getBoundingClientRect().width - node.clientWidth) < 2;
+})"""
+
+
+def needles():
+    """A heat map, which the repository's records may not have."""
+    machine = Machine.current()
+    return [
+        Measurement(
+            op="needle",
+            impl="transformers",
+            case={"model": "m", "haystack": "h", "recipe": recipe, "length": length}
+            | {"depth": depth, "repetitions": 2},
+            values={"found_percent": 100.0, "num_found": 2.0},
+            machine=machine,
+            command="octavo eval needle",
+        )
+        for recipe in ("bf16", "fp8")
+        for length in (8192, 131072)
+        for depth in (0.0, 0.5, 1.0)
+    ]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    records = [*store.read(ROOT / "results"), *needles()]
+    roofs = [Roof("NVIDIA H200", 4540, 694, 1309, "measured on one H200")]
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    sections = report_sections(records, roofs=roofs)
+    write_report(sections, path, machines=[record.machine for record in records])
+    return path
+
+
+def find_axe():
+    """The text of axe-core, from a Python package that carries it; None if none is installed."""
+    spec = importlib.util.find_spec("axe_playwright_python")
+    if spec is None or spec.origin is None:
+        return None
+    return next((f.read_text() for f in sorted(Path(spec.origin).parent.rglob("axe*.js"))), None)
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_drawn_and_nothing_overlaps(page_file, tmp_path, width, is_dark):
+    with browsing(BROWSER) as page:
+        page.open(page_file.as_uri())
+        page.look(width=width, height=900, is_dark=is_dark)
+        page.wait_for(DRAWN, timeout_s=60)
+        assert page.run("document.documentElement.scrollWidth") <= width
+        page.save_screenshot(tmp_path / "page.png")
+        assert page.run(OVERLAPS) == []
+        assert page.problems == []
+
+
+def test_overlaps_are_found(tmp_path):
+    texts = [{"text": text, "x": 1, "y": 1, "showarrow": False} for text in ("here", "there")]
+    plot = Figure(caption="c", data=({"x": [1], "y": [1]},), layout={"annotations": texts})
+    write_report([Section(title="x", figures=(plot,))], tmp_path / "bad.html")
+    with browsing(BROWSER) as page:
+        page.open((tmp_path / "bad.html").as_uri())
+        page.wait_for(DRAWN, timeout_s=60)
+        assert page.run(OVERLAPS) == ["here | there"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axe_core_finds_nothing(page_file, width):
+    axe = find_axe()
+    if axe is None:
+        pytest.skip("no axe-core: pip install --no-deps axe-playwright-python")
+    with browsing(BROWSER) as page:
+        page.open(page_file.as_uri())
+        page.look(width=width, height=900)
+        page.wait_for(DRAWN, timeout_s=60)
+        page.run(f"{axe}; 0")
+        # axe reads all of a page but what is folded.
+        page.run("document.querySelectorAll('details').forEach((one) => (one.open = true)); 0")
+        page.run("axe.run().then((found) => { window.found = found.violations; }); 0")
+        page.wait_for("window.found !== undefined", timeout_s=300)
+        found = json.loads(page.run("JSON.stringify(window.found)"))
+        assert [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found] == []
+
+
+def test_the_keyboard_reaches_links_tables_and_folded_tables(page_file):
+    with browsing(BROWSER) as page:
+        page.open(page_file.as_uri())
+        page.look(width=1280, height=900)
+        page.wait_for(DRAWN, timeout_s=60)
+        seen = set()
+        for _ in range(200):
+            page.press("Tab")
+            seen.add(page.run("document.activeElement.tagName"))
+        assert {"A", "DIV", "SUMMARY"} <= seen
