@@ -71,7 +71,9 @@ class Request:
     def __post_init__(self) -> None:
         if bool(self.endpoints) == bool(self.model):
             raise ConfigError("expected a MODEL or --endpoint, one of them")
-        if self.scales is not None and (self.endpoints or not self.rows_with_scales):
+        # Names are checked before a model is loaded.
+        has_static = not self.endpoints and bool(self.rows_with_scales)
+        if self.scales is not None and not has_static:
             raise ConfigError("--scales is for rows with static scales, which are not asked for")
 
     @property
