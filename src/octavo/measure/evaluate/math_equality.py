@@ -44,7 +44,7 @@ def make_checker(name: str = AUTO) -> Checker:
         if name == AUTO:
             return Checker(OWN, is_equal)
         raise UnsupportedError(
-            "--checker math_verify needs that package: pip install 'math-verify[antlr4_13_2]'"
+            "--checker math_verify needs that package: pip install 'octavo[math]'"
         ) from None
     return Checker(
         f"{OWN}, {MATH_VERIFY} {version}",
