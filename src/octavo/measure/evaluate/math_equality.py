@@ -73,15 +73,15 @@ def _is_same(a: str, b: str, depth: int = 0) -> bool:
     if "\\pm" in a or "\\pm" in b:
         return _is_any_order(_both_signs(a), _both_signs(b), depth)
     for separator in (",", "\\cup"):
-        parts = [_split(text, separator) for text in (a, b)]
-        if max(map(len, parts)) > 1:
-            return _is_any_order(*parts, depth)
+        parts, others = _split(a, separator), _split(b, separator)
+        if len(parts) > 1 or len(others) > 1:
+            return _is_any_order(parts, others, depth)
     matrices = _matrix(a), _matrix(b)
     if matrices != (None, None):
         return _is_each(*matrices, depth)
-    groups = _group(a), _group(b)
-    if groups[0] is not None and groups[1] is not None:
-        (kind, inside), (other_kind, other) = groups
+    group, other_group = _group(a), _group(b)
+    if group is not None and other_group is not None:
+        (kind, inside), (other_kind, other) = group, other_group
         # (3) is 3 in brackets, (3, 4) a point or an interval.
         if len(inside) > 1 or len(other) > 1 or "\\{" in kind + other_kind:
             is_set = kind == other_kind == "\\{\\}"

@@ -86,7 +86,7 @@ class Row:
 
     def key(self, item: Item, plan: SamplingPlan) -> str:
         """A name for this row's answer to this item; another one if anything is different."""
-        parts = [self.identity, [dict(m) for m in item.messages], dict(plan.options)]
+        parts: list[Any] = [self.identity, [dict(m) for m in item.messages], dict(plan.options)]
         parts += [plan.max_tokens, plan.seed_of(item)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import ConfigError
@@ -85,7 +85,7 @@ class Request:
     def command(self) -> str:
         """The command line that repeats this."""
         words = ["octavo", "eval", self.kind, *([self.model] if self.model else [])]
-        flags = {
+        flags: dict[str, Any] = {
             "--data": self.data,
             "--subset": self.subset,
             "--split": self.split,
