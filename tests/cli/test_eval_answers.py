@@ -125,9 +125,14 @@ def replies(path):
 def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
     path = tmp_path / "records.jsonl"
     rows = ("--recipe", "baseline", "--recipe", "head+rotate+center", "--recipe", "tensor")
-    flags = ("-n", 2, "--max-tokens", 4, "--num-pages", 64, "-o", path)
+    answers = ("--answers", tmp_path / "answers.jsonl")
+    flags = ("-n", 2, "--max-tokens", 4, "--num-pages", 64, "-o", path, *answers)
     assert octavo("math", folder, *rows, *flags) == 0
-    assert len(store.read(path)) == 3 and "--margin 1.5" in store.read(path)[0].command
+    assert octavo("math", folder, *rows, *flags, "--resume") == 0
+    assert len(replies(answers[1])) == len(answers[1].read_text().splitlines()) == 6
+    assert octavo("math", folder, *rows, *flags, "--resume", "--margin", 2) == 0
+    assert len(replies(answers[1])) == 10  # other scales are other answers
+    assert len(store.read(path)) == 9 and "--margin 1.5" in store.read(path)[0].command
 
 
 @pytest.mark.parametrize(

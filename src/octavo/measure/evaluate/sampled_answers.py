@@ -92,10 +92,20 @@ class Row:
 
 
 def engine_row(
-    text_model: TextModel, row: RecipeRow, plan: SamplingPlan, settings: EngineSettings
+    text_model: TextModel,
+    row: RecipeRow,
+    plan: SamplingPlan,
+    settings: EngineSettings,
+    *,
+    scales: str | None = None,
 ) -> Row:
-    """A local model with a recipe, in an engine of its own."""
+    """A local model with a recipe, in an engine of its own.
+
+    scales: where the recipe's came from, if that tells them: calibrated again, a last bit of them
+    may differ, and answers of before are still the row's.
+    """
     recipe = Recipe() if row.recipe is None else row.recipe
+    settled = json.loads(recipe.to_json()) | ({} if scales is None else {"scales": scales})
     subject = Subject(text_model.model, {}, is_random=False)
     stop = tuple(sorted(stop_tokens(text_model)))
 
@@ -123,7 +133,7 @@ def engine_row(
         impl="engine",
         about={"model": text_model.name, "dtype": text_model.dtype},
         machine=machine_of(text_model),
-        identity=json.dumps([text_model.name, text_model.dtype, recipe.to_json()]),
+        identity=json.dumps([text_model.name, text_model.dtype, settled], sort_keys=True),
         answer=answer,
     )
 

@@ -191,11 +191,17 @@ def _local(
         None if request.model == SMALL else request.model, dtype=request.dtype
     )
     plan = _plan(request, generation_sampling(getattr(text_model.model, "generation_config", None)))
-    if request.rows_with_scales and not given:
-        given = calibrate_on_chats(
-            text_model, request.rows_with_scales, margin=request.margin, watch=watch
-        )
+    calibrated = request.rows_with_scales if not given else []
+    if calibrated:
+        given = calibrate_on_chats(text_model, calibrated, margin=request.margin, watch=watch)
     found = recipe_rows(
         request.rows, given, dtype=text_model.dtype, kv_cache_dtype=request.kv_cache_dtype
     )
-    return plan, [engine_row(text_model, row, plan, request.engine) for row in found]
+    names = {row.text for row in calibrated}
+    origin = f"calibrated on generated chats, margin {request.margin:g}"
+    return plan, [
+        engine_row(
+            *(text_model, row, plan, request.engine), scales=origin if name in names else None
+        )
+        for name, row in zip(request.rows, found, strict=True)
+    ]
