@@ -172,6 +172,11 @@ def test_every_item_has_a_seed_of_its_own():
     seeds = [PLAN.seed_of(item) for item in task.items]
     assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
     assert SamplingPlan(options={}, seed=1).seed_of(task.items[0]) != seeds[0]
+    problems = math_task(generated_math_questions(2), 3, make_checker("octavo")).items
+    longer = SamplingPlan(options=PLAN.options, max_tokens=200)
+    keys = [row(name, right).key(i, plan) for name in "ab" for plan in (PLAN, longer)
+            for i in problems]  # fmt: skip
+    assert len(set(keys)) == 24
 
 
 def test_sampling_parameters_of_a_generation_config(tmp_path):
