@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.eval_choice import choice
 from octavo.cli.eval_images import images
+from octavo.cli.eval_math import math
 from octavo.cli.eval_mrcr import mrcr
 from octavo.cli.eval_needle import needle
 from octavo.cli.eval_perplexity import perplexity
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, help="Measure quality: BF16 beside FP8, on the same data.")
 
+app.command()(choice)
 app.command()(images)
+app.command()(math)
 app.command()(mrcr)
 app.command()(needle)
 app.command()(perplexity)

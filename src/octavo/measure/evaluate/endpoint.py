@@ -13,6 +13,15 @@ MAX_BODY = 300
 Message = Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a chat; is_cut: whether it ended because it was too long."""
+
+    text: str
+    is_cut: bool = False
+    num_tokens: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """A server, what a table calls it, and how it is asked.
@@ -85,6 +94,18 @@ class Client:
         body = {"messages": [dict(m) for m in messages], "temperature": 0, "max_tokens": max_tokens}
         return self._text("chat/completions", body, lambda c: c["message"]["content"] or "")
 
+    def reply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Reply:
+        """The answer to a chat with these fields of OpenAI's API, such as temperature."""
+        body = {"messages": [dict(m) for m in messages], **options}
+        answer = self._ask("POST", "chat/completions", {"model": self.model, **body})
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
+            tokens = (answer.get("usage") or {}).get("completion_tokens")
+            return Reply(str(text), choice.get("finish_reason") == "length", tokens)
+        except (AttributeError, LookupError, TypeError):
+            raise self._unexpected(answer) from None
+
     def map(self, ask: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
         """The answers to all items, in their order; as many at once as the endpoint says."""
         with ThreadPoolExecutor(self.endpoint.concurrency) as pool:
@@ -95,10 +116,13 @@ class Client:
         try:
             return str(read(answer["choices"][0]))
         except (LookupError, TypeError):
-            raise OctavoError(
-                f"expected an answer with choices from {self.endpoint.url}, got "
-                f"{str(answer)[:MAX_BODY]}"
-            ) from None
+            raise self._unexpected(answer) from None
+
+    def _unexpected(self, answer: Any) -> OctavoError:
+        return OctavoError(
+            f"expected an answer with choices from {self.endpoint.url}, got "
+            f"{str(answer)[:MAX_BODY]}"
+        )
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         import httpx

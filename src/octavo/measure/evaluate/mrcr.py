@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 
+<<<<<<< HEAD
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
 from octavo.measure.evaluate.applied import applied
+=======
+from octavo.errors import ConfigError
+from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
+from octavo.measure.evaluate.chat_prompt import chat_tokens
+>>>>>>> choice
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import Question
 from octavo.measure.evaluate.mrcr_scores import area_under_curve, bucket_of, grade, score_values
@@ -62,21 +70,9 @@ class Row:
 
 def count_tokens(tokenizer: Any, question: Question) -> Counted:
     """A question as the tokenizer's chat template has it."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("expected a tokenizer with a chat template for MRCR, got one without")
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in question.messages], tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # jinja2's kinds, and whatever a template itself raises
-        raise CheckpointError(
-            f"expected messages that the chat template takes: {brief(str(error))}"
-        ) from error
-
-    def encode(part: str) -> list[int]:
-        return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-
-    return Counted(question, tuple(encode(text)), len(encode(question.answer)))
+    tokens = chat_tokens(tokenizer, question.messages)
+    answer = tokenizer(question.answer, add_special_tokens=False, verbose=False)["input_ids"]
+    return Counted(question, tokens, len(answer))
 
 
 def choose_questions(

@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.small_model import NAME as SMALL
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, load_tokenizer
 from octavo.measure import store
 from octavo.measure.evaluate import mrcr
+from octavo.measure.evaluate.chat_scales import Watch, calibrate_on_chats
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr import Counted, Row
 from octavo.measure.evaluate.mrcr_data import (
     GENERATED,
     Question,
-    generated_questions,
     load_questions,
 )
 from octavo.measure.evaluate.perplexity import machine_of
@@ -27,16 +25,12 @@ from octavo.measure.evaluate.perplexity_rows import (
     BASELINE,
     Keys,
     RowName,
-    calibration_scales,
     check_rows,
     recipe_rows,
 )
 from octavo.measure.records import Measurement
 
 DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
-CALIBRATION_LENGTH, NUM_CALIBRATION_CHATS = 2048, 4
-
-Watch = Callable[[str, int, int], None]  # (what is done, how much of it so far, of how much)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +130,9 @@ def run(
         rows = _served(request, on_question)
     else:
         if request.rows_with_scales and not given:
-            given = _calibrate(request, text_model, watch)
+            given = calibrate_on_chats(
+                text_model, request.rows_with_scales, margin=request.margin, watch=watch
+            )
         rows = _local(request, text_model, given, on_question)
     return mrcr.evaluate(
         rows,
@@ -196,22 +192,3 @@ def _local(
         )
         for row in found
     ]
-
-
-def _calibrate(request: Request, text_model: TextModel, watch: Watch) -> dict[Keys, ScaleSet]:
-    """Static scales by generated chats that are not asked, for all kinds of keys of the rows."""
-    chats = generated_questions(NUM_CALIBRATION_CHATS, seed=-1)
-    counted = _count(text_model.tokenizer, chats, watch)
-    windows = [torch.tensor(one.tokens[:CALIBRATION_LENGTH]) for one in counted]
-    scales = {}
-    for keys in dict.fromkeys(row.keys for row in request.rows_with_scales):
-        total = len(windows) * keys.num_passes
-        scales[keys] = calibration_scales(
-            text_model,
-            windows,
-            keys,
-            data=f"{len(windows)} generated chats of up to {CALIBRATION_LENGTH} tokens",
-            margin=request.margin,
-            on_window=lambda n, total=total: watch("calibrating", n, total),  # type: ignore[misc]
-        )
-    return scales

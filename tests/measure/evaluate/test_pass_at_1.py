@@ -1,0 +1,199 @@
+"""pass@1: standard errors, recovery, records, the file of answers, sampling parameters."""
+
+import json
+import math
+import statistics
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.transformers.generation_sampling import (
+    generation_sampling,
+    load_generation_sampling,
+)
+from octavo.measure.evaluate.answer_file import AnswerFile
+from octavo.measure.evaluate.choice_data import generated_choice_questions
+from octavo.measure.evaluate.endpoint import Reply
+from octavo.measure.evaluate.math_data import generated_math_questions
+from octavo.measure.evaluate.math_equality import make_checker
+from octavo.measure.evaluate.pass_at_1 import choice_task, evaluate, math_task, pass_table
+from octavo.measure.evaluate.pass_rate import paired_recovery, pass_values
+from octavo.measure.evaluate.sampled_answers import Row, SamplingPlan
+from octavo.measure.records import Machine
+
+PLAN = SamplingPlan(options={"temperature": 0.6}, max_tokens=100)
+ABOUT = {"data": "generated"}
+
+
+def test_errors_of_questions_and_of_repetitions():
+    values = pass_values([[True, True], [True, False], [False, False], [True, False]])
+    assert values["score_percent"] == 50 and values["num_answers"] == 8
+    spread = statistics.stdev([1, 0.5, 0, 0.5])
+    assert values["score_standard_error_percent"] == pytest.approx(100 * spread / 2)
+    # Two questions of four vary: a variance of 1/2 each, over 2 repetitions.
+    noise = math.sqrt(2 * 0.5 / 2) / 4
+    assert values["repetition_standard_error_percent"] == pytest.approx(100 * noise)
+    alone = pass_values([[True], [False]])
+    assert "repetition_standard_error_percent" not in alone
+    assert "score_standard_error_percent" not in pass_values([[True, False]])
+
+
+def test_recovery_is_of_the_same_questions():
+    first = [[True], [True], [False], [True]]
+    same = paired_recovery(first, first)
+    assert same["recovery_percent"] == 100 and same["recovery_standard_error_percent"] == 0
+    assert same["difference_percent"] == same["difference_standard_error_percent"] == 0
+    worse = paired_recovery([[True], [False], [False], [True]], first)
+    assert worse["recovery_percent"] == pytest.approx(100 * 2 / 3)
+    assert worse["difference_percent"] == -25
+    rest = [1 - 2 / 3, -2 / 3, 0, 1 - 2 / 3]
+    error = 100 * statistics.stdev(rest) / 2 / 0.75
+    assert worse["recovery_standard_error_percent"] == pytest.approx(error)
+    assert "recovery_percent" not in paired_recovery(first, [[False]] * 4)
+
+
+def row(name, reply, asked=None):
+    @contextmanager
+    def enter():
+        def ask(items, on_reply):
+            for item in reversed(items):  # in any order
+                if asked is not None:
+                    asked.append(item)
+                on_reply(item, reply(item))
+
+        yield ask
+
+    return Row(
+        name=name,
+        impl="test",
+        about={"model": "m"},
+        machine=Machine.current(),
+        identity=name,
+        answer=enter,
+    )
+
+
+def right(item):
+    return Reply(f"Answer: {item.answer}", num_tokens=10)
+
+
+def test_records_of_choice():
+    task = choice_task(generated_choice_questions(6), repetitions=3, seed=0)
+
+    def often(item):
+        if item.repetition == 0:
+            return Reply("I wonder", is_cut=True, num_tokens=100)
+        return right(item)
+
+    rows = [row("bf16", right), row("fp8", often), row("lost", lambda item: Reply("Answer: ?"))]
+    told = []
+    records = evaluate(
+        *(rows, task, PLAN), about=ABOUT, command="c", answers=AnswerFile(), on_record=told.append
+    )
+    assert told == records and [r.op for r in records] == ["choice"] * 3
+    first, second, third = (r.values for r in records)
+    assert first["score_percent"] == 100 and first["mean_answer_tokens"] == 10
+    assert first["num_questions"] == 6 and first["num_answers"] == 18
+    assert second["score_percent"] == second["recovery_percent"] == pytest.approx(200 / 3)
+    assert second["num_unparsed"] == second["num_cut"] == 6
+    assert second["unparsed_percent"] == pytest.approx(100 / 3)
+    assert second["mean_answer_tokens"] == 40 and "mean_answer_tokens" not in third
+    assert third["recovery_percent"] == 0 and third["num_unparsed"] == 18
+    case = records[1].case
+    assert (case["repetitions"], case["temperature"], case["max_tokens"]) == (3, 0.6, 100)
+    assert records[1].baseline == "bf16" and records[0].baseline is None
+    table = pass_table(records)
+    assert "6 questions × 3" in table.caption and len(table.rows) == 3
+    assert table.rows[1][:2] == ("fp8", pytest.approx(200 / 3)) and len(table.header) == 8
+
+
+def test_records_of_math():
+    task = math_task(generated_math_questions(5), 1, make_checker("octavo"))
+
+    def spelled(item):
+        return Reply(f"So it is \\boxed{{x = {item.answer}\\text{{ units}}}}.")
+
+    (record,) = evaluate([row("a", spelled)], task, PLAN, about=ABOUT, command="c",
+                         answers=AnswerFile())  # fmt: skip
+    assert record.values["score_percent"] == 100 and record.case["checker"] == "octavo"
+    with pytest.raises(ConfigError, match="rows of different names"):
+        evaluate([], task, PLAN, about=ABOUT, command="c", answers=AnswerFile())
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path):
+    task = choice_task(generated_choice_questions(4), repetitions=2, seed=0)
+    path, asked = tmp_path / "answers.jsonl", []
+
+    def stops(item):
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return right(item)
+
+    def run(reply, plan=PLAN, is_resumed=True):
+        answers = AnswerFile(path, is_resumed=is_resumed)
+        rows = [row("bf16", reply, asked)]
+        return evaluate(rows, task, plan, about=ABOUT, command="c", answers=answers)[0].values
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stops, is_resumed=False)
+    with pytest.raises(ConfigError, match="add --resume"):
+        run(right, is_resumed=False)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 3 and all(line["is_right"] for line in lines)
+    assert lines[0]["text"] == f"Answer: {lines[0]['found']}" and lines[0]["row"] == "bf16"
+    with open(path, "a") as file:
+        file.write('{"key": "half a li')
+    del asked[:]
+    assert run(lambda item: Reply("none"))["score_percent"] == 100 * 3 / 8
+    assert len(asked) == 5 and len(path.read_text().splitlines()) == 8
+    del asked[:]
+    assert run(right)["score_percent"] == 100 * 3 / 8 and not asked
+    # Other sampling parameters are other answers.
+    assert run(right, SamplingPlan(options={"temperature": 1.0}))["score_percent"] == 100
+    assert len(asked) == 8
+
+
+def test_files_of_answers_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match="--resume goes on with"):
+        AnswerFile(None, is_resumed=True)
+    with pytest.raises(ConfigError, match="expected an existing folder"):
+        AnswerFile(tmp_path / "no" / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("[1]\n")
+    with pytest.raises(CheckpointError, match="a.jsonl:1: expected an answer"):
+        AnswerFile(tmp_path / "a.jsonl", is_resumed=True)
+
+
+def test_every_item_has_a_seed_of_its_own():
+    task = choice_task(generated_choice_questions(5), repetitions=4, seed=0)
+    seeds = [PLAN.seed_of(item) for item in task.items]
+    assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
+    assert SamplingPlan(options={}, seed=1).seed_of(task.items[0]) != seeds[0]
+    problems = math_task(generated_math_questions(2), 3, make_checker("octavo")).items
+    longer = SamplingPlan(options=PLAN.options, max_tokens=200)
+    keys = [row(name, right).key(i, plan) for name in "ab" for plan in (PLAN, longer)
+            for i in problems]  # fmt: skip
+    assert len(set(keys)) == 24
+
+
+def test_sampling_parameters_of_a_generation_config(tmp_path):
+    config = SimpleNamespace(do_sample=True, temperature=0.6, top_p=0.95, top_k=20, min_p=None)
+    assert generation_sampling(config) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    greedy = {"temperature": 0.0}
+    assert generation_sampling(SimpleNamespace(do_sample=False, temperature=0.6)) == greedy
+    assert generation_sampling(None) == greedy
+    penalized = SimpleNamespace(do_sample=None, repetition_penalty=1.05)
+    assert generation_sampling(penalized) == {**greedy, "repetition_penalty": 1.05}
+    text = json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20})
+    (tmp_path / "generation_config.json").write_text(text)
+    assert load_generation_sampling(str(tmp_path)) == {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+    }
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match="expected a generation_config.json"):
+        load_generation_sampling(str(tmp_path))
