@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
-from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
 from octavo.measure.evaluate.applied import applied
-=======
-from octavo.errors import ConfigError
-from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.transformers.text_model import TextModel
-from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
 from octavo.measure.evaluate.chat_prompt import chat_tokens
->>>>>>> choice
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import Question
 from octavo.measure.evaluate.mrcr_scores import area_under_curve, bucket_of, grade, score_values
