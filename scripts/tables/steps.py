@@ -16,6 +16,8 @@ WORDS = {
     "attention": "FP8 attention",
     "linear+attention": "FP8 linear layers and attention",
     "linear+attention+modulation": "the same, modulation with FP8 weights",
+    "linear-static": "FP8 linear layers, static scales",
+    "linear-static+attention": "FP8 linear layers with static scales, and attention",
     "linear-block": "FP8 linear layers, blocks of 128 × 128",
 }
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from octavo.brief import list_names
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
+from octavo.integrations.calibrate_linear import calibrate_linear
 from octavo.integrations.diffusers import full_size
 from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
@@ -47,7 +48,11 @@ RECIPES: Mapping[str, Recipe | None] = {
         linear="fp8", attention="fp8", weight_only_layers=["modulation"]
     ),
     "linear-block": Recipe(linear={"weight": "block 128x128"}),
+    "linear-static": Recipe(linear="fp8"),
+    "linear-static+attention": Recipe(linear="fp8", attention="fp8"),
 }
+# Recipes whose linear layers get static scales, found on the inputs of the step itself.
+STATIC = ("linear-static", "linear-static+attention")
 LOAD_S, NUM_SAMPLES = 1.0, 7
 # Relative RMS against the same layer in BF16. Quantizing both operands of a product costs 0.037 on
 # normal values; an attention layer has up to two products and attention between them, in a row.
@@ -221,6 +226,8 @@ def _measure(
 ) -> list[_Row]:
     """Check one recipe, then time it, by graphs as well if they are asked for."""
     recipe, device = RECIPES[name], truth.result.device
+    if recipe is not None and name in STATIC:
+        recipe = _with_static_scales(recipe, plain, inputs)
     model: Any = copy.deepcopy(plain)
     if recipe is not None:
         _apply(model, recipe)
@@ -245,6 +252,13 @@ def _measure(
         own = values | {"joint_relative_rms": joint_error, "graph_relative_rms": replayed}
         rows.append(_Row(name, True, own | _sample(call, device)))
     return rows
+
+
+def _with_static_scales(recipe: Recipe, plain: nn.Module, inputs: Mapping[str, Any]) -> Recipe:
+    """The recipe with static scales for linear layers, those that a pass of these inputs needs."""
+    scales = calibrate_linear(plain, [inputs])
+    fields = recipe.settings() | {"linear": {"scaling": "static"}}
+    return Recipe(**fields, scales=scales.to_dict())
 
 
 def _apply(model: nn.Module, recipe: Recipe) -> None:
