@@ -96,8 +96,7 @@ def chartqa(
     names = recipe or list(ROWS)
     if scales is not None and "static" not in names:
         raise ConfigError("--scales is for the row static, which is not asked for")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     task.check_rows(names)
     reader = task.load_reader(model, default_device().torch_device)
     questions = load_questions(data, num_questions)
