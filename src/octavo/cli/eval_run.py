@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err
+from octavo.cli.records import print_file
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -36,6 +37,5 @@ def run_and_print(
             ),
         )
     print_table(make_table(records))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    print_file(output)
     return records

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from io import RawIOBase
 from pathlib import Path
 
+from octavo.atomic import sync_folder
 from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.records import Measurement
 
@@ -35,7 +36,7 @@ def append(path: str | os.PathLike[str], rows: Iterable[Measurement]) -> None:
         for line in lines:
             _write_whole(file, line)
         os.fsync(file.fileno())
-    _sync_folder(Path(path).parent)
+    sync_folder(Path(path).parent)
 
 
 def check_folder(path: str | os.PathLike[str] | None) -> None:
@@ -117,12 +118,3 @@ def _write_whole(file: RawIOBase, line: bytes) -> None:
     except BaseException:
         file.truncate(before)
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    # The name of a new file reaches the disk only when its folder does.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
