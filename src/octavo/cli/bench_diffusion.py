@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err
 from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
+from octavo.cli.records import print_file, print_json
 from octavo.cli.tables import print_objections, print_table
 
 if TYPE_CHECKING:
@@ -113,12 +114,10 @@ def diffusion(
         if output is not None:
             store.append(output, found)
     if as_json:
-        for record in records:
-            typer.echo(record.to_json())
+        print_json(records)
     else:
         _print(records, objections)
-        if output is not None:
-            out.print(f"Records: {output}", soft_wrap=True)
+        print_file(output)
     if failed := [f"{o.operands}: {o.reason}" for o in objections if o.operands in chosen]:
         raise UnsupportedError(f"expected every recipe to run and be right, got {failed[0]}")
 

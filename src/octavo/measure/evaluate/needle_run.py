@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,12 +35,13 @@ from octavo.measure.evaluate.needle_prompts import (
 from octavo.measure.evaluate.perplexity import machine_of
 from octavo.measure.evaluate.perplexity_rows import (
     BASELINE,
+    DEFAULT_ROWS,
     Keys,
     RowName,
-    calibration_scales,
     check_rows,
     recipe_rows,
 )
+from octavo.measure.evaluate.row_scales import Watch, calibrate_rows, given_scales
 from octavo.measure.records import Measurement
 from octavo.recipe import Recipe
 
@@ -49,10 +49,7 @@ from octavo.recipe import Recipe
 RETRIEVAL_ROWS = (BASELINE, "unit+promote=none", "unit")
 # A CPU spells out every product of one-level sums, which takes minutes where they are still right.
 CPU_ROWS = (BASELINE, "unit")
-TEXT_ROWS = (BASELINE, "tensor", "head", "token")
 CALIBRATION_LENGTH, NUM_CALIBRATION_PROMPTS = 2048, 4
-
-Watch = Callable[[str, int, int], None]  # (what is done, how much of it so far, of how much)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +104,7 @@ class Request:
         """The rows of a local model."""
         on_gpu = default_device().capability is not None
         own = RETRIEVAL_ROWS if on_gpu else CPU_ROWS
-        return self.rows or (TEXT_ROWS if self.has_text else own)
+        return self.rows or (DEFAULT_ROWS if self.has_text else own)
 
     @property
     def rows_with_scales(self) -> list[RowName]:
@@ -156,8 +153,7 @@ def run(
     request: Request, output: Path | None, watch: Watch = lambda what, done, total: None
 ) -> list[Measurement]:
     """Search with every row; a record is in the file `output` as soon as its cell is done."""
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     if request.is_resumed and output is None:
         raise ConfigError("--resume goes on with the records of --output, which is not given")
     has_done = request.is_resumed and output is not None and output.exists()
@@ -201,12 +197,7 @@ def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]
 
 
 def _local(request: Request, progress: _Progress, watch: Watch) -> tuple[list[Row], Haystack]:
-    given: dict[Keys, ScaleSet] = {}
-    if request.scales is not None:
-        scales = load_scales(request.scales)
-        given[Keys.of(scales)] = scales
-        for name in request.rows_with_scales:  # before a model is loaded
-            name.choose(given)
+    given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     haystack: Haystack = PairHaystack()
     if not request.has_text:
         text_model = load_retrieval_model(dtype=request.dtype)
@@ -285,18 +276,11 @@ def _calibrate(
     for i in range(count):
         prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
         windows.append(torch.tensor(text_model.tokenizer(prompt.text)["input_ids"]))
-    kinds = list(dict.fromkeys(row.keys for row in request.rows_with_scales))
-    total, num_before = count * sum(keys.num_passes for keys in kinds), 0
-    scales = {}
-    for keys in kinds:
-        before = num_before
-        scales[keys] = calibration_scales(
-            text_model,
-            windows,
-            keys,
-            data=f"{count} other haystacks ({haystack.name}) of {length} tokens",
-            margin=request.margin,
-            on_window=lambda n, before=before: watch("calibrating", before + n, total),  # type: ignore[misc]
-        )
-        num_before += count * keys.num_passes
-    return scales
+    return calibrate_rows(
+        text_model,
+        windows,
+        request.rows_with_scales,
+        data=f"{count} other haystacks ({haystack.name}) of {length} tokens",
+        margin=request.margin,
+        watch=watch,
+    )
