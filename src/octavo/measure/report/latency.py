@@ -18,8 +18,9 @@ from octavo.measure.report.html import Section
 from octavo.measure.report.latency_rows import SAME, Row, itl_crossings, rows_of, ttft_crossings
 from octavo.measure.report.latency_tables import itl_table, range_text, ttft_table
 from octavo.measure.report.plots import SYMBOLS, Figure
+from octavo.measure.report.points import MARK, wrapped
 
-_MARK = "#808080"  # seen on light and dark pages
+_MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
 _FAR = 1.5  # a break-even beyond so many of the longest input is told in words only
 
@@ -101,7 +102,7 @@ def _itl_figure(rows: Sequence[Row]) -> Figure:
     for row, _, found in crossings:
         at = found.crossing
         if at is not None and 0 < at < _FAR * longest:
-            _mark(layout, at - half, f"{escape(row.name)}: {at:,.0f}", at > longest / 2)
+            _mark(layout, at - half, row.name, at, is_right=at > longest / 2)
     caption = _caption("Time between tokens", rows, "line") + _said(crossings)
     return Figure(caption=caption, data=tuple(data), layout=layout)
 
@@ -126,7 +127,7 @@ def _ttft_figure(rows: Sequence[Row]) -> Figure:
     for row, _, found in crossings:
         at = found.crossing
         if at is not None:
-            _mark(layout, at, f"{escape(row.name)}: {at:,.0f}", at > middle)
+            _mark(layout, at, row.name, at, is_right=at > middle)
     caption = _caption("Time to the first token", rows, "curve")
     if crossings:
         caption += " By the curves, between the lengths that were measured:" + _said(crossings)
@@ -211,21 +212,17 @@ def _layout(y_title: str, num_series: int, *, is_log: bool) -> dict[str, Any]:
     return layout
 
 
-def _mark(layout: dict[str, Any], x: float, text: str, is_right: bool) -> None:
+def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:
     """A line down at a break-even, with words that do not cover those of another."""
-    number, is_log = len(layout["shapes"]), layout["xaxis"]["type"] == "log"
     layout["shapes"].append(
         {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-        | {"line": {"color": _MARK, "width": 1, "dash": "dot"}}
+        | {"line": {"color": MARK, "width": 1, "dash": "dot"}}
     )
+    before = sum(text["text"].count("<br>") + 1 for text in layout["annotations"])
+    # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
+    at = math.log10(x) if layout["xaxis"]["type"] == "log" else x
     layout["annotations"].append(
-        # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
-        {
-            "x": math.log10(x) if is_log else x,
-            "y": 1 - 0.1 * number,
-            "yref": "paper",
-            "yanchor": "top",
-            "showarrow": False,
-        }
-        | {"text": f"break-even, {text}", "xanchor": "right" if is_right else "left"}
+        {"x": at, "y": 1 - 0.1 * before, "yref": "paper", "yanchor": "top", "showarrow": False}
+        | {"text": wrapped(f"break-even, {name}: {tokens:,.0f}", _MARK_WIDTH)}
+        | {"align": "right" if is_right else "left", "xanchor": "right" if is_right else "left"}
     )
