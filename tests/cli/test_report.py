@@ -1,5 +1,6 @@
 """octavo report: files in, a page out, and errors that name the line."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -45,6 +46,20 @@ def test_files_and_folders_each_once(results, tmp_path):
     arguments = [results, results / "throughput.jsonl", other]
     assert report(*arguments, "-o", "page.html", "--csv", "all.csv") == 0
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 3
+
+
+def test_pictures_beside_the_records_are_inside_the_page(results, tmp_path):
+    (results / "sheet.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    cases = [{"model": "dit", "row": "fp8", "picture": f"{name}.png"} for name in ("sheet", "lost")]
+    scores = {"psnr_db": 36.0, "worst_psnr_db": 30.0}
+    records = [row(op="images", case=case, values=scores, baseline="bf16") for case in cases[:1]]
+    records += [row(op="images", case=cases[1] | {"row": "x"}, values=scores, baseline="bf16")]
+    store.append(results / "images.jsonl", records)
+    assert report("--csv", "all.csv", "-o", "page.html", results / "images.jsonl") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert '<img src="data:image/png;base64,iVBORw0KGgo="' in page
+    assert "The picture lost.png of x is not shown: there is no such file." in page
+    assert "sheet.png" in (tmp_path / "all.csv").read_text()
 
 
 def test_a_line_that_is_no_record_is_named(results, tmp_path, capsys):
@@ -96,6 +111,19 @@ def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch, 
     assert report() == 0
     note = f"Advice for NVIDIA H200 is not compared: {words}."
     assert note in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--no-advice"], ["other.jsonl"]], ids=["flag", "other ops"])
+def test_advice_is_left_out_unless_there_is_something_to_compare(
+    results, tmp_path, monkeypatch, arguments
+):
+    monkeypatch.setitem(sys.modules, "octavo.measure.advise.compared", None)  # raises if imported
+    kernel = row(op="quantize", case={"shape": "1", "operands": "FP8"}, values={"median_ms": 1.0})
+    store.append(tmp_path / "other.jsonl", [kernel])
+    assert report(*arguments) == 0
+    assert "Advice" not in (tmp_path / "report.html").read_text().split("<script>")[0]
+    assert report() == 0
+    assert "Advice for NVIDIA H200 is not compared" in (tmp_path / "report.html").read_text()
 
 
 def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatch):

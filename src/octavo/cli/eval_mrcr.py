@@ -72,6 +72,9 @@ def mrcr(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what --output has records of already.")
+    ] = False,
 ) -> None:
     """Multi-round co-reference (openai/mrcr): the i-th of several equal requests, word by word.
 
@@ -98,5 +101,6 @@ def mrcr(
         margin=margin,
         chunk=chunk,
         dtype=dtype,
+        is_resumed=resume,
     )
     run_and_print(mrcr_run.run, request, output, mrcr_table)

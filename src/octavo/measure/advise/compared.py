@@ -17,10 +17,10 @@ from octavo.measure.advise.predict import (
     step_shape,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.report.advice import COMPARED_OPS
 from octavo.measure.report.tables import Table, from_records
 
 OP = "advise"
-COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
 COLUMNS = (
     *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
 )
@@ -194,7 +194,8 @@ def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> list[Co
         if model is None:
             continue
         plain, own = (predictor.step(model, name) for name in ("bf16", recipe))
-        what = "a step" if layers == "all" else f"a step, {layers} blocks of each kind"
+        blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"
+        what = "a step" if layers == "all" else f"a step{blocks}"
         measured = row.values["speedup"]
         found.append(Compared(model.name, what, recipe, measured, plain.ms / own.ms))
     return found
