@@ -87,7 +87,7 @@ def diffusion(
     one is not timed, and the command ends with 1. The memory is that of the weights and one step
     together.
     """
-    from rich.progress import track
+    from rich.progress import Progress
 
     from octavo.errors import UnsupportedError
     from octavo.kernels.device import default_device
@@ -106,13 +106,19 @@ def diffusion(
     options += "" if compile else " --no-compile"
     options += "" if graphs is None else f" --{'' if graphs else 'no-'}graphs"
     options += "" if peers is None else " --peers FOLDER"  # whichever it was on this machine
-    for case in track(cases, description="measuring", console=err):
-        command = f"octavo bench diffusion --config {case.size} --recipes {','.join(chosen)}"
-        found, objected = run_step(case, device.torch_device, command + options, peers)
-        records += found
-        objections += objected
-        if output is not None:
-            store.append(output, found)
+    with Progress(console=err) as progress:
+        task = progress.add_task("measuring", total=len(cases) * len(chosen))
+
+        def keep(found: "list[Measurement]") -> None:
+            records.extend(found)
+            if output is not None:
+                store.append(output, found)
+            progress.advance(task)
+
+        for case in cases:
+            command = f"octavo bench diffusion --config {case.size} --recipes {','.join(chosen)}"
+            where = (device.torch_device, command + options, peers)
+            objections += run_step(case, *where, on_recipe=keep)[1]
     if as_json:
         print_json(records)
     else:

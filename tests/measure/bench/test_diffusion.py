@@ -46,6 +46,19 @@ def test_modulation_in_fp8_weights_takes_less_memory() -> None:
     assert without["relative_rms"] != weight_only["relative_rms"]
 
 
+def test_static_scales_are_of_the_steps_own_inputs() -> None:
+    names, seen = ("bf16", "linear", "linear-static+attention"), []
+    records, _ = run_step(
+        replace(EAGER, recipes=names), CPU, "octavo bench diffusion", on_recipe=seen.append
+    )
+    # A crash later on loses nothing of what was measured.
+    assert [[r.case["recipe"] for r in found] for found in seen] == [[name] for name in names]
+    assert [record for found in seen for record in found] == records
+    _, dynamic, static = (record.values["linear_relative_rms"] for record in records)
+    assert 0.01 < static <= diffusion.MAX_LINEAR_ERROR and static != dynamic
+    assert records[2].case["attention"] == "octavo FP8"
+
+
 def test_a_model_without_modulation_layers_is_an_objection() -> None:
     names = ("bf16", "linear+attention+modulation")
     case = StepCase("tiny-wan", names, is_compiled=False)

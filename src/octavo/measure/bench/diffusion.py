@@ -111,12 +111,18 @@ class _Row:
 
 @torch.no_grad()
 def run_step(
-    case: StepCase, device: torch.device, command: str, folder: Path | None = None
+    case: StepCase,
+    device: torch.device,
+    command: str,
+    folder: Path | None = None,
+    *,
+    on_recipe: Callable[[list[Measurement]], None] = lambda records: None,
 ) -> tuple[list[Measurement], list[Objection]]:
     """The records of all recipes, the fastest in BF16 the baseline; and who could not take part.
 
     folder: may hold peers; the fastest BF16 attention at hand is that of the baseline, and of FP8
-    linear layers beside attention in BF16.
+    linear layers beside attention in BF16. on_recipe: is given each recipe's records when it is
+    done, BF16 first.
     """
     if case.use_graphs and device.type != "cuda":
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got {device}")
@@ -129,13 +135,17 @@ def run_step(
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)
         rows: list[_Row] = []
+        records: list[Measurement] = []
         for name in sorted(case.recipes, key=lambda name: name != BF16):
             try:
                 rows += _measure(case, name, plain, inputs, truth)
             except UnsupportedError as error:
                 objections.append(Objection("diffusion_step", "octavo", name, str(error)))
             _forget()
-    return _records(case, rows, attention, device, command), objections
+            found = _records(case, rows, attention, device, command)[len(records) :]
+            records += found
+            on_recipe(found)
+    return records, objections
 
 
 def _forget() -> None:
