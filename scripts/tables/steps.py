@@ -18,6 +18,7 @@ WORDS = {
     "linear+attention+modulation": "the same, modulation with FP8 weights",
     "linear-static": "FP8 linear layers, static scales",
     "linear-static+attention": "FP8 linear layers with static scales, and attention",
+    "linear-static+attention-static": "FP8 linear layers and attention, static scales",
     "linear-block": "FP8 linear layers, blocks of 128 × 128",
 }
 

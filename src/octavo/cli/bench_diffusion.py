@@ -46,8 +46,8 @@ def diffusion(
             "--recipes",
             help="Of bf16, linear, attention, linear+attention (FP8), linear+attention+modulation "
             "(modulation in FP8 weights alone), linear-block (blocks of 128 x 128), "
-            "linear-static, linear-static+attention (one scale for each layer's input, found "
-            "before), with commas between; bf16 is the baseline and must be there.",
+            "linear-static, linear-static+attention, linear-static+attention-static (scales found "
+            "before the step), with commas between; bf16 is the baseline and must be there.",
         ),
     ] = "bf16,linear,linear+attention",
     layers: Annotated[

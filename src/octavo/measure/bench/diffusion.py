@@ -10,7 +10,7 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.brief import list_names
+from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.run import Calibration
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.calibrate_linear import calibrate_linear
 from octavo.integrations.diffusers import full_size
 from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.current_layer import observe_attention
 from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
 from octavo.kernels.device import describe
 from octavo.measure.bench import peer_impls
@@ -50,9 +53,14 @@ RECIPES: Mapping[str, Recipe | None] = {
     "linear-block": Recipe(linear={"weight": "block 128x128"}),
     "linear-static": Recipe(linear="fp8"),
     "linear-static+attention": Recipe(linear="fp8", attention="fp8"),
+    "linear-static+attention-static": Recipe(linear="fp8", attention="fp8"),
 }
-# Recipes whose linear layers get static scales, found on the inputs of the step itself.
-STATIC = ("linear-static", "linear-static+attention")
+# What gets static scales in a recipe, found on the inputs of the step itself.
+STATIC: Mapping[str, tuple[str, ...]] = {
+    "linear-static": ("linear",),
+    "linear-static+attention": ("linear",),
+    "linear-static+attention-static": ("linear", "attention"),
+}
 LOAD_S, NUM_SAMPLES = 1.0, 7
 # Relative RMS against the same layer in BF16. Quantizing both operands of a product costs 0.037 on
 # normal values; an attention layer has up to two products and attention between them, in a row.
@@ -237,7 +245,7 @@ def _measure(
     """Check one recipe, then time it, by graphs as well if they are asked for."""
     recipe, device = RECIPES[name], truth.result.device
     if recipe is not None and name in STATIC:
-        recipe = _with_static_scales(recipe, plain, inputs)
+        recipe = _with_static_scales(recipe, STATIC[name], plain, inputs)
     model: Any = copy.deepcopy(plain)
     if recipe is not None:
         _apply(model, recipe)
@@ -264,10 +272,19 @@ def _measure(
     return rows
 
 
-def _with_static_scales(recipe: Recipe, plain: nn.Module, inputs: Mapping[str, Any]) -> Recipe:
-    """The recipe with static scales for linear layers, those that a pass of these inputs needs."""
+def _with_static_scales(
+    recipe: Recipe, parts: Sequence[str], plain: nn.Module, inputs: Mapping[str, Any]
+) -> Recipe:
+    """The recipe with static scales for these parts, those that a pass of these inputs needs."""
     scales = calibrate_linear(plain, [inputs])
-    fields = recipe.settings() | {"linear": {"scaling": "static"}}
+    if "attention" in parts:
+        layers = find_layers(plain)
+        seen = Calibration(list(layers), CalibrationSettings())
+        with observe_attention(layers, seen.see):
+            plain(**inputs)
+        header = replace(scales.header, kind=None)  # no longer of linear layers alone
+        scales = replace(scales, layers=seen.result().scales.layers, header=header)
+    fields = recipe.settings() | {part: {"scaling": "static"} for part in parts}
     return Recipe(**fields, scales=scales.to_dict())
 
 
