@@ -33,6 +33,12 @@ LOADS = (
     ("llama-3.1-8b", "fp8", "the same shape, 48 requests of 20k + 2k tokens, 8 at once"),
     ("llama-3.1-8b", "fp8+linear", "the same with FP8 linear layers"),
 )
+# Of a diffusion step's records the model and the recipe, by CUDA graphs.
+STEPS = (
+    ("flux.1-dev", "linear", "FLUX.1-dev-shaped transformer, a step at 1024 × 1024, FP8 linear"),
+    ("flux.1-dev", "linear-static+attention", "the same with static scales and FP8 attention"),
+    ("wan2.2-14b", "linear+attention", "Wan2.2-14B-shaped block, 75,600 tokens"),
+)
 
 
 def speeds(results: Path) -> str:
@@ -41,10 +47,12 @@ def speeds(results: Path) -> str:
     towers = store.read(results / "encoder_h200.jsonl")
     decoders = store.read(results / "generate_h200.jsonl")
     loads = store.read(results / "throughput_h200.jsonl")
+    steps = store.read(results / "diffusion_h200.jsonl")
     rows = (
         *(_tower_speed(towers, resolution, words) for resolution, words in TOWERS),
         *(_generate_speed(decoders, context, batch, words) for context, batch, words in DECODERS),
         *(_load_speed(loads, model, row, words) for model, row, words in LOADS),
+        *(_step_speed(steps, model, recipe, words) for model, recipe, words in STEPS),
         *(_speed(op, shape, words, records) for op, shape, words in SPEEDS),
     )
     header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
@@ -55,7 +63,8 @@ def speeds(results: Path) -> str:
         f"checked first (torch {machine.versions['torch']}, Triton {machine.versions['triton']}). "
         "Models have random weights; the tower's BF16 is stock transformers with the fastest "
         "attention, the decoder's is octavo's BF16 pages, the engine's has the fastest attention "
-        "in prompts as well. Operands of kernels are quantized before "
+        "in prompts as well, a diffusion step's is compiled and runs by CUDA graphs. Operands of "
+        "kernels are quantized before "
         "the clock starts. The other FP8: FlashAttention-3 with two-level "
         "accumulation, as vLLM builds it; cuDNN, whose result is rounded to FP8 as well; "
         "`torch._scaled_mm` with one scale per token and channel, which octavo itself runs where "
@@ -110,6 +119,24 @@ def _load_speed(records: list[Measurement], model: str, row: str, words: str) ->
     who = bf16.case.get("prefill_impl", "octavo's")
     told = (f"{fast:.0f} tokens/s", f"{slow:.0f} tokens/s ({who})")
     return words, *told, "", f"{fast / slow:.2f}×", ""
+
+
+def _step_speed(records: list[Measurement], model: str, recipe: str, words: str) -> tuple[str, ...]:
+    """The newest step by CUDA graphs beside the BF16 of its run."""
+    found = [
+        r
+        for r in records
+        if (r.case["model"], r.case["recipe"], r.case["graphs"]) == (model, recipe, True)
+    ]
+    ours = max(found, key=lambda r: r.date)
+    # In the same run as the baseline that the speed-up is over.
+    bf16 = next(
+        r
+        for r in records
+        if (r.case["model"], r.case["recipe"], r.command) == (model, "bf16", ours.command)
+        and r.values["speedup"] == 1
+    )
+    return _whole(words, ours, bf16, str(bf16.case["attention"]).removesuffix(" BF16"))
 
 
 def _whole(words: str, ours: Measurement, bf16: Measurement, who: str) -> tuple[str, ...]:
