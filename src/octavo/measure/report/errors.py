@@ -1,23 +1,48 @@
-"""The demonstration's records as sections of a page."""
+"""What FP8 does to the numbers of one attention layer, as sections of a page.
+
+Records of four ops: the rounding of q, k and v, attention, decoding over pages, and accumulation.
+"""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import bars, lines
+from octavo.measure.report.select import grouped, newest
 from octavo.measure.report.tables import Table, pivot
 
+# Op -> what its records are told apart by, and the values that they have.
+CASES: dict[str, tuple[str, ...]] = {
+    "quantize_error": ("layer", "tensor", "format", "granularity"),
+    "attention_error": ("layer", "recipe"),
+    "decode_error": ("layer", "recipe"),
+    "accumulation_error": ("length", "accumulation"),
+}
+VALUES: dict[str, tuple[str, ...]] = {
+    "quantize_error": ("sqnr_db",),
+    "attention_error": ("relative_rms",),
+    "decode_error": ("relative_rms", "bytes_per_token"),
+    "accumulation_error": ("relative_rms", "is_found"),
+}
 
-def demo_sections(records: Sequence[Measurement]) -> list[Section]:
-    """What the demonstration measured, with a table and a plot for each question."""
-    return [
-        _quantization(records),
-        _attention(records),
-        _decoding(records),
-        _accumulation(records),
-    ]
+
+def error_sections(records: Sequence[Measurement]) -> list[Section]:
+    """A section for each machine, model and kind of error."""
+    makers: dict[str, Callable[[Sequence[Measurement]], Section]] = {
+        "quantize_error": _quantization,
+        "attention_error": _attention,
+        "decode_error": _decoding,
+        "accumulation_error": _accumulation,
+    }
+    sections = []
+    for (machine, kind, model), own in grouped(records, "op", "model").items():
+        op = str(kind)
+        section = makers[op](newest(own, *CASES[op]))
+        name = f"{model}, {machine}" if model is not None else str(machine)
+        sections.append(replace(section, title=f"{section.title}: {name}"))
+    return sections
 
 
 def average(records: Sequence[Measurement], over: str) -> list[Measurement]:
@@ -40,7 +65,7 @@ def average(records: Sequence[Measurement], over: str) -> list[Measurement]:
 
 
 def _quantization(records: Sequence[Measurement]) -> Section:
-    rows = average([r for r in records if r.op == "quantize"], over="layer")
+    rows = average(records, over="layer")
     labelled = [
         replace(r, case={**r.case, "choice": f"{r.get('format')} per {r.get('granularity')}"})
         for r in rows
@@ -72,34 +97,32 @@ def _quantization(records: Sequence[Measurement]) -> Section:
 
 
 def _attention(records: Sequence[Measurement]) -> Section:
-    rows = [r for r in records if r.op == "attention" and r.get("recipe")]
     return Section(
-        title="Attention in FP8",
+        title="Attention in FP8, layer by layer",
         text="Relative error of causal attention against float64, layer by layer: q, k, v and P "
         "in FP8 with two-level accumulation, beside BF16.",
         figures=(
             bars(
-                rows,
+                records,
                 caption="Relative RMS error; lower is better",
                 x="layer",
                 y="relative_rms",
                 series="recipe",
             ),
         ),
-        tables=(_errors_by_layer(rows),),
+        tables=(_errors_by_layer(records),),
     )
 
 
 def _decoding(records: Sequence[Measurement]) -> Section:
-    rows = [r for r in records if r.op == "decode_attention"]
-    sizes = average(rows, over="layer")
+    sizes = average(records, over="layer")
     per_token = {str(r.get("recipe")): round(r.values["bytes_per_token"]) for r in sizes}
     bytes_text = ", ".join(f"{recipe} {size}" for recipe, size in per_token.items())
     return Section(
         title="Decoding over an FP8 KV cache",
         text="The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the "
         f"error is the storage's. Bytes per token and layer: {bytes_text}.",
-        tables=(_errors_by_layer(rows),),
+        tables=(_errors_by_layer(records),),
     )
 
 
@@ -114,19 +137,26 @@ def _errors_by_layer(rows: Sequence[Measurement]) -> Table:
 
 
 def _accumulation(records: Sequence[Measurement]) -> Section:
-    rows = [r for r in records if r.get("accumulation")]
     found = [
         replace(r, case={**r.case, "needle": "found" if r.get("is_found") else "lost"})
-        for r in rows
+        for r in records
     ]
+    lost = sorted(
+        int(r.case["length"])
+        for r in found
+        if (r.case["accumulation"], r.case["needle"]) == ("one-level", "lost")
+    )
     return Section(
         title="Why accumulation has two levels",
         text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for "
         "bit with an H200. A needle lies in the middle of a haystack whose values cancel: with "
         "one level the haystack's sum stands still, never cancels, and buries the needle.",
+        headline=f"A needle among {lost[0]:,} keys is lost with one-level accumulation."
+        if lost
+        else "",
         figures=(
             lines(
-                rows,
+                records,
                 caption="Relative error against float64, by context length; lower is better",
                 x="length",
                 y="relative_rms",
