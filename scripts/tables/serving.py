@@ -123,10 +123,14 @@ def _curve(fit: Measurement) -> str:
         f"{values['ttft_residual_ms']:.1f} ms unexplained"
     )
     ratio = values.get("square_ratio", math.nan)
-    if math.isnan(ratio):
+    if not math.isnan(ratio):
+        spread = _range(fit, "square_ratio", "", 2)
+        text += f"; {ratio:.2f}{spread} of the square term of `{fit.baseline}`"
+    if "ttft_break_even_tokens" not in values:
         return f"{text}."
-    spread = _range(fit, "square_ratio", "", 2)
-    return f"{text}; {ratio:.2f}{spread} of the square term of `{fit.baseline}`."
+    found = BreakEven(values["ttft_break_even_tokens"], values.get("ttft_faster_up_to_tokens"))
+    spread = _range(fit, "ttft_break_even", "_tokens", 0)
+    return f"{text}; {found}{spread} than `{fit.baseline}`, between the lengths that were measured."
 
 
 def _range(fit: Measurement, name: str, unit: str, digits: int) -> str:
@@ -134,7 +138,7 @@ def _range(fit: Measurement, name: str, unit: str, digits: int) -> str:
     low, high = (fit.values.get(f"{name}_{end}{unit}") for end in ("low", "high"))
     if low is None or high is None:
         return ""
-    return f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f" [{low:,.{digits}f}, {high:,.{digits}f}]"
 
 
 def _throughput_of(records: list[Measurement]) -> str:

@@ -84,6 +84,31 @@ def test_servers_are_rows(capsys, folder, tmp_path):
     assert "AUC@" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_its_records(folder, tmp_path, capsys):
+    answers = {q.messages[-1]["content"]: q.answer for q in generated_questions()}
+    asked, path = [], tmp_path / "records.jsonl"
+
+    def know(body):
+        asked.append(body)
+        return answers[body["messages"][-1]["content"]]
+
+    with chat_server(know) as good:
+        args = ("--endpoint", f"good={good}", "--tokenizer", folder, "-o", path)
+        assert octavo(*args) == 0
+        records = store.read(path)
+        assert len(asked) == 8 and records[0].case["tokenizer"] == str(folder)
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:-2]))  # as if it had been stopped before its last bucket
+        del asked[:]
+        assert octavo(*args, "--resume") == 0
+        again = store.read(path)
+        assert 0 < len(asked) == again[-2].values["num_questions"] < 8
+        assert [(r.case, r.values) for r in again] == [(r.case, r.values) for r in records]
+        assert octavo(*args, "--resume") == 0 and store.read(path) == again
+        assert octavo(*args) == 0 and len(store.read(path)) == 2 * len(again)
+    assert "MRCR score" in capsys.readouterr().out
+
+
 def small_chats(path):
     """Chats that fit a context of 1024 bytes."""
     request = {"role": "user", "content": "write a poem about tapirs"}
@@ -101,6 +126,9 @@ def test_a_local_model_in_its_own_dtype_and_fp8(capsys, folder, tmp_path, monkey
     records = store.read(path)
     names = list(dict.fromkeys(r.case["recipe"] for r in records))
     assert names == ["float32", "fp8 token"]
+    assert "recipe_digest" not in records[0].case and len(records[2].case["recipe_digest"]) == 12
+    assert octavo(folder, "--data", data, *rows, "-o", path, "--resume") == 0
+    assert store.read(path) == records
     assert [r.case["bucket"] for r in records[:2]] == [2048, "all"]
     assert records[0].case["data"] == "chats.jsonl" and records[0].case["max_length"] == 1024
     assert octavo(folder, "--data", data, "--max-length", "4k", *rows) == 1
@@ -123,6 +151,7 @@ def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
         ((), "expected a MODEL or --endpoint"),
         (("m", "--endpoint", "http://x"), "expected a MODEL or --endpoint"),
         (("--endpoint", "http://x"), "--endpoint needs --tokenizer"),
+        (("m", "--recipe", "unit", "--resume"), "--resume goes on with the records of --output"),
         (("--endpoint", "http://x", "--recipe", "unit"), "--recipe is for a model"),
         (("m", "--recipe", "unit", "--scales", "s.json"), "which are not asked for"),
         (("m", "--data", "nowhere.jsonl", "--recipe", "unit"), "expected a path or a data set"),

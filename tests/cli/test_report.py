@@ -47,6 +47,20 @@ def test_files_and_folders_each_once(results, tmp_path):
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 3
 
 
+def test_pictures_beside_the_records_are_inside_the_page(results, tmp_path):
+    (results / "sheet.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    cases = [{"model": "dit", "row": "fp8", "picture": f"{name}.png"} for name in ("sheet", "lost")]
+    scores = {"psnr_db": 36.0, "worst_psnr_db": 30.0}
+    records = [row(op="images", case=case, values=scores, baseline="bf16") for case in cases[:1]]
+    records += [row(op="images", case=cases[1] | {"row": "x"}, values=scores, baseline="bf16")]
+    store.append(results / "images.jsonl", records)
+    assert report("--csv", "all.csv", "-o", "page.html", results / "images.jsonl") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert '<img src="data:image/png;base64,iVBORw0KGgo="' in page
+    assert "The picture lost.png of x is not shown: there is no such file." in page
+    assert "sheet.png" in (tmp_path / "all.csv").read_text()
+
+
 def test_a_line_that_is_no_record_is_named(results, tmp_path, capsys):
     file = results / "throughput.jsonl"
     file.write_text(file.read_text() + '{"a": 1}\n')

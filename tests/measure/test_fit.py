@@ -15,6 +15,7 @@ from octavo.measure.fit import (
     Quadratic,
     Ratio,
     break_even,
+    curve_break_even,
     fit_itl,
     fit_line,
     fit_quadratic,
@@ -180,6 +181,104 @@ def test_square_ratio():
     assert square_ratio(first, other) == Ratio(0.25)
     assert math.isnan(square_ratio(first, Quadratic(1, 1, 0, 0)).value)
     assert math.isnan(slope_ratio(Line(1, 1, 0), Line(1, 0, 0)).value)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "tokens", "up_to", "text"),
+    [
+        ((-1, 0, 0), -math.inf, None, "always faster"),
+        ((0, 0, 0), math.inf, None, "never faster"),
+        ((1, 0, 0), math.inf, None, "never faster"),
+        ((5, -1, 0), 5, None, "faster from 5 tokens on"),
+        ((25, 0, -1), 5, None, "faster from 5 tokens on"),
+        ((-25, 0, 1), math.inf, 5, "faster up to 5 tokens"),
+        ((3.2, -1.2, 0.1), 4, 8, "faster from 4 to 8 tokens"),
+        ((-3.2, 1.2, -0.1), 8, 4, "faster up to 4 tokens and from 8 on"),
+        # They touch at 6, and do not cross.
+        ((36, -12, 1), math.inf, None, "never faster"),
+        ((-36, 12, -1), -math.inf, None, "always faster"),
+        # What is below 2 or beyond 10 is not told.
+        ((144, 0, -1), math.inf, None, "never faster"),
+        ((1, 0, -1), -math.inf, None, "always faster"),
+    ],
+)
+def test_where_curves_cross(gaps, tokens, up_to, text):
+    first = (64.0, 16.0, 2.0)
+    own = Quadratic(*(a + b for a, b in zip(first, gaps, strict=True)), 0)
+    found = curve_break_even(own, Quadratic(*first, 0), (2, 10))
+    assert found.tokens == pytest.approx(tokens) and str(found) == text
+    assert found.up_to == (None if up_to is None else pytest.approx(up_to))
+    assert found.interval is None
+    at = tokens if 2 <= tokens <= 10 else up_to
+    assert found.crossing == (None if at is None else pytest.approx(at))
+
+
+LENGTHS = np.asarray([256.0, 4096, 8192, 32768, 128000])
+TERM = st.tuples(st.floats(0, 100), st.floats(0, 0.1), st.floats(0, 1e-6))
+
+
+@hypothesis.given(TERM, TERM)
+def test_a_planted_curve_is_faster_where_it_says(planted, others):
+    """Fitted from exact points: at every length the cheaper one is the one that is said to be."""
+    own, other = (
+        fit_quadratic(LENGTHS, c + b * LENGTHS + a * LENGTHS**2) for c, b, a in (planted, others)
+    )
+    found = curve_break_even(own, other)
+    up_to = -math.inf if found.up_to is None else found.up_to
+    for x in np.geomspace(256, 128000, 97).tolist():
+        is_said = x >= found.tokens if up_to <= found.tokens else found.tokens <= x <= up_to
+        is_said |= x <= up_to and (up_to <= found.tokens or math.isinf(found.tokens))
+        gap = sum((p - q) * x**k for k, (p, q) in enumerate(zip(planted, others, strict=True)))
+        if abs(gap) > 1e-6 * (own.at(128000) + other.at(128000)) + 1e-9:
+            assert is_said == (gap < 0), (x, found)
+
+
+# Shrinking a failure would draw for minutes, and explain nothing.
+@hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
+@hypothesis.given(st.floats(5000, 40000), st.integers(0, 2**32))
+def test_a_planted_crossing_is_in_its_interval_as_often_as_it_says(crossing, seed):
+    random = np.random.default_rng(seed)
+    first = 100 + 0.02 * LENGTHS + 4e-7 * LENGTHS**2
+    own = first + 2e-7 * crossing**2 - 2e-7 * LENGTHS**2
+    inside = []
+    for _ in range(150):
+        shared = random.normal(0, 20, 5)  # what both rows have is no difference between them
+        noisy = [y + shared + random.normal(0, 5, 5) for y in (own, first)]
+        curve, other = (fit_quadratic(LENGTHS, y) for y in noisy)
+        if curve.held or other.held:
+            continue
+        found = curve_break_even(curve, other)
+        if found.interval is not None:
+            assert 256 <= found.interval.low <= found.crossing <= found.interval.high <= 128000
+            inside.append(crossing in found.interval)
+    assert len(inside) > 100 and 0.86 < np.mean(inside) <= 0.995
+
+
+def test_exact_curves_cross_where_they_do():
+    """Nothing is left unexplained: the interval is the crossing, and not the whole range."""
+    own, first = (
+        fit_quadratic(LENGTHS, c + 0.02 * LENGTHS + a * LENGTHS**2)
+        for c, a in ((75.0, 1e-6), (50.0, 2e-6))
+    )
+    found = curve_break_even(own, first)
+    assert found.tokens == pytest.approx(5000)
+    assert (found.interval.low, found.interval.high) == pytest.approx((5000, 5000), rel=1e-4)
+
+
+def test_curves_that_say_nothing_of_where_they_cross():
+    lengths = [1.0, 2.0, 3.0, 4.0]
+    curve = fit_quadratic(lengths, [5.0, 6.0, 9.0, 12.0])
+    with pytest.raises(ConfigError, match="expected curves that were fitted, or the lengths"):
+        curve_break_even(curve, Quadratic(1, 1, 1, 0))
+    far = fit_quadratic([5, 6, 7, 8], [1, 2, 4, 7])
+    with pytest.raises(ConfigError, match="expected curves over lengths that both have"):
+        curve_break_even(curve, far)
+    # Three points leave nothing to judge by; a term that is held is not the one that was fitted.
+    three = fit_quadratic(lengths[:3], [4.0, 6.5, 9.5])
+    assert curve_break_even(curve, three).crossing is not None
+    assert curve_break_even(curve, three).interval is None
+    held = fit_quadratic(lengths, [0.0, 4.0, 9.5, 16.0])
+    assert held.held and curve_break_even(held, curve).interval is None
 
 
 def test_fits_of_records():

@@ -11,7 +11,8 @@ from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.regression import Interval
 from octavo.measure.report.html import render
-from octavo.measure.report.latency import latency_sections, with_interval
+from octavo.measure.report.latency import latency_sections
+from octavo.measure.report.latency_tables import with_interval
 
 RESULTS = Path(__file__).parents[2] / "results"
 MACHINE = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
@@ -21,12 +22,14 @@ LENGTHS = (256, 4096, 8192, 32768, 128000)
 NOISE = (0.01, -0.02, 0.02, -0.01, 0.0)
 
 
-def times(row, intercept, slope, *, square=4e-7, lengths=LENGTHS, baseline=None, **changes):
+def times(
+    row, intercept, slope, *, constant=50, square=4e-7, lengths=LENGTHS, baseline=None, **changes
+):
     """The records of a row whose ITL is a line and whose TTFT is a curve, with some noise."""
     found = []
     for index, length in enumerate(lengths):
         itl = intercept + slope * (length + 64) + NOISE[index % 5]
-        ttft = 50 + 0.02 * length + square * length**2 + 100 * NOISE[index % 5]
+        ttft = constant + 0.02 * length + square * length**2 + 100 * NOISE[index % 5]
         values = {"median_itl_ms": itl, "p10_itl_ms": itl - 0.125, "p90_itl_ms": itl + 0.25}
         values |= {"median_ttft_ms": ttft, "p10_ttft_ms": ttft - 1, "p90_ttft_ms": ttft + 2}
         found.append(
@@ -74,6 +77,35 @@ def test_points_fits_and_break_even():
     assert lines.rows[1][3].startswith("0.542") and lines.rows[0][3] is None
     assert curves.rows[1][4].startswith("0.500")
     assert curves.rows[0][3].startswith("0.40") and "[0.3" in curves.rows[0][3]
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "at"),
+    [
+        (
+            {"constant": 75},
+            "faster from 11,180 tokens on than auto (95 %: 11,180 to 11,180)",
+            11180,
+        ),
+        ({"constant": 40}, "always faster than auto.", None),
+        ({"square": 4e-7, "constant": 60}, "never faster than auto.", None),
+        ({"square": 6e-7, "constant": 30}, "faster up to 10,000 tokens than auto", 10000),
+    ],
+    ids=["from", "always", "never", "up to"],
+)
+def test_curves_of_ttft_break_even(own, words, at):
+    fp8 = times("fp8", 6.58, 2.37e-5, baseline="auto", **{"square": 2e-7, **own})
+    (section,) = latency_sections([*BLOG[:5], *fp8])
+    _, ttft = section.figures
+    assert f"By the curves, between the lengths that were measured: fp8 is {words}" in ttft.caption
+    first, second = section.tables[1].rows
+    assert first[-1] is None and words.startswith(second[-1].split(" (")[0])
+    assert section.tables[1].header[-1] == "break-even"
+    marks = [mark["x0"] for mark in ttft.layout["shapes"]]
+    assert marks == ([] if at is None else [pytest.approx(at, rel=1e-3)])
+    for text in ttft.layout["annotations"]:  # whose x is a logarithm
+        assert 10 ** text["x"] == pytest.approx(at, rel=1e-3)
+        assert text["text"] == f"break-even, fp8: {at:,}"
 
 
 def test_the_page_has_it_all_inside():

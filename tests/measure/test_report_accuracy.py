@@ -54,20 +54,6 @@ def test_charts_with_intervals():
     assert "100 questions" in section.text and "98.9 %" in section.headline
 
 
-def test_pictures_with_the_worst_one():
-    def scored(name, **values):
-        case = {"model": "dit", "row": name, "num_pictures": 4, "num_inference_steps": 20}
-        return row(op="images", case=case, values=values, baseline=None if not values else "bf16")
-
-    records = [scored("bf16"), scored("fp8", psnr_db=36.0, worst_psnr_db=30.0)]
-    (section,) = accuracy.images_sections(records)
-    (trace,) = section.figures[0].data
-    assert trace["x"] == [36.0] and trace["error_x"]["arrayminus"] == [6.0]
-    assert "30.0 dB PSNR against bf16, with fp8" in section.headline
-    assert section.tables[0].header == ("row", "PSNR (dB)", "worst PSNR (dB)")
-    assert accuracy.images_sections(records[:1]) == []
-
-
 def test_needles_by_machine_and_model_with_their_recovery():
     def found(recipe, percent, date="2026-11-01T00:00:00Z"):
         case = {"model": "m", "haystack": "h", "recipe": recipe, "length": 8192, "depth": 0.5}

@@ -17,6 +17,7 @@ from octavo.measure.records import Machine, Measurement  # noqa: E402
 from octavo.measure.report.html import Section, write_report  # noqa: E402
 from octavo.measure.report.kernels import Roof  # noqa: E402
 from octavo.measure.report.pages import report_sections  # noqa: E402
+from octavo.measure.report.pictures import with_pictures  # noqa: E402
 from octavo.measure.report.plots import Figure  # noqa: E402
 
 BROWSER = find_browser()
@@ -53,6 +54,12 @@ DRAWN = """[...document.querySelectorAll('.plot')].every((node) => {
   return svg && Math.abs(svg.getBoundingClientRect().width - node.clientWidth) < 2;
 })"""
 
+# Pictures are decoded, and none makes the page wider.
+SHEETS = """[...document.querySelectorAll('.sheet')].map((node) => {
+  const image = node.querySelector('img');
+  return image.naturalWidth > 0 && image.alt.length > 20 && node.clientWidth < innerWidth;
+})"""
+
 
 def needles():
     """A heat map, which the repository's records may not have."""
@@ -73,9 +80,30 @@ def needles():
     ]
 
 
+def answers():
+    """pass@1 and texts, likewise."""
+    machine = Machine.current()
+    about = {"model": "m", "data": "gpqa", "repetitions": 4}
+    scores = {"score_percent": 40.0, "score_standard_error_percent": 2.0, "num_questions": 198.0}
+    recovered = {"recovery_percent": 99.0, "recovery_standard_error_percent": 1.0}
+    found = [
+        ("choice", {**about, "recipe": "bfloat16"}, scores),
+        ("choice", {**about, "recipe": "fp8 head+rotate+center"}, scores | recovered),
+        ("texts", {"model": "m", "recipe": "fp8", "prompt": "What?", "text": "Words. " * 40}, {}),
+    ]
+    return [
+        Measurement(
+            op=op, impl="octavo", case=case, values=values, machine=machine, command="octavo eval"
+        )
+        for op, case, values in found
+    ]
+
+
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
-    records = [*store.read(ROOT / "results"), *needles()]
+    files = sorted((ROOT / "results").glob("*.jsonl"))
+    records = [row for file in files for row in with_pictures(store.read(file), file)]
+    records += [*needles(), *answers()]
     roofs = [Roof("NVIDIA H200", 4540, 694, 1309, "measured on one H200")]
     path = tmp_path_factory.mktemp("report") / "report.html"
     sections = report_sections(records, roofs=roofs)
@@ -101,6 +129,7 @@ def test_the_page_is_drawn_and_nothing_overlaps(page_file, tmp_path, width, is_d
         assert page.run("document.documentElement.scrollWidth") <= width
         page.save_screenshot(tmp_path / "page.png")
         assert page.run(OVERLAPS) == []
+        assert page.run(SHEETS) == [True]
         assert page.problems == []
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,11 @@ def test_intervals_and_curves_in_words(tables, tmp_path):
     assert re.match(r"- `fp8`: 5.00 ms \[4.9\d, 5.0\d\] \(reading", words[0])
     assert re.search(r"15.0 µs \[13.\d, 16.\d\] for each .* 0.50 \[0.4\d, 0.5\d\] of its", words[0])
     assert re.search(r"and 0.200 ms \[0.200, 0.201\] for the square of that", words[1])
-    assert words[1].endswith(" of the square term of `auto`.") and "; 0.50 [0." in words[1]
+    assert " of the square term of `auto`; " in words[1] and "; 0.50 [0." in words[1]
+    assert words[1].endswith("; always faster than `auto`, between the lengths that were measured.")
+    old = {k: v for k, v in curve.values.items() if not k.startswith("ttft_break_even")}
+    again = latency(tables, tmp_path, [replace(curve, values=old, date="2026-12-01T00:00:00Z")])
+    assert " of the square term of `auto`.\n" in again
     assert words[2] == (
         "- `auto`: 1.0 ms, 2.0 ms for each 1000 tokens, and 3.000 ms for the square of that, "
         "0.0 ms unexplained."

@@ -198,7 +198,7 @@ def latency(
 
 
 def _print(results: "list[LatencyResult]", *, as_json: bool) -> None:
-    from octavo.measure.fit import break_even
+    from octavo.measure.fit import break_even, curve_break_even
     from octavo.measure.report.latency import latency_sections
     from octavo.measure.report.tables import from_records
 
@@ -222,9 +222,16 @@ def _print(results: "list[LatencyResult]", *, as_json: bool) -> None:
         for note in section.paragraphs[1:]:
             out.print(note, soft_wrap=True)
     for result in results[1:]:
+        name, base = result.row.name, first.row.name
         if result.line is not None and first.line is not None:
+            found = break_even(result.line, first.line)
+            out.print(f"ITL: {name} is {found} than {base}", soft_wrap=True)
+        if result.curve is not None and first.curve is not None:
+            found = curve_break_even(result.curve, first.curve)
             out.print(
-                f"{result.row.name}: {break_even(result.line, first.line)} than {first.row.name}"
+                f"TTFT: {name} is {found} than {base}, by the curves between the shortest and the "
+                "longest input",
+                soft_wrap=True,
             )
 
 

@@ -125,6 +125,9 @@ def mrcr(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what --output has records of already.")
+    ] = False,
 ) -> None:
     """Multi-round co-reference (openai/mrcr): the i-th of several equal requests, word by word.
 
@@ -157,6 +160,7 @@ def mrcr(
         margin=margin,
         chunk=chunk,
         dtype=dtype,
+        is_resumed=resume,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
     with Progress(*columns, console=err) as progress:

@@ -55,14 +55,17 @@ def report(
     from octavo.measure.report.html import check_packages, write_report
     from octavo.measure.report.markdown import sections_markdown
     from octavo.measure.report.pages import report_sections
+    from octavo.measure.report.pictures import with_pictures
 
     _check_paths([path for path in (output, markdown, csv) if path is not None])
     check_packages()
     places = results or [RESULTS]
-    records = [row for file in _files(places) for row in store.read(file)]
+    by_file = {file: store.read(file) for file in _files(places)}
+    records = [row for rows in by_file.values() for row in rows]
     gpus = _known_gpus(records)
     compared, notes = _compared(records, gpus)
-    sections = report_sections(records, roofs=_roofs(gpus), compared=compared, notes=notes)
+    shown = [row for file, rows in by_file.items() for row in with_pictures(rows, file)]
+    sections = report_sections(shown, roofs=_roofs(gpus), compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
     machines = [record.machine for record in records]
     write_report(sections, output, title=title, summary=summary, machines=machines)

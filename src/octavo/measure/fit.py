@@ -9,14 +9,20 @@ TTFTs between 35 ms and 10 s, and the most at the shortest (`results/latency_h20
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
-from octavo.measure.regression import Interval, Regression, fit_polynomial, ratio_interval
+from octavo.measure.regression import (
+    Interval,
+    Regression,
+    fit_polynomial,
+    ratio_interval,
+    root_interval,
+)
 
 
 @dataclass(frozen=True)
@@ -151,24 +157,38 @@ def _number(record: Measurement, name: str) -> float:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """From which x on a line costs less than another.
+    """From which x on a line or a curve costs less than another.
 
-    tokens: where they cross; negative if it is cheaper at every x of 0 and more, inf if there is no
-    such x. up_to: the last x at which it is cheaper, where the other one wins from there on; None
-    unless it is so. interval: 95 % of where the lines cross, without ends where they may be
-    parallel; None where nothing is known of it.
+    tokens: where they cross; negative if it is cheaper at every x, inf if the other one is cheaper
+    at the end. up_to: the last x of those at which it is cheaper and the other one then is not;
+    below `tokens` it is cheaper again from there on. None unless there is such an x. interval: 95 %
+    of where they cross, without ends where lines may be parallel; None where nothing is known.
     """
 
     tokens: float
     up_to: float | None = None
     interval: Interval | None = None
 
+    @property
+    def crossing(self) -> float | None:
+        """Where they cross: that from which on it is cheaper, if there is one; None if nowhere."""
+        if math.isfinite(self.tokens) and self.tokens >= 0:
+            return self.tokens
+        return self.up_to
+
     def __str__(self) -> str:
-        if self.up_to is not None:
+        is_never_again = math.isinf(self.tokens) and self.tokens > 0
+        if self.up_to is None:
+            if is_never_again:
+                return "never faster"
+            return (
+                "always faster" if self.tokens < 0 else f"faster from {self.tokens:,.0f} tokens on"
+            )
+        if is_never_again:
             return f"faster up to {self.up_to:,.0f} tokens"
-        if math.isinf(self.tokens) and self.tokens > 0:
-            return "never faster"
-        return "always faster" if self.tokens < 0 else f"faster from {self.tokens:,.0f} tokens on"
+        if self.up_to < self.tokens:
+            return f"faster up to {self.up_to:,.0f} tokens and from {self.tokens:,.0f} on"
+        return f"faster from {self.tokens:,.0f} to {self.up_to:,.0f} tokens"
 
 
 def break_even(line: Line, other: Line) -> BreakEven:
@@ -184,6 +204,64 @@ def break_even(line: Line, other: Line) -> BreakEven:
     if gain == 0:
         return BreakEven(-math.inf if gap < 0 else math.inf, interval=interval)
     return BreakEven(math.inf, gap / gain if gap < 0 else None, interval)
+
+
+def curve_break_even(
+    curve: Quadratic, other: Quadratic, within: tuple[float, float] | None = None
+) -> BreakEven:
+    """Where `curve` costs less than `other` between two x; they may cross twice.
+
+    within: the first and the last x; None is all that both were fitted to. What is said is of
+    these x alone: beyond them nobody measured. tokens is negative if it is cheaper at all of them.
+    interval: 95 % of `crossing`, cut off at the ends of `within`; None where a term was held at
+    zero, which an interval would not know of.
+    """
+    low, high = within or _fitted_range(curve, other)
+    gaps = [getattr(curve, term) - getattr(other, term) for term in TERMS]
+    inside = sorted({x for x in _roots(*gaps) if low < x < high})
+    edges = [low, *inside, high]
+    spans: list[tuple[float, float]] = []
+    for start, end in itertools.pairwise(edges):
+        middle = (start + end) / 2
+        if curve.at(middle) >= other.at(middle):
+            continue
+        if spans and spans[-1][1] == start:  # the curves touch there, and do not cross
+            start = spans.pop()[0]
+        spans.append((start, end))
+    tokens, up_to = math.inf, None
+    for start, end in spans:
+        if end == high:
+            tokens = -math.inf if start == low else start
+        else:
+            tokens, up_to = (math.inf if start == low else start), end
+    found = BreakEven(tokens, up_to)
+    if found.crossing is None or curve.held or other.held:
+        return found
+    return replace(found, interval=root_interval(curve.fit, other.fit, found.crossing, (low, high)))
+
+
+def _fitted_range(curve: Quadratic, other: Quadratic) -> tuple[float, float]:
+    """The x that both curves were fitted to."""
+    if curve.fit is None or other.fit is None:
+        raise ConfigError("expected curves that were fitted, or the lengths between which to look")
+    low, high = (max(min(curve.fit.x), min(other.fit.x)), min(max(curve.fit.x), max(other.fit.x)))
+    if low > high:
+        raise ConfigError("expected curves over lengths that both have, got none")
+    return low, high
+
+
+def _roots(constant: float, linear: float, square: float) -> list[float]:
+    """The real x with constant + linear · x + square · x² = 0; none if that is so at every x."""
+    if square == 0:
+        return [] if linear == 0 else [-constant / linear]
+    under = linear**2 - 4 * square * constant
+    if under < 0:
+        return []
+    # Without a difference of near numbers, which would lose the smaller root.
+    sum_of_same_sign = -(linear + math.copysign(math.sqrt(under), linear)) / 2
+    if sum_of_same_sign == 0:
+        return [0.0]
+    return [sum_of_same_sign / square, constant / sum_of_same_sign]
 
 
 @dataclass(frozen=True)

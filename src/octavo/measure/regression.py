@@ -8,7 +8,7 @@ where the delta method's are too narrow, and have no ends where the denominator 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from octavo.errors import ConfigError
 
 CONFIDENCE = 0.95
+_NUM_STEPS = 1024  # places from a root to an end of what was measured that are looked at
 
 _Array = npt.NDArray[np.float64]
 
@@ -117,12 +118,9 @@ def ratio_interval(
     ends are infinite where the denominator may be zero. None where a fit is none, or has no point
     to spare.
     """
-    if first is None or second is None:
+    covariance = _joint_covariance(first, second)
+    if first is None or second is None or covariance is None:
         return None
-    parts = [[a.covariance(b) for b in (first, second)] for a in (first, second)]
-    if any(part is None for row in parts for part in row):
-        return None
-    covariance: _Array = np.block(parts)  # type: ignore[arg-type]
     values = np.asarray([*first.coefficients, *second.coefficients])
     above, below = np.asarray(numerator), np.asarray(denominator)
     top, bottom = float(above @ values), float(below @ values)
@@ -138,6 +136,64 @@ def ratio_interval(
         return Interval(-math.inf, math.inf)
     reach = math.sqrt(max(0.0, b * b - a * c))
     return Interval((b - reach) / a, (b + reach) / a)
+
+
+def root_interval(
+    first: Regression | None,
+    second: Regression | None,
+    root: float,
+    within: tuple[float, float],
+) -> Interval | None:
+    """The x around `root`, where two fits of one degree are equal, at which they may be equal.
+
+    All x with difference(x)² ≤ t² · the variance of difference(x), as far as they hang together
+    with the root; an end of `within` is one where nothing ends them before. None where a fit is
+    none, or has no point to spare.
+    """
+    covariance = _joint_covariance(first, second)
+    if first is None or second is None or covariance is None:
+        return None
+    size = len(first.coefficients)
+    gaps = np.subtract(first.coefficients, second.coefficients)
+    both = np.hstack([np.eye(size), -np.eye(size)])
+    spread = both @ covariance @ both.T
+    # Fits over other x: with the fewer degrees of freedom, rather an interval that is too wide.
+    square = student_t(min(first.num_spare, second.num_spare)) ** 2
+
+    def is_beyond(x: _Array) -> npt.NDArray[np.bool_]:
+        powers = np.vander(x, size, increasing=True)
+        variance = np.einsum("ni,ij,nj->n", powers, spread, powers)
+        return np.asarray((powers @ gaps) ** 2 > square * variance)
+
+    low, high = within
+    return Interval(_reach(is_beyond, root, low), _reach(is_beyond, root, high))
+
+
+def _reach(is_beyond: Callable[[_Array], npt.NDArray[np.bool_]], start: float, end: float) -> float:
+    """The x from `start` on, towards `end`, before the first that is beyond; `end` if none is."""
+    # Roots of the polynomial behind it would be lost to rounding where two of them are near.
+    steps = np.linspace(start, end, _NUM_STEPS + 1)
+    beyond = np.flatnonzero(is_beyond(steps[1:]))
+    if not len(beyond):
+        return end
+    inside, outside = steps[beyond[0]], steps[beyond[0] + 1]
+    for _ in range(50):
+        middle = (inside + outside) / 2
+        if is_beyond(np.asarray([middle]))[0]:
+            outside = middle
+        else:
+            inside = middle
+    return float(inside)
+
+
+def _joint_covariance(first: Regression | None, second: Regression | None) -> _Array | None:
+    """Of the coefficients of both fits, one after the other; None where nothing is known of it."""
+    if first is None or second is None:
+        return None
+    parts = [[a.covariance(b) for b in (first, second)] for a in (first, second)]
+    if any(part is None for row in parts for part in row):
+        return None
+    return np.asarray(np.block(parts))  # type: ignore[arg-type]
 
 
 def _num_spare(first: Regression, second: Regression, covariance: _Array, direction: _Array) -> int:

@@ -16,9 +16,9 @@ from octavo.measure.bench.latency import (
     run_latency,
     vllm_result,
 )
-from octavo.measure.bench.latency_fits import line_values
+from octavo.measure.bench.latency_fits import curve_values, line_values
 from octavo.measure.bench.request_times import RequestTimes
-from octavo.measure.fit import Line
+from octavo.measure.fit import Line, Quadratic, curve_break_even, fit_quadratic
 from octavo.measure.records import Measurement
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
@@ -89,6 +89,9 @@ def test_three_lengths_are_a_curve_and_a_baseline_may_have_run_before(subject):
     assert fp8.records[3].values["ttft_speedup"] == ratio
     assert fp8.records[4].values["slope_ratio"] == pytest.approx(fp8.line.slope / plain.line.slope)
     assert "square_ratio" in fp8.records[5].values
+    found = curve_break_even(fp8.curve, plain.curve)
+    assert fp8.records[5].values["ttft_break_even_tokens"] == found.tokens
+    assert "ttft_break_even_tokens" not in curve
     # vLLM's fields: times of whole batches, in seconds.
     found = vllm_result(plain, 20)
     assert list(found) == ["model_id", "avg_latency", "latencies", "percentiles"]
@@ -193,6 +196,22 @@ def test_values_of_a_line():
     assert values["break_even_tokens"] == pytest.approx(1000)
     assert line_values(Line(2.9, 2e-5, 0.01), first)["break_even_tokens"] < 0
     assert line_values(Line(2.9, 8e-5, 0.01), first)["faster_up_to_tokens"] == pytest.approx(2500)
+
+
+def test_values_of_a_curve():
+    lengths = (1000, 4000, 8000, 16000)
+    first, own = (
+        fit_quadratic(lengths, [c + 0.01 * x + a * x**2 + (x == off) / 8 for x in lengths])
+        for c, a, off in ((50.0, 2e-6, 0), (75.0, 1e-6, 4000))
+    )
+    values = curve_values(own, first)
+    assert values["ttft_break_even_tokens"] == pytest.approx(5000, rel=0.01)
+    low, high = (values[f"ttft_break_even_{end}_tokens"] for end in ("low", "high"))
+    assert 4500 < low < 5000 < high < 5500
+    assert "ttft_faster_up_to_tokens" not in values
+    assert curve_values(first, own)["ttft_faster_up_to_tokens"] == pytest.approx(5000, rel=0.01)
+    given = curve_values(Quadratic(1, 2e-3, 3e-6, 0), first)  # at which lengths, nobody says
+    assert "square_ratio" in given and "ttft_break_even_tokens" not in given
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,13 @@ pytest.importorskip("transformers")
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.measure.evaluate.mrcr import Counted, Row, choose_questions, evaluate, mrcr_table
 from octavo.measure.evaluate.mrcr_data import generated_questions, load_questions
-from octavo.measure.evaluate.mrcr_scores import area_under_curve, bucket_of, grade
+from octavo.measure.evaluate.mrcr_scores import (
+    area_under_curve,
+    bucket_of,
+    grade,
+    joined_values,
+    score_values,
+)
 from octavo.measure.records import Machine
 
 MACHINE = Machine.current()
@@ -185,3 +192,76 @@ def test_records_of_buckets_and_of_all():
     table = mrcr_table(records)
     assert table.header[1:3] == ("≤ 2k", "≤ 4k") and "AUC@4k" in table.header
     assert table.rows[2][0] == "lost" and table.rows[2][-1] == 0
+
+
+@pytest.mark.parametrize("scores", [[[0.5]], [[0.25, 1.0], [0.0]], [[0.1, 0.7, 0.4], [0.9, 0.3]]])
+def test_scores_of_buckets_are_joined_as_if_they_were_one(scores):
+    joined = joined_values([score_values(some) for some in scores])
+    assert joined == pytest.approx(score_values([one for some in scores for one in some]))
+
+
+ABOUT = {"data": "generated", "num_needles": "all"}
+
+
+def test_what_was_measured_before_is_not_asked_again():
+    """Stopped in the second row, after its first bucket; then all of it, as if it never had."""
+    buckets = choose_questions([counted(n) for n in (1000, 1500, 3000)], None, None)
+    asked, told, skipped = [], [], []
+
+    def half(question):
+        asked.append(question)
+        return question.answer[: len(question.answer) // 2]
+
+    def stops(question):
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+        return half(question)
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(
+            [row("bf16", half), row("fp8", stops)],
+            buckets,
+            about=ABOUT,
+            command="c",
+            on_record=told.append,
+        )
+    assert [(r.case["recipe"], r.case["bucket"]) for r in told] == [
+        *(("bf16", 2048), ("bf16", 4096), ("bf16", "all"), ("fp8", 2048)),
+    ]
+    rows, before = [row("bf16", half), row("fp8", half)], list(told)
+    del asked[:], told[:]
+    settings = {"about": ABOUT, "command": "d"}
+    records = evaluate(
+        rows, buckets, **settings, done=before, on_record=told.append, on_skip=skipped.append
+    )
+    assert len(asked) == 1 and sorted(skipped) == [1, 2, 2]
+    assert records[:4] == before and records[4:] == told and len(told) == 2
+    whole = evaluate(rows, buckets, **settings)
+    for resumed, fresh in zip(records, whole, strict=True):
+        assert resumed.case == fresh.case and resumed.values == pytest.approx(fresh.values)
+    del asked[:]
+    assert evaluate(rows, buckets, **settings, done=records) == records and not asked
+
+
+@pytest.mark.parametrize("change", ["recipe", "machine", "about", "questions", "baseline", "op"])
+def test_records_of_something_else_are_asked_again(change):
+    buckets = choose_questions([counted(1000)], None, None)
+    asked = []
+    rows = [row("bf16", lambda q: q.answer), row("fp8", lambda q: asked.append(q) or q.answer)]
+    done = evaluate(rows, buckets, about=ABOUT, command="c")
+    del asked[:]
+    about = ABOUT | ({"max_length": 5} if change == "about" else {})
+    match change:
+        case "recipe":
+            rows[1] = replace(rows[1], about={**rows[1].about, "recipe_digest": "x"})
+        case "machine":
+            rows = [replace(r, machine=replace(MACHINE, gpu="Another GPU")) for r in rows]
+        case "questions":
+            other = generated_questions(2)[1]
+            buckets = {end: [replace(some[0], question=other)] for end, some in buckets.items()}
+        case "baseline":
+            rows[0] = replace(rows[0], name="fp16")
+        case "op":
+            done = [replace(record, op="needle") for record in done]
+    evaluate(rows, buckets, about=about, command="c", done=done)
+    assert len(asked) == 1

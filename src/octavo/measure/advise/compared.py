@@ -194,7 +194,8 @@ def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> list[Co
         if model is None:
             continue
         plain, own = (predictor.step(model, name) for name in ("bf16", recipe))
-        what = "a step" if layers == "all" else f"a step, {layers} blocks of each kind"
+        blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"
+        what = "a step" if layers == "all" else f"a step{blocks}"
         measured = row.values["speedup"]
         found.append(Compared(model.name, what, recipe, measured, plain.ms / own.ms))
     return found

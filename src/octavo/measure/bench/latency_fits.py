@@ -4,7 +4,15 @@ A term's interval is two more values, with low and high before the unit. They ar
 nothing is known of it: as many lengths as terms.
 """
 
-from octavo.measure.fit import TERMS, Line, Quadratic, break_even, slope_ratio, square_ratio
+from octavo.measure.fit import (
+    TERMS,
+    Line,
+    Quadratic,
+    break_even,
+    curve_break_even,
+    slope_ratio,
+    square_ratio,
+)
 from octavo.measure.regression import Interval
 
 # Of the terms of TTFT: what follows the name, and how many of it are in one of the fit's.
@@ -41,7 +49,10 @@ def line_values(line: Line, first: Line | None) -> dict[str, float]:
 
 
 def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
-    """A curve of the time to the first token over the input, beside that of the first row."""
+    """A curve of the time to the first token over the input, beside that of the first row.
+
+    Where they cross is said of curves that were fitted, between the lengths that both have.
+    """
     values: dict[str, float] = {}
     for term in TERMS:
         unit, factor = CURVE_UNITS[term]
@@ -51,7 +62,17 @@ def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
     if first is None:
         return values
     ratio = square_ratio(curve, first)
-    return values | {"square_ratio": ratio.value, **_ends("square_ratio", ratio.interval)}
+    values |= {"square_ratio": ratio.value, **_ends("square_ratio", ratio.interval)}
+    if curve.fit is None or first.fit is None:
+        return values
+    found = curve_break_even(curve, first)
+    values |= {
+        "ttft_break_even_tokens": found.tokens,
+        **_ends("ttft_break_even", found.interval, "tokens"),
+    }
+    if found.up_to is not None:
+        values["ttft_faster_up_to_tokens"] = found.up_to
+    return values
 
 
 def _ends(

@@ -1,6 +1,7 @@
 """MRCR: which of several equal requests a model can tell apart, by length, BF16 beside FP8."""
 
-import statistics
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,13 @@ from octavo.measure.evaluate.applied import applied
 from octavo.measure.evaluate.chat_prompt import chat_tokens
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import Question
-from octavo.measure.evaluate.mrcr_scores import area_under_curve, bucket_of, grade, score_values
+from octavo.measure.evaluate.mrcr_scores import (
+    area_under_curve,
+    bucket_of,
+    grade,
+    joined_values,
+    score_values,
+)
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
 from octavo.measure.evaluate.recovery import recovery
 from octavo.measure.records import Machine, Measurement, Scalar
@@ -89,9 +96,13 @@ def local_row(
     *,
     chunk: int,
     machine: Machine,
+    recipe_digest: str | None = None,
     on_question: Callable[[], None] = lambda: None,
 ) -> Row:
-    """A local model with a recipe applied for as long as it answers."""
+    """A local model with a recipe applied for as long as it answers.
+
+    recipe_digest: of what its name does not say of the recipe.
+    """
     stop = stop_tokens(text_model)
 
     def answer_one(model: Any, one: Counted) -> str:
@@ -111,13 +122,22 @@ def local_row(
             yield lambda questions: [answer_one(model, one) for one in questions]
 
     about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
+    if recipe_digest is not None:
+        about["recipe_digest"] = recipe_digest
     return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)
 
 
 def endpoint_row(
-    endpoint: Endpoint, model: str, *, on_question: Callable[[], None] = lambda: None
+    endpoint: Endpoint,
+    model: str,
+    *,
+    tokenizer: str,
+    on_question: Callable[[], None] = lambda: None,
 ) -> Row:
-    """A server that answers chats; the machine of a record is the one that asked."""
+    """A server that answers chats; the machine of a record is the one that asked.
+
+    tokenizer: the name of the one that counts tokens.
+    """
 
     @contextmanager
     def answer() -> Iterator[Ask]:
@@ -130,7 +150,7 @@ def endpoint_row(
 
             yield lambda questions: client.map(ask, questions)
 
-    about = {"model": model, "url": endpoint.url}
+    about = {"model": model, "url": endpoint.url, "tokenizer": tokenizer}
     return Row(
         name=endpoint.name, impl="http", about=about, machine=Machine.current(), answer=answer
     )
@@ -142,52 +162,93 @@ def evaluate(
     *,
     about: Mapping[str, Scalar],
     command: str,
+    done: Sequence[Measurement] = (),
     on_record: Callable[[Measurement], None] = lambda record: None,
+    on_skip: Callable[[int], None] = lambda num_questions: None,
 ) -> list[Measurement]:
     """One record for each row and bucket, and one for all of a row, with its AUC.
 
-    Every row after the first also has what it recovers of the first.
+    Every row after the first also has what it recovers of the first. done: records of an earlier
+    run; a bucket that is among them is not asked again. on_record is told of each new one, on_skip
+    of the questions of each other.
     """
     if not rows or len({row.name for row in rows}) != len(rows):
         raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
+    known = {_identity(r.impl, r.machine, r.case, r.baseline): r for r in done if r.op == OP}
+    digests: dict[Scalar, str] = {end: _digest(some) for end, some in buckets.items()}
+    digests[ALL] = _digest([one for some in buckets.values() for one in some])
     records: list[Measurement] = []
     first: dict[Scalar, Measurement] = {}
     for row in rows:
-        is_first = row is rows[0]
-
-        def add(
-            bucket: Scalar, values: dict[str, float], row: Row = row, is_first: bool = is_first
-        ) -> None:
-            if not is_first:
+        baseline = None if row is rows[0] else rows[0].name
+        about_row = {**row.about, **about, "recipe": row.name}
+        measured: dict[Scalar, Measurement] = {}  # so far
+        for bucket, digest in digests.items():
+            case = {**about_row, "bucket": bucket, "questions_sha256": digest}
+            before = known.get(_identity(row.impl, row.machine, case, baseline))
+            if before is not None:
+                measured[bucket] = before
+        for bucket in measured.keys() & buckets.keys():
+            on_skip(len(buckets[int(bucket)]))
+        for bucket, values in _ask_rest(row, buckets, measured):
+            if baseline is not None:
                 values |= recovery(values, first[bucket].values)
-            record = Measurement(
+            measured[bucket] = Measurement(
                 op=OP,
                 impl=row.impl,
-                case={**row.about, **about, "recipe": row.name, "bucket": bucket},
+                case={**about_row, "bucket": bucket, "questions_sha256": digests[bucket]},
                 values=values,
                 machine=row.machine,
                 command=command,
-                baseline=None if is_first else rows[0].name,
+                baseline=baseline,
             )
-            if is_first:
-                first[bucket] = record
-            records.append(record)
-            on_record(record)
-
-        scores: dict[int, list[float]] = {}
-        with row.answer() as ask:
-            for end, questions in buckets.items():
-                pairs = zip(ask(questions), questions, strict=True)
-                scores[end] = [
-                    grade(text, one.question.answer, one.question.prefix) for text, one in pairs
-                ]
-                add(end, score_values(scores[end]))
-        means = {end: 100 * statistics.fmean(some) for end, some in scores.items()}
-        area = area_under_curve(means, max(means))
-        assert area is not None
-        whole = score_values([score for some in scores.values() for score in some])
-        add(ALL, {**whole, "auc_percent": area, "auc_length": float(max(means))})
+            on_record(measured[bucket])
+        first = first or measured
+        records += [measured[bucket] for bucket in digests]
     return records
+
+
+def _ask_rest(
+    row: Row, buckets: Mapping[int, Sequence[Counted]], measured: Mapping[Scalar, Measurement]
+) -> Iterator[tuple[Scalar, dict[str, float]]]:
+    """The values of each bucket that is not measured yet, then those of all; one at a time."""
+    left = [end for end in buckets if end not in measured]
+    if left:
+        with row.answer() as ask:
+            for end in left:
+                yield end, score_values(_scores(ask, buckets[end]))
+    if left or ALL not in measured:
+        yield ALL, _values_of_all({end: measured[end].values for end in buckets})
+
+
+def _scores(ask: Ask, questions: Sequence[Counted]) -> list[float]:
+    pairs = zip(ask(questions), questions, strict=True)
+    return [grade(text, one.question.answer, one.question.prefix) for text, one in pairs]
+
+
+def _values_of_all(values: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """The scores of all questions, and AUC, from those of each bucket."""
+    longest = max(values)
+    area = area_under_curve({end: own["score_percent"] for end, own in values.items()}, longest)
+    assert area is not None
+    return {
+        **joined_values(list(values.values())),
+        "auc_percent": area,
+        "auc_length": float(longest),
+    }
+
+
+def _digest(questions: Sequence[Counted]) -> str:
+    """Of all that is asked, in its order: a file may change and keep its name."""
+    asked = [(q.messages, q.answer, q.prefix) for q in (one.question for one in questions)]
+    return hashlib.sha256(json.dumps(asked, default=dict).encode()).hexdigest()[:16]
+
+
+def _identity(
+    impl: str, machine: Machine, case: Mapping[str, Scalar], baseline: str | None
+) -> object:
+    """What must be the same for a bucket to be done already."""
+    return impl, str(machine), frozenset(case.items()), baseline
 
 
 def mrcr_table(records: Sequence[Measurement]) -> Table:

@@ -28,6 +28,7 @@ from octavo.measure.evaluate.perplexity_rows import (
     check_rows,
     recipe_rows,
 )
+from octavo.measure.evaluate.recipe_digest import recipe_digest
 from octavo.measure.records import Measurement
 
 DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
@@ -40,7 +41,8 @@ class Request:
     model: a folder or name, "SmolLM2-135M-Instruct" that of the demo; None with endpoints, servers
     in its place, whose tokenizer then counts tokens. num_needles: None is all questions.
     max_length: tokens of a prompt and its answer; None is the model's context, or all questions of
-    servers. per_bucket: None is all questions of a bucket.
+    servers. per_bucket: None is all questions of a bucket. is_resumed: whether buckets that are in
+    the output already are left out.
     """
 
     data: str = GENERATED
@@ -56,6 +58,7 @@ class Request:
     margin: float = 1.5
     chunk: int = 2048
     dtype: str = "auto"
+    is_resumed: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.endpoints) == bool(self.model):
@@ -101,6 +104,10 @@ def run(
     """Ask every row; a record is in the file `output` as soon as its bucket is done."""
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    if request.is_resumed and output is None:
+        raise ConfigError("--resume goes on with the records of --output, which is not given")
+    has_done = request.is_resumed and output is not None and output.exists()
+    done = store.read(output) if has_done and output is not None else []
     given: dict[Keys, ScaleSet] = {}
     if request.scales is not None:
         scales = load_scales(request.scales)
@@ -121,19 +128,19 @@ def run(
     num_rows = len(request.endpoints) or len(request.rows)
     total, num_done = num_rows * sum(map(len, buckets.values())), 0
 
-    def on_question() -> None:
+    def on_questions(count: int = 1) -> None:
         nonlocal num_done
-        num_done += 1
+        num_done += count
         watch("answering", num_done, total)
 
     if text_model is None:
-        rows = _served(request, on_question)
+        rows = _served(request, on_questions)
     else:
         if request.rows_with_scales and not given:
             given = calibrate_on_chats(
                 text_model, request.rows_with_scales, margin=request.margin, watch=watch
             )
-        rows = _local(request, text_model, given, on_question)
+        rows = _local(request, text_model, given, on_questions)
     return mrcr.evaluate(
         rows,
         buckets,
@@ -144,7 +151,9 @@ def run(
             "per_bucket": request.per_bucket or mrcr.ALL,
         },
         command=request.command,
+        done=done,
         on_record=lambda record: store.append(output, [record]) if output else None,
+        on_skip=on_questions,
     )
 
 
@@ -172,7 +181,11 @@ def _served(request: Request, on_question: Callable[[], None]) -> list[Row]:
     for endpoint in request.endpoints:
         with Client(endpoint) as client:  # all servers are asked before one has to work
             model = client.model
-        rows.append(mrcr.endpoint_row(endpoint, model, on_question=on_question))
+        rows.append(
+            mrcr.endpoint_row(
+                endpoint, model, tokenizer=str(request.tokenizer), on_question=on_question
+            )
+        )
     return rows
 
 
@@ -186,9 +199,15 @@ def _local(
         request.rows, given, dtype=text_model.dtype, kv_cache_dtype=request.kv_cache_dtype
     )
     machine = machine_of(text_model)
+    calibration = None if request.scales is not None else ["generated chats", request.margin]
     return [
         mrcr.local_row(
-            text_model, row, chunk=request.chunk, machine=machine, on_question=on_question
+            text_model,
+            row,
+            chunk=request.chunk,
+            machine=machine,
+            recipe_digest=recipe_digest(row.recipe, calibration if name.needs_scales else None),
+            on_question=on_question,
         )
-        for row in found
+        for name, row in zip(check_rows(request.rows), found, strict=True)
     ]

@@ -38,6 +38,22 @@ def score_values(scores: Sequence[float]) -> dict[str, float]:
     return values
 
 
+def joined_values(buckets: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The values of all questions, from those that `score_values` gave of each bucket."""
+    counts = [values["num_questions"] for values in buckets]
+    means = [values["score_percent"] / 100 for values in buckets]
+    number = sum(counts)
+    mean = sum(n * m for n, m in zip(counts, means, strict=True)) / number
+    joined = {"score_percent": 100 * mean, "num_questions": number}
+    if number > 1:
+        squares = 0.0  # of what scores are away from the mean of all
+        for values, n, m in zip(buckets, counts, means, strict=True):
+            error = values.get("score_standard_error_percent", 0.0) / 100
+            squares += (n - 1) * n * error**2 + n * (m - mean) ** 2
+        joined["score_standard_error_percent"] = 100 * math.sqrt(squares / (number - 1) / number)
+    return joined
+
+
 def area_under_curve(scores: Mapping[int, float], length: int) -> float | None:
     """AUC@length: the mean height of the line through the scores of buckets that end by `length`.
 

@@ -1,7 +1,5 @@
 """A whole search for needles: model or servers, haystack, rows and cells, as one request names."""
 
-import hashlib
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ from octavo.measure.evaluate.perplexity_rows import (
     check_rows,
     recipe_rows,
 )
+from octavo.measure.evaluate.recipe_digest import recipe_digest
 from octavo.measure.records import Measurement
 from octavo.recipe import Recipe
 
@@ -245,16 +244,9 @@ def _local(
 
 
 def _digest(request: Request, name: RowName, recipe: Recipe | None) -> str | None:
-    """Of a recipe and where its scales come from: files may change, and names do not say it."""
-    if recipe is None:
-        return None
-    document = json.loads(recipe.to_json())
-    if name.needs_scales and request.scales is None:
-        # By the same prompts they are the same, but for what a GPU rounds otherwise.
-        document["scales"] = [request.margin, _calibration_length(request)]
-    elif isinstance(recipe.scales, str):
-        document["scales"] = load_scales(recipe.scales).to_dict()
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
+    is_calibrated = name.needs_scales and request.scales is None
+    calibration = [request.margin, _calibration_length(request)] if is_calibrated else None
+    return recipe_digest(recipe, calibration)
 
 
 def _calibration_length(request: Request) -> int:

@@ -52,7 +52,7 @@ def perplexity_sections(records: Sequence[Measurement]) -> list[Section]:
                 text="Real text in windows of the context's length; a chunk is how many tokens "
                 "enter the cache at once. A recipe is compared with the baseline on the same "
                 "windows, so that its standard error is much smaller than that of the perplexity.",
-                headline=_recovery_headline(str(model), "perplexity", rows),
+                headline=recovery_headline(str(model), "perplexity", rows),
                 figures=figures,
                 tables=(filled_table(rows, caption="Perplexity, by recipe", columns=columns),),
             )
@@ -96,52 +96,10 @@ def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
     return Section(
         title=f"Questions about charts: {model}, {data}, {machine}",
         text=f"{num_questions} questions. Relaxed accuracy: a number within 5 %, or the same word.",
-        headline=_recovery_headline(str(model), "chart questions", rows),
+        headline=recovery_headline(str(model), "chart questions", rows),
         figures=figures,
         tables=(filled_table(rows, caption="Charts, by recipe", columns=columns),),
     )
-
-
-def images_sections(records: Sequence[Measurement]) -> list[Section]:
-    """A section for each machine, model and set of prompts of `octavo eval images`."""
-    names = ("model", "dtype", "prompts_sha256", "num_pictures", "num_inference_steps", "seed")
-    sections = []
-    for (machine, model, *_), own in grouped(records, *names).items():
-        rows = newest(own, "row")
-        scored = [row for row in rows if {"psnr_db", "worst_psnr_db"} <= row.values.keys()]
-        if not scored:
-            continue
-        some = [
-            Point(
-                str(row.case["row"]),
-                row.values["psnr_db"],
-                0.0,
-                row.values["psnr_db"] - row.values["worst_psnr_db"],
-            )
-            for row in scored
-        ]
-        lowest = min(scored, key=lambda row: row.values["worst_psnr_db"])
-        columns = ("row", "psnr_db", "worst_psnr_db", "ssim", "worst_ssim", "lpips", "worst_lpips")
-        case = rows[0].case
-        sections.append(
-            Section(
-                title=f"Pictures: {model}, {case.get('num_pictures')} prompts, {machine}",
-                text=f"Pictures of the same prompts and noise as those of {scored[0].baseline}, "
-                f"after {case.get('num_inference_steps')} steps.",
-                headline=f"{model}: the worst picture has {lowest.values['worst_psnr_db']:.1f} dB "
-                f"PSNR against {lowest.baseline}, with {lowest.case['row']}.",
-                figures=(
-                    points(
-                        {"PSNR": some},
-                        caption="Mean PSNR over the pictures of each row; higher is better. Bars "
-                        "reach down to the worst picture.",
-                        value_title="PSNR (dB)",
-                    ),
-                ),
-                tables=(filled_table(rows, caption="Pictures, by row", columns=columns),),
-            )
-        )
-    return sections
 
 
 def needle_sections(records: Sequence[Measurement]) -> list[Section]:
@@ -186,7 +144,7 @@ def mrcr_sections(records: Sequence[Measurement]) -> list[Section]:
             Section(
                 title=f"Long conversations (MRCR): {model}, {data}, {machine}",
                 text=f"Conversations with {num} needles that read alike, in buckets by tokens.",
-                headline=_recovery_headline(
+                headline=recovery_headline(
                     str(model), "MRCR", [row for row in rows if row.case["bucket"] == "all"]
                 ),
                 figures=(
@@ -203,7 +161,8 @@ def mrcr_sections(records: Sequence[Measurement]) -> list[Section]:
     return sections
 
 
-def _recovery_headline(model: str, what: str, rows: Sequence[Measurement]) -> str:
+def recovery_headline(model: str, what: str, rows: Sequence[Measurement]) -> str:
+    """What the rows recover, in one sentence: the least and the most of them; "" if none does."""
     found = sorted(
         (r.values[_RECOVERY], str(r.case["recipe"])) for r in rows if _RECOVERY in r.values
     )

@@ -29,6 +29,15 @@ class Picture:
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A wide image as a data URL, a sentence about it, and words in its place: what is on it."""
+
+    caption: str
+    alt: str
+    url: str
+
+
 @dataclass(frozen=True)
 class Link:
     """A sentence that leads to the section with this title."""
@@ -51,6 +60,7 @@ class Section:
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    sheets: tuple[Sheet, ...] = ()
 
     @property
     def paragraphs(self) -> list[str]:

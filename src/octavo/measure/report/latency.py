@@ -6,70 +6,29 @@ fits had intervals are shown like new ones.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.measure.fit import (
-    BreakEven,
-    Line,
-    Quadratic,
-    break_even,
-    fit_itl,
-    fit_ttft,
-    slope_ratio,
-    square_ratio,
-)
+from octavo.measure.fit import BreakEven
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.regression import Interval
 from octavo.measure.report.html import Section
-from octavo.measure.report.labels import Cell, format_column
+from octavo.measure.report.latency_rows import SAME, Row, itl_crossings, rows_of, ttft_crossings
+from octavo.measure.report.latency_tables import itl_table, range_text, ttft_table
 from octavo.measure.report.plots import SYMBOLS, Figure
-from octavo.measure.report.tables import Table
+from octavo.measure.report.points import MARK, wrapped
 
-# Records of one section have these in common: the model, the engine and the batch.
-SAME = (
-    *("model", "dtype", "layers", "compile", "cuda_graphs", "page_size", "max_num_batched_tokens"),
-    *("batch_size", "output_len"),
-)
-_MARK = "#808080"  # seen on light and dark pages
+_MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
 _FAR = 1.5  # a break-even beyond so many of the longest input is told in words only
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The records of a row by length, its fits, and the row that it is compared with."""
-
-    name: str
-    records: tuple[Measurement, ...]
-    baseline: "_Row | None" = None
-
-    @property
-    def lengths(self) -> list[int]:
-        return [int(record.case["input_len"]) for record in self.records]
-
-    @property
-    def line(self) -> Line | None:
-        return fit_itl(self.records) if len(self.records) > 1 else None
-
-    @property
-    def curve(self) -> Quadratic | None:
-        return fit_ttft(self.records) if len(self.records) > 2 else None
-
-    def values(self, name: str) -> list[float]:
-        return [record.values[name] for record in self.records]
 
 
 def latency_sections(records: Sequence[Measurement]) -> list[Section]:
     """A section for each model, engine and batch among the records of `octavo bench latency`.
 
-    A row is that of one command, the one with the most lengths and of those the newest; of records
-    of the same length the newest counts. It is compared with the other row of the same command, if
-    there is one. ConfigError if there are no records of lengths.
+    Its rows are those of `rows_of`. ConfigError if there are no records of lengths.
     """
     groups: dict[tuple[Scalar | None, ...], list[Measurement]] = {}
     for record in records:
@@ -85,34 +44,8 @@ def latency_sections(records: Sequence[Measurement]) -> list[Section]:
     return [_section(group) for group in groups.values()]
 
 
-def _rows(records: Sequence[Measurement]) -> list[_Row]:
-    runs: dict[tuple[str, str], dict[int, Measurement]] = {}
-    for record in records:
-        run = runs.setdefault((str(record.case["row"]), record.command), {})
-        length = int(record.case["input_len"])
-        if length not in run or record.date >= run[length].date:
-            run[length] = record
-    # Another command may have measured at another time, with other settings: no row mixes two.
-    chosen: dict[str, tuple[Measurement, ...]] = {}
-    for (name, _), run in runs.items():
-        own = tuple(run[length] for length in sorted(run))
-        if name not in chosen or _rank(own) >= _rank(chosen[name]):
-            chosen[name] = own
-    found = []
-    for name, own in chosen.items():
-        first = own[0].baseline or ""
-        run = runs.get((first, own[0].command), {})
-        others = tuple(run[length] for length in sorted(run)) or chosen.get(first)
-        found.append(_Row(name, own, _Row(first, others) if others else None))
-    return found
-
-
-def _rank(records: Sequence[Measurement]) -> tuple[int, str]:
-    return len(records), max(record.date for record in records)
-
-
 def _section(records: Sequence[Measurement]) -> Section:
-    rows, case = _rows(records), records[0].case
+    rows, case = rows_of(records), records[0].case
     machine = records[0].machine
     text = (
         f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
@@ -121,7 +54,7 @@ def _section(records: Sequence[Measurement]) -> Section:
         "Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are there where "
         "more lengths were measured than a fit has terms."
     )
-    tables = [table for table in (_itl_table(rows), _ttft_table(rows)) if table is not None]
+    tables = [table for table in (itl_table(rows), ttft_table(rows)) if table is not None]
     return Section(
         title=f"Latency over the input length: {case['model']}",
         text="\n\n".join([text, *_notes(rows)]),
@@ -130,7 +63,7 @@ def _section(records: Sequence[Measurement]) -> Section:
     )
 
 
-def _notes(rows: Sequence[_Row]) -> list[str]:
+def _notes(rows: Sequence[Row]) -> list[str]:
     """What the fits cannot say, in words."""
     notes = []
     num_lengths = min(len(row.records) for row in rows)
@@ -154,20 +87,7 @@ def _notes(rows: Sequence[_Row]) -> list[str]:
     return notes
 
 
-def _compared(rows: Sequence[_Row]) -> list[tuple[_Row, _Row]]:
-    return [(row, row.baseline) for row in rows if row.baseline is not None]
-
-
-def _crossings(rows: Sequence[_Row]) -> list[tuple[_Row, _Row, BreakEven]]:
-    found = []
-    for row, first in _compared(rows):
-        own, others = row.line, first.line
-        if own is not None and others is not None:
-            found.append((row, first, break_even(own, others)))
-    return found
-
-
-def _itl_figure(rows: Sequence[_Row]) -> Figure:
+def _itl_figure(rows: Sequence[Row]) -> Figure:
     longest = max(max(row.lengths) for row in rows)
     half = float(rows[0].records[0].case["output_len"]) / 2
     data: list[dict[str, Any]] = []
@@ -178,18 +98,16 @@ def _itl_figure(rows: Sequence[_Row]) -> Figure:
             drawn = [0.0, float(longest)]
             data.append(_curve(row, series, drawn, [line.at(x + half) for x in drawn]))
     layout = _layout("ITL (ms)", len(rows), is_log=False)
-    layout["shapes"], layout["annotations"] = [], []
-    said = []
-    for row, first, found in _crossings(rows):
-        said.append(f"{row.name} is {found} than {first.name}{_range_text(found.interval)}")
-        at = found.up_to if found.up_to is not None else found.tokens
-        if 0 < at < _FAR * longest:
-            _mark(layout, at - half, f"{escape(row.name)}: {at:,.0f}", at > longest / 2)
-    caption = _caption("Time between tokens", rows, "line") + "".join(f" {one}." for one in said)
+    crossings = itl_crossings(rows)
+    for row, _, found in crossings:
+        at = found.crossing
+        if at is not None and 0 < at < _FAR * longest:
+            _mark(layout, at - half, row.name, at, is_right=at > longest / 2)
+    caption = _caption("Time between tokens", rows, "line") + _said(crossings)
     return Figure(caption=caption, data=tuple(data), layout=layout)
 
 
-def _ttft_figure(rows: Sequence[_Row]) -> Figure:
+def _ttft_figure(rows: Sequence[Row]) -> Figure:
     data: list[dict[str, Any]] = []
     for series, row in enumerate(rows):
         data.append(_points(row, "ttft", series))
@@ -203,8 +121,24 @@ def _ttft_figure(rows: Sequence[_Row]) -> Figure:
     medians = [value for row in rows for value in row.values("median_ttft_ms")]
     if max(medians) > 30 * min(medians):
         layout["yaxis"]["dtick"] = 1  # powers of ten; else plotly's 2 and 5 between them say more
-    return Figure(
-        caption=_caption("Time to the first token", rows, "curve"), data=tuple(data), layout=layout
+    lengths = [length for row in rows for length in row.lengths]
+    middle = math.sqrt(min(lengths) * max(lengths))
+    crossings = ttft_crossings(rows)
+    for row, _, found in crossings:
+        at = found.crossing
+        if at is not None:
+            _mark(layout, at, row.name, at, is_right=at > middle)
+    caption = _caption("Time to the first token", rows, "curve")
+    if crossings:
+        caption += " By the curves, between the lengths that were measured:" + _said(crossings)
+    return Figure(caption=caption, data=tuple(data), layout=layout)
+
+
+def _said(crossings: Sequence[tuple[Row, Row, BreakEven]]) -> str:
+    """A sentence for each row that is compared, with a blank before it."""
+    return "".join(
+        f" {row.name} is {found} than {first.name}{range_text(found.interval)}."
+        for row, first, found in crossings
     )
 
 
@@ -222,7 +156,7 @@ def _short(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
 
 
-def _caption(what: str, rows: Sequence[_Row], fit: str) -> str:
+def _caption(what: str, rows: Sequence[Row], fit: str) -> str:
     has_fit = any((row.line if fit == "line" else row.curve) is not None for row in rows)
     fitted = f", with the {fit} fitted to each row" if has_fit else ""
     return (
@@ -231,7 +165,7 @@ def _caption(what: str, rows: Sequence[_Row], fit: str) -> str:
     )
 
 
-def _points(row: _Row, metric: str, series: int) -> dict[str, Any]:
+def _points(row: Row, metric: str, series: int) -> dict[str, Any]:
     medians = row.values(f"median_{metric}_ms")
     low, high = (row.values(f"{end}_{metric}_ms") for end in ("p10", "p90"))
     return {
@@ -252,7 +186,7 @@ def _points(row: _Row, metric: str, series: int) -> dict[str, Any]:
     }
 
 
-def _curve(row: _Row, series: int, x: list[float], y: list[float]) -> dict[str, Any]:
+def _curve(row: Row, series: int, x: list[float], y: list[float]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -274,96 +208,21 @@ def _layout(y_title: str, num_series: int, *, is_log: bool) -> dict[str, Any]:
         for axis, text in titles.items()
     }
     layout["showlegend"] = num_series > 1
+    layout["shapes"], layout["annotations"] = [], []
     return layout
 
 
-def _mark(layout: dict[str, Any], x: float, text: str, is_right: bool) -> None:
+def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:
     """A line down at a break-even, with words that do not cover those of another."""
-    number = len(layout["shapes"])
     layout["shapes"].append(
         {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-        | {"line": {"color": _MARK, "width": 1, "dash": "dot"}}
+        | {"line": {"color": MARK, "width": 1, "dash": "dot"}}
     )
+    before = sum(text["text"].count("<br>") + 1 for text in layout["annotations"])
+    # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
+    at = math.log10(x) if layout["xaxis"]["type"] == "log" else x
     layout["annotations"].append(
-        {"x": x, "y": 1 - 0.1 * number, "yref": "paper", "yanchor": "top", "showarrow": False}
-        | {"text": f"break-even, {text}", "xanchor": "right" if is_right else "left"}
+        {"x": at, "y": 1 - 0.1 * before, "yref": "paper", "yanchor": "top", "showarrow": False}
+        | {"text": wrapped(f"break-even, {name}: {tokens:,.0f}", _MARK_WIDTH)}
+        | {"align": "right" if is_right else "left", "xanchor": "right" if is_right else "left"}
     )
-
-
-def _itl_table(rows: Sequence[_Row]) -> Table | None:
-    crossings = {row.name: (first, found) for row, first, found in _crossings(rows)}
-    cells: list[tuple[Cell, ...]] = []
-    for row in rows:
-        line = row.line
-        if line is None:
-            continue
-        ratio: Cell = None
-        even: Cell = None
-        if row.name in crossings:
-            first, found = crossings[row.name]
-            if first.line is not None:
-                share = slope_ratio(line, first.line)
-                ratio = with_interval(share.value, share.interval)
-            even = f"{found}{_range_text(found.interval)}"
-        cells.append(
-            (
-                row.name,
-                with_interval(line.intercept, line.intercept_interval),
-                with_interval(line.slope * 1e6, line.slope_interval, 1e6),
-                ratio,
-                line.residual,
-                even,
-            )
-        )
-    if not cells:
-        return None
-    header = ("row", "intercept (ms)", "slope (µs per 1k tokens)", "slope ratio", "left (ms)")
-    caption = "ITL over the context: intercept + slope · tokens; in brackets intervals of 95 %"
-    return Table(caption=caption, header=(*header, "break-even"), rows=tuple(cells))
-
-
-def _ttft_table(rows: Sequence[_Row]) -> Table | None:
-    cells: list[tuple[Cell, ...]] = []
-    for row in rows:
-        curve = row.curve
-        if curve is None:
-            continue
-        first = row.baseline.curve if row.baseline is not None else None
-        ratio = None if first is None else square_ratio(curve, first)
-        cells.append(
-            (
-                row.name,
-                with_interval(curve.constant, curve.interval("constant")),
-                with_interval(curve.linear * 1e3, curve.interval("linear"), 1e3),
-                with_interval(curve.square * 1e6, curve.interval("square"), 1e6),
-                None if ratio is None else with_interval(ratio.value, ratio.interval),
-                curve.residual,
-            )
-        )
-    if not cells:
-        return None
-    header = ("row", "c (ms)", "b (ms per 1k tokens)", "a (ms per 1k tokens, squared)")
-    caption = "TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals of 95 %"
-    return Table(caption=caption, header=(*header, "ratio of a", "left (ms)"), rows=tuple(cells))
-
-
-def with_interval(value: float, interval: Interval | None, factor: float = 1.0) -> str:
-    """A number and its interval in brackets, which is in units of 1 / factor."""
-    text = format_column([value])[0]
-    if interval is None:
-        return text
-    low, high = (format_column([end * factor])[0] for end in (interval.low, interval.high))
-    return f"{text} [{low}, {high}]"
-
-
-def _range_text(interval: Interval | None) -> str:
-    """Where lines cross, in words after a sentence; nothing where nothing is known."""
-    if interval is None:
-        return ""
-    if math.isinf(interval.low):
-        return " (95 %: the lines may be parallel)"
-    if interval.high <= 0:
-        return " (95 %: the lines cross at no length)"
-    if interval.low <= 0:
-        return f" (95 %: the lines cross at {interval.high:,.0f} tokens at the latest)"
-    return f" (95 %: {interval.low:,.0f} to {interval.high:,.0f})"

@@ -15,7 +15,7 @@ def to_markdown(table: Table) -> str:
 
 
 def sections_markdown(sections: Sequence[Section], *, title: str, summary: str = "") -> str:
-    """A page of sections: their texts, links and tables; what plots show is said in words."""
+    """A page of sections: texts, links, tables; what plots and pictures show is said in words."""
     parts = [f"# {title}", *([summary] if summary else [])]
     for section in sections:
         parts += [f"## {section.title}", *section.paragraphs]
@@ -23,6 +23,7 @@ def sections_markdown(sections: Sequence[Section], *, title: str, summary: str =
             lines = [f"- [{_plain(link.text)}](#{_anchor(link.to)})" for link in section.links]
             parts.append("\n".join(lines))
         parts += [f"Plot: {figure.caption}" for figure in section.figures]
+        parts += [f"Picture: {sheet.caption}" for sheet in section.sheets]
         for table in section.tables:
             parts += [f"**{table.caption}**", to_markdown(table)]
     return "\n\n".join(parts) + "\n"

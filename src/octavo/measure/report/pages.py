@@ -1,17 +1,18 @@
 """One page from records alone: which section shows which records, and which records none shows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
-from octavo.measure.report import accuracy, steps
+from octavo.measure.report import accuracy, answers, steps
 from octavo.measure.report.advice import advice_sections
 from octavo.measure.report.advice_given import given_sections
 from octavo.measure.report.calibration import calibration_section, pipeline_table
 from octavo.measure.report.errors import CASES, VALUES, error_sections
 from octavo.measure.report.html import Section
+from octavo.measure.report.images import images_sections
 from octavo.measure.report.kernels import KERNEL_OPS, Roof, kernel_sections
 from octavo.measure.report.provenance import not_shown_section, sources_section
 from octavo.measure.report.select import grouped, newest
@@ -74,7 +75,13 @@ def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Part, ...]:
             ("model", "data", "recipe", "bucket", "num_needles", "score_percent"),
             accuracy.mrcr_sections,
         ),
-        Part(("images",), ("model", "row"), accuracy.images_sections),
+        Part(
+            ("choice", "math"),
+            ("model", "data", "recipe", "score_percent", "num_questions", "repetitions"),
+            answers.pass_sections,
+        ),
+        Part(("texts",), ("model", "recipe", "prompt", "text"), answers.texts_sections),
+        Part(("images",), ("model", "row"), images_sections),
         Part(("sensitivity", "sensitivity_of_all"), ("layer", "error"), sensitivity_sections),
         Part(("calibrate",), ("layer", "tensor", "amax", "headroom", "sqnr_db"), _scales),
         Part(("calibrate_pipeline",), ("group", "tensor", "amax", "headroom"), _pipeline_scales),
@@ -110,12 +117,27 @@ def report_sections(
             hidden.setdefault(f"without {', '.join(missing)}", []).append(record)
         else:
             shown.setdefault(parts.index(part), []).append(record)
-    made = [section for index in sorted(shown) for section in parts[index].make(shown[index])]
+    made = _numbered(
+        [section for index in sorted(shown) for section in parts[index].make(shown[index])]
+    )
     summary = summary_section(made)
     sections = [*([summary] if summary else []), *made, sources_section(records)]
     if hidden or notes:
         sections.append(not_shown_section(hidden, notes))
     return sections
+
+
+def _numbered(sections: Sequence[Section]) -> list[Section]:
+    """The sections with titles of their own, which links lead to: the second of a title is (2)."""
+    counts: dict[str, int] = {}
+    found = []
+    for section in sections:
+        title = section.title
+        counts[title] = counts.get(title, 0) + 1
+        if counts[title] > 1:
+            section = replace(section, title=f"{title} ({counts[title]})")
+        found.append(section)
+    return found
 
 
 def _scales(records: Sequence[Measurement]) -> list[Section]:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Link, Section
-from octavo.measure.report.latency import SAME, latency_sections
+from octavo.measure.report.latency import latency_sections
+from octavo.measure.report.latency_rows import SAME
 from octavo.measure.report.select import grouped
 
 TITLE = "Summary"
