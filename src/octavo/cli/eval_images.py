@@ -99,8 +99,8 @@ def images(
         Path | None,
         typer.Option(
             "--save-pictures",
-            help="Write all pictures to this folder, a sheet with rows and prompts, and for each row "
-            "a JPEG beside the first row, which its record names for octavo report.",
+            help="Write all pictures to this folder, a sheet with rows and prompts, and for each "
+            "row a JPEG beside the first row, which its record names for octavo report.",
             file_okay=False,
             show_default=False,
         ),

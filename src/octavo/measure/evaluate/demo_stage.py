@@ -27,7 +27,7 @@ class Sizes:
     """How much is measured. The defaults are for less than five minutes on two CPU cores."""
 
     calibration_images: int = 32
-    chart_questions: int = 100
+    chart_questions: int = 60
     layers: tuple[int, ...] = (0, 10, 20, 29)
     key_counts: tuple[int, ...] = (1024, 8192, 32768, 131072)
     context: int = 512

@@ -110,7 +110,7 @@ def _attention(records: Sequence[Measurement]) -> Section:
                 series="recipe",
             ),
         ),
-        tables=(_errors_by_layer(records),),
+        tables=(_errors_by_layer(records, "Attention"),),
     )
 
 
@@ -122,14 +122,14 @@ def _decoding(records: Sequence[Measurement]) -> Section:
         title="Decoding over an FP8 KV cache",
         text="The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the "
         f"error is the storage's. Bytes per token and layer: {bytes_text}.",
-        tables=(_errors_by_layer(records),),
+        tables=(_errors_by_layer(records, "Decoding over pages"),),
     )
 
 
-def _errors_by_layer(rows: Sequence[Measurement]) -> Table:
+def _errors_by_layer(rows: Sequence[Measurement], what: str) -> Table:
     return pivot(
         rows,
-        caption="Relative RMS error by layer",
+        caption=f"{what}: relative RMS error against float64, by layer",
         row="recipe",
         column="layer",
         value="relative_rms",
@@ -168,7 +168,7 @@ def _accumulation(records: Sequence[Measurement]) -> Section:
         tables=(
             pivot(
                 found,
-                caption="Is the needle found?",
+                caption="Is the needle found, by the number of keys?",
                 row="accumulation",
                 column="length",
                 value="needle",
