@@ -108,6 +108,7 @@ def _run(stage: "Stage") -> "list[Measurement]":
                 task, description=what, completed=done, total=total
             )
         )
+        progress.update(task, description="done", completed=1, total=1)
     for part in stage.tell(found):
         if isinstance(part, Table):
             print_table(part)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.side_by_side import fitting
 
 COLUMNS = 3
 WIDTH, GAP, LINE = 300, 12, 18  # pixels: of a chart, between charts, of a line of text
@@ -39,7 +40,7 @@ def draw_chart_sheet(
             )
         for number, (text, color) in enumerate(lines):
             at = (left, top + chart.height + 2 + number * LINE)
-            pen.text(at, _fitting(pen, text, font), fill=color, font=font)
+            pen.text(at, fitting(pen, text, font, WIDTH), fill=color, font=font)
     content = io.BytesIO()
     sheet.save(content, "JPEG", quality=QUALITY)
     return content.getvalue()
@@ -50,11 +51,3 @@ def _fitted(image: Any) -> Any:
 
     size = (WIDTH, max(1, round(image.height * WIDTH / image.width)))
     return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-
-
-def _fitting(pen: Any, text: str, font: Any) -> str:
-    """As much of a text as has room below a chart."""
-    text = text.encode("latin-1", "replace").decode("latin-1")  # letters that the font has
-    while text and pen.textlength(text, font=font) > WIDTH:
-        text = text[:-1]
-    return text

@@ -28,7 +28,7 @@ from octavo.measure.report.errors import error_sections
 from octavo.measure.report.needle import needle_table
 from octavo.measure.report.tables import Table
 
-QUESTION = "Why is the sky blue? Answer in two sentences."
+QUESTION = "Why do we have seasons? Answer in one sentence."
 TEXT = "text.txt"
 PERPLEXITY_ROWS = (BASELINE, "tensor", "token")
 # The one that needs no calibration.

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
-from octavo.measure.report.plots import bars, lines
+from octavo.measure.report.plots import lines
+from octavo.measure.report.points import Point, points
 from octavo.measure.report.select import grouped, newest
 from octavo.measure.report.tables import Table, pivot
 
@@ -76,12 +77,10 @@ def _quantization(records: Sequence[Measurement]) -> Section:
         "means half the error. e4m3 has one more bit of mantissa than e5m2. Finer scales help "
         "only as far as a few large values set the scale of many small ones.",
         figures=(
-            bars(
-                labelled,
-                caption="SQNR of each tensor; higher is better",
-                x="tensor",
-                y="sqnr_db",
-                series="choice",
+            points(
+                _series(labelled),
+                caption="SQNR of each tensor, by format and granularity; higher is better",
+                value_title="SQNR (dB)",
             ),
         ),
         tables=(
@@ -96,15 +95,23 @@ def _quantization(records: Sequence[Measurement]) -> Section:
     )
 
 
+def _series(records: Sequence[Measurement]) -> dict[str, list[Point]]:
+    found: dict[str, list[Point]] = {}
+    for record in records:
+        point = Point(str(record.case["tensor"]), record.values["sqnr_db"])
+        found.setdefault(str(record.case["choice"]), []).append(point)
+    return found
+
+
 def _attention(records: Sequence[Measurement]) -> Section:
     return Section(
         title="Attention in FP8, layer by layer",
         text="Relative error of causal attention against float64, layer by layer: q, k, v and P "
         "in FP8 with two-level accumulation, beside BF16.",
         figures=(
-            bars(
+            lines(
                 records,
-                caption="Relative RMS error; lower is better",
+                caption="Relative RMS error of each layer, against float64; lower is better",
                 x="layer",
                 y="relative_rms",
                 series="recipe",
