@@ -13,12 +13,11 @@ from octavo.measure.evaluate.chart_demo import (
     ChartDemo,
     choose_examples,
     noisy_charts,
-    one_thread,
 )
 from octavo.measure.evaluate.chart_sheet import GAP, LINE, WIDTH, draw_chart_sheet
 from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.evaluate.charts import vocabulary
-from octavo.measure.evaluate.demo_stage import Sizes
+from octavo.measure.evaluate.demo_stage import Sizes, one_thread
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")

@@ -1,11 +1,8 @@
 """The chart reader in the demonstration: calibrated on noisy charts, asked about plain ones."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from octavo.atomic import write_atomically
 from octavo.calibration.data import PromptData
@@ -28,28 +25,13 @@ from octavo.measure.evaluate.chartqa import (
 )
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
 from octavo.measure.evaluate.charts import make_chart
-from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch
+from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch, one_thread
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 
 NUM_PICTURES = 6
 BATCH_SIZE = 20
 SCALES, PICTURE = "scales.json", "pictures/charts.jpg"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch computes in one thread.
-
-    The matrices here are small: more threads gain little on a machine that is idle, and on a busy
-    one their waiting for each other takes many times as long as the work.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class ChartDemo:

@@ -15,8 +15,8 @@ from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.model_shape import find_model
 from octavo.measure.advise.workload import Workload
 from octavo.measure.evaluate import images
-from octavo.measure.evaluate.chart_demo import PICTURE, SCALES, ChartDemo, one_thread
-from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch
+from octavo.measure.evaluate.chart_demo import PICTURE, SCALES, ChartDemo
+from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch, one_thread
 from octavo.measure.evaluate.image_rows import parse_rows
 from octavo.measure.evaluate.kept_pictures import keep_compared
 from octavo.measure.evaluate.language_demo import TEXT, LanguageDemo

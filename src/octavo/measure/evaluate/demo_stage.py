@@ -1,7 +1,10 @@
 """What the demonstration is made of, and how large each part is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
@@ -37,3 +40,18 @@ class Sizes:
     answer_tokens: int = 48
     num_pictures: int = 4
     num_inference_steps: int = 8
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes in one thread.
+
+    For small matrices: more threads gain little on a machine that is idle, and on a busy one their
+    waiting for each other takes many times as long as the work.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

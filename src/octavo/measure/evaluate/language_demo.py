@@ -18,7 +18,7 @@ from octavo.measure.evaluate.attention_error import (
     quantization_errors,
 )
 from octavo.measure.evaluate.chat_turn import chat_table, chat_turn
-from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch
+from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch, one_thread
 from octavo.measure.evaluate.needle import Grid
 from octavo.measure.evaluate.perplexity import perplexity_table
 from octavo.measure.evaluate.perplexity_rows import BASELINE, recipe_rows
@@ -122,14 +122,15 @@ class LanguageDemo:
             watch("answering", num_done, len(rows))
 
         watch("answering", 0, len(rows))
-        return chat_turn(
-            self.text_model,
-            QUESTION,
-            rows,
-            max_tokens=self.sizes.answer_tokens,
-            command=self.command,
-            on_row=keep,
-        )
+        with one_thread():
+            return chat_turn(
+                self.text_model,
+                QUESTION,
+                rows,
+                max_tokens=self.sizes.answer_tokens,
+                command=self.command,
+                on_row=keep,
+            )
 
 
 def _errors_told(records: Sequence[Measurement]) -> list[Table | str]:
