@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo import env
 from octavo.cli.console import err, out
 from octavo.cli.omni_flags import need_diffusers
 from octavo.cli.report import RESULTS, report
@@ -51,6 +52,7 @@ def demo(
     two CPU cores that do nothing else it takes about four minutes, a third of it for 4096 tokens.
     """
     need_diffusers("octavo demo", "demo")
+    env.let_threads_sleep()
     from octavo.measure.evaluate.demo import make_stages
     from octavo.measure.evaluate.demo_summary import summary_table
     from octavo.measure.report.html import check_packages
