@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
-from octavo.measure.report.plots import lines
-from octavo.measure.report.points import Point, points
+from octavo.measure.report.plots import Figure, lines
+from octavo.measure.report.points import Point, points, titles
 from octavo.measure.report.select import grouped, newest
 from octavo.measure.report.tables import Table, pivot
 
@@ -103,18 +103,29 @@ def _series(records: Sequence[Measurement]) -> dict[str, list[Point]]:
     return found
 
 
+def _titled(figure: Figure, x_title: str) -> Figure:
+    """The figure of relative errors with titles that say the units."""
+    layout = dict(figure.layout)
+    for axis, title in titles(x_title, "relative RMS error (1 = the result)").items():
+        layout[axis] = {**layout[axis], **title}
+    return replace(figure, layout=layout)
+
+
 def _attention(records: Sequence[Measurement]) -> Section:
     return Section(
         title="Attention in FP8, layer by layer",
         text="Relative error of causal attention against float64, layer by layer: q, k, v and P "
         "in FP8 with two-level accumulation, beside BF16.",
         figures=(
-            lines(
-                records,
-                caption="Relative RMS error of each layer, against float64; lower is better",
-                x="layer",
-                y="relative_rms",
-                series="recipe",
+            _titled(
+                lines(
+                    records,
+                    caption="Relative RMS error of each layer, against float64; lower is better",
+                    x="layer",
+                    y="relative_rms",
+                    series="recipe",
+                ),
+                "layer (number)",
             ),
         ),
         tables=(_errors_by_layer(records, "Attention"),),
@@ -162,14 +173,17 @@ def _accumulation(records: Sequence[Measurement]) -> Section:
         if lost
         else "",
         figures=(
-            lines(
-                records,
-                caption="Relative error against float64, by context length; lower is better",
-                x="length",
-                y="relative_rms",
-                series="accumulation",
-                log_x=True,
-                log_y=True,
+            _titled(
+                lines(
+                    records,
+                    caption="Relative error against float64, by number of keys; lower is better",
+                    x="length",
+                    y="relative_rms",
+                    series="accumulation",
+                    log_x=True,
+                    log_y=True,
+                ),
+                "keys (number)",
             ),
         ),
         tables=(
