@@ -23,9 +23,12 @@ WITHOUT_TORCH = [
     "octavo.serving.engine.settings",
     "octavo.measure.records",
     "octavo.measure.store",
+    "octavo.measure.advise.gpus",
     "octavo.measure.report.tables",
     "octavo.measure.report.plots",
     "octavo.measure.report.html",
+    "octavo.measure.report.pages",
+    "octavo.measure.report.pictures",
 ]
 MAX_IMPORT_S = 1.5
 

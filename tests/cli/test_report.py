@@ -1,5 +1,6 @@
 """octavo report: files in, a page out, and errors that name the line."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -110,6 +111,19 @@ def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch, 
     assert report() == 0
     note = f"Advice for NVIDIA H200 is not compared: {words}."
     assert note in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--no-advice"], ["other.jsonl"]], ids=["flag", "other ops"])
+def test_advice_is_left_out_unless_there_is_something_to_compare(
+    results, tmp_path, monkeypatch, arguments
+):
+    monkeypatch.setitem(sys.modules, "octavo.measure.advise.compared", None)  # raises if imported
+    kernel = row(op="quantize", case={"shape": "1", "operands": "FP8"}, values={"median_ms": 1.0})
+    store.append(tmp_path / "other.jsonl", [kernel])
+    assert report(*arguments) == 0
+    assert "Advice" not in (tmp_path / "report.html").read_text().split("<script>")[0]
+    assert report() == 0
+    assert "Advice for NVIDIA H200 is not compared" in (tmp_path / "report.html").read_text()
 
 
 def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatch):

@@ -199,6 +199,7 @@ def test_square_ratio():
         ((-36, 12, -1), -math.inf, None, "always faster"),
         # What is below 2 or beyond 10 is not told.
         ((144, 0, -1), math.inf, None, "never faster"),
+        ((24, -3.2, 0.1), math.inf, None, "never faster"),
         ((1, 0, -1), -math.inf, None, "always faster"),
     ],
 )

@@ -72,7 +72,7 @@ def test_points_fits_and_break_even():
     assert ttft.layout["xaxis"]["type"] == "log" and len(ttft.data[1]["x"]) == 60
     # 4,096 is too close to the next one.
     assert ttft.layout["xaxis"]["ticktext"] == ["256", "8k", "32k", "125k"]
-    assert ttft.layout["yaxis"]["dtick"] == 1
+    assert ttft.layout["yaxis"]["ticktext"] == ["30", "100", "300", "1,000", "3,000", "10k"]
     lines, curves = section.tables
     assert lines.rows[1][3].startswith("0.542") and lines.rows[0][3] is None
     assert curves.rows[1][4].startswith("0.500")

@@ -7,7 +7,7 @@ import pytest
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import accuracy, steps
 from octavo.measure.report.advice import advice_sections
-from octavo.measure.report.points import Point, points, wrapped
+from octavo.measure.report.points import Point, log_ticks, points, wrapped
 from octavo.measure.report.select import newest
 from octavo.measure.report.sensitivity import sensitivity_sections
 from octavo.measure.report.throughput import serve_sections, throughput_sections
@@ -171,6 +171,20 @@ def test_points_of_several_series_do_not_hide_each_other():
     a, b = figure.data
     assert a["y"] == [-0.15] and b["y"] == [1.15, 0.15]
     assert figure.layout["yaxis"]["ticktext"] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([300, 700], ["200", "500", "1,000"]),
+        ([10, 1000], ["10", "30", "100", "300", "1,000"]),
+        ([1, 1e6], ["1", "10", "100", "1,000", "10k", "100k", "1M"]),
+        ([0.002, 0, -1, float("inf")], ["0.001", "0.002"]),
+        ([], []),
+    ],
+)
+def test_marks_of_a_logarithmic_axis_say_what_they_are(values, texts):
+    assert log_ticks(values).get("ticktext", []) == texts
 
 
 def test_long_names_have_lines_and_are_escaped():

@@ -41,7 +41,7 @@ def test_pass_at_1_with_errors_and_recovery():
     assert choice.headline == "m, multiple choice: fp8 head recovers 98.0 % (A GPU)."
     heads = choice.tables[0].header
     assert "± of repetitions (%)" in heads and "unparsed" in heads and "cut" not in heads
-    assert "difference (points)" in heads
+    assert "difference (points)" in heads and heads[1] == "pass@1 (%)"
     assert math.title.startswith("Mathematics: m") and math.headline == ""
     assert len(math.figures) == 1
 

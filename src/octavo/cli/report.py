@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import out
+from octavo.cli.console import err, out
 from octavo.cli.options import check_folder
 from octavo.errors import ConfigError, OctavoError
 
@@ -40,6 +40,14 @@ def report(
         ),
     ] = None,
     title: Annotated[str, typer.Option("--title", help="The title of the page.")] = "octavo report",
+    advice: Annotated[
+        bool,
+        typer.Option(
+            "--advice/--no-advice",
+            help="Compare advice with what was measured. It loads torch, transformers and "
+            "diffusers, which takes longer than all the rest.",
+        ),
+    ] = True,
 ) -> None:
     """Write one HTML page from records: plots, tables, machines, commands. No GPU is needed.
 
@@ -63,7 +71,7 @@ def report(
     by_file = {file: store.read(file) for file in _files(places)}
     records = [row for rows in by_file.values() for row in rows]
     gpus = _known_gpus(records)
-    compared, notes = _compared(records, gpus)
+    compared, notes = _compared(records, gpus) if advice else ([], [])
     shown = [row for file, rows in by_file.items() for row in with_pictures(rows, file)]
     sections = report_sections(shown, roofs=_roofs(gpus), compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
@@ -122,14 +130,20 @@ def _compared(
     records: "list[Measurement]", gpus: "list[Gpu]"
 ) -> "tuple[list[Measurement], list[str]]":
     """Advice beside what was measured on each GPU; and why there is none of a GPU."""
-    from octavo.measure.advise.compared import as_records, compare_all
+    from octavo.measure.report.advice import COMPARED_OPS
 
     found: list[Measurement] = []
     notes = []
     for gpu in gpus:
-        machine = next(record.machine for record in records if record.machine.gpu == gpu.name)
+        own = [record for record in records if record.machine.gpu == gpu.name]
+        if not any(record.op in COMPARED_OPS for record in own):
+            continue
+        machine = own[0].machine
         try:
-            rows = compare_all(records, gpu)
+            with err.status(f"comparing advice for {gpu.name}"):
+                from octavo.measure.advise.compared import as_records, compare_all
+
+                rows = compare_all(records, gpu)
         except (ImportError, KeyError, OctavoError) as error:
             # Of some files only, by hand, or without transformers here: the page shows what it can.
             reason = f"a record has no {error}" if isinstance(error, KeyError) else str(error)

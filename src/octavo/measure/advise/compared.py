@@ -17,10 +17,10 @@ from octavo.measure.advise.predict import (
     step_shape,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.report.advice import COMPARED_OPS
 from octavo.measure.report.tables import Table, from_records
 
 OP = "advise"
-COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
 COLUMNS = (
     *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
 )

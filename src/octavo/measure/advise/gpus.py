@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
-from octavo.kernels.device import Device
+
+if TYPE_CHECKING:
+    from octavo.kernels.device import Device
 
 FILE = Path(__file__).with_name("gpus.toml")
 # The GPU whose measured rates say how much of a data sheet can be had.
@@ -47,8 +49,10 @@ class Gpu:
         return self.capability >= (8, 9)
 
     @property
-    def device(self) -> Device:
+    def device(self) -> "Device":
         """The GPU as the selection of implementations sees it."""
+        from octavo.kernels.device import Device  # by torch, which reports go without
+
         return Device("cuda", self.name, self.capability, self.num_sms, self.memory_bytes)
 
     @property

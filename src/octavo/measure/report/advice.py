@@ -11,6 +11,8 @@ from octavo.measure.report.plots import SYMBOLS, Figure
 from octavo.measure.report.points import MARK, titles, wrapped
 from octavo.measure.report.select import grouped
 
+# Whose records advice can be compared with.
+COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
 _COLUMNS = (
     *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
 )

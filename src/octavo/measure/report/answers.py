@@ -1,6 +1,7 @@
 """Answers as sections of a page: pass@1 of choice and mathematics, and texts of a few prompts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.accuracy import recovery_headline
@@ -9,6 +10,7 @@ from octavo.measure.report.html import Section
 from octavo.measure.report.plots import Figure
 from octavo.measure.report.points import Point, points
 from octavo.measure.report.select import Key, grouped, newest
+from octavo.measure.report.tables import Table
 
 WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
 _SAME = (
@@ -46,8 +48,14 @@ def _section(key: Key, rows: Sequence[Measurement]) -> Section:
         text=text,
         headline=recovery_headline(str(model), what.lower(), rows),
         figures=_figures(rows),
-        tables=(filled_table(rows, caption=f"{what}, by recipe", columns=_COLUMNS),),
+        tables=(_table(rows, f"{what}, by recipe"),),
     )
+
+
+def _table(rows: Sequence[Measurement], caption: str) -> Table:
+    table = filled_table(rows, caption=caption, columns=_COLUMNS)
+    heads = ("pass@1 (%)" if head == "score (%)" else head for head in table.header)
+    return replace(table, header=tuple(heads))
 
 
 def _figures(rows: Sequence[Measurement]) -> tuple[Figure, ...]:
@@ -62,7 +70,9 @@ def _figures(rows: Sequence[Measurement]) -> tuple[Figure, ...]:
     ]
     recovered = _points(rows, "recovery_percent", "recovery_standard_error_percent")
     if recovered:
-        first = next(row.baseline for row in rows if "recovery_percent" in row.values)
+        first = (
+            next(row.baseline for row in rows if "recovery_percent" in row.values) or "the first"
+        )
         found.append(
             points(
                 {"recovery": recovered},

@@ -7,8 +7,9 @@ from octavo.measure.records import Measurement
 from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section, Sheet
 from octavo.measure.report.pictures import NAME, PROBLEM, is_picture_url
+from octavo.measure.report.plots import Figure
 from octavo.measure.report.points import Point, points
-from octavo.measure.report.select import grouped, newest
+from octavo.measure.report.select import Key, grouped, newest
 
 _COLUMNS = (
     *("row", "psnr_db", "worst_psnr_db", "ssim", "worst_ssim", "lpips", "worst_lpips"),
@@ -23,46 +24,50 @@ def images_sections(records: Sequence[Measurement]) -> list[Section]:
     Pictures are those that records have as data URLs (`with_pictures`).
     """
     names = ("model", "dtype", "prompts_sha256", "num_pictures", "num_inference_steps", "seed")
-    sections = []
-    for (machine, model, *_), own in grouped(records, *names).items():
-        rows = newest(own, "row")
-        scored = [row for row in rows if {"psnr_db", "worst_psnr_db"} <= row.values.keys()]
-        if not scored:
-            continue
-        some = [
-            Point(
-                str(row.case["row"]),
-                row.values["psnr_db"],
-                0.0,
-                row.values["psnr_db"] - row.values["worst_psnr_db"],
-            )
-            for row in scored
-        ]
-        lowest = min(scored, key=lambda row: row.values["worst_psnr_db"])
-        case = rows[0].case
+    return [_section(key, newest(own, "row")) for key, own in grouped(records, *names).items()]
+
+
+def _section(key: Key, rows: Sequence[Measurement]) -> Section:
+    machine, model, *_ = key
+    scored = [row for row in rows if {"psnr_db", "worst_psnr_db"} <= row.values.keys()]
+    case, text, headline = rows[0].case, "", ""
+    if scored:
         text = (
             f"Pictures of the same prompts and noise as those of {scored[0].baseline}, "
             f"after {case.get('num_inference_steps')} steps."
         )
-        sections.append(
-            Section(
-                title=f"Pictures: {model}, {case.get('num_pictures')} prompts, {machine}",
-                text="\n\n".join([text, *_problems(rows)]),
-                headline=f"{model}: the worst picture has {lowest.values['worst_psnr_db']:.1f} dB "
-                f"PSNR against {lowest.baseline}, with {lowest.case['row']}.",
-                figures=(
-                    points(
-                        {"PSNR": some},
-                        caption="Mean PSNR over the pictures of each row; higher is better. Bars "
-                        "reach down to the worst picture.",
-                        value_title="PSNR (dB)",
-                    ),
-                ),
-                tables=(filled_table(rows, caption="Pictures, by row", columns=_COLUMNS),),
-                sheets=_sheets(rows),
-            )
+        lowest = min(scored, key=lambda row: row.values["worst_psnr_db"])
+        headline = (
+            f"{model}: the worst picture has {lowest.values['worst_psnr_db']:.1f} dB PSNR against "
+            f"{lowest.baseline}, with {lowest.case['row']}."
         )
-    return sections
+    return Section(
+        title=f"Pictures: {model}, {case.get('num_pictures')} prompts, {machine}",
+        text="\n\n".join([text, *_problems(rows)]),
+        headline=headline,
+        figures=_figures(scored),
+        tables=(filled_table(rows, caption="Pictures, by row", columns=_COLUMNS),),
+        sheets=_sheets(rows),
+    )
+
+
+def _figures(scored: Sequence[Measurement]) -> tuple[Figure, ...]:
+    if not scored:
+        return ()
+    some = [
+        Point(
+            str(row.case["row"]),
+            row.values["psnr_db"],
+            0.0,
+            row.values["psnr_db"] - row.values["worst_psnr_db"],
+        )
+        for row in scored
+    ]
+    caption = (
+        "Mean PSNR over the pictures of each row; higher is better. Bars reach down to the worst "
+        "picture."
+    )
+    return (points({"PSNR": some}, caption=caption, value_title="PSNR (dB)"),)
 
 
 def _problems(rows: Sequence[Measurement]) -> list[str]:

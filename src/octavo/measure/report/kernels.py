@@ -9,7 +9,7 @@ from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
 from octavo.measure.report.labels import Cell, format_column, label
 from octavo.measure.report.plots import SYMBOLS, Figure
-from octavo.measure.report.points import MARK, titles
+from octavo.measure.report.points import MARK, log_ticks, titles
 from octavo.measure.report.select import grouped, newest
 from octavo.measure.report.tables import Table
 
@@ -173,11 +173,11 @@ def _figure(op: str, sizes: Sequence[_Size], roof: Roof | None) -> Figure:
         else ("bytes of a call (MB)", "bandwidth (GB/s)")
     )
     layout = titles(x_title, y_title)
-    layout["xaxis"] |= {"type": "log"} | _log_ticks([x for trace in data for x in trace["x"]])
+    layout["xaxis"] |= {"type": "log"} | log_ticks([x for trace in data for x in trace["x"]])
     layout["yaxis"] |= {"rangemode": "tozero"}
     if is_roofline:
         speeds = [y for trace in data for y in trace["y"]]
-        layout["yaxis"] = {**layout["yaxis"], "type": "log"} | _log_ticks(speeds)
+        layout["yaxis"] = {**layout["yaxis"], "type": "log"} | log_ticks(speeds)
     layout["showlegend"] = True
     if roof is not None:
         data += _roof_lines(roof, data, is_roofline)
@@ -192,11 +192,6 @@ def _figure(op: str, sizes: Sequence[_Size], roof: Roof | None) -> Figure:
         layout=layout,
         height_rem=26,
     )
-
-
-def _log_ticks(values: Sequence[float]) -> dict[str, Any]:
-    """Powers of ten, or 2 and 5 between them as well where there are few."""
-    return {"dtick": 1 if values and max(values) > 100 * min(values) else "D2"}
 
 
 def _place(record: Measurement, is_roofline: bool) -> tuple[float | None, float | None]:

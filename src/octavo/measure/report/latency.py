@@ -18,7 +18,7 @@ from octavo.measure.report.html import Section
 from octavo.measure.report.latency_rows import SAME, Row, itl_crossings, rows_of, ttft_crossings
 from octavo.measure.report.latency_tables import itl_table, range_text, ttft_table
 from octavo.measure.report.plots import SYMBOLS, Figure
-from octavo.measure.report.points import MARK, wrapped
+from octavo.measure.report.points import MARK, log_ticks, wrapped
 
 _MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
@@ -119,8 +119,7 @@ def _ttft_figure(rows: Sequence[Row]) -> Figure:
     ticks = _ticks(sorted({length for row in rows for length in row.lengths}))
     layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
     medians = [value for row in rows for value in row.values("median_ttft_ms")]
-    if max(medians) > 30 * min(medians):
-        layout["yaxis"]["dtick"] = 1  # powers of ten; else plotly's 2 and 5 between them say more
+    layout["yaxis"] |= log_ticks(medians)
     lengths = [length for row in rows for length in row.lengths]
     middle = math.sqrt(min(lengths) * max(lengths))
     crossings = ttft_crossings(rows)

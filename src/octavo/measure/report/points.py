@@ -1,5 +1,6 @@
 """Points with error bars and bars beside names, and what all plots have in common."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 from octavo.measure.report.plots import SYMBOLS, Figure
 
 NAME_WIDTH = 18  # characters of a line of a name: a narrow page has room for it and a plot
+_MAX_TICKS = 6  # of a logarithmic axis: what has room across a narrow page
 MARK = "#808080"  # of lines that are no series: seen on light and dark pages
 
 
@@ -86,6 +88,30 @@ def titles(x_title: str, y_title: str = "") -> dict[str, Any]:
         axis: {"title": {"text": escape(text), "font": {"size": 13}}}
         for axis, text in pairs.items()
     }
+
+
+def log_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """Marks of a logarithmic axis around these values: 1, 2 and 5 of each power of ten, or fewer.
+
+    plotly's own write a 5 for 500, beside a 1000.
+    """
+    drawn = [value for value in values if 0 < value < math.inf]
+    if not drawn:
+        return {}
+    low, high = min(drawn) / 2, max(drawn) * 2
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= _MAX_TICKS:
+            break
+    return {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
+
+
+def _short(number: float) -> str:
+    if number >= 1e6:
+        return f"{number / 1e6:,g}M"
+    return f"{number / 1e3:g}k" if number >= 1e4 else f"{number:,g}"
 
 
 def titled(figure: Figure, x_title: str, y_title: str) -> Figure:
