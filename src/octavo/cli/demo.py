@@ -48,8 +48,8 @@ def demo(
     Advice: what to quantize in Llama-3.1-8B on an H200 for prompts of 32k tokens, and why.
 
     Every number is a record in OUTPUT/records.jsonl, with the command that repeats it; the page
-    OUTPUT/report.html is what octavo report makes of them. No GPU is needed, and none is used. On
-    two CPU cores that do nothing else it takes about four minutes, a third of it for 4096 tokens.
+    OUTPUT/report.html is what octavo report makes of them. No GPU is needed, and none is used. It
+    takes about four minutes on two CPU cores, more than a third of them for the needles.
     """
     need_diffusers("octavo demo", "demo")
     env.let_threads_sleep()
