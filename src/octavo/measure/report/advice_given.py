@@ -7,7 +7,7 @@ from octavo.measure.report.html import Section
 from octavo.measure.report.select import grouped, newest
 from octavo.measure.report.tables import Table
 
-_UNITS = {"ms": "ms", "bytes": "GB", "count": ""}
+_UNITS = ("ms", "bytes", "count")
 
 
 def given_sections(records: Sequence[Measurement]) -> list[Section]:
