@@ -10,7 +10,7 @@ COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
 COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-slow test-gpu bench clean
+.PHONY: help setup demo check lint types test test-slow test-gpu bench tables clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another int
 
 bench: $(READY)  ## measure what this machine can measure
 	$(BIN)/octavo bench kernels
+
+tables: $(READY)  ## write the tables of README and docs from the records in results/
+	$(BIN)/python scripts/update_tables.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage dist

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from octavo.atomic import write_atomically
 from tables import advice, decoders, kernels, serving, vision
 from tables.images import images, modulation
+from tables.needles import needles, retrieval
 from tables.sensitivity import sensitivity
 from tables.speeds import speeds
 from tables.steps import steps
@@ -38,8 +39,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "linear": serving.linear,
     "load": vision.load,
     "modulation": modulation,
+    "needles": needles,
     "perplexity": decoders.perplexity,
     "predictions": advice.predictions,
+    "retrieval": retrieval,
     "sensitivity": sensitivity,
     "speeds": speeds,
     "steps": steps,

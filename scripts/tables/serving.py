@@ -138,6 +138,8 @@ def _range(fit: Measurement, name: str, unit: str, digits: int) -> str:
     low, high = (fit.values.get(f"{name}_{end}{unit}") for end in ("low", "high"))
     if low is None or high is None:
         return ""
+    if math.isinf(low) and math.isinf(high):
+        return " (so few lengths leave it open)"
     return f" [{low:,.{digits}f}, {high:,.{digits}f}]"
 
 

@@ -16,6 +16,9 @@ WORDS = {
     "attention": "FP8 attention",
     "linear+attention": "FP8 linear layers and attention",
     "linear+attention+modulation": "the same, modulation with FP8 weights",
+    "linear-static": "FP8 linear layers, static scales",
+    "linear-static+attention": "FP8 linear layers with static scales, and attention",
+    "linear-static+attention-static": "FP8 linear layers and attention, static scales",
     "linear-block": "FP8 linear layers, blocks of 128 × 128",
 }
 
@@ -38,8 +41,9 @@ def _steps_of(records: list[Measurement]) -> str:
     table = Table(caption="", header=HEADER, rows=tuple(map(_row, records)))
     return (
         f"**{case['model']}** (random weights, {layers} blocks, {case['inputs']}) on an "
-        f"{machine.gpu}: medians of one step. The baseline is {records[0].baseline}. The memory is "
-        f"that of the weights and a step, over BF16's.\n\n{to_markdown(table)}"
+        f"{machine.gpu}: medians of one step. The baseline is {records[0].baseline}, in the same "
+        f"run as each row; BF16's row is of the newest. The memory is that of the weights and a "
+        f"step, over BF16's.\n\n{to_markdown(table)}"
     )
 
 

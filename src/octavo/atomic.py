@@ -33,11 +33,11 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    # The new name itself reaches the disk only when the folder does.
+def sync_folder(folder: Path) -> None:
+    """Bring the names of new files to the disk: they reach it only when their folder does."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

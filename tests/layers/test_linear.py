@@ -10,7 +10,7 @@ from torch import nn
 from octavo import ops
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.kernels.device import Device
-from octavo.layers.linear import Fp8Linear
+from octavo.layers.linear import FEW_ROWS, MAX_FUSED, Fp8Linear
 from octavo.numerics.error import relative_rms
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerTensor, parse_granularity
@@ -413,6 +413,33 @@ def test_it_compiles_to_one_graph(options, sizes):
     for rows in (3, 5, 1):
         x = Draw(rows).normal(2, rows, sizes[0])
         assert_same_bits(run(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_joint", "width", "is_before"),
+    [
+        (FEW_ROWS + 1, False, 64, True),
+        (FEW_ROWS, False, 64, False),
+        (1, True, 64, True),
+        (FEW_ROWS + 1, True, MAX_FUSED + 16, False),
+    ],
+)
+def test_a_compiler_sees_how_rows_are_quantized(rows, is_joint, width, is_before):
+    torch.compiler.reset()
+    layer = make(make_plain(width, 48), {})
+    layer.is_joint = is_joint
+    dtypes = []
+
+    def note(graph, inputs):
+        products = graph.graph.find_nodes(
+            op="call_function", target=torch.ops.octavo.scaled_mm.default
+        ) or graph.graph.find_nodes(op="call_function", target=torch.ops.octavo.scaled_mm)
+        dtypes.extend(node.args[0].meta["example_value"].dtype for node in products)
+        return graph.forward
+
+    x = Draw(rows).normal(rows, width)
+    assert_same_bits(torch.compile(layer, fullgraph=True, backend=note)(x), layer(x))
+    assert dtypes == [E4M3.dtype if is_before else torch.float32]
 
 
 class Lora(nn.Module):

@@ -65,6 +65,10 @@ def test_nothing_to_read_is_an_error(tmp_path, place):
 def test_appending_needs_a_folder(tmp_path):
     with pytest.raises(ConfigError, match="expected an existing folder .* create .*none"):
         store.append(tmp_path / "none" / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match="expected an existing folder .* create .*none"):
+        store.check_folder(tmp_path / "none" / "rows.jsonl")
+    store.check_folder(tmp_path / "rows.jsonl")
+    store.check_folder(None)
 
 
 @pytest.mark.parametrize(

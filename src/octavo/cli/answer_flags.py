@@ -5,18 +5,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from octavo import env
-from octavo.cli.console import err, out
-from octavo.cli.tables import print_table
-from octavo.errors import ConfigError
+from octavo.cli.eval_flags import chat_rows, make_endpoints
+from octavo.cli.eval_run import run_and_print
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="A chat model's folder or name, or SmolLM2-135M-Instruct; with --endpoint none.",
-        show_default=False,
-    ),
-]
 Subset = Annotated[
     str | None,
     typer.Option("--subset", help="Of a data set of the hub: gpqa_diamond.", show_default=False),
@@ -70,57 +61,8 @@ MaxTokens = Annotated[
         show_default=False,
     ),
 ]
-Rows = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--recipe",
-        help="A row of the table, by the names of octavo eval perplexity; may be given more than "
-        "once, and is baseline, tensor, head and token if left out. The first is what the others "
-        "are compared with.",
-        show_default=False,
-    ),
-]
-Endpoints = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--endpoint",
-        help="URL or NAME=URL of a server with OpenAI's API, in place of a model; may be given "
-        "more than once, a row each.",
-        show_default=False,
-    ),
-]
-ServedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--served-model-name", help="The model to ask the servers for.", show_default=False
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        help="That the servers want; OCTAVO_API_KEY does the same.",
-        show_default=False,
-    ),
-]
 MaxConcurrency = Annotated[
     int, typer.Option("--max-concurrency", min=1, help="Questions that are answered at once.")
-]
-KvCacheDtype = Annotated[
-    str, typer.Option("--kv-cache-dtype", help="Of the rows in FP8: fp8 (e4m3) or fp8_e5m2.")
-]
-Scales = Annotated[
-    Path | None,
-    typer.Option(
-        "--scales",
-        help="Scale file for rows with static scales or +center; left out, they are calibrated on "
-        "generated chats first.",
-        show_default=False,
-    ),
-]
-Margin = Annotated[float, typer.Option("--margin", help="Headroom of calibrated scales.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="The model runs in this: its own, or such as bfloat16.")
 ]
 Answers = Annotated[
     Path | None,
@@ -134,15 +76,6 @@ Answers = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Take the answers that --answers has already.")
 ]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Append the records to this JSON Lines file, each as soon as its row is done.",
-        show_default=False,
-    ),
-]
 
 
 def run_answers(
@@ -154,44 +87,35 @@ def run_answers(
     served_model: str | None,
     api_key: str | None,
     max_concurrency: int,
-    sampling: dict[str, float | None],
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
     memory_fraction: float,
     num_pages: int | None,
+    resume: bool,
     **settings: Any,
 ) -> None:
-    """Run what the flags ask for, with a progress bar; print the table."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
+    """Run what the flags ask for, each by the name of its parameter, and print the table.
 
+    settings: fields of `sampled_run.Request`.
+    """
     from octavo.measure.evaluate import sampled_run
-    from octavo.measure.evaluate.endpoint import Endpoint
     from octavo.measure.evaluate.pass_at_1 import pass_table
     from octavo.serving.engine.settings import EngineSettings
 
-    if endpoint and recipe:
-        raise ConfigError("--recipe is for a model; a server runs what it was started with")
-    key = api_key or env.API_KEY.read() or None
-    server = {"model": served_model, "api_key": key, "concurrency": max_concurrency}
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     request = sampled_run.Request(
         kind=kind,
-        rows=tuple(recipe or sampled_run.DEFAULT_ROWS),
-        endpoints=tuple(Endpoint.parse(text, **server) for text in endpoint or ()),
+        rows=chat_rows(recipe, endpoint),
+        endpoints=make_endpoints(
+            endpoint, served_model=served_model, api_key=api_key, max_concurrency=max_concurrency
+        ),
         sampling={name: value for name, value in sampling.items() if value is not None},
         engine=EngineSettings(
             max_num_seqs=max_concurrency, memory_fraction=memory_fraction, num_pages=num_pages
         ),
+        is_resumed=resume,
         **settings,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
-    with Progress(*columns, console=err) as progress:
-        task = progress.add_task("loading", total=None)
-        records = sampled_run.run(
-            request,
-            output,
-            lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            ),
-        )
-    print_table(pass_table(records))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    run_and_print(sampled_run.run, request, output, pass_table)

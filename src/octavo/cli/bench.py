@@ -15,6 +15,7 @@ from octavo.cli.bench_sweep import sweep
 from octavo.cli.bench_throughput import throughput
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile
+from octavo.cli.records import print_file, print_json
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def kernels(
         if output is not None:
             store.append(output, found)
     if as_json:
-        for record in records:
-            typer.echo(record.to_json())
+        print_json(records)
         return
     for name in dict.fromkeys(record.op for record in records):
         of_op = [record for record in records if record.op == name]
@@ -133,8 +133,7 @@ def kernels(
     if rows:
         header = ("op", "impl", "operands", "why not")
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    print_file(output)
 
 
 def _precompile(tasks: "list[Task]", jobs: int) -> None:

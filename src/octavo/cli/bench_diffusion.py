@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err
 from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
+from octavo.cli.records import print_file, print_json
 from octavo.cli.tables import print_objections, print_table
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ def diffusion(
         typer.Option(
             "--recipes",
             help="Of bf16, linear, attention, linear+attention (FP8), linear+attention+modulation "
-            "(modulation in FP8 weights alone), linear-block (blocks of 128 x 128), with commas "
-            "between; bf16 is the baseline and must be there.",
+            "(modulation in FP8 weights alone), linear-block (blocks of 128 x 128), "
+            "linear-static, linear-static+attention, linear-static+attention-static (scales found "
+            "before the step), with commas between; bf16 is the baseline and must be there.",
         ),
     ] = "bf16,linear,linear+attention",
     layers: Annotated[
@@ -85,7 +87,7 @@ def diffusion(
     one is not timed, and the command ends with 1. The memory is that of the weights and one step
     together.
     """
-    from rich.progress import track
+    from rich.progress import Progress
 
     from octavo.errors import UnsupportedError
     from octavo.kernels.device import default_device
@@ -104,20 +106,24 @@ def diffusion(
     options += "" if compile else " --no-compile"
     options += "" if graphs is None else f" --{'' if graphs else 'no-'}graphs"
     options += "" if peers is None else " --peers FOLDER"  # whichever it was on this machine
-    for case in track(cases, description="measuring", console=err):
-        command = f"octavo bench diffusion --config {case.size} --recipes {','.join(chosen)}"
-        found, objected = run_step(case, device.torch_device, command + options, peers)
-        records += found
-        objections += objected
-        if output is not None:
-            store.append(output, found)
+    with Progress(console=err) as progress:
+        task = progress.add_task("measuring", total=len(cases) * len(chosen))
+
+        def keep(found: "list[Measurement]") -> None:
+            records.extend(found)
+            if output is not None:
+                store.append(output, found)
+            progress.advance(task)
+
+        for case in cases:
+            command = f"octavo bench diffusion --config {case.size} --recipes {','.join(chosen)}"
+            where = (device.torch_device, command + options, peers)
+            objections += run_step(case, *where, on_recipe=keep)[1]
     if as_json:
-        for record in records:
-            typer.echo(record.to_json())
+        print_json(records)
     else:
         _print(records, objections)
-        if output is not None:
-            out.print(f"Records: {output}", soft_wrap=True)
+        print_file(output)
     if failed := [f"{o.operands}: {o.reason}" for o in objections if o.operands in chosen]:
         raise UnsupportedError(f"expected every recipe to run and be right, got {failed[0]}")
 

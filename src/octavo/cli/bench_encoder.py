@@ -7,6 +7,7 @@ import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile, check_folder, split_names
+from octavo.cli.records import print_file, print_json
 from octavo.cli.tables import print_objections, print_table
 
 COLUMNS = (
@@ -132,8 +133,7 @@ def encoder(
         if output is not None:
             store.append(output, found)
     if as_json:
-        for record in records:
-            typer.echo(record.to_json())
+        print_json(records)
         return
     out.print(f"{tower.name}, {tower.weights} weights, {tower.num_layers} layers: {device.name}")
     for case in cases:
@@ -142,5 +142,4 @@ def encoder(
             caption = f"{images} images, {case.resolution}; baseline: {of_case[0].baseline}"
             print_table(from_records(of_case, caption=caption, columns=COLUMNS))
     print_objections(objections)
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    print_file(output)

@@ -6,6 +6,7 @@ import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.options import AsJson, RecordsFile, check_folder
+from octavo.cli.records import print_file, print_json
 from octavo.cli.tables import print_table
 
 COLUMNS = (
@@ -86,13 +87,11 @@ def generate(
         if output is not None:
             store.append(output, found)
     if as_json:
-        for record in records:
-            typer.echo(record.to_json())
+        print_json(records)
         return
     out.print(f"{name}, random weights: {device.name}")
     for length in lengths:
         of_length = [record for record in records if record.case["context"] == length]
         caption = f"{batch} × {length} tokens; baseline: {chosen[0]}"
         print_table(from_records(of_length, caption=caption, columns=COLUMNS))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    print_file(output)

@@ -29,6 +29,7 @@ from octavo.cli.engine_flags import (
     make_settings,
 )
 from octavo.cli.options import AsJson, RecordsFile, check_folder, row_file
+from octavo.cli.records import print_file, print_json
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
@@ -196,8 +197,8 @@ def throughput(
             on_token=lambda what: progress.step(task, f"{what}, tokens"),
         )
     _print(results, as_json=as_json)
-    if output is not None and not as_json:
-        out.print(f"Records: {output}", soft_wrap=True)
+    if not as_json:
+        print_file(output)
     if output_json is not None:
         _write_json(results, output_json)
     failures = [result.failure for result in results if result.failure is not None]
@@ -225,8 +226,7 @@ def _print(results: "list[ThroughputResult]", *, as_json: bool) -> None:
 
     records = [record for result in results for record in result.records]
     if as_json:
-        for record in records:
-            typer.echo(record.to_json())
+        print_json(records)
         return
     case = records[0].case
     out.print(f"{case['model']}, {case['dtype']}: {records[0].machine}", soft_wrap=True)

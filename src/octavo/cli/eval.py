@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err
 from octavo.cli.eval_choice import choice
 from octavo.cli.eval_images import images
 from octavo.cli.eval_math import math
@@ -14,6 +14,7 @@ from octavo.cli.eval_mrcr import mrcr
 from octavo.cli.eval_needle import needle
 from octavo.cli.eval_perplexity import perplexity
 from octavo.cli.options import RecordsFile
+from octavo.cli.records import print_file
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def chartqa(
     names = recipe or list(ROWS)
     if scales is not None and "static" not in names:
         raise ConfigError("--scales is for the row static, which is not asked for")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     task.check_rows(names)
     reader = task.load_reader(model, default_device().torch_device)
     questions = load_questions(data, num_questions)
@@ -117,8 +117,7 @@ def chartqa(
     if output is not None:
         store.append(output, records)
     print_table(task.chartqa_table(records))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    print_file(output)
 
 
 def _scales(reader: "Reader", path: Path | None, progress: object) -> "ScaleSet":

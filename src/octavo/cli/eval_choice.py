@@ -5,11 +5,12 @@ from typing import Annotated
 import typer
 
 from octavo.cli import answer_flags as flags
+from octavo.cli import eval_flags as shared
 from octavo.cli.engine_flags import MemoryFraction, NumPages
 
 
 def choice(
-    model: flags.Model = None,
+    model: shared.ChatModel = None,
     data: Annotated[
         str,
         typer.Option(
@@ -30,55 +31,24 @@ def choice(
     min_p: flags.MinP = None,
     generation_config: flags.GenerationConfig = None,
     max_tokens: flags.MaxTokens = None,
-    recipe: flags.Rows = None,
-    endpoint: flags.Endpoints = None,
-    served_model: flags.ServedModel = None,
-    api_key: flags.ApiKey = None,
+    recipe: shared.Rows = None,
+    endpoint: shared.Endpoints = None,
+    served_model: shared.ServedModel = None,
+    api_key: shared.ApiKey = None,
     max_concurrency: flags.MaxConcurrency = 16,
-    kv_cache_dtype: flags.KvCacheDtype = "fp8",
-    scales: flags.Scales = None,
-    margin: flags.Margin = 1.5,
-    dtype: flags.Dtype = "auto",
+    kv_cache_dtype: shared.KvCacheDtype = "fp8",
+    scales: shared.ChatScales = None,
+    margin: shared.Margin = 1.5,
+    dtype: shared.Dtype = "auto",
     memory_fraction: MemoryFraction = 0.9,
     num_pages: NumPages = None,
     answers: flags.Answers = None,
     resume: flags.Resume = False,
-    output: flags.Output = None,
+    output: shared.RecordsByRow = None,
 ) -> None:
     """Multiple choice, such as GPQA: pass@1 over repetitions, BF16 beside FP8.
 
     Options are shuffled, in another order for each repetition. An answer is the letter after the
     last "Answer:", or in the last \\boxed; one that cannot be read is wrong, and counted.
     """
-    flags.run_answers(
-        "choice",
-        output=output,
-        recipe=recipe,
-        endpoint=endpoint,
-        served_model=served_model,
-        api_key=api_key,
-        max_concurrency=max_concurrency,
-        sampling={
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-        },
-        memory_fraction=memory_fraction,
-        num_pages=num_pages,
-        model=model,
-        data=data,
-        subset=subset,
-        split=split,
-        num_questions=num_questions,
-        repetitions=repetitions,
-        seed=seed,
-        generation_config=generation_config,
-        max_tokens=max_tokens,
-        kv_cache_dtype=kv_cache_dtype,
-        scales=scales,
-        margin=margin,
-        dtype=dtype,
-        answers=answers,
-        is_resumed=resume,
-    )
+    flags.run_answers("choice", **locals())  # all flags, and nothing else

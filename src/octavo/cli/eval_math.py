@@ -5,11 +5,12 @@ from typing import Annotated
 import typer
 
 from octavo.cli import answer_flags as flags
+from octavo.cli import eval_flags as shared
 from octavo.cli.engine_flags import MemoryFraction, NumPages
 
 
 def math(
-    model: flags.Model = None,
+    model: shared.ChatModel = None,
     data: Annotated[
         str,
         typer.Option(
@@ -38,56 +39,24 @@ def math(
             "after octavo's own rules if that package is installed.",
         ),
     ] = "auto",
-    recipe: flags.Rows = None,
-    endpoint: flags.Endpoints = None,
-    served_model: flags.ServedModel = None,
-    api_key: flags.ApiKey = None,
+    recipe: shared.Rows = None,
+    endpoint: shared.Endpoints = None,
+    served_model: shared.ServedModel = None,
+    api_key: shared.ApiKey = None,
     max_concurrency: flags.MaxConcurrency = 16,
-    kv_cache_dtype: flags.KvCacheDtype = "fp8",
-    scales: flags.Scales = None,
-    margin: flags.Margin = 1.5,
-    dtype: flags.Dtype = "auto",
+    kv_cache_dtype: shared.KvCacheDtype = "fp8",
+    scales: shared.ChatScales = None,
+    margin: shared.Margin = 1.5,
+    dtype: shared.Dtype = "auto",
     memory_fraction: MemoryFraction = 0.9,
     num_pages: NumPages = None,
     answers: flags.Answers = None,
     resume: flags.Resume = False,
-    output: flags.Output = None,
+    output: shared.RecordsByRow = None,
 ) -> None:
     """Mathematics, such as MATH-500 and AIME: pass@1 over repetitions, BF16 beside FP8.
 
     An answer is what the last \\boxed holds, or what follows the last "answer is"; one that cannot
     be read is wrong, and counted.
     """
-    flags.run_answers(
-        "math",
-        output=output,
-        recipe=recipe,
-        endpoint=endpoint,
-        served_model=served_model,
-        api_key=api_key,
-        max_concurrency=max_concurrency,
-        sampling={
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-        },
-        memory_fraction=memory_fraction,
-        num_pages=num_pages,
-        model=model,
-        data=data,
-        subset=subset,
-        split=split,
-        num_questions=num_questions,
-        repetitions=repetitions,
-        seed=seed,
-        generation_config=generation_config,
-        max_tokens=max_tokens,
-        checker=checker,
-        kv_cache_dtype=kv_cache_dtype,
-        scales=scales,
-        margin=margin,
-        dtype=dtype,
-        answers=answers,
-        is_resumed=resume,
-    )
+    flags.run_answers("math", **locals())  # all flags, and nothing else

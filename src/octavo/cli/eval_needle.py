@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from octavo import env
-from octavo.cli.console import err, out
+from octavo.cli import eval_flags as flags
+from octavo.cli.console import out
+from octavo.cli.eval_run import run_and_print
 from octavo.cli.options import check_folder
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
 
@@ -52,15 +52,7 @@ def needle(
             show_default=False,
         ),
     ] = None,
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--endpoint",
-            help="URL or NAME=URL of a server with OpenAI's API, in place of a model; may be given "
-            "more than once, a row each.",
-            show_default=False,
-        ),
-    ] = None,
+    endpoint: flags.Endpoints = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -70,23 +62,9 @@ def needle(
             show_default=False,
         ),
     ] = None,
-    served_model: Annotated[
-        str | None,
-        typer.Option(
-            "--served-model-name", help="The model to ask the servers for.", show_default=False
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            help="That the servers want; OCTAVO_API_KEY does the same.",
-            show_default=False,
-        ),
-    ] = None,
-    max_concurrency: Annotated[
-        int, typer.Option("--max-concurrency", min=1, help="Requests open at once.")
-    ] = 4,
+    served_model: flags.ServedModel = None,
+    api_key: flags.ApiKey = None,
+    max_concurrency: flags.MaxConcurrency = 4,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -98,9 +76,7 @@ def needle(
     num_keys: Annotated[
         int, typer.Option("--num-keys", min=1, help="Keys with values in a prompt of text.")
     ] = 4,
-    kv_cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help="Of the rows in FP8: fp8 (e4m3) or fp8_e5m2.")
-    ] = "fp8",
+    kv_cache_dtype: flags.KvCacheDtype = "fp8",
     scales: Annotated[
         Path | None,
         typer.Option(
@@ -110,13 +86,9 @@ def needle(
             show_default=False,
         ),
     ] = None,
-    margin: Annotated[float, typer.Option("--margin", help="Headroom of calibrated scales.")] = 1.5,
-    chunk: Annotated[
-        int, typer.Option("--chunk", min=5, help="Tokens of one pass over a prompt: a prefill.")
-    ] = 2048,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="The model runs in this: its own, or such as bfloat16.")
-    ] = "auto",
+    margin: flags.Margin = 1.5,
+    chunk: flags.Chunk = 2048,
+    dtype: flags.Dtype = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
     output: Annotated[
         Path | None,
@@ -140,18 +112,12 @@ def needle(
     A prompt has keys with values, and asks for the value of one. The answer is computed by the
     prefill. Every row gets the same prompts, and each cell is lengths × depths × repetitions.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
     from octavo.measure.evaluate import needle_run
-    from octavo.measure.evaluate.endpoint import Endpoint
     from octavo.measure.evaluate.needle import Grid
     from octavo.measure.report.needle import needle_section, needle_table
 
     check_folder(plot)
     asked = lengths or _default_lengths(has_text=model is not None or bool(endpoint))
-    key = api_key or env.API_KEY.read() or None
-    server = {"model": served_model, "api_key": key, "concurrency": max_concurrency}
     if not endpoint and (served_model or api_key):
         raise ConfigError("--served-model-name and --api-key are for --endpoint, which is missing")
     request = needle_run.Request(
@@ -160,7 +126,9 @@ def needle(
         ),
         model=model,
         rows=tuple(recipe or ()),
-        endpoints=tuple(Endpoint.parse(text, **server) for text in endpoint or ()),
+        endpoints=flags.make_endpoints(
+            endpoint, served_model=served_model, api_key=api_key, max_concurrency=max_concurrency
+        ),
         tokenizer=tokenizer,
         data=data,
         num_keys=num_keys,
@@ -171,19 +139,7 @@ def needle(
         dtype=dtype,
         is_resumed=resume,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
-    with Progress(*columns, console=err) as progress:
-        task = progress.add_task("loading", total=None)
-        records = needle_run.run(
-            request,
-            output,
-            lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            ),
-        )
-    print_table(needle_table(records))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    records = run_and_print(needle_run.run, request, output, needle_table)
     if plot is not None:
         from octavo.measure.report.html import write_report
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli.console import err, out
-from octavo.cli.tables import print_table
+from octavo.cli import eval_flags as flags
+from octavo.cli.eval_run import run_and_print
 
 
 class CountName(StrEnum):
@@ -84,9 +84,7 @@ def perplexity(
             show_default=False,
         ),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help="Of the rows in FP8: fp8 (e4m3) or fp8_e5m2.")
-    ] = "fp8",
+    kv_cache_dtype: flags.KvCacheDtype = "fp8",
     scales: Annotated[
         Path | None,
         typer.Option(
@@ -107,22 +105,14 @@ def perplexity(
     calibration_windows: Annotated[
         int, typer.Option("--calibration-windows", min=1, help="How many windows for that.")
     ] = 4,
-    margin: Annotated[float, typer.Option("--margin", help="Headroom of calibrated scales.")] = 1.5,
+    margin: flags.Margin = 1.5,
     dtype: Annotated[
         str,
         typer.Option(
             "--dtype", help="The model runs in this: the checkpoint's own, or such as bfloat16."
         ),
     ] = "auto",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Append the records to this JSON Lines file, each as soon as its row is done.",
-            show_default=False,
-        ),
-    ] = None,
+    output: flags.RecordsByRow = None,
 ) -> None:
     """Perplexity of a text with the KV cache in the model's own dtype and in FP8.
 
@@ -130,12 +120,10 @@ def perplexity(
     values counts. Recovery is the first row's perplexity over a row's own, window by window, with a
     standard error over the windows.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
     from octavo.errors import ConfigError
     from octavo.measure.evaluate import perplexity_run
     from octavo.measure.evaluate.perplexity import perplexity_table
+    from octavo.measure.evaluate.perplexity_rows import DEFAULT_ROWS
     from octavo.measure.evaluate.reading import Reading
 
     if data is None:
@@ -146,7 +134,7 @@ def perplexity(
         context=context,
         reading=Reading(chunk=chunk, count=count.value, batch=batch_size),
         num_windows=num_windows,
-        rows=tuple(recipe or perplexity_run.DEFAULT_ROWS),
+        rows=tuple(recipe or DEFAULT_ROWS),
         kv_cache_dtype=kv_cache_dtype,
         scales=scales,
         calibration_data=calibration_data,
@@ -154,16 +142,4 @@ def perplexity(
         margin=margin,
         dtype=dtype,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
-    with Progress(*columns, console=err) as progress:
-        task = progress.add_task("loading", total=None)
-        records = perplexity_run.run(
-            request,
-            output,
-            lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            ),
-        )
-    print_table(perplexity_table(records))
-    if output is not None:
-        out.print(f"Records: {output}", soft_wrap=True)
+    run_and_print(perplexity_run.run, request, output, perplexity_table)

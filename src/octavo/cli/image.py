@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import err
+from octavo.cli.engine_flags import DeviceName
 from octavo.cli.image_drawing import Drawing, name_of
 from octavo.cli.omni_flags import (
     Attention,
@@ -111,14 +112,7 @@ def image(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Of the weights: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="cuda, cuda:1, cpu; left out, a GPU if there is one.",
-            show_default=False,
-        ),
-    ] = None,
+    device: DeviceName = None,
     output: Annotated[
         Path | None,
         typer.Option(

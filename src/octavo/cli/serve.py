@@ -16,7 +16,13 @@ from octavo.cli.encoder_flags import (
     ScaleSaveMargin,
     ScaleSavePath,
 )
-from octavo.cli.engine_flags import Compile, EnforceEager, IgnoredLayers, WeightOnlyLayers
+from octavo.cli.engine_flags import (
+    Compile,
+    DeviceName,
+    EnforceEager,
+    IgnoredLayers,
+    WeightOnlyLayers,
+)
 from octavo.cli.omni_flags import (
     Attention,
     CacheBackend,
@@ -79,14 +85,7 @@ def serve(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Of the weights: auto, bfloat16, float16 or float32.")
     ] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="cuda, cuda:1, cpu; left out, a GPU if there is one.",
-            show_default=False,
-        ),
-    ] = None,
+    device: DeviceName = None,
     recipe_path: Annotated[
         Path | None,
         typer.Option(

@@ -45,6 +45,7 @@ class JointLinear:
             name=" + ".join(layer.name for layer in layers),
             impl=first.impl,
         )
+        self.whole.is_joint = True
         self.whole.take_(tensors)
         for index, (layer, weight) in enumerate(
             zip(layers, self.whole.weight.split(self.sizes), strict=True)

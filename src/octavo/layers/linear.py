@@ -16,15 +16,21 @@ from octavo.numerics.granularity import (
     PerBlock,
     PerChannel,
     PerTensor,
+    PerToken,
     parse_granularity,
 )
-from octavo.numerics.quantize import Quantized
+from octavo.numerics.quantize import Quantized, quantize
 from octavo.numerics.scales import amax_to_scale, finite_amax
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_fp8_device, fp8_objection
 from octavo.recipe import LinearSettings
 
 # What FP8 matrix products read at once; other sizes would leave the fast implementations.
 ALIGNMENT = 16
+# So few rows the op quantizes while the product already starts, as a compiler's kernels do not.
+FEW_ROWS = 64
+# Of wider rows a compiler computes what is in front twice, for amax and for the values. H200, GELU
+# of 4608 x 15360 and its quantization: 188 us in one kernel of the compiler.
+MAX_FUSED = 8192
 WITHOUT_FP8 = "quantize the weight alone (activation=None), or leave the layer as the model has it"
 
 
@@ -69,6 +75,8 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self.shards = self._check_sizes(shards)
         # Whether a plain weight was given up for it, which cannot be brought back.
         self.is_converted = False
+        # Whether it stands for several layers, whose common input is what a norm has made.
+        self.is_joint = False
         fp8 = format_named(settings.format).dtype
         shape = (_aligned(out_features), _aligned(in_features))
         scale_shape = self._product_granularity().scale_shape(shape)
@@ -204,11 +212,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         rows = input.reshape(-1, self.in_features)
         if (num_missing := self.weight.shape[1] - self.in_features) > 0:
             rows = nn.functional.pad(rows, (0, num_missing))
-        operand: Quantized | Tensor = rows
-        activation = self.activation
-        if self.input_scale is not None:
-            operand = ops.quantize(rows, PerTensor(), scale=self.input_scale)
-            activation = None
+        operand, activation = self._operand(rows)
         out = ops.scaled_mm(
             operand,
             Quantized(self.weight, self.weight_scale, self._product_granularity()),
@@ -220,6 +224,22 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         if out.shape[1] != self.out_features:
             out = out[:, : self.out_features].contiguous()
         return out.reshape(*input.shape[:-1], self.out_features)
+
+    def _operand(self, rows: Tensor) -> tuple[Quantized | Tensor, Granularity | None]:
+        """rows as the product takes them, and how it quantizes them itself, if it is to.
+
+        In a compiled model they are quantized in plain torch: the compiler makes that a part of the
+        kernel in front, a norm or an activation function, which then writes FP8.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        if self.input_scale is not None:
+            convert = quantize if is_compiling else ops.quantize
+            return convert(rows, PerTensor(), scale=self.input_scale), None
+        # Two questions: the answer to the second is a guard of the compiled graph.
+        if is_compiling and isinstance(self.activation, PerToken) and self.in_features <= MAX_FUSED:  # noqa: SIM102
+            if self.is_joint or len(rows) > FEW_ROWS:
+                return quantize(rows, self.activation), None
+        return rows, self.activation
 
     def _check_input(self, x: Tensor) -> None:
         if x.dtype not in FLOAT_DTYPES:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from io import RawIOBase
 from pathlib import Path
 
+from octavo.atomic import sync_folder
 from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.records import Measurement
 
@@ -28,16 +29,20 @@ def append(path: str | os.PathLike[str], rows: Iterable[Measurement]) -> None:
     Raises ConfigError if its folder does not exist, CheckpointError if the last line is no row.
     """
     lines = [row.to_json().encode("ascii") + b"\n" for row in rows]
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise ConfigError(f"expected an existing folder for {os.fspath(path)}; create {folder}")
+    check_folder(path)
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
         _repair_end(file, path)
         for line in lines:
             _write_whole(file, line)
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync_folder(Path(path).parent)
+
+
+def check_folder(path: str | os.PathLike[str] | None) -> None:
+    """Raise ConfigError if `append` could not make this file; None is no file."""
+    if path is not None and not (folder := Path(path).parent).is_dir():
+        raise ConfigError(f"expected an existing folder for {os.fspath(path)}; create {folder}")
 
 
 def read(path: str | os.PathLike[str]) -> list[Measurement]:
@@ -113,12 +118,3 @@ def _write_whole(file: RawIOBase, line: bytes) -> None:
     except BaseException:
         file.truncate(before)
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    # The name of a new file reaches the disk only when its folder does.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

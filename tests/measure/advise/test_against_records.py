@@ -68,8 +68,9 @@ def test_speedups_are_near_those_measured(config):
         if abs(one.error_percent) > MAX_ERROR_PERCENT
     ]
     assert far == []
-    # What is not predicted is slow because of the host, and FP8 gains nothing there.
-    assert all(one.measured < 1.05 for one in compared if one.predicted is None)
+    # What is not predicted are short prompts, which wait for the host: its times scatter.
+    assert all(one.what.startswith("TTFT") for one in compared if one.predicted is None)
+    assert all("host" in one.note for one in compared if one.predicted is None)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -125,14 +126,21 @@ def check_tower(name, rows):
 
 
 def check_step(name, rows):
-    best = {}
+    """The chosen recipe won in every run that has it; static scales, which it cannot have yet, are
+    advised beside it if they were quicker."""
+    advice = advice_for(name)
+    parts = [part for part in ("linear", "attention") if getattr(advice.recipe, part) is not None]
+    chosen, runs = "+".join(parts) or "bf16", {}
     for row in rows:
         if row.op == "diffusion_step" and row.case.get("compiled"):
-            recipe = str(row.case["recipe"])
+            best, recipe = runs.setdefault(row.command, {}), str(row.case["recipe"])
             best[recipe] = max(best.get(recipe, 0), row.values["speedup"])
-    recipe = advice_for(name).recipe
-    parts = [part for part in ("linear", "attention") if getattr(recipe, part) is not None]
-    assert best["+".join(parts) or "bf16"] >= TIE * max(best.values())
+    with_chosen = [best for best in runs.values() if chosen in best]
+    assert with_chosen
+    for best in with_chosen:
+        assert best[chosen] >= TIE * max(x for recipe, x in best.items() if "static" not in recipe)
+    has_static = any("static" in max(best, key=best.get) for best in runs.values())
+    assert not has_static or any("calibrate --pipeline" in text for text in advice.warnings)
 
 
 @pytest.mark.slow

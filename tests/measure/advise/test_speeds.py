@@ -79,3 +79,9 @@ def test_attention_is_that_of_the_nearest_head_dim():
     assert speeds.attention_ms("BF16", 1e12, 72, "a") == pytest.approx(4.0)
     assert speeds.attention_ms("BF16", 2e12, 192, "a") == pytest.approx(4.0)
     assert speeds.attention_ms("BF16", 1e12, 72, "fastest") == pytest.approx(3.0)
+
+
+def test_the_only_token_is_read_past_at_the_memorys_speed():
+    speeds = Speeds([], H200)
+    few, one = speeds.product_ms("BF16", 2, 4096, 4096), speeds.matvec_ms(4096, 4096)
+    assert H200.ceilings.gb_per_s * one * 1e6 > 2 * 4096**2 and one < few

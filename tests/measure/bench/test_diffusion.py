@@ -13,6 +13,7 @@ from octavo.integrations.diffusers import full_size
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench import diffusion
 from octavo.measure.bench.diffusion import StepCase, run_step
+from octavo.measure.records import Measurement
 
 CPU = torch.device("cpu")
 EAGER = StepCase("tiny-flux", ("bf16", "linear+attention"), is_compiled=False)
@@ -44,6 +45,22 @@ def test_modulation_in_fp8_weights_takes_less_memory() -> None:
     assert weight_only["weight_bytes_ratio"] < without["weight_bytes_ratio"] - 0.02
     assert weight_only["linear_relative_rms"] <= diffusion.MAX_LINEAR_ERROR
     assert without["relative_rms"] != weight_only["relative_rms"]
+
+
+def test_static_scales_are_of_the_steps_own_inputs() -> None:
+    names = ("bf16", "linear+attention", *diffusion.STATIC)
+    seen: list[list[Measurement]] = []
+    records, _ = run_step(
+        replace(EAGER, recipes=names), CPU, "octavo bench diffusion", on_recipe=seen.append
+    )
+    # A crash later on loses nothing of what was measured.
+    assert [[r.case["recipe"] for r in found] for found in seen] == [[name] for name in names]
+    assert [record for found in seen for record in found] == records
+    linear = [record.values["linear_relative_rms"] for record in records[1:]]
+    attention = [record.values["attention_relative_rms"] for record in records[1:]]
+    assert linear[0] != linear[1] == linear[2] == linear[3]
+    assert len(set(attention)) == 4  # dynamic, BF16, dynamic, static
+    assert [records[i].case["attention"] for i in (2, 3)] == ["native BF16", "octavo FP8"]
 
 
 def test_a_model_without_modulation_layers_is_an_objection() -> None:

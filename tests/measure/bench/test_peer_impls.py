@@ -28,15 +28,19 @@ class Library:
     def fwd(self, q, k, v, *rest):
         out, ends_q, ends_k = rest[3:6]
         lengths, (max_q, max_k), table = rest[8], rest[9:11], rest[11]
-        scale, is_causal = rest[20:22]
+        scale, is_causal, left, right = rest[20:24]
+        sinks = rest[30]
+        assert len(rest) == 34 and right == (-1 if left == -1 else 0)
+        window = None if left == -1 else left + 1
         assert table is None and max_q == max(NEW) and is_causal
         assert int(ends_k.diff().max()) == max_k
         for index, length in enumerate(lengths.tolist()):
             own = slice(*ends_q[index : index + 2].tolist())
             first = int(ends_k[index])
             keys, values = (x[None, first : first + length] for x in (k, v))
-            spec = AttentionSpec(causal=True, softmax_scale=scale)
-            out[own] = attention(q[None, own], keys, values, spec)[0][0].to(out.dtype)
+            spec = AttentionSpec(causal=True, softmax_scale=scale, window=window)
+            result, _ = attention(q[None, own], keys, values, spec, sinks=sinks)
+            out[own] = result[0].to(out.dtype)
 
 
 @pytest.fixture
@@ -86,13 +90,15 @@ def test_what_is_gathered_is_the_sequences_and_zeros():
     assert gather(short, 9)[2] == 12  # three of its four pages
 
 
-def test_it_is_asked_for_by_name(library):
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])])
+def test_it_is_asked_for_by_name(library, window, sinks):
     q = torch.randn(sum(NEW), 4, 16).bfloat16()
-    view, cu_seqlens = make_view(), ends()
-    more = {"num_cached_tokens": sum(LENGTHS)}
-    expected = ops.prefill_attention(q, view, cu_seqlens, max(NEW), impl="reference")
+    call = (q, make_view(), ends(), max(NEW), AttentionSpec(causal=True, window=window))
+    more = {"num_cached_tokens": sum(LENGTHS), "sinks": sinks}
+    expected = ops.prefill_attention(*call, impl="reference", **more)
     with registered_prefill(Path("peers")) as name:
-        actual = ops.prefill_attention(q, view, cu_seqlens, max(NEW), impl=name, **more)
+        actual = ops.prefill_attention(*call, impl=name, **more)
         assert actual.shape == q.shape and library.folder == Path("peers")
         assert relative_rms(actual, expected) < 0.01
     assert name not in impl_names("prefill_attention")
@@ -101,8 +107,8 @@ def test_it_is_asked_for_by_name(library):
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        (AttentionSpec(causal=True, window=4), {}, "plain or causal attention, got window"),
-        (AttentionSpec(causal=True), {"sinks": torch.zeros(4)}, "got sinks"),
+        (AttentionSpec(causal=True, softcap=4.0), {}, "causal, sinks, window; got softcap"),
+        (AttentionSpec(window=4), {}, "window for causal attention, got another"),
         (AttentionSpec(causal=True, softmax_scale=1.0), {}, "softmax scale"),
         (AttentionSpec(causal=True), {"return_lse": True}, "got lse"),
     ],

@@ -88,7 +88,7 @@ def test_no_questions_are_no_data(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="expected questions"):
         load_questions(write_jsonl(tmp_path / "x.jsonl"))
     (tmp_path / "x.csv").touch()
-    with pytest.raises(ConfigError, match="a .parquet or a .jsonl file"):
+    with pytest.raises(ConfigError, match="a file of .jsonl, .parquet"):
         load_questions(str(tmp_path / "x.csv"))
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **o: iter([ROW]))

@@ -25,10 +25,10 @@ from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
     Keys,
     RecipeRow,
     RowName,
-    calibration_scales,
     recipe_rows,
 )
 from octavo.measure.evaluate.reading import Reading, window_losses  # noqa: E402
+from octavo.measure.evaluate.row_scales import calibration_scales  # noqa: E402
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

@@ -58,6 +58,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         # Four experts of 2880 see each token of gpt-oss.
         "dense_size": 4 * 2880,
     },
+    # Heads of 256; five layers of six have a window.
+    "gemma-3-4b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     "tiny-gpt-oss": {
         **_GPT_OSS,
         "hidden_size": 64,

@@ -132,6 +132,11 @@ def of_step(model: ModelShape, fields: Mapping[str, Any]) -> Iterator[str]:
     if not fields:
         return
     yield "Times are those of compiled blocks: without torch.compile, quantizing inputs costs more."
+    if "linear" in fields:
+        yield (
+            "Scales are dynamic here. Static ones need no amax of each token, and in compiled "
+            "blocks cost next to nothing: octavo calibrate --pipeline."
+        )
     yield from _modulation(model, fields)
     optional = [why for why in model.step.kept.values() if "vllm-omni" in why]
     if optional:

@@ -7,7 +7,7 @@ fitted to whole models here (predict.py does that, with other models' records).
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -69,14 +69,37 @@ def _alike(linear: "tuple[LinearWork, ...]") -> "Mapping[tuple[int, int, int, bo
     return Counter((one.inputs, one.outputs, one.rows, one.is_reached) for one in linear)
 
 
+@lru_cache(maxsize=64)
+def _joined(linear: "tuple[LinearWork, ...]") -> "tuple[LinearWork, ...]":
+    """Layers as the engine multiplies them in FP8: those that share an input are one product."""
+    from octavo.integrations.transformers.engine_model import JOINT
+
+    parts = {part: group for group in JOINT for part in group}
+    found: dict[object, LinearWork] = {}
+    for one in linear:
+        parent, _, name = one.name.rpartition(".")
+        # Only layers that are quantized are joined.
+        key = (parent, parts[name]) if name in parts and one.is_reached else one.name
+        first = found.get(key)
+        found[key] = one if first is None else replace(first, outputs=first.outputs + one.outputs)
+    return tuple(found.values())
+
+
 def decode_cost(
     model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, *, context: int, batch: int
 ) -> Cost:
     """One token of each of `batch` sequences that have `context` tokens."""
-    linear_ms = speeds.product_ms("BF16", batch, model.head.inputs, model.head.outputs)
-    for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
+
+    def product_ms(operands: str, inputs: int, outputs: int) -> float:
+        if operands == "BF16" and batch == 1:
+            return speeds.matvec_ms(inputs, outputs)
+        return speeds.product_ms(operands, batch, inputs, outputs)
+
+    linear_ms = product_ms("BF16", model.head.inputs, model.head.outputs)
+    linear = _joined(model.linear) if plan.is_linear_fp8 else model.linear
+    for (inputs, outputs, _, is_reached), count in _alike(linear).items():
         operands = plan.linear_operands if is_reached else "BF16"
-        linear_ms += count * speeds.product_ms(operands, batch, inputs, outputs)
+        linear_ms += count * product_ms(operands, inputs, outputs)
     kv_ms = 0.0
     for layer in model.layers:
         operands = plan.kv_operands(layer)

@@ -208,7 +208,7 @@ class Predictor:
                 one
                 for row in self._of_gpu
                 if (make := _SAMPLERS.get(row.op)) is not None
-                for one in make(row, self._shapes, self.speeds)
+                for one in make(row, self._shapes, self.speeds, self.host_ms_per_layer())
             ]
         return self._samples
 
@@ -267,7 +267,9 @@ def step_shape(row: Measurement) -> ModelShape | None:
     return shape_of_step(name, tuple(map(int, re.findall(r"[0-9]+", str(layers)))))
 
 
-def _latency_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_Sample]:
+def _latency_samples(
+    row: Measurement, shapes: Shapes, speeds: Speeds, host_ms_per_layer: float
+) -> list[_Sample]:
     name = str(row.case["model"])
     model = shapes[name] if name in shapes else shape_of(name)
     if model is None or model.decoder is None or not is_whole(row, model):
@@ -281,7 +283,9 @@ def _latency_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_
     if row.op == "latency" and batch == 1:
         prompt = cost.prefill_cost(model.decoder, speeds, plan, num_tokens=length)
         of_prompt = row.values["median_ttft_ms"] / prompt.total_ms
-        samples.append(_Sample(model.name, "ttft", str(plan), length, 1, of_prompt))
+        # Where the host decides, a prompt's time says nothing of the GPU.
+        if prompt.total_ms >= host_ms_per_layer * len(model.decoder.layers):
+            samples.append(_Sample(model.name, "ttft", str(plan), length, 1, of_prompt))
     return samples
 
 
@@ -298,7 +302,9 @@ def is_whole(row: Measurement, model: ModelShape) -> bool:
     )
 
 
-def _step_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_Sample]:
+def _step_samples(
+    row: Measurement, shapes: Shapes, speeds: Speeds, host_ms_per_layer: float
+) -> list[_Sample]:
     recipe, model = str(row.case["recipe"]), step_shape(row)
     if recipe not in STEP_RECIPES or model is None or not row.case.get("graphs"):
         return []
@@ -309,7 +315,7 @@ def _step_samples(row: Measurement, shapes: Shapes, speeds: Speeds) -> list[_Sam
     return [_Sample(model.name, f"step {recipe}", recipe, 1, 1, ratio)]
 
 
-_SAMPLERS: dict[str, Callable[[Measurement, Shapes, Speeds], list[_Sample]]] = {
+_SAMPLERS: dict[str, Callable[[Measurement, Shapes, Speeds, float], list[_Sample]]] = {
     "latency": _latency_samples,
     "throughput": _latency_samples,
     "diffusion_step": _step_samples,

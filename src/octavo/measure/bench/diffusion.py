@@ -10,7 +10,7 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.brief import list_names
+from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.run import Calibration
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
+from octavo.integrations.calibrate_linear import calibrate_linear
 from octavo.integrations.diffusers import full_size
 from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.current_layer import observe_attention
 from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
 from octavo.kernels.device import describe
 from octavo.measure.bench import peer_impls
@@ -47,6 +51,15 @@ RECIPES: Mapping[str, Recipe | None] = {
         linear="fp8", attention="fp8", weight_only_layers=["modulation"]
     ),
     "linear-block": Recipe(linear={"weight": "block 128x128"}),
+    "linear-static": Recipe(linear="fp8"),
+    "linear-static+attention": Recipe(linear="fp8", attention="fp8"),
+    "linear-static+attention-static": Recipe(linear="fp8", attention="fp8"),
+}
+# What gets static scales in a recipe, found on the inputs of the step itself.
+STATIC: Mapping[str, tuple[str, ...]] = {
+    "linear-static": ("linear",),
+    "linear-static+attention": ("linear",),
+    "linear-static+attention-static": ("linear", "attention"),
 }
 LOAD_S, NUM_SAMPLES = 1.0, 7
 # Relative RMS against the same layer in BF16. Quantizing both operands of a product costs 0.037 on
@@ -106,12 +119,18 @@ class _Row:
 
 @torch.no_grad()
 def run_step(
-    case: StepCase, device: torch.device, command: str, folder: Path | None = None
+    case: StepCase,
+    device: torch.device,
+    command: str,
+    folder: Path | None = None,
+    *,
+    on_recipe: Callable[[list[Measurement]], None] = lambda records: None,
 ) -> tuple[list[Measurement], list[Objection]]:
     """The records of all recipes, the fastest in BF16 the baseline; and who could not take part.
 
     folder: may hold peers; the fastest BF16 attention at hand is that of the baseline, and of FP8
-    linear layers beside attention in BF16.
+    linear layers beside attention in BF16. on_recipe: is given each recipe's records when it is
+    done, BF16 first.
     """
     if case.use_graphs and device.type != "cuda":
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got {device}")
@@ -124,13 +143,17 @@ def run_step(
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)
         rows: list[_Row] = []
+        records: list[Measurement] = []
         for name in sorted(case.recipes, key=lambda name: name != BF16):
             try:
                 rows += _measure(case, name, plain, inputs, truth)
             except UnsupportedError as error:
                 objections.append(Objection("diffusion_step", "octavo", name, str(error)))
             _forget()
-    return _records(case, rows, attention, device, command), objections
+            found = _records(case, rows, attention, device, command)[len(records) :]
+            records += found
+            on_recipe(found)
+    return records, objections
 
 
 def _forget() -> None:
@@ -221,6 +244,8 @@ def _measure(
 ) -> list[_Row]:
     """Check one recipe, then time it, by graphs as well if they are asked for."""
     recipe, device = RECIPES[name], truth.result.device
+    if recipe is not None and name in STATIC:
+        recipe = _with_static_scales(recipe, STATIC[name], plain, inputs)
     model: Any = copy.deepcopy(plain)
     if recipe is not None:
         _apply(model, recipe)
@@ -245,6 +270,22 @@ def _measure(
         own = values | {"joint_relative_rms": joint_error, "graph_relative_rms": replayed}
         rows.append(_Row(name, True, own | _sample(call, device)))
     return rows
+
+
+def _with_static_scales(
+    recipe: Recipe, parts: Sequence[str], plain: nn.Module, inputs: Mapping[str, Any]
+) -> Recipe:
+    """The recipe with static scales for these parts, those that a pass of these inputs needs."""
+    scales = calibrate_linear(plain, [inputs])
+    if "attention" in parts:
+        layers = find_layers(plain)
+        seen = Calibration(list(layers), CalibrationSettings())
+        with observe_attention(layers, seen.see):
+            plain(**inputs)
+        header = replace(scales.header, kind=None)  # no longer of linear layers alone
+        scales = replace(scales, layers=seen.result().scales.layers, header=header)
+    fields = recipe.settings() | {part: {"scaling": "static"} for part in parts}
+    return Recipe(**fields, scales=scales.to_dict())
 
 
 def _apply(model: nn.Module, recipe: Recipe) -> None:

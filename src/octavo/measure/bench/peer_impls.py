@@ -22,8 +22,8 @@ from octavo.numerics.qkv import QkvScales
 Prepare = Callable[..., Callable[[], Tensor]]
 PEERS: dict[str, Prepare] = {"vllm-fa3": peers.vllm_fa3, "fa3-fwd": peers.fa3_fwd}
 PREFILL_PEER = "vllm-fa3"
-# How each op is called, beside accumulation in two levels, which is about FP8.
-KINDS = {"attention": "packed", "prefill_attention": "causal"}
+# What each op is called for, beside accumulation in two levels, which is about FP8.
+KINDS = {"attention": {"packed"}, "prefill_attention": {"causal", "window", "sinks"}}
 IGNORED = frozenset({"one-level", "promote-later"})
 
 
@@ -60,9 +60,12 @@ def _objection(request: ops.Request) -> str | None:
         return f"it is called in bfloat16, got {request.dtype}"
     if request.other_dtype not in (None, torch.bfloat16):
         return f"it is called over bfloat16, got {request.other_dtype}"
-    kind = KINDS[request.op]
-    if others := sorted(request.features - IGNORED - {kind}):
-        return f"it is called for plain or {kind} attention, got {', '.join(others)}"
+    kinds = KINDS[request.op]
+    if others := sorted(request.features - IGNORED - kinds):
+        known = ", ".join(sorted(kinds))
+        return f"it is called for attention that is plain or has {known}; got {', '.join(others)}"
+    if "window" in request.features and "causal" not in request.features:
+        return "it is called with a window for causal attention, got another"
     return None
 
 
@@ -104,9 +107,9 @@ def _run_prefill(
     spec: AttentionSpec,
     q_scale: Tensor | None,
     *,
+    sinks: Tensor | None,
     out_dtype: torch.dtype,
     num_cached_tokens: int,
-    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Pages gathered, then attention over rows side by side: faster here than over pages of 64."""
     _check_scale(spec, q.shape[-1])
@@ -122,6 +125,8 @@ def _run_prefill(
         max_seqlen=(max_seqlen_q, room),
         softmax_scale=q.shape[-1] ** -0.5,
         is_causal=spec.causal,
+        window=spec.window,
+        sinks=None if sinks is None else sinks.to(q.dtype),
     )
     return out.to(out_dtype), q.new_empty(0, dtype=torch.float32)
 

@@ -279,16 +279,23 @@ def vllm_fwd(
     scales: Scales = (None, None, None),
     schedule: Tensor | None = None,
     num_splits: int = 1,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """The one entry of vLLM's library, with names for what octavo uses of its 37 arguments."""
+    """The one entry of vLLM's library, with names for what octavo uses of its 37 arguments.
+
+    window: as of an AttentionSpec that is causal. sinks: [num_heads], in q's dtype.
+    """
     none = None
+    left, right = (-1, -1) if window is None else (window - 1, 0)
     library.fwd(
         *(q, k, v, none, none, none, out),
         *(cu_seqlens_q, cu_seqlens_k, none, none, lengths),
         *(*max_seqlen, page_table),
         *(none, none, none, none, none),
-        *(*scales, softmax_scale, is_causal, -1, -1, 0.0, True, schedule, num_splits, none, 0),
-        *(none, 1, 0, none),
+        *(*scales, softmax_scale, is_causal, left, right),
+        *(0.0, True, schedule, num_splits, none, 0),
+        *(sinks, 1, 0, none),
     )
 
 

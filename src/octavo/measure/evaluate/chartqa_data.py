@@ -7,7 +7,6 @@ tests. In JSON Lines, image is a path relative to the file.
 """
 
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.evaluate.charts import Distribution, make_chart, make_questions
+from octavo.measure.evaluate.question_files import Line, read_files, read_split
 
 COLUMNS = ("image", "query", "label")
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIXES = (".jsonl", ".parquet")
 OTHER_SPLITS = frozenset({"dev", "train", "val", "valid", "validation"})
 GENERATED = "generated"
 QUESTIONS_PER_CHART = 4
@@ -51,9 +51,7 @@ def load_questions(data: str, num_questions: int) -> list[Question]:
         raise ConfigError(f"expected one question or more, got {num_questions}")
     if data == GENERATED:
         return generated_questions(num_questions)
-    path = Path(data)
-    rows = _read_path(path) if path.exists() else _read_hub(data)
-    questions = list(islice(rows, num_questions))
+    questions = list(islice(_read(data), num_questions))
     if not questions:
         raise CheckpointError(f"expected questions in {data}, got none")
     return questions
@@ -74,16 +72,15 @@ def generated_questions(
     return found[:num_questions]
 
 
-def _read_path(path: Path) -> Iterator[Question]:
-    if path.is_dir():
-        for file in _find_files(path):
-            yield from _read_path(file)
-    elif path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path)
-    else:
-        raise ConfigError(f"expected a folder, a .parquet or a .jsonl file, got {path}")
+def _read(data: str) -> Iterator[Question]:
+    path = Path(data)
+    if not path.exists():
+        for line in read_split(data, "test", COLUMNS):
+            yield _question(line, Path())
+        return
+    for file in _find_files(path) if path.is_dir() else [path]:
+        for line in read_files(file, COLUMNS, SUFFIXES):
+            yield _question(line, file.parent)
 
 
 def _find_files(folder: Path) -> list[Path]:
@@ -111,63 +108,8 @@ def _of_test_split(files: list[Path]) -> list[Path]:
     return found
 
 
-def _read_jsonl(path: Path) -> Iterator[Question]:
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise CheckpointError(f"{path}:{number}: not a line of JSON: {error}") from None
-            yield _question(row, f"{path}:{number}", path.parent)
-
-
-def _read_parquet(path: Path) -> Iterator[Question]:
-    try:
-        import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
-    except ImportError:
-        raise UnsupportedError(
-            "reading parquet needs pyarrow, not installed here: pip install 'octavo[data]'"
-        ) from None
-    try:
-        file = parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise CheckpointError(f"{path}: expected a parquet file: {error}") from None
-    with file:
-        if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:
-            raise CheckpointError(f"{path}: expected columns {COLUMNS}, got no {missing}")
-        number = 0
-        for batch in file.iter_batches(batch_size=64, columns=list(COLUMNS)):
-            for row in batch.to_pylist():
-                number += 1
-                yield _question(row, f"{path}: row {number}", path.parent)
-
-
-def _read_hub(name: str) -> Iterator[Question]:
-    """The test split of a data set, streamed from the hub or found in its cache."""
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError:
-        raise UnsupportedError(
-            f"{name} is no path here, and loading it as a data set needs datasets: "
-            "pip install 'octavo[data]'"
-        ) from None
-    try:
-        rows = datasets.load_dataset(name, split="test", streaming=True)
-    except Exception as error:  # datasets raises whatever its network stack does
-        raise UnsupportedError(
-            f"expected a path or a data set that can be loaded, got {name!r}: {error}"
-        ) from None
-    for number, row in enumerate(rows, 1):
-        yield _question(row, f"{name}: row {number}", Path())
-
-
-def _question(row: Any, where: str, folder: Path) -> Question:
-    if not isinstance(row, Mapping) or not all(name in row for name in COLUMNS):
-        got = list(row) if isinstance(row, Mapping) else brief(row)
-        raise CheckpointError(f"{where}: expected {', '.join(COLUMNS)}, got {got}")
+def _question(line: Line, folder: Path) -> Question:
+    row, where = line
     label = row["label"]
     answers = (label,) if isinstance(label, str) else tuple(label or ())
     try:

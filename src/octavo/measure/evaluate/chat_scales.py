@@ -1,6 +1,6 @@
 """Static scales for rows of an evaluation, by generated chats that it does not ask about."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -8,11 +8,10 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate.chat_prompt import chat_tokens
 from octavo.measure.evaluate.mrcr_data import generated_questions
-from octavo.measure.evaluate.perplexity_rows import Keys, RowName, calibration_scales
+from octavo.measure.evaluate.perplexity_rows import Keys, RowName
+from octavo.measure.evaluate.row_scales import Watch, calibrate_rows
 
 LENGTH, NUM_CHATS = 2048, 4
-
-Watch = Callable[[str, int, int], None]  # (what is done, how much of it so far, of how much)
 
 
 def calibrate_on_chats(
@@ -22,15 +21,11 @@ def calibrate_on_chats(
     chats = generated_questions(NUM_CHATS, seed=-1)
     tokens = [chat_tokens(text_model.tokenizer, chat.messages) for chat in chats]
     windows = [torch.tensor(one[:LENGTH]) for one in tokens]
-    scales = {}
-    for keys in dict.fromkeys(row.keys for row in rows):
-        total = len(windows) * keys.num_passes
-        scales[keys] = calibration_scales(
-            text_model,
-            windows,
-            keys,
-            data=f"{len(windows)} generated chats of up to {LENGTH} tokens",
-            margin=margin,
-            on_window=lambda n, total=total: watch("calibrating", n, total),  # type: ignore[misc]
-        )
-    return scales
+    return calibrate_rows(
+        text_model,
+        windows,
+        rows,
+        data=f"{len(windows)} generated chats of up to {LENGTH} tokens",
+        margin=margin,
+        watch=watch,
+    )

@@ -5,19 +5,19 @@ starts with `random_string_to_prepend`; and `n_needles`. It is read from a parqu
 file, from a folder of them, or by its name from the `datasets` hub. "generated" makes small ones.
 """
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.evaluate.endpoint import Message
+from octavo.measure.evaluate.question_files import Line, parse_json, read_files, read_split
 
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIXES = (".jsonl", ".parquet")
 GENERATED = "generated"
 ROLES = ("assistant", "system", "user")
 
@@ -52,11 +52,12 @@ class Question:
 def load_questions(data: str, num_needles: int | None = None) -> list[Question]:
     """The questions of `data`; num_needles: only those with so many. ConfigError if none has."""
     if data == GENERATED:
-        rows: Iterable[Question] = generated_questions()
+        found = generated_questions()
+    elif (path := Path(data)).exists():
+        # Files of the data set lie in folders of 2, 4 and 8 needles.
+        found = [_question(line) for line in read_files(path, COLUMNS, SUFFIXES)]
     else:
-        path = Path(data)
-        rows = _read_path(path) if path.exists() else _read_hub(data)
-    found = list(rows)
+        found = [_question(line) for line in read_split(data, "train", COLUMNS)]
     if not found:
         raise CheckpointError(f"expected questions in {data}, got none")
     chosen = [q for q in found if num_needles in (None, q.num_needles)]
@@ -102,79 +103,10 @@ def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Q
     return Question(tuple(messages), prefix + needles[which], prefix, num_needles)
 
 
-def _read_path(path: Path) -> Iterator[Question]:
-    if path.is_dir():
-        # Files of the data set lie in folders of 2, 4 and 8 needles.
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
-        if not files:
-            raise CheckpointError(f"expected *.parquet or *.jsonl files in {path}, got none")
-        for file in files:
-            yield from _read_path(file)
-    elif path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _question(_parse(line, f"{path}:{number}"), f"{path}:{number}")
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path)
-    else:
-        raise ConfigError(f"expected a folder, a .parquet or a .jsonl file, got {path}")
-
-
-def _read_parquet(path: Path) -> Iterator[Question]:
-    try:
-        import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
-    except ImportError:
-        raise UnsupportedError(
-            "reading parquet needs pyarrow, not installed here: pip install 'octavo[data]'"
-        ) from None
-    try:
-        file = parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise CheckpointError(f"{path}: expected a parquet file: {error}") from None
-    with file:
-        if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:
-            raise CheckpointError(f"{path}: expected columns {COLUMNS}, got no {missing}")
-        number = 0
-        for batch in file.iter_batches(batch_size=16, columns=list(COLUMNS)):
-            for row in batch.to_pylist():
-                number += 1
-                yield _question(row, f"{path}: row {number}")
-
-
-def _read_hub(name: str) -> Iterator[Question]:
-    """The data set of this name, streamed from the hub or found in its cache."""
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError:
-        raise UnsupportedError(
-            f"{name} is no path here, and loading it as a data set needs datasets: "
-            "pip install 'octavo[data]'"
-        ) from None
-    try:
-        rows = datasets.load_dataset(name, split="train", streaming=True)
-    except Exception as error:  # datasets raises whatever its network stack does
-        raise UnsupportedError(
-            f"expected a path or a data set that can be loaded, got {name!r}: {error}"
-        ) from None
-    for number, row in enumerate(rows, 1):
-        yield _question(row, f"{name}: row {number}")
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: expected JSON: {error}") from None
-
-
-def _question(row: Any, where: str) -> Question:
-    if not isinstance(row, Mapping) or not all(name in row for name in COLUMNS):
-        got = list(row) if isinstance(row, Mapping) else brief(row)
-        raise CheckpointError(f"{where}: expected {', '.join(COLUMNS)}, got {got}")
+def _question(line: Line) -> Question:
+    row, where = line
     prompt = row["prompt"]
-    messages = _parse(prompt, f"{where}: prompt") if isinstance(prompt, str) else prompt
+    messages = parse_json(prompt, f"{where}: prompt") if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise CheckpointError(f"{where}: expected messages in prompt, got {brief(messages)}")
     texts = (row["answer"], row["random_string_to_prepend"])

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.calibration.scale_file import ScaleSet, load_scales
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.small_model import NAME as SMALL
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, load_tokenizer
 from octavo.measure import store
 from octavo.measure.evaluate import mrcr
-from octavo.measure.evaluate.chat_scales import Watch, calibrate_on_chats
+from octavo.measure.evaluate.chat_scales import calibrate_on_chats
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr import Counted, Row
 from octavo.measure.evaluate.mrcr_data import (
@@ -22,16 +22,15 @@ from octavo.measure.evaluate.mrcr_data import (
 )
 from octavo.measure.evaluate.perplexity import machine_of
 from octavo.measure.evaluate.perplexity_rows import (
-    BASELINE,
+    DEFAULT_ROWS,
     Keys,
     RowName,
     check_rows,
     recipe_rows,
 )
 from octavo.measure.evaluate.recipe_digest import recipe_digest
+from octavo.measure.evaluate.row_scales import Watch, given_scales
 from octavo.measure.records import Measurement
-
-DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +101,12 @@ def run(
     request: Request, output: Path | None, watch: Watch = lambda what, done, total: None
 ) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its bucket is done."""
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     if request.is_resumed and output is None:
         raise ConfigError("--resume goes on with the records of --output, which is not given")
     has_done = request.is_resumed and output is not None and output.exists()
     done = store.read(output) if has_done and output is not None else []
-    given: dict[Keys, ScaleSet] = {}
-    if request.scales is not None:
-        scales = load_scales(request.scales)
-        given[Keys.of(scales)] = scales
-        for row in request.rows_with_scales:  # before a model is loaded
-            row.choose(given)
+    given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     questions = load_questions(request.data, request.num_needles)
     text_model: TextModel | None = None
     if request.endpoints:

@@ -1,7 +1,6 @@
 """A whole search for needles: model or servers, haystack, rows and cells, as one request names."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.calibration.scale_file import ScaleSet, load_scales
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.retrieval_model import NAME, load_retrieval_model
 from octavo.integrations.transformers.small_model import NAME as SMALL
@@ -34,13 +33,14 @@ from octavo.measure.evaluate.needle_prompts import (
 from octavo.measure.evaluate.perplexity import machine_of
 from octavo.measure.evaluate.perplexity_rows import (
     BASELINE,
+    DEFAULT_ROWS,
     Keys,
     RowName,
-    calibration_scales,
     check_rows,
     recipe_rows,
 )
 from octavo.measure.evaluate.recipe_digest import recipe_digest
+from octavo.measure.evaluate.row_scales import Watch, calibrate_rows, given_scales
 from octavo.measure.records import Measurement
 from octavo.recipe import Recipe
 
@@ -48,10 +48,7 @@ from octavo.recipe import Recipe
 RETRIEVAL_ROWS = (BASELINE, "unit+promote=none", "unit")
 # A CPU spells out every product of one-level sums, which takes minutes where they are still right.
 CPU_ROWS = (BASELINE, "unit")
-TEXT_ROWS = (BASELINE, "tensor", "head", "token")
 CALIBRATION_LENGTH, NUM_CALIBRATION_PROMPTS = 2048, 4
-
-Watch = Callable[[str, int, int], None]  # (what is done, how much of it so far, of how much)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class Request:
         """The rows of a local model."""
         on_gpu = default_device().capability is not None
         own = RETRIEVAL_ROWS if on_gpu else CPU_ROWS
-        return self.rows or (TEXT_ROWS if self.has_text else own)
+        return self.rows or (DEFAULT_ROWS if self.has_text else own)
 
     @property
     def rows_with_scales(self) -> list[RowName]:
@@ -162,8 +159,7 @@ def run(
 
     text_model: the request's, where it is loaded already.
     """
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     if request.is_resumed and output is None:
         raise ConfigError("--resume goes on with the records of --output, which is not given")
     has_done = request.is_resumed and output is not None and output.exists()
@@ -209,12 +205,7 @@ def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]
 def _local(
     request: Request, progress: _Progress, watch: Watch, text_model: TextModel | None
 ) -> tuple[list[Row], Haystack]:
-    given: dict[Keys, ScaleSet] = {}
-    if request.scales is not None:
-        scales = load_scales(request.scales)
-        given[Keys.of(scales)] = scales
-        for name in request.rows_with_scales:  # before a model is loaded
-            name.choose(given)
+    given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     haystack: Haystack = PairHaystack()
     if not request.has_text:
         text_model = text_model or load_retrieval_model(dtype=request.dtype)
@@ -286,18 +277,11 @@ def _calibrate(
     for i in range(count):
         prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
         windows.append(torch.tensor(text_model.tokenizer(prompt.text)["input_ids"]))
-    kinds = list(dict.fromkeys(row.keys for row in request.rows_with_scales))
-    total, num_before = count * sum(keys.num_passes for keys in kinds), 0
-    scales = {}
-    for keys in kinds:
-        before = num_before
-        scales[keys] = calibration_scales(
-            text_model,
-            windows,
-            keys,
-            data=f"{count} other haystacks ({haystack.name}) of {length} tokens",
-            margin=request.margin,
-            on_window=lambda n, before=before: watch("calibrating", before + n, total),  # type: ignore[misc]
-        )
-        num_before += count * keys.num_passes
-    return scales
+    return calibrate_rows(
+        text_model,
+        windows,
+        request.rows_with_scales,
+        data=f"{count} other haystacks ({haystack.name}) of {length} tokens",
+        margin=request.margin,
+        watch=watch,
+    )

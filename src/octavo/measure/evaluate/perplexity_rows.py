@@ -6,18 +6,13 @@ NAME is one of `SETTINGS`, or the .json or .toml file of a recipe, which takes +
 the recipe's promote_every: a number, or none for one-level accumulation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from octavo.calibration.observers import CalibrationSettings
-from octavo.calibration.scale_file import ScaleHeader, ScaleSet
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.calibrate_text import observe_windows
-from octavo.integrations.transformers.text_model import TextModel
 from octavo.recipe import Recipe
 
 BASELINE = "baseline"
@@ -28,6 +23,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "head": {"granularity": "head", "scaling": "static"},
     "token": {"granularity": "token"},
 }
+DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
 # What a name may go on with -> the setting.
 CHANGES = {"rotate": "rotate_keys", "center": "center_keys"}
 PROMOTE, SKIP = "promote=", "+skip="
@@ -180,24 +176,3 @@ def _recipe(row: RowName, scales: Mapping[Keys, ScaleSet], format: str) -> Recip
         promote_every=row.promote_every,
         scales=None if given is None else given.to_dict(),
     )
-
-
-def calibration_scales(
-    text_model: TextModel,
-    windows: Sequence[Tensor],
-    keys: Keys = PLAIN,
-    *,
-    data: str,
-    margin: float = 1.5,
-    on_window: Callable[[int], None] = lambda num_windows: None,
-) -> ScaleSet:
-    """Static scales per head by the largest values in these windows, of such keys.
-
-    Rows per tensor take the largest of the heads. on_window is told how many windows are done; all
-    passes count.
-    """
-    settings = CalibrationSettings(granularity="head", margin=margin, **vars(keys))
-    header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
-    tokens = [window.tolist() for window in windows]
-    seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
-    return seen.result(header).scales

@@ -1,31 +1,26 @@
 """A whole measurement of perplexity: text, model, scales and rows, as one request names them."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from octavo.calibration.scale_file import ScaleSet, load_scales
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, read_text
 from octavo.measure import store
 from octavo.measure.evaluate import perplexity
 from octavo.measure.evaluate.perplexity_rows import (
-    BASELINE,
+    DEFAULT_ROWS,
     Keys,
     RowName,
-    calibration_scales,
     check_rows,
     recipe_rows,
 )
 from octavo.measure.evaluate.reading import Reading
+from octavo.measure.evaluate.row_scales import Watch, calibrate_rows, given_scales
 from octavo.measure.records import Measurement
 
-DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
 DEFAULT_CONTEXT = 8192
-
-Watch = Callable[[str, int, int], None]  # (what is done, how much of it so far, of how much)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +92,9 @@ def run(
 
     text_model: the request's, where it is loaded already.
     """
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     text = read_text(request.data)
-    given = {}
-    if request.scales is not None:
-        scales = load_scales(request.scales)
-        given[Keys.of(scales)] = scales
-        for row in request.rows_with_scales:  # before a model is loaded
-            row.choose(given)
+    given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     if text_model is None:
         text_model = load_text_model(request.model, dtype=request.dtype)
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
@@ -147,21 +136,11 @@ def _calibrate(
         if source.resolve() == request.data.resolve():
             raise ConfigError("expected --calibration-data to be another text than --data")
     windows = text_model.windows(text, context, num_windows, start)
-    kinds = list(dict.fromkeys(row.keys for row in request.rows_with_scales))
-    total = num_windows * sum(keys.num_passes for keys in kinds)
-    scales, num_before = {}, 0
-    for keys in kinds:
-        scales[keys] = calibration_scales(
-            text_model,
-            windows,
-            keys,
-            data=f"{source.name}, windows {start} to {start + num_windows - 1} of {context} tokens",
-            margin=request.margin,
-            on_window=partial(_tell, watch, num_before, total),
-        )
-        num_before += num_windows * keys.num_passes
-    return scales
-
-
-def _tell(watch: Watch, num_before: int, total: int, num_windows: int) -> None:
-    watch("calibrating", num_before + num_windows, total)
+    return calibrate_rows(
+        text_model,
+        windows,
+        request.rows_with_scales,
+        data=f"{source.name}, windows {start} to {start + num_windows - 1} of {context} tokens",
+        margin=request.margin,
+        watch=watch,
+    )

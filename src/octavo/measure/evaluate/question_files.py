@@ -12,6 +12,8 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 # Cells of a csv file may be whole solutions.
 MAX_CELL = 10_000_000
+# Rows of parquet in memory at once: a chat of a million tokens has megabytes.
+BATCH_SIZE = 16
 
 
 class Line(NamedTuple):
@@ -32,32 +34,51 @@ def read_lines(data: str, subset: str | None = None, split: str | None = None) -
     elif subset is not None or split is not None:
         raise ConfigError(f"--subset and --split are for data sets of the hub, {data} is a path")
     else:
-        yield from _read_path(path)
+        yield from read_files(path)
 
 
-def _read_path(path: Path) -> Iterator[Line]:
+def read_files(
+    path: Path, columns: tuple[str, ...] = (), suffixes: tuple[str, ...] = SUFFIXES
+) -> Iterator[Line]:
+    """The rows of a file, or of all such files of a folder and of the folders in it.
+
+    columns: those that every row must have, which are then all that is read of parquet; () is any.
+    """
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
         if not files:
-            raise CheckpointError(f"expected {', '.join(SUFFIXES)} files in {path}, got none")
+            raise CheckpointError(f"expected {', '.join(suffixes)} files in {path}, got none")
         for file in files:
-            yield from _read_path(file)
+            yield from read_files(file, columns, suffixes)
         return
+    if path.suffix not in suffixes:
+        raise ConfigError(f"expected a folder, or a file of {', '.join(suffixes)}, got {path.name}")
     match path.suffix:
         case ".csv":
-            rows: Iterator[Line] = _read_csv(path)
+            rows = _read_csv(path)
         case ".jsonl":
             rows = _read_json_lines(path)
-        case ".parquet":
-            rows = _read_parquet(path)
         case _:
-            raise ConfigError(
-                f"expected a folder, or a file of {', '.join(SUFFIXES)}, got {path.name}"
-            )
-    yield from rows
+            rows = _read_parquet(path, columns)
+    for row, where in rows:
+        yield _check(row, where, columns)
 
 
-def _read_csv(path: Path) -> Iterator[Line]:
+def read_split(name: str, split: str, columns: tuple[str, ...] = ()) -> Iterator[Line]:
+    """A split of a data set by its name, streamed from the hub or found in its cache."""
+    for number, row in enumerate(_load_dataset(name, split=split), 1):
+        yield _check(row, f"{name}: row {number}", columns)
+
+
+def _check(row: Any, where: str, columns: tuple[str, ...]) -> Line:
+    if not isinstance(row, Mapping) or not all(name in row for name in columns):
+        got = list(row) if isinstance(row, Mapping) else brief(row)
+        expected = ", ".join(columns) or "an object"
+        raise CheckpointError(f"{where}: expected {expected}, got {got}")
+    return Line(row, where)
+
+
+def _read_csv(path: Path) -> Iterator[tuple[Any, str]]:
     before = csv.field_size_limit(MAX_CELL)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -66,29 +87,29 @@ def _read_csv(path: Path) -> Iterator[Line]:
                     raise CheckpointError(
                         f"{path}: row {number}: expected a cell for each column, got others"
                     )
-                yield Line(row, f"{path}: row {number}")
+                yield row, f"{path}: row {number}"
     except (csv.Error, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: expected a csv file in UTF-8: {error}") from None
     finally:
         csv.field_size_limit(before)
 
 
-def _read_json_lines(path: Path) -> Iterator[Line]:
+def _read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # of JSON or of UTF-8
-                raise CheckpointError(f"{where}: expected JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise CheckpointError(f"{where}: expected an object, got {brief(row)}")
-            yield Line(row, where)
+            if line.strip():
+                yield parse_json(line, f"{path}:{number}"), f"{path}:{number}"
 
 
-def _read_parquet(path: Path) -> Iterator[Line]:
+def parse_json(text: str | bytes, where: str) -> Any:
+    """What the JSON says; CheckpointError names where it stands."""
+    try:
+        return json.loads(text)
+    except ValueError as error:  # of JSON or of UTF-8
+        raise CheckpointError(f"{where}: expected JSON: {error}") from None
+
+
+def _read_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
     try:
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
@@ -101,15 +122,27 @@ def _read_parquet(path: Path) -> Iterator[Line]:
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise CheckpointError(f"{path}: expected a parquet file: {error}") from None
     with file:
+        if missing := [name for name in columns if name not in file.schema_arrow.names]:
+            raise CheckpointError(f"{path}: expected columns {columns}, got no {missing}")
         number = 0
-        for batch in file.iter_batches(batch_size=64):
+        for batch in file.iter_batches(batch_size=BATCH_SIZE, columns=list(columns) or None):
             for row in batch.to_pylist():
                 number += 1
-                yield Line(row, f"{path}: row {number}")
+                yield row, f"{path}: row {number}"
 
 
 def _read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Line]:
-    """A data set by its name, streamed from the hub or found in its cache."""
+    found = _load_dataset(name, subset)
+    chosen = split or ("test" if "test" in found or len(found) != 1 else next(iter(found)))
+    if chosen not in found:
+        raise ConfigError(
+            f"{name}: expected --split, one of {list_names(list(found))}, got {chosen!r}"
+        )
+    for number, row in enumerate(found[chosen], 1):
+        yield Line(row, f"{name}: row {number}")
+
+
+def _load_dataset(name: str, *words: str | None, **options: str) -> Any:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError:
@@ -118,18 +151,11 @@ def _read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Line
             "pip install 'octavo[data]'"
         ) from None
     try:
-        found: Any = datasets.load_dataset(name, subset, streaming=True)
+        return datasets.load_dataset(name, *words, **options, streaming=True)
     except Exception as error:  # datasets raises whatever its network stack does
         raise UnsupportedError(
             f"expected a path or a data set that can be loaded, got {name!r}: {error}"
         ) from None
-    chosen = split or ("test" if "test" in found or len(found) != 1 else next(iter(found)))
-    if chosen not in found:
-        raise ConfigError(
-            f"{name}: expected --split, one of {list_names(list(found))}, got {chosen!r}"
-        )
-    for number, row in enumerate(found[chosen], 1):
-        yield Line(row, f"{name}: row {number}")
 
 
 def unique_names(names: list[str]) -> list[str]:

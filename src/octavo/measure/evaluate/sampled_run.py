@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.calibration.scale_file import ScaleSet, load_scales
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.generation_sampling import (
     generation_sampling,
@@ -16,24 +16,23 @@ from octavo.integrations.transformers.small_model import NAME as SMALL
 from octavo.integrations.transformers.text_model import TextModel, load_text_model
 from octavo.measure import store
 from octavo.measure.evaluate.answer_file import AnswerFile
-from octavo.measure.evaluate.chat_scales import Watch, calibrate_on_chats
+from octavo.measure.evaluate.chat_scales import calibrate_on_chats
 from octavo.measure.evaluate.choice_data import GENERATED, load_choice_questions
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.math_data import load_math_questions
 from octavo.measure.evaluate.math_equality import AUTO, make_checker
 from octavo.measure.evaluate.pass_at_1 import Task, choice_task, evaluate, math_task
 from octavo.measure.evaluate.perplexity_rows import (
-    BASELINE,
+    DEFAULT_ROWS,
     Keys,
     RowName,
     check_rows,
     recipe_rows,
 )
+from octavo.measure.evaluate.row_scales import Watch, given_scales
 from octavo.measure.evaluate.sampled_answers import Row, SamplingPlan, endpoint_row, engine_row
 from octavo.measure.records import Measurement
 from octavo.serving.engine.settings import EngineSettings
-
-DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +114,9 @@ def run(
     request: Request, output: Path | None, watch: Watch = lambda what, done, total: None
 ) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its row is done."""
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {output}; create {output.parent}")
+    store.check_folder(output)
     answers = AnswerFile(request.answers, is_resumed=request.is_resumed)
-    given: dict[Keys, ScaleSet] = {}
-    if request.scales is not None:
-        scales = load_scales(request.scales)
-        given[Keys.of(scales)] = scales
-        for row in request.rows_with_scales:  # before a model is loaded
-            row.choose(given)
+    given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     task = _task(request)
     plan, rows = _served(request) if request.endpoints else _local(request, given, watch)
     total, num_done = len(rows) * len(task.items), 0

@@ -1,21 +1,20 @@
 """The routes: OpenAI's, and the server's own."""
 
 import dataclasses
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 
 from octavo.errors import ConfigError
 from octavo.serving.engine.request import gather
 from octavo.serving.server.async_engine import AsyncEngine, Engine
-from octavo.serving.server.bare_app import ERRORS, add_page, bare_app
+from octavo.serving.server.bare_app import ERRORS, add_page, add_status_routes, bare_app
 from octavo.serving.server.guidance import MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
-from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
+from octavo.serving.server.metrics import Metrics
 from octavo.serving.server.request_log import RequestRecord
 from octavo.serving.server.schema import (
     ChatRequest,
@@ -23,6 +22,7 @@ from octavo.serving.server.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.stream import EventStream, until_client_leaves
 
@@ -37,10 +37,12 @@ class Server:
         if engine.tokenizer is None:
             raise ConfigError("a server needs an engine with a tokenizer, got one without")
         self.settings = settings
-        self.started_at = int(time.time())
         self.metrics = Metrics()
         self.engine = AsyncEngine(engine, settings)
-        self.jobs = Jobs(engine, settings, make_grammar)
+        self.models = ServedModels(
+            settings.model_names or (engine.model_name,), max_model_len=engine.max_context
+        )
+        self.jobs = Jobs(engine, settings, make_grammar, self.models)
 
     async def answer(self, request: Request, job: Job) -> Response:
         """The whole answer, or the beginning of a stream; the request ends if its client leaves."""
@@ -69,7 +71,7 @@ class Server:
             "request": self.metrics.request_time,
         }
         return {
-            "model": self.jobs.model_names[0],
+            "model": self.models.names[0],
             "max_model_len": self.engine.engine.max_context,
             "status": self.status()[1],
             "num_open": self.engine.num_open,
@@ -113,7 +115,11 @@ def create_app(
 
     app = bare_app(server, lifespan)
     _add_openai_routes(app, server)
+    server.models.add_routes(app)
     _add_own_routes(app, server)
+    add_status_routes(
+        app, server, lambda: server.metrics.expose(server.engine.last_stats, server.engine.num_open)
+    )
     add_page(app, PAGE_FILES)
     return app
 
@@ -131,27 +137,6 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
         server.engine.check_open()
         return await server.answer(request, await server.jobs.completion(body))
 
-    @app.get("/v1/models", responses=ERRORS)
-    async def models() -> dict[str, Any]:
-        """The names under which the model can be asked."""
-        return {"object": "list", "data": [_model(server, n) for n in server.jobs.model_names]}
-
-    @app.get("/v1/models/{name:path}", responses=ERRORS)
-    async def model(name: str) -> dict[str, Any]:
-        """One of them."""
-        server.jobs.check_model(name)
-        return _model(server, name)
-
-
-def _model(server: Server, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": server.started_at,
-        "owned_by": "octavo",
-        "max_model_len": server.engine.engine.max_context,
-    }
-
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize", responses=ERRORS)
@@ -162,22 +147,5 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
-        server.jobs.check_model(body.model)
+        server.models.check(body.model)
         return await server.jobs.detokenize(body.tokens)
-
-    @app.get("/health", responses={503: {"description": "It answers nobody."}})
-    async def health() -> JSONResponse:
-        """Whether requests are answered."""
-        status, word = server.status()
-        return JSONResponse({"status": word}, status)
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Counters and histograms for Prometheus."""
-        text = server.metrics.expose(server.engine.last_stats, server.engine.num_open)
-        return Response(text, media_type=CONTENT_TYPE)
-
-    @app.get("/stats")
-    async def stats() -> dict[str, Any]:
-        """The numbers that the page shows."""
-        return server.numbers()

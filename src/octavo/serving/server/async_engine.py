@@ -6,10 +6,8 @@ to loop). A request that was submitted ends exactly once: with its last delta, o
 """
 
 import asyncio
-import contextlib
 import logging
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
@@ -23,12 +21,10 @@ from octavo.serving.server.api_error import (
     too_many_requests,
     unavailable,
 )
+from octavo.serving.server.request_thread import RequestThread
 from octavo.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
-
-CLOSING = "the server is ending and takes no new requests"
-THREAD_END_S = 10.0
 
 
 class Engine(Protocol):
@@ -89,53 +85,25 @@ class Answer:
         return item
 
 
-class AsyncEngine:
+class AsyncEngine(RequestThread):
     """Requests of many coroutines for one engine."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        super().__init__(settings, worker="engine", thread_name="octavo-engine")
         self.engine = engine
-        self.settings = settings
-        self.problem: str | None = None  # why the engine has failed
-        self.is_closing = False
         self.last_stats = engine.stats()
-        self._answers: dict[str, Answer] = {}
+        self._open: dict[str, Answer] = {}
         self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have been submitted and have not ended."""
-        return len(self._answers)
-
-    def start(self) -> None:
-        """Start the thread; its answers go to the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    def check_open(self) -> None:
-        """ApiError if a request would be refused now, whatever it asks for."""
-        if self.problem is not None:
-            raise unavailable(f"the engine has failed: {self.problem}", "engine_failed")
-        if self.is_closing:
-            raise unavailable(CLOSING, "shutting_down")
-        if self.num_open >= self.settings.max_open:
-            raise too_many_requests(
-                f"{self.num_open} requests are open, which is all this server takes: try later",
-                self.settings.retry_after_s,
-            )
 
     async def submit(self, request: Request) -> Answer:
         """Give a request to the engine; ApiError if it is refused."""
         self.check_open()
         assert self._loop is not None, "start() comes first"
         request_id = request.request_id
-        if request_id in self._answers:
+        if request_id in self._open:
             raise server_error(f"request {request_id} is open already")
         answer = Answer(self, request_id)
-        self._answers[request_id] = answer
+        self._open[request_id] = answer
         self._idle.clear()
         self._commands.put(lambda: self._add(request, answer))
         if self.settings.timeout_s is not None:
@@ -152,27 +120,14 @@ class AsyncEngine:
         if self._forget(request_id) is not None:
             self._commands.put(lambda: self._call(self.engine.abort, request_id))
 
-    async def drain(self, grace_s: float) -> bool:
-        """Take no new requests and wait for the open ones; whether all of them ended in time."""
-        self.is_closing = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        return not self._answers
-
-    def stop_waiting(self) -> None:
-        """Make `drain` return now, whatever is open."""
-        self._idle.set()
-
     async def close(self) -> None:
         """End the thread; requests that are still open end with an error."""
         self.is_closing = True
-        if self._thread.is_alive():
-            self._commands.put(lambda: False)
-            await asyncio.to_thread(self._thread.join, THREAD_END_S)
+        await self._end_thread(lambda: self._commands.put(lambda: False))
         self._end_all(unavailable("the server has ended before the answer did", "aborted"))
 
     def _end_all(self, error: ApiError) -> None:
-        for request_id in list(self._answers):
+        for request_id in list(self._open):
             self._end(request_id, error)
 
     def _end(self, request_id: str, error: ApiError) -> None:
@@ -185,15 +140,15 @@ class AsyncEngine:
             answer.put(error)
 
     def _forget(self, request_id: str) -> Answer | None:
-        answer = self._answers.pop(request_id, None)
+        answer = self._open.pop(request_id, None)
         if answer is not None and answer.timer is not None:
             answer.timer.cancel()
-        if not self._answers:
+        if not self._open:
             self._idle.set()
         return answer
 
     def _time_out(self, answer: Answer) -> None:
-        if answer.request_id in self._answers:
+        if answer.request_id in self._open:
             assert self.settings.timeout_s is not None
             self._end(answer.request_id, timed_out(self.settings.timeout_s))
             self._commands.put(lambda: self._call(self.engine.abort, answer.request_id))
@@ -207,7 +162,7 @@ class AsyncEngine:
     def _deliver(self, deltas: list[Delta], stats: Stats) -> None:
         self.last_stats = stats
         for delta in deltas:
-            if (answer := self._answers.get(delta.request_id)) is None:
+            if (answer := self._open.get(delta.request_id)) is None:
                 continue  # its caller has left
             match delta.finish_reason:
                 case "error":
@@ -273,9 +228,3 @@ class AsyncEngine:
         # An aborted request frees its pages at once; the page at / shows it without another step.
         self._post(self._deliver, [], self.engine.stats())
         return True
-
-    def _post(self, function: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        # A loop that has been closed has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *args)

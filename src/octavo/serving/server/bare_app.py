@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from octavo.brief import brief
 from octavo.serving.server.api_error import ApiError, bad_request
 from octavo.serving.server.gate import Gate
-from octavo.serving.server.metrics import Metrics
+from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
 from octavo.serving.server.request_log import RequestRecord
 from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
@@ -41,7 +41,7 @@ class Answering(Protocol):
 
 
 class Serving(Protocol):
-    """What an application is of."""
+    """What an application is of; status: (HTTP status, word) of /health, numbers: of the page."""
 
     settings: ServerSettings
 
@@ -49,6 +49,8 @@ class Serving(Protocol):
     def metrics(self) -> Metrics: ...
     @property
     def engine(self) -> Answering: ...
+    def status(self) -> tuple[int, str]: ...
+    def numbers(self) -> dict[str, Any]: ...
 
 
 def bare_app(
@@ -74,6 +76,26 @@ def bare_app(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
+
+
+def add_status_routes(app: FastAPI, server: Serving, expose: Callable[[], str]) -> None:
+    """How the server is; expose: its metrics as text."""
+
+    @app.get("/health", responses={503: {"description": "It answers nobody."}})
+    async def health() -> JSONResponse:
+        """Whether requests are answered."""
+        status, word = server.status()
+        return JSONResponse({"status": word}, status)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Counters and histograms for Prometheus."""
+        return Response(expose(), media_type=CONTENT_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """The numbers that the page shows."""
+        return server.numbers()
 
 
 def add_page(app: FastAPI, files: Mapping[str, str], policy: str = PAGE_POLICY) -> None:

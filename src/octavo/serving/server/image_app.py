@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.image_request import ImageResult, ImageSampling
-from octavo.serving.server.api_error import ApiError, bad_request
-from octavo.serving.server.bare_app import ERRORS, PAGE_POLICY, add_page, bare_app
+from octavo.serving.server.api_error import bad_request
+from octavo.serving.server.bare_app import (
+    ERRORS,
+    PAGE_POLICY,
+    add_page,
+    add_status_routes,
+    bare_app,
+)
 from octavo.serving.server.image_queue import Drawer, ImageQueue, param_of
 from octavo.serving.server.image_schema import ImageRequest
-from octavo.serving.server.metrics import CONTENT_TYPE, Metrics, Value
+from octavo.serving.server.metrics import Metrics, Value
 from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.stream import until_client_leaves
 
@@ -70,14 +77,13 @@ class ImageServer:
             )
         self.settings = settings
         self.limits = limits
-        self.started_at = int(time.time())
         self.metrics = ImageMetrics()
         self.engine = ImageQueue(drawer, settings)
-        self.model_names = settings.model_names or (drawer.model_name,)
+        self.models = ServedModels(settings.model_names or (drawer.model_name,))
 
     def sampling(self, body: ImageRequest) -> ImageSampling:
         """What a body asks for; ApiError if it is too much, or if the pipeline cannot do it."""
-        self.check_model(body.model)
+        self.models.check(body.model)
         width, height = body.width_and_height()
         num_images = body.n or 1
         self._check_limits(num_images, (width or 0) * (height or 0), body.num_inference_steps)
@@ -114,12 +120,6 @@ class ImageServer:
             name = "num_inference_steps"
             raise bad_request(f"{name}: expected at most {limits.max_steps}, got {num_steps}", name)
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError unless the model is one that is served here; none at all is the one we have."""
-        if name is not None and name not in self.model_names:
-            message = f"expected a model served here ({', '.join(self.model_names)}), got {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
     def status(self) -> tuple[int, str]:
         """(HTTP status, word) of /health."""
         if self.engine.problem is not None:
@@ -129,7 +129,7 @@ class ImageServer:
     def numbers(self) -> dict[str, Any]:
         """What the page shows."""
         return {
-            "model": self.model_names[0],
+            "model": self.models.names[0],
             "status": self.status()[1],
             "num_open": self.engine.num_open,
             "num_waiting": self.engine.num_waiting,
@@ -152,7 +152,8 @@ def create_image_app(
 
     app = bare_app(server, lifespan)
     _add_openai_routes(app, server)
-    _add_own_routes(app, server)
+    server.models.add_routes(app)
+    add_status_routes(app, server, lambda: server.metrics.expose_images(server.engine))
     add_page(app, PAGE_FILES, IMAGE_POLICY)
     return app
 
@@ -172,17 +173,6 @@ def _add_openai_routes(app: FastAPI, server: ImageServer) -> None:
         server.metrics.num_images += len(result.images)
         return JSONResponse(content)
 
-    @app.get("/v1/models", responses=ERRORS)
-    async def models() -> dict[str, Any]:
-        """The names under which the model can be asked."""
-        return {"object": "list", "data": [_model(server, n) for n in server.model_names]}
-
-    @app.get("/v1/models/{name:path}", responses=ERRORS)
-    async def model(name: str) -> dict[str, Any]:
-        """One of them."""
-        server.check_model(name)
-        return _model(server, name)
-
 
 def _content(result: ImageResult) -> dict[str, Any]:
     """The answer as OpenAI writes it; `seed` of each picture, and `seconds`, are ours."""
@@ -200,25 +190,3 @@ def _content(result: ImageResult) -> dict[str, Any]:
         "size": f"{width}x{height}",
         "seconds": round(result.seconds, 6),
     }
-
-
-def _model(server: ImageServer, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": server.started_at, "owned_by": "octavo"}
-
-
-def _add_own_routes(app: FastAPI, server: ImageServer) -> None:
-    @app.get("/health", responses={503: {"description": "It answers nobody."}})
-    async def health() -> JSONResponse:
-        """Whether requests are answered."""
-        status, word = server.status()
-        return JSONResponse({"status": word}, status)
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Counters and histograms for Prometheus."""
-        return Response(server.metrics.expose_images(server.engine), media_type=CONTENT_TYPE)
-
-    @app.get("/stats")
-    async def stats() -> dict[str, Any]:
-        """The numbers that the page shows."""
-        return server.numbers()

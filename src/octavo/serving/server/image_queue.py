@@ -5,7 +5,6 @@ waits for any more ends after the step that runs, and one that has not begun is 
 """
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -20,14 +19,12 @@ from octavo.serving.server.api_error import (
     bad_request,
     server_error,
     timed_out,
-    too_many_requests,
     unavailable,
 )
+from octavo.serving.server.request_thread import RequestThread
 from octavo.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
-
-THREAD_END_S = 10.0
 
 
 class Drawer(Protocol):
@@ -60,48 +57,20 @@ class _Job:
     has_begun: bool = False
 
 
-class ImageQueue:
+class ImageQueue(RequestThread):
     """Requests of many coroutines for one pipeline."""
 
     def __init__(self, drawer: Drawer, settings: ServerSettings) -> None:
+        super().__init__(settings, worker="pipeline", thread_name="octavo-images")
         self.drawer = drawer
-        self.settings = settings
-        self.problem: str | None = None  # why the pipeline has failed for good
-        self.is_closing = False
         self.num_steps = 0
         self._open: set[_Job] = set()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="octavo-images", daemon=True)
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have been submitted and have not ended."""
-        return len(self._open)
 
     @property
     def num_waiting(self) -> int:
         """Those of them that have not begun."""
         return sum(not job.has_begun for job in self._open)
-
-    def start(self) -> None:
-        """Start the thread; its results go to the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    def check_open(self) -> None:
-        """ApiError if a request would be refused now, whatever it asks for."""
-        if self.problem is not None:
-            raise unavailable(f"the pipeline has failed: {self.problem}", "engine_failed")
-        if self.is_closing:
-            raise unavailable("the server is ending and takes no new requests", "shutting_down")
-        if self.num_open >= self.settings.max_open:
-            raise too_many_requests(
-                f"{self.num_open} requests are open, which is all this server takes: try later",
-                self.settings.retry_after_s,
-            )
 
     async def generate(self, prompt: str, sampling: ImageSampling) -> ImageResult:
         """What a prompt became; ApiError if it did not, or not in time."""
@@ -122,26 +91,13 @@ class ImageQueue:
             if not job.has_begun:
                 self._forget(job)
 
-    async def drain(self, grace_s: float) -> bool:
-        """Take no new requests and wait for the open ones; whether all of them ended in time."""
-        self.is_closing = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        return not self._open
-
-    def stop_waiting(self) -> None:
-        """Make `drain` return now, whatever is open."""
-        self._idle.set()
-
     async def close(self) -> None:
         """End the thread after the step that runs; open requests end with an error."""
         self.is_closing = True
         for job in list(self._open):
             job.stop.set()
             self._end(job, unavailable("the server has ended before the picture did", "aborted"))
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            await asyncio.to_thread(self._thread.join, THREAD_END_S)
+        await self._end_thread(lambda: self._jobs.put(None))
 
     def _forget(self, job: _Job) -> None:
         self._open.discard(job)
@@ -164,11 +120,7 @@ class ImageQueue:
             if job.stop.is_set():
                 continue
             job.has_begun = True
-            outcome = self._draw(job)
-            assert self._loop is not None
-            # A loop that has been closed has nobody left to tell.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._end, job, outcome)
+            self._post(self._end, job, self._draw(job))
 
     def _draw(self, job: _Job) -> ImageResult | ApiError:
         def on_step(num_done: int, total: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.server.answer_body import ChatWriter, CompletionWriter, TokenTexts, Writer
-from octavo.serving.server.api_error import ApiError, bad_request
+from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.async_engine import Engine
 from octavo.serving.server.guidance import (
     MakeGrammar,
@@ -37,6 +37,7 @@ from octavo.serving.server.schema import (
     SamplingFields,
     TokenizeRequest,
 )
+from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
 
 P = ParamSpec("P")
@@ -62,8 +63,14 @@ class Job:
 class Jobs:
     """Makes jobs; slow work (templates, tokens, images, grammars) stays off the event loop."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar) -> None:
-        self.model_names = settings.model_names or (engine.model_name,)
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        make_grammar: MakeGrammar,
+        models: ServedModels,
+    ) -> None:
+        self._models = models
         self._settings = settings
         self._max_context = engine.max_context
         self._engine = engine  # only what any thread may call
@@ -79,7 +86,7 @@ class Jobs:
 
     async def chat(self, body: ChatRequest) -> Job:
         """The job of a chat completion."""
-        self.check_model(body.model)
+        self._models.check(body.model)
         forced = forced_tools(body)
         schema, param = self._chat_schema(body, is_forced=bool(forced))
         images = await self._images(body.messages)
@@ -108,7 +115,7 @@ class Jobs:
 
     async def completion(self, body: CompletionRequest) -> Job:
         """The job of a completion."""
-        self.check_model(body.model)
+        self._models.check(body.model)
         schema = format_schema(body.response_format)
         prompt = await self._in_thread(self._prompts.of_completion, body)
         request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -124,7 +131,7 @@ class Jobs:
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
-        self.check_model(body.model)
+        self._models.check(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("expected either prompt or messages, got both or neither")
         if body.messages is not None:
@@ -147,14 +154,8 @@ class Jobs:
         """The text of tokens."""
         return {"prompt": await self._in_thread(self._prompts.decode, tokens)}
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError unless the model is one that is served here; none at all is the one we have."""
-        if name is not None and name not in self.model_names:
-            message = f"expected a model served here ({', '.join(self.model_names)}), got {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
     def _name(self, body: SamplingFields) -> str:
-        return body.model or self.model_names[0]
+        return body.model or self._models.names[0]
 
     def _job(self, body: SamplingFields, request: Request, writer: Writer) -> Job:
         if body.stream_options is not None and not body.stream:
