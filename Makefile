@@ -33,8 +33,8 @@ $(DEMO_READY): $(READY)
 
 setup: $(READY)  ## make the virtual environment
 
-demo: $(DEMO_READY)  ## BF16, FP8 dynamic and static on real models, on this machine; ends in a report
-	$(BIN)/octavo demo
+demo: $(DEMO_READY)  ## charts, text, pictures and advice, BF16 beside FP8, on a CPU; ends in a report
+	$(BIN)/octavo demo --force
 
 lint: $(READY)  ## formatting and lint
 	$(BIN)/ruff format --check .

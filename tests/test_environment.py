@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -102,3 +103,19 @@ def test_an_empty_name_means_tritons_own_folder(monkeypatch, tmp_path, triton_ca
     env.use_cache_dir()
     assert triton_cache_dir() is None
     assert env.compiled_dir() == str(tmp_path / ".triton" / "cache")
+
+
+def test_threads_sleep_unless_set_otherwise_or_too_late(monkeypatch):
+    name = "OMP_WAIT_POLICY"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", object())
+    env.let_threads_sleep()  # too late
+    assert name not in os.environ
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setenv(name, "ACTIVE")
+    env.let_threads_sleep()
+    assert os.environ[name] == "ACTIVE"
+    monkeypatch.delenv(name)
+    env.let_threads_sleep()
+    assert os.environ[name] == "PASSIVE"
+    monkeypatch.delenv(name)

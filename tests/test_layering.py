@@ -88,6 +88,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
+    "measure/evaluate/chart_sheet.py": {"PIL"},
     "measure/evaluate/side_by_side.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL"},
     "measure/evaluate/contact_sheet.py": {"PIL"},

@@ -1,6 +1,7 @@
 """Every environment variable that octavo reads; nobody else reads os.environ."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,6 +61,16 @@ def use_cache_dir() -> None:
 def compiled_dir() -> str:
     """The folder in which Triton keeps what it compiles, once octavo's ops are there."""
     return os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+
+
+def let_threads_sleep() -> None:
+    """Let threads of torch that wait for each other sleep, unless OMP_WAIT_POLICY is set already.
+
+    By default they spin, and on a busy machine that takes many times as long as the work. It counts
+    if torch is imported after this.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -62,6 +62,11 @@ def test_rows_become_a_table_records_and_a_sheet(capsys, model, tmp_path):
     command = f"octavo eval images {model} --prompt dog --prompt 'cat on blue' --row bf16 --row fp8"
     assert all(r.command.startswith(command) for r in records)
     assert (folder / "sheet.png").is_file() and len(list(folder.rglob("0*.png"))) == 6
+    # Pictures beside the first row, by their paths from the records file on.
+    shown = [record.case.get("picture") for record in records]
+    assert shown[:2] == [None, "pictures/compared_fp8.jpg"]
+    assert all((tmp_path / name).is_file() for name in shown[1:])
+    assert records[1].case["picture_prompts"] == "dog; cat on blue"
 
 
 @pytest.mark.slow

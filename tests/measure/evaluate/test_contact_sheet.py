@@ -5,7 +5,14 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.measure.evaluate import contact_sheet
-from octavo.measure.evaluate.contact_sheet import GAP, LABEL, LINE, SIDE, save_pictures
+from octavo.measure.evaluate.contact_sheet import (
+    GAP,
+    LABEL,
+    LINE,
+    SIDE,
+    save_compared,
+    save_pictures,
+)
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -53,3 +60,16 @@ def test_a_sheet_has_an_end(tmp_path, monkeypatch):
 def test_rows_of_other_lengths_raise(tmp_path):
     with pytest.raises(ConfigError, match="each of 2 prompts"):
         save_pictures(tmp_path, ["a", "b"], [("bf16", [plain(0.5)])])
+
+
+def test_two_rows_are_compared_in_one_jpeg(tmp_path, monkeypatch):
+    monkeypatch.setattr(contact_sheet, "MAX_COMPARED", 2)
+    rows = [("bf16", [plain(1.0)] * 3), ("fp8+attention", [plain(0.2)] * 3)]
+    path = save_compared(tmp_path / "new", ["a", "b", "c"], rows)
+    assert path == tmp_path / "new" / "compared_fp8_attention.jpg"
+    with Image.open(path) as sheet:
+        assert sheet.format == "JPEG" and sheet.width == LABEL + 2 * (SIDE + GAP)
+        above = sheet.getpixel((LABEL + 90, LINE + 40))
+        below = sheet.getpixel((LABEL + 90, LINE + SIDE // 2 + GAP + 40))
+    assert above[0] > 245 and abs(below[0] - 51) < 8
+    assert list(path.parent.iterdir()) == [path]

@@ -273,3 +273,30 @@ def test_the_small_image_model_knows_its_prompts():
     prompts = read_prompts(None)
     assert len(prompts) == len(set(prompts)) == 16
     assert all(any(words.encode(prompt)) for prompt in prompts)
+
+
+def test_a_record_names_the_picture_that_was_kept(made):
+    kept = []
+
+    def keep(rows):
+        kept.append([(name, len(pictures)) for name, pictures in rows])
+        return "pictures/x.jpg", ["dog"]
+
+    plain, fp8 = run(made, keep=keep)
+    assert kept == [[("bf16", 2), ("fp8", 2)]] and "picture" not in plain.case
+    assert (fp8.case["picture"], fp8.case["picture_prompts"]) == ("pictures/x.jpg", "dog")
+
+
+def test_pictures_are_named_from_the_records_file_on(made, tmp_path, monkeypatch):
+    pytest.importorskip("PIL")
+    from octavo.measure.evaluate.kept_pictures import keep_compared
+
+    monkeypatch.chdir(tmp_path)
+    records, folder = Path("a/records.jsonl"), Path("b")
+    records.parent.mkdir()
+    assert keep_compared(None, JOB.prompts, records) is None
+    assert keep_compared(folder, JOB.prompts, None) is None
+    keep = keep_compared(folder, JOB.prompts, records)
+    _, fp8 = run(made, keep=keep)
+    assert fp8.case["picture"] == "../b/compared_fp8.jpg" and Path("b/compared_fp8.jpg").is_file()
+    assert fp8.case["picture_prompts"] == "dog; cat"

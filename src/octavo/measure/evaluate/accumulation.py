@@ -67,7 +67,7 @@ def accumulation_errors(lengths: list[int], row: Row) -> Iterator[Measurement]:
         for name, promote_every in (("two-level", 1), ("one-level", None)):
             out = _attend_fp8(needle, promote_every)
             yield row(
-                op="attention",
+                op="accumulation_error",
                 impl="reference",
                 case={"length": length, "accumulation": name},
                 values={

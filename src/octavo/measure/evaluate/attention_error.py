@@ -31,7 +31,7 @@ def quantization_errors(layer: int, qkv: CapturedQkv, row: Row) -> Iterator[Meas
             for granularity in (PerTensor(), PerHead(), PerToken()):
                 error = sqnr_db(quantize(x, granularity, fmt).dequantize(), x)
                 yield row(
-                    op="quantize",
+                    op="quantize_error",
                     impl="reference",
                     case={
                         "layer": layer,
@@ -54,7 +54,7 @@ def attention_errors(layer: int, qkv: CapturedQkv, row: Row) -> Iterator[Measure
         results[f"fp8 per {granularity}"] = out
     for recipe, out in results.items():
         yield row(
-            op="attention",
+            op="attention_error",
             impl="reference",
             case={"layer": layer, "recipe": recipe, "length": qkv.q.shape[1]},
             values={"relative_rms": relative_rms(out, truth)},
@@ -75,7 +75,7 @@ def decode_errors(layer: int, qkv: CapturedQkv, row: Row) -> Iterator[Measuremen
         view = storage.view(0, *_one_sequence(storage.num_pages, qkv.k.shape[1]))
         out = ops.decode_attention(qkv.q[:, -DECODED_TOKENS:].bfloat16(), view)
         yield row(
-            op="decode_attention",
+            op="decode_error",
             impl="reference",
             case={"layer": layer, "recipe": recipe, "length": qkv.k.shape[1]},
             values={

@@ -1,13 +1,10 @@
 """The chart reader in the demonstration: calibrated on noisy charts, asked about plain ones."""
 
-import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from octavo.atomic import write_atomically
 from octavo.calibration.data import PromptData
 from octavo.calibration.image_data import ImagePrompt
 from octavo.calibration.observers import CalibrationSettings
@@ -16,52 +13,35 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.calibrate import ImageModel
 from octavo.integrations.transformers.chart_reader import ChartReader
+from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
-from octavo.measure.evaluate.chartqa import BASELINE, SETTINGS, evaluate, recipe_rows
+from octavo.measure.evaluate.chart_sheet import draw_chart_sheet
+from octavo.measure.evaluate.chartqa import (
+    BASELINE,
+    SETTINGS,
+    chartqa_table,
+    evaluate,
+    recipe_rows,
+)
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
 from octavo.measure.evaluate.charts import make_chart
-from octavo.measure.evaluate.demo import Stage, Step
+from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch, one_thread
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Picture
+from octavo.measure.report.tables import Table
 
-NUM_CALIBRATION_IMAGES = 32
-NUM_QUESTIONS = 150
-NUM_PICTURES = 8
+NUM_PICTURES = 6
 BATCH_SIZE = 20
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch computes in one thread.
-
-    The matrices here are small: more threads gain little on a machine that is idle, and on a busy
-    one their waiting for each other takes many times as long as the work.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+SCALES, PICTURE = "scales.json", "pictures/charts.jpg"
 
 
 class ChartDemo:
     """What the chart reader answers in BF16, FP8 dynamic and FP8 static, and some of the charts.
 
-    scale_path: where calibration saves its scales, which the row static then has.
+    Its records are appended to the file `records`, beside which scales and pictures are written.
     """
 
-    def __init__(
-        self,
-        reader: ChartReader,
-        scale_path: Path,
-        command: str,
-        *,
-        num_images: int = NUM_CALIBRATION_IMAGES,
-        num_questions: int = NUM_QUESTIONS,
-    ) -> None:
-        self.reader, self.scale_path, self.command = reader, scale_path, command
-        self.num_images, self.num_questions = num_images, num_questions
+    def __init__(self, reader: ChartReader, records: Path, command: str, sizes: Sizes) -> None:
+        self.reader, self.records, self.command, self.sizes = reader, records, command, sizes
         self.answers: dict[str, list[str]] = {}
         self._scales: ScaleSet | None = None
         self._questions: list[Question] = []
@@ -69,77 +49,86 @@ class ChartDemo:
     @property
     def stages(self) -> list[Stage]:
         """Calibration, then the questions: in this order."""
-        num_rows = 1 + len(SETTINGS)
+        num_images = self.sizes.calibration_images
         return [
-            Stage(f"{self.num_images} noisy charts set scales", self._calibrate, self.num_images),
+            Stage(f"Chart reader: {num_images} noisy charts set scales", self._calibrate, _saved),
             Stage(
-                f"{self.num_questions} questions, {num_rows} times",
+                f"Chart reader: {self.sizes.chart_questions} questions, BF16 and FP8 attention",
                 self._evaluate,
-                num_rows * self.num_questions,
+                self._told,
             ),
         ]
 
-    def _calibrate(self, step: Step) -> list[Measurement]:
-        num_seen = 0
-
-        def tell(num_prompts: int) -> None:
-            nonlocal num_seen
-            step(num_prompts - num_seen)
-            num_seen = num_prompts
-
+    def _calibrate(self, watch: Watch) -> list[Measurement]:
         model = ImageModel(self.reader.name, self.reader.model, self.reader.process_images)
-        result = calibrate_to_file(
-            model.subject(),
-            noisy_charts(self.num_images),
-            self.scale_path,
-            CalibrationSettings(),
-            num_prompts=self.num_images,
-            batch_size=8,
-            on_prompts=tell,
-        )
-        self._scales = result.scales
-        return calibration_records(result, self.command)
-
-    def _evaluate(self, step: Step) -> list[Measurement]:
-        self._questions = generated_questions(self.num_questions)
-        return evaluate(
-            self.reader,
-            self._questions,
-            recipe_rows([BASELINE, *SETTINGS], self._scales),
-            data="generated plain charts",
-            command=self.command,
-            batch_size=BATCH_SIZE,
-            on_step=step,
-            on_answers=self.answers.__setitem__,
-        )
-
-    def pictures(self, num_pictures: int = NUM_PICTURES) -> list[Picture]:
-        """Charts with a question, the truth and all answers: first where recipes disagree."""
-        if not self.answers:
-            raise ConfigError("expected stages that have run, got no answers yet")
-        shown = choose_examples(self._questions, list(self.answers.values()), num_pictures)
-        return [
-            Picture(
-                caption=self._questions[index].text,
-                png=_png(self._questions[index].image),
-                facts=(
-                    ("truth", self._questions[index].answers[0]),
-                    *((name, answers[index] or "(nothing)") for name, answers in self._named()),
-                ),
+        num_images = self.sizes.calibration_images
+        with one_thread():
+            result = calibrate_to_file(
+                model.subject(),
+                noisy_charts(num_images),
+                self.records.parent / SCALES,
+                CalibrationSettings(),
+                num_prompts=num_images,
+                batch_size=8,
+                on_prompts=lambda num_prompts: watch("calibrating", num_prompts, num_images),
             )
-            for index in shown
-        ]
+        self._scales = result.scales
+        found = calibration_records(result, self.command)
+        store.append(self.records, found)
+        return found
 
-    def _named(self) -> list[tuple[str, list[str]]]:
-        return list(self.answers.items())
+    def _evaluate(self, watch: Watch) -> list[Measurement]:
+        self._questions = generated_questions(self.sizes.chart_questions)
+        rows = recipe_rows([BASELINE, *SETTINGS], self._scales)
+        total, num_done = len(rows) * len(self._questions), 0
+
+        def step(count: int) -> None:
+            nonlocal num_done
+            num_done += count
+            watch("answering", num_done, total)
+
+        with one_thread():
+            found = evaluate(
+                self.reader,
+                self._questions,
+                rows,
+                data="generated plain charts",
+                command=self.command,
+                batch_size=BATCH_SIZE,
+                on_step=step,
+                on_answers=self.answers.__setitem__,
+            )
+        self._draw()
+        found = [replace(one, case={**one.case, "picture": PICTURE}) for one in found]
+        store.append(self.records, found)
+        return found
+
+    def _draw(self) -> None:
+        """Charts with a question, the truth and all answers: first where recipes disagree."""
+        shown = choose_examples(self._questions, list(self.answers.values()), NUM_PICTURES)
+        path = self.records.parent / PICTURE
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, draw_chart_sheet(self._questions, self.answers, shown))
+
+    def _told(self, records: Sequence[Measurement]) -> list[Table | str]:
+        changed = ", ".join(f"{name} {count}" for name, count in self.num_changed().items())
+        words = f"Answers in other words than {BASELINE}'s, of {len(self._questions)}: {changed}."
+        return [chartqa_table(records), words]
 
     def num_changed(self) -> dict[str, int]:
         """How many answers of each later row are other words than the first row's."""
-        (_, first), *others = self._named()
+        if not self.answers:
+            raise ConfigError("expected stages that have run, got no answers yet")
+        (_, first), *others = self.answers.items()
         return {
             name: sum(a != b for a, b in zip(first, answers, strict=True))
             for name, answers in others
         }
+
+
+def _saved(records: Sequence[Measurement]) -> list[Table | str]:
+    layers = len({record.case["layer"] for record in records})
+    return [f"Static scales of {layers} layers: {SCALES}"]
 
 
 def noisy_charts(num_images: int) -> PromptData[ImagePrompt]:
@@ -172,9 +161,3 @@ def choose_examples(
     stride = max(1, len(questions) // max(1, count - len(chosen)))
     take([(i * stride + i) % len(questions) for i in everything], count)
     return chosen
-
-
-def _png(image: Any) -> bytes:
-    content = io.BytesIO()
-    image.save(content, "PNG")
-    return content.getvalue()

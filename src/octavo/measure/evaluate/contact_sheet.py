@@ -16,6 +16,8 @@ SHEET = "sheet.png"
 SIDE = 192  # pixels of the longer side of a picture on the sheet
 LINE, GAP, LABEL = 16, 4, 160  # pixels: a line of text, around a picture, the names of rows
 MAX_COLUMNS = 16
+MAX_COMPARED = 8  # prompts of a picture that compares two rows
+QUALITY = 90  # of a JPEG
 
 
 def save_pictures(
@@ -38,6 +40,22 @@ def save_pictures(
     shown = [(name, [_image(frames) for frames in row[:MAX_COLUMNS]]) for name, row in rows]
     write_atomically(folder / SHEET, _png(_sheet(prompts[:MAX_COLUMNS], shown)))
     return folder / SHEET
+
+
+def save_compared(
+    folder: Path, prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]
+) -> Path:
+    """Write the pictures of two rows or more beside each other as one JPEG, named by the last row.
+
+    prompts, rows: as in `save_pictures`; the first MAX_COMPARED prompts are shown.
+    """
+    shown = [(name, [_image(frames) for frames in row[:MAX_COMPARED]]) for name, row in rows]
+    content = io.BytesIO()
+    _sheet(prompts[:MAX_COMPARED], shown).save(content, "JPEG", quality=QUALITY)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"compared_{_file_name(rows[-1][0])}.jpg"
+    write_atomically(path, content.getvalue())
+    return path
 
 
 def _sheet(prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> Any:

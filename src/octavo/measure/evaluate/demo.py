@@ -1,73 +1,140 @@
-"""The demonstration: what FP8 does to a real model's attention, stage by stage."""
+"""The demonstration: the chart reader, SmolLM2, the small image model and advice, in stages."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from importlib import resources
-from typing import Any
+from pathlib import Path
 
-from octavo.integrations.transformers.capture import CapturedQkv, capture_qkv
-from octavo.integrations.transformers.small_model import NAME, load_small_model
-from octavo.measure.evaluate.accumulation import accumulation_errors
-from octavo.measure.evaluate.attention_error import (
-    Row,
-    attention_errors,
-    decode_errors,
-    quantization_errors,
-)
-from octavo.measure.records import Machine, Measurement
+from octavo.integrations.transformers.chart_reader import load_chart_reader
+from octavo.integrations.transformers.text_model import load_text_model
+from octavo.measure import store
+from octavo.measure.advise import words
+from octavo.measure.advise.advice import Advice
+from octavo.measure.advise.advice_records import advice_records
+from octavo.measure.advise.advise import advise
+from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.advise.model_shape import find_model
+from octavo.measure.advise.workload import Workload
+from octavo.measure.evaluate import images
+from octavo.measure.evaluate.chart_demo import PICTURE, SCALES, ChartDemo
+from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch, one_thread
+from octavo.measure.evaluate.image_rows import parse_rows
+from octavo.measure.evaluate.kept_pictures import keep_compared
+from octavo.measure.evaluate.language_demo import TEXT, LanguageDemo
+from octavo.measure.records import Measurement
+from octavo.measure.report.tables import Table
 
-LAYERS = (0, 10, 20, 29)
-LENGTHS = (1024, 8192, 32768, 131072)
-
-Step = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One step of the demonstration: what it does, and the measurements it gives.
-
-    run: called with a function to tell how many of num_steps are done, from time to time.
-    """
-
-    title: str
-    run: Callable[[Step], Iterable[Measurement]]
-    num_steps: int = 1
+COMMAND = "octavo demo"
+MODEL, GPU, CONTEXT = "llama-3.1-8b", "h200", 32768  # of the advice
+IMAGE_ROWS = ("bf16", "fp8")
+# What the stages write beside the records, as patterns.
+FILES = (SCALES, TEXT, PICTURE, "pictures/compared_*.jpg")
 
 
 def sample_text() -> str:
     """A page of English about books and numbers."""
+    return _data("sample.txt")
+
+
+def long_text() -> str:
+    """Some pages of English, with the sample as the first."""
+    return f"{sample_text()}\n\n{_data('essay.txt')}"
+
+
+def _data(name: str) -> str:
     folder = resources.files("octavo.measure.evaluate")
-    return folder.joinpath("data", "sample.txt").read_text(encoding="utf-8")
+    return folder.joinpath("data", name).read_text(encoding="utf-8")
 
 
-def prepare() -> tuple[Any, Any]:
-    """(model, input_ids): SmolLM2-135M-Instruct and the sample text as its tokens."""
-    model, tokenizer = load_small_model()
-    return model, tokenizer(sample_text(), return_tensors="pt").input_ids
+def make_stages(records: Path, results: Path, sizes: Sizes | None = None) -> list[Stage]:
+    """All stages, in their order; the models are loaded, on the CPU.
+
+    records: the file that they append to. results: a folder of records that the advice is by, if
+    it has any.
+    """
+    sizes = sizes or Sizes()
+    # First what may be missing here: nothing has run then.
+    text_model = load_text_model(device="cpu")
+    charts = ChartDemo(load_chart_reader(), records, COMMAND, sizes)
+    language = LanguageDemo(text_model, long_text(), records, COMMAND, sizes)
+    return [
+        *charts.stages,
+        *language.stages,
+        image_stage(records, sizes),
+        advice_stage(records, results),
+    ]
 
 
-def stages(model: Any, input_ids: Any, command: str) -> list[Stage]:
-    """All steps for one model and text; each row names the command that repeats it."""
-    row = partial(Measurement, machine=Machine.current(), command=command)
-    captured: dict[int, CapturedQkv] = {}
+def image_stage(records: Path, sizes: Sizes) -> Stage:
+    """Pictures of the small image model in BF16 and FP8."""
+    prompts = images.choose_prompts(images.read_prompts(None), sizes.num_pictures)
+    job = images.ImageJob(
+        model="small-image",
+        dtype="bfloat16",
+        prompts=prompts,
+        num_inference_steps=sizes.num_inference_steps,
+    )
 
-    def capture(step: Step) -> list[Measurement]:
-        captured.update(capture_qkv(model, input_ids, LAYERS))
-        return []
+    def run(watch: Watch) -> list[Measurement]:
+        from octavo.integrations.diffusers.load import load_pipeline
 
-    def each_layer(measure: Callable[[int, CapturedQkv, Row], Iterable[Measurement]]) -> Any:
-        return lambda step: [
-            record for layer in LAYERS for record in measure(layer, captured[layer], row)
+        rows = parse_rows(IMAGE_ROWS, job.dtype)
+        total, num_done = len(rows) * len(prompts), 0
+
+        def step(row: str) -> None:
+            nonlocal num_done
+            num_done += 1
+            watch(f"drawing in {row}", num_done, total)
+
+        watch("loading", 0, total)
+        with one_thread():
+            return images.evaluate(
+                lambda: load_pipeline(None, images.torch_dtype(job.dtype), "cpu"),
+                rows,
+                job,
+                command=_images_command(sizes),
+                lpips=False,
+                keep=keep_compared(records.parent / "pictures", prompts, records),
+                on_picture=step,
+                on_row=lambda record, _: store.append(records, [record]),
+            )
+
+    title = f"Small image model: {sizes.num_pictures} pictures in BF16 and FP8"
+    return Stage(title, run, lambda found: [images.images_table(found)])
+
+
+def _images_command(sizes: Sizes) -> str:
+    rows = " ".join(f"--row {row}" for row in IMAGE_ROWS)
+    return (
+        f"octavo eval images --num-pictures {sizes.num_pictures} {rows} --num-inference-steps "
+        f"{sizes.num_inference_steps} --seed 0 --dtype bfloat16"
+    )
+
+
+def advice_stage(records: Path, results: Path) -> Stage:
+    """What to quantize in a larger model on a GPU that need not be here."""
+    made: list[Advice] = []
+
+    def run(watch: Watch) -> list[Measurement]:
+        watch("computing", 0, 1)
+        known = store.read(results) if any(results.glob("*.jsonl")) else []
+        made.append(
+            advise(find_model(MODEL), find_gpu(GPU), Workload(context=CONTEXT), records=known)
+        )
+        command = f"octavo advise {MODEL} --gpu {GPU} --context {CONTEXT}"
+        found = advice_records(made[-1], command)
+        store.append(records, found)
+        watch("computing", 1, 1)
+        return found
+
+    def tell(found: Sequence[Measurement]) -> list[Table | str]:
+        advice = made[-1]
+        return [
+            words.title(advice),
+            words.expectation_table(advice),
+            words.memory_table(advice),
+            "\n".join(words.sentences(advice)),
+            f"\nRecipe (recipe.toml)\n{words.recipe_text(advice)}",
+            advice.command,
         ]
 
-    return [
-        Stage(f"{NAME} reads {input_ids.shape[1]} tokens", capture),
-        Stage("quantizing queries, keys and values", each_layer(quantization_errors)),
-        Stage("attention in FP8", each_layer(attention_errors)),
-        Stage("decoding over FP8 pages", each_layer(decode_errors)),
-        Stage(
-            f"a needle in {LENGTHS[-1]:,} keys",
-            lambda step: accumulation_errors(list(LENGTHS), row),
-        ),
-    ]
+    return Stage(f"Advice: {MODEL} on an {GPU.upper()}, {CONTEXT // 1024}k tokens", run, tell)

@@ -25,6 +25,9 @@ from octavo.measure.report.tables import Table
 
 DEFAULT_PROMPTS = files("octavo") / "assets" / "small_image_prompts.txt"
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
+# Given the names and pictures of the first row and another: where a picture of both was written,
+# as a path from the records file on, and the prompts that it shows.
+Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
 
 
 class PromptScorer(Protocol):
@@ -72,14 +75,16 @@ def evaluate(
     command: str,
     lpips: bool | None = None,
     scorer: PromptScorer | None = None,
+    keep: Keep | None = None,
     on_picture: Callable[[str], None] = lambda row: None,
     on_row: Callable[[Measurement, list[Tensor]], None] = lambda record, pictures: None,
 ) -> list[Measurement]:
     """One record for each row: how near its pictures are to the first row's.
 
     make_pipeline: makes a pipeline as it is loaded, for every row: linear layers in FP8 cannot be
-    restored. lpips: as in `compare_images`. on_picture: is told a row's name after each picture.
-    on_row: is given each record, and the row's pictures, [frames, 3, height, width] a prompt.
+    restored. lpips: as in `compare_images`. keep: writes a picture of every row after the first,
+    which its record then names. on_picture: is told a row's name after each picture. on_row:
+    is given each record, and the row's pictures, [frames, 3, height, width] a prompt.
     """
     if len(rows) < 2 or len({row.name for row in rows}) != len(rows):
         raise ConfigError(f"expected two different rows or more, got {[r.name for r in rows]}")
@@ -107,6 +112,7 @@ def evaluate(
                 "row": row.name,
                 **_counts(changes),
                 **({} if scorer is None else {"clip_model": scorer.name}),
+                **_picture(keep, (rows[0].name, first), (row.name, pictures)),
             },
             values={**_score_values(scores), **_prompt_values(scorer, pictures, job.prompts)},
             machine=_machine(pipe),
@@ -119,6 +125,16 @@ def evaluate(
         _free_memory()
         on_row(record, pictures)
     return records
+
+
+def _picture(
+    keep: Keep | None, first: tuple[str, list[Tensor] | None], own: tuple[str, list[Tensor]]
+) -> dict[str, Scalar]:
+    """What a record says of the picture of the first row and its own; nothing of the first."""
+    if keep is None or first[1] is None:
+        return {}
+    path, prompts = keep([(first[0], first[1]), own])
+    return {"picture": path, "picture_prompts": "; ".join(prompts)}
 
 
 def draw(pipe: Any, job: ImageJob, on_picture: Callable[[], None] = lambda: None) -> list[Tensor]:

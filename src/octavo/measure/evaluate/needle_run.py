@@ -149,9 +149,16 @@ class _Progress:
 
 
 def run(
-    request: Request, output: Path | None, watch: Watch = lambda what, done, total: None
+    request: Request,
+    output: Path | None,
+    watch: Watch = lambda what, done, total: None,
+    *,
+    text_model: TextModel | None = None,
 ) -> list[Measurement]:
-    """Search with every row; a record is in the file `output` as soon as its cell is done."""
+    """Search with every row; a record is in the file `output` as soon as its cell is done.
+
+    text_model: the request's, where it is loaded already.
+    """
     store.check_folder(output)
     if request.is_resumed and output is None:
         raise ConfigError("--resume goes on with the records of --output, which is not given")
@@ -162,7 +169,7 @@ def run(
     if request.endpoints:
         rows, haystack = _served(request, progress)
     else:
-        rows, haystack = _local(request, progress, watch)
+        rows, haystack = _local(request, progress, watch, text_model)
     return needle.evaluate(
         rows,
         request.grid,
@@ -195,14 +202,16 @@ def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]
     return rows, haystack
 
 
-def _local(request: Request, progress: _Progress, watch: Watch) -> tuple[list[Row], Haystack]:
+def _local(
+    request: Request, progress: _Progress, watch: Watch, text_model: TextModel | None
+) -> tuple[list[Row], Haystack]:
     given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     haystack: Haystack = PairHaystack()
     if not request.has_text:
-        text_model = load_retrieval_model(dtype=request.dtype)
+        text_model = text_model or load_retrieval_model(dtype=request.dtype)
     else:
         model = None if request.model == SMALL else request.model
-        text_model = load_text_model(model, dtype=request.dtype)
+        text_model = text_model or load_text_model(model, dtype=request.dtype)
         haystack = _text_haystack(request, text_model.tokenizer)
     _check_lengths(request.grid, text_model)
     if request.rows_with_scales and not given:

@@ -82,13 +82,21 @@ class Request:
 
 
 def run(
-    request: Request, output: Path | None, watch: Watch = lambda what, done, total: None
+    request: Request,
+    output: Path | None,
+    watch: Watch = lambda what, done, total: None,
+    *,
+    text_model: TextModel | None = None,
 ) -> list[Measurement]:
-    """Measure every row; a record is in the file `output` as soon as its row is done."""
+    """Measure every row; a record is in the file `output` as soon as its row is done.
+
+    text_model: the request's, where it is loaded already.
+    """
     store.check_folder(output)
     text = read_text(request.data)
     given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
-    text_model = load_text_model(request.model, dtype=request.dtype)
+    if text_model is None:
+        text_model = load_text_model(request.model, dtype=request.dtype)
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     request.reading.check(context)
     windows = text_model.windows(text, context, request.num_windows)

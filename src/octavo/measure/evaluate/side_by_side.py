@@ -43,12 +43,12 @@ def draw_side_by_side(first: Any, second: Any, captions: tuple[str, str]) -> Any
     texts = (*captions, f"difference x {TIMES}")  # the font has no ×
     for place, (panel, text) in enumerate(zip((*pair, difference), texts, strict=True)):
         left = place * (size[0] + GAP)
-        pen.text((left + 2, 3), _fitting(pen, text, font, size[0] - 4), fill="black", font=font)
+        pen.text((left + 2, 3), fitting(pen, text, font, size[0] - 4), fill="black", font=font)
         sheet.paste(panel.resize(size, Image.Resampling.NEAREST), (left, LINE))
     return sheet
 
 
-def _fitting(pen: Any, text: str, font: Any, width: int) -> str:
+def fitting(pen: Any, text: str, font: Any, width: int) -> str:
     """As much of a text as has room."""
     text = text[: width // 2]  # a character has 2 pixels or more
     while text and pen.textlength(text, font=font) > width:

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.filled import filled_table
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Section, Sheet
 from octavo.measure.report.needle import needle_section
+from octavo.measure.report.pictures import NAME, PROBLEM, is_picture_url
 from octavo.measure.report.plots import Figure
 from octavo.measure.report.points import Point, points
 from octavo.measure.report.select import Key, grouped, machine_name, newest
@@ -95,11 +96,40 @@ def _chartqa(key: Key, records: Sequence[Measurement]) -> Section:
     )
     return Section(
         title=f"Questions about charts: {model}, {data}, {machine}",
-        text=f"{num_questions} questions. Relaxed accuracy: a number within 5 %, or the same word.",
+        text=f"{num_questions} questions. Relaxed accuracy: a number within 5 %, or the same word. "
+        "A difference whose interval has 0 in it is none that these questions could show."
+        + _unseen_charts(rows),
         headline=recovery_headline(str(model), "chart questions", rows),
         figures=figures,
         tables=(filled_table(rows, caption="Charts, by recipe", columns=columns),),
+        sheets=_chart_sheets(rows),
     )
+
+
+def _chart_sheets(rows: Sequence[Measurement]) -> tuple[Sheet, ...]:
+    """Pictures of charts that records have as data URLs (`with_pictures`), each once."""
+    names = ", ".join(dict.fromkeys(str(row.case["recipe"]) for row in rows))
+    about = "Charts with a question, the truth and the answers of"
+    urls = dict.fromkeys(str(row.case[NAME]) for row in rows if is_picture_url(row.case.get(NAME)))
+    return tuple(
+        Sheet(
+            caption=f"{about} {names}; first those that recipes answer differently, if there are "
+            "any.",
+            alt=f"{about} {names}",
+            url=url,
+        )
+        for url in urls
+    )
+
+
+def _unseen_charts(rows: Sequence[Measurement]) -> str:
+    """Why a picture that records name is not shown."""
+    found = dict.fromkeys(
+        f" The picture {row.case[NAME]} is not shown: {row.case[PROBLEM]}."
+        for row in rows
+        if PROBLEM in row.case
+    )
+    return "".join(found)
 
 
 def needle_sections(records: Sequence[Measurement]) -> list[Section]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
 from octavo.measure.report.plots import bars
+from octavo.measure.report.points import titled
 from octavo.measure.report.tables import Table
 
 _TENSORS = ("q", "k", "v")
@@ -71,9 +72,12 @@ def pipeline_table(records: Sequence[Measurement]) -> Table:
 def calibration_section(records: Sequence[Measurement]) -> Section:
     """The table, with a plot of each of its three numbers over the layers."""
     captions = {
-        "amax": "Largest absolute value of each tensor",
-        "headroom": "How many times larger a value may be before it saturates",
-        "sqnr_db": "Signal to quantization noise of what was seen; higher is better",
+        "amax": ("Largest absolute value of each tensor", "amax (absolute value)"),
+        "headroom": ("How many times larger a value may be before it saturates", "headroom (×)"),
+        "sqnr_db": (
+            "Signal to quantization noise of what was seen; higher is better",
+            "SQNR (dB)",
+        ),
     }
     return Section(
         title="Static scales, layer by layer",
@@ -81,8 +85,14 @@ def calibration_section(records: Sequence[Measurement]) -> Section:
         "observers that clip intend. SQNR is that of e4m3 with the saved scales, margin included, "
         "on the values that were seen; 6 dB more means half the error.",
         figures=tuple(
-            bars(_with_short_names(records), caption=caption, x="layer", y=value, series="tensor")
-            for value, caption in captions.items()
+            titled(
+                bars(
+                    _with_short_names(records), caption=caption, x="layer", y=value, series="tensor"
+                ),
+                "layer",
+                title,
+            )
+            for value, (caption, title) in captions.items()
         ),
         tables=(calibration_table(records),),
     )

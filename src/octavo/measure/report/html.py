@@ -1,6 +1,5 @@
 """One HTML page that needs nothing else: styles, data, plots and plotly.js are inside."""
 
-import base64
 import math
 import os
 from collections.abc import Sequence
@@ -13,20 +12,6 @@ from octavo.measure.records import Machine, utc_now
 from octavo.measure.report.plots import Figure
 from octavo.measure.report.tables import Table
 from octavo.version import __version__
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """An image (a PNG file's bytes), a sentence about it, and pairs of a word and a text."""
-
-    caption: str
-    png: bytes
-    facts: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def url(self) -> str:
-        """The image as a data URL: the page loads nothing."""
-        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +44,6 @@ class Section:
     links: tuple[Link, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
-    pictures: tuple[Picture, ...] = ()
     sheets: tuple[Sheet, ...] = ()
 
     @property

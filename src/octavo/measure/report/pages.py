@@ -8,7 +8,9 @@ from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
 from octavo.measure.report import accuracy, answers, steps
 from octavo.measure.report.advice import advice_sections
+from octavo.measure.report.advice_given import given_sections
 from octavo.measure.report.calibration import calibration_section, pipeline_table
+from octavo.measure.report.errors import CASES, VALUES, error_sections
 from octavo.measure.report.html import Section
 from octavo.measure.report.images import images_sections
 from octavo.measure.report.kernels import KERNEL_OPS, Roof, kernel_sections
@@ -83,6 +85,8 @@ def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Part, ...]:
         Part(("sensitivity", "sensitivity_of_all"), ("layer", "error"), sensitivity_sections),
         Part(("calibrate",), ("layer", "tensor", "amax", "headroom", "sqnr_db"), _scales),
         Part(("calibrate_pipeline",), ("group", "tensor", "amax", "headroom"), _pipeline_scales),
+        *(Part((op,), CASES[op] + VALUES[op], error_sections) for op in CASES),
+        Part(("advice",), ("model", "gpu", "context", "what", "recipe", "reasons"), given_sections),
         Part(("advise",), ("model", "what", "row", "measured_speedup"), advice_sections),
     )
 
