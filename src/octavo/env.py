@@ -66,7 +66,7 @@ def compiled_dir() -> str:
 def let_threads_sleep() -> None:
     """Let threads of torch that wait for each other sleep, unless OMP_WAIT_POLICY is set already.
 
-    By default they spin, and on a busy machine that takes many times as long as the work. It counts
+    By default they spin, which on a busy machine takes time from those who work. It counts
     if torch is imported after this.
     """
     if "torch" not in sys.modules:

@@ -49,7 +49,7 @@ def demo(
 
     Every number is a record in OUTPUT/records.jsonl, with the command that repeats it; the page
     OUTPUT/report.html is what octavo report makes of them. No GPU is needed, and none is used. It
-    takes about four minutes on two CPU cores, more than a third of them for the needles.
+    takes three to four minutes on two CPU cores, more than a third of them for the needles.
     """
     need_diffusers("octavo demo", "demo")
     env.let_threads_sleep()
