@@ -191,7 +191,7 @@ def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
         with torch.no_grad():
             other(**inputs)
         assert seen == [tmp] * 2
-        with pytest.raises(UnsupportedError, match="plain or packed attention, got causal"):
+        with pytest.raises(UnsupportedError, match="plain attention or with packed; got causal"):
             x = torch.zeros(1, 3, 2, 64, dtype=torch.bfloat16)
             ops.attention(x, x, x, AttentionSpec(causal=True), impl="fast")
         with pytest.raises(UnsupportedError, match="softmax scale"):

@@ -63,7 +63,7 @@ def _objection(request: ops.Request) -> str | None:
     kinds = KINDS[request.op]
     if others := sorted(request.features - IGNORED - kinds):
         known = ", ".join(sorted(kinds))
-        return f"it is called for attention that is plain or has {known}; got {', '.join(others)}"
+        return f"it is called for plain attention or with {known}; got {', '.join(others)}"
     if "window" in request.features and "causal" not in request.features:
         return "it is called with a window for causal attention, got another"
     return None
