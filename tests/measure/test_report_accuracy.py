@@ -99,15 +99,21 @@ def test_conversations_by_bucket():
 
 
 def test_a_step_is_shown_by_its_fastest_way():
-    def ran(recipe, ms, speedup, graphs=False):
-        case = {"model": "vit", "recipe": recipe, "images": 3, "resolution": "4k", "graphs": graphs}
+    def ran(recipe, ms, speedup, graphs=False, images=3):
+        case = {"model": "vit", "recipe": recipe, "images": images, "resolution": "4k"}
+        case["graphs"] = graphs
         values = {"median_ms": ms, "speedup": speedup}
         return row(op="encoder", case=case, values=values, baseline="stock BF16")
 
     records = [ran("bf16", 10, 1.0), ran("static", 8, 1.25), ran("static", 5, 2.0, graphs=True)]
     (section,) = steps.encoder_sections(records)
-    assert [trace["y"] for trace in section.figures[0].data] == [[1.0], [2.0]]
-    assert section.figures[0].layout["yaxis"]["title"]["text"] == "speed-up (×)"
+    (bars,) = section.figures[0].data  # of one size: no groups, and no legend
+    assert (bars["x"], bars["y"]) == (["bf16", "static"], [1.0, 2.0])
+    layout = section.figures[0].layout
+    assert not layout["showlegend"] and layout["yaxis"]["range"] == [0, 2.3]
+    assert layout["yaxis"]["title"]["text"] == "speed-up (×)"
+    (other,) = steps.encoder_sections([*records, ran("bf16", 3, 1.0, images=1)])
+    assert [trace["y"] for trace in other.figures[0].data] == [[1.0, 1.0], [2.0]]
     assert "vit: 2.00 times as fast with static at 3 × 4k, against stock BF16" in section.headline
     assert "speed-up (×)" in section.tables[0].header
 

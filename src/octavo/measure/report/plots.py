@@ -43,11 +43,12 @@ def bars(
         }
         for name, points in _series(records, x, y, series).items()
     ]
-    return Figure(
-        caption=caption,
-        data=tuple(traces),
-        layout=_layout(x, y, len(traces), x_type="category"),
-    )
+    layout = _layout(x, y, len(traces), x_type="category")
+    values = [value for trace in traces for value in trace["y"] if value is not None]
+    if values and min(values) >= 0 < max(values):
+        # Room for the number over the highest bar, below the legend.
+        layout["yaxis"]["range"] = [0, 1.15 * max(values)]
+    return Figure(caption=caption, data=tuple(traces), layout=layout)
 
 
 def lines(

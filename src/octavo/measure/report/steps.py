@@ -91,14 +91,11 @@ def _section(
     figures = []
     if compared:
         baselines = sorted({str(row.baseline) for row in compared})
-        figure = bars(
-            compared,
-            caption=f"{what}: speed-up over {' or '.join(baselines)}; higher is better.",
-            x="size",
-            y="speedup",
-            series="recipe",
-        )
-        figures.append(titled(figure, x_title, "speed-up (×)"))
+        caption = f"{what}: speed-up over {' or '.join(baselines)}; higher is better."
+        # One size needs no groups, and then no legend either, which many recipes would fill.
+        x, series = ("recipe", "size") if len(sizes) == 1 else ("size", "recipe")
+        figure = bars(compared, caption=caption, x=x, y="speedup", series=series)
+        figures.append(titled(figure, "recipe" if len(sizes) == 1 else x_title, "speed-up (×)"))
     best = max(compared, key=lambda row: row.values["speedup"], default=None)
     return Section(
         title=title,
