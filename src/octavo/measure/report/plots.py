@@ -31,7 +31,7 @@ def bars(
     records: Sequence[Measurement], *, caption: str, x: str, y: str, series: str = "impl"
 ) -> Figure:
     """Groups of bars: one group per value of `x`, one colour per value of `series`."""
-    traces = [
+    traces: list[dict[str, Any]] = [
         {
             "type": "bar",
             "name": name,
