@@ -20,6 +20,7 @@ SETTINGS = {
     "default": {},
     "blocks": {"weight": "block 128x128"},
     "weight only": {"activation": None},
+    "static": {"scaling": "static"},
 }
 
 
@@ -37,7 +38,10 @@ class Attention(nn.Module):
         torch.manual_seed(0)
         for name, size in zip(GROUP, sizes, strict=True):
             plain = nn.Linear(depth, size, bias=bias, device=device)
-            layer = Fp8Linear.from_linear(plain, LinearSettings(**settings), name=name)
+            scale = 0.02 if settings.get("scaling") == "static" else None
+            layer = Fp8Linear.from_linear(
+                plain, LinearSettings(**settings), name=name, input_scale=scale
+            )
             setattr(self, name, layer)
 
     def forward(self, x):
@@ -131,6 +135,50 @@ def test_weights_are_there_once_and_saved_alone():
     for name, x in saved.items():
         assert_same_bits(x, before[name])
         assert x.untyped_storage().nbytes() == x.nbytes
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+@pytest.mark.parametrize("part", GROUP)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_what_is_changed_in_place_is_changed_in_the_product(settings, part, name):
+    model, alone, x = Attention(**settings), Attention(**settings), torch.randn(3, 256)
+    (joint,) = join_named_(model, [GROUP])
+    for one in (model, alone):
+        tensor = getattr(one.get_submodule(part), name)
+        tensor.copy_(tensor.float().flip(0) * 2)
+    for actual, own in zip(model(x), alone(x), strict=True):
+        assert_same_bits(actual.contiguous(), own)
+    joint.split_()
+    for actual, own in zip(model(x), alone(x), strict=True):
+        assert_same_bits(actual, own)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+@pytest.mark.parametrize("part", GROUP)
+def test_who_is_given_another_tensor_leaves_the_product(part, name):
+    model, alone, x = Attention(), Attention(), torch.randn(3, 256)
+    join_named_(model, [GROUP])
+    for one in (model, alone):
+        layer = one.get_submodule(part)
+        other = getattr(layer, name).detach().flip(0)
+        setattr(layer, name, nn.Parameter(other, False) if name == "bias" else other)
+    assert {type(layer) for layer in model.children()} == {Fp8Linear}
+    for actual, own in zip(model(x), alone(x), strict=True):
+        assert_same_bits(actual, own)
+
+
+def test_static_layers_share_one_scale_or_are_not_joined():
+    model, x = Attention(scaling="static"), torch.randn(3, 256)
+    (joint,) = join_named_(model, [GROUP])
+    assert joint.whole.input_scale is model.k.input_scale
+    before = [part.clone() for part in model(x)]
+    model.k.set_input_scale_(0.03)
+    assert {type(layer) for layer in model.children()} == {Fp8Linear}
+    assert_same_bits(model(x)[0], before[0])
+    assert not torch.equal(model(x)[1], before[1])
+    assert join_named_(model, [GROUP]) == []
+    with pytest.raises(ConfigError, match="one scale for the input, got several"):
+        join_([model.q, model.k])
 
 
 @pytest.mark.parametrize("how", ["moved", "loaded", "taken", "quantized"])

@@ -15,9 +15,14 @@ from octavo.errors import ConfigError
 from octavo.layers.linear import ALIGNMENT, Fp8Linear
 from octavo.numerics.granularity import PerBlock, PerChannel
 
+TENSORS = ("weight", "weight_scale", "bias", "input_scale")
+
 
 class JointLinear:
-    """The product of several FP8 layers; their weights become parts of one tensor.
+    """The product of several FP8 layers; weights, scales and biases become parts of one tensor.
+
+    What is changed in place in a layer is changed in the product; a layer that is given another
+    tensor is split from the others first. Only a new `bias.data` goes unnoticed.
 
     The first of the layers computes all parts, the others take theirs if they are given the same
     tensor: it must not be changed in between. A layer that is given another one computes its own
@@ -47,10 +52,16 @@ class JointLinear:
         )
         self.whole.is_joint = True
         self.whole.take_(tensors)
-        for index, (layer, weight) in enumerate(
-            zip(layers, self.whole.weight.split(self.sizes), strict=True)
-        ):
-            layer.weight = weight  # a view: nothing is there twice
+        if first.input_scale is not None:
+            self.whole.take_({"input_scale": first.input_scale.clone()})
+            for layer in layers:
+                layer.input_scale = self.whole.input_scale
+        for name in tensors:
+            rows = [len(getattr(layer, name)) for layer in layers]
+            # Views: nothing is there twice.
+            for layer, part in zip(layers, getattr(self.whole, name).split(rows), strict=True):
+                _set(layer, name, part)
+        for index, layer in enumerate(layers):
             layer.__class__ = JointPart
             vars(layer).update(joint=self, joint_index=index)
 
@@ -79,8 +90,14 @@ class JointLinear:
             if vars(layer).get("joint") is self:
                 del vars(layer)["joint"], vars(layer)["joint_index"]
                 layer.__class__ = Fp8Linear
-                layer.weight = layer.weight.clone()
+                for name in TENSORS:
+                    if (x := getattr(layer, name)) is not None:
+                        _set(layer, name, x.detach().clone())
         self._open = None
+
+
+def _set(layer: Fp8Linear, name: str, x: Tensor) -> None:
+    setattr(layer, name, nn.Parameter(x, False) if name == "bias" else x)
 
 
 class JointPart(Fp8Linear):
@@ -93,6 +110,18 @@ class JointPart(Fp8Linear):
         """As Fp8Linear; rows of the result are those of the joint product."""
         part = self.joint.take(self.joint_index, input)
         return super().forward(input) if part is None else part
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in TENSORS:
+            self.joint.split_()
+            setattr(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def set_input_scale_(self, input_scale: float | None) -> None:
+        """As Fp8Linear, which it is again."""
+        self.joint.split_()
+        self.set_input_scale_(input_scale)
 
     def quantize_weight_(self, weight: Tensor) -> None:
         """As Fp8Linear, which it is again."""
@@ -117,7 +146,9 @@ class JointPart(Fp8Linear):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # Files have no views: a part alone, not the memory of all.
-        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].clone()
+        for name in TENSORS:
+            if (x := destination.get(f"{prefix}{name}")) is not None:
+                destination[f"{prefix}{name}"] = x.clone()
 
 
 def objection(layers: Sequence[nn.Module]) -> str | None:
@@ -132,8 +163,10 @@ def objection(layers: Sequence[nn.Module]) -> str | None:
     if len({None if bias is None else bias.dtype for bias in biases}) > 1:
         return "expected layers that all have a bias of one dtype, or none"
     granularity = found[0].weight_granularity
-    if found[0].input_scale is not None or not isinstance(granularity, PerChannel | PerBlock):
-        return "expected dynamic scales, and weights with scales per channel or block"
+    if not isinstance(granularity, PerChannel | PerBlock):
+        return "expected weights with scales per channel or block"
+    if len({None if (x := one.input_scale) is None else float(x) for one in found}) > 1:
+        return "expected one scale for the input, got several"
     height = granularity.rows if isinstance(granularity, PerBlock) else ALIGNMENT
     if any(one.out_features % height or one.in_features % ALIGNMENT for one in found):
         return f"expected inputs in multiples of {ALIGNMENT}, and outputs of {height}"
