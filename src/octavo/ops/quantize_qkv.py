@@ -12,6 +12,7 @@ from octavo.kernels.quantize_qkv.config import MAX_RING_LENGTH, objection
 from octavo.numerics.amax import AmaxHistory, AmaxRing
 from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, parse_granularity
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, align, empty_aligned
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_columns
@@ -39,6 +40,7 @@ def quantize_qkv(
     history: History | None = None,
     granularity: Granularity | None = None,
     fmt: Fp8Format = E4M3,
+    norm: QkNorm | None = None,
     rotary: Rotary | None = None,
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
@@ -52,7 +54,8 @@ def quantize_qkv(
     scales: static, per tensor or per head; left out, they are dynamic: from the largest amax in the
     `history` of q, k and v, into which this call is pushed first, or without a history from this
     call alone. granularity: tensor (the default) or head, for dynamic scales.
-    rotary: q and k are turned first, in float32; the amax is then that of the turned values.
+    norm, rotary: q and k are normalized, then turned, in float32; the amax is that of the result.
+    Sequences of a norm with two streams are dense: [..., length, heads, head_dim].
     value_layout: "transposed" gives vᵀ as FP8 tensor cores want it (`numerics.value_layout`), of a
     dense batch [batch, kv_len, …], or packed [tokens, …] with the cu_seqlens of the keys, int32.
     num_tokens: how many tokens of packed q, k and v there are, int32 [1]; the rest is padding,
@@ -67,7 +70,12 @@ def quantize_qkv(
         check_one_device(q=q, cos=rotary.cos, sin=rotary.sin)
         for x in (q, k):
             rotary.check(math.prod(x.shape[:-2]), x.shape[-1])
-    cos, sin, is_interleaved = _unpack(rotary)
+    if norm is not None:
+        check_float("norm weights", norm.q)
+        check_one_device(q=q, norm=norm.q, **{"norm of k": norm.k})
+        for x in (q, k):
+            norm.check(x.shape[-3], x.shape[-1])
+    before = _unpack(norm, rotary)
     if scales is not None:
         if history is not None:
             raise ConfigError("expected static scales or a history for dynamic ones, got both")
@@ -78,7 +86,7 @@ def quantize_qkv(
         check_scales(scales, q, k, v, per_token=False)
         given = [scales.q, scales.k, scales.v]
         q8, k8, v8 = torch.ops.octavo.quantize_qkv_static(
-            q, k, v, given, cos, sin, is_interleaved, layout, cu_seqlens, fmt.name, impl
+            q, k, v, given, *before, layout, cu_seqlens, fmt.name, impl
         )
         return QuantizedQkv(q8, k8, v8, scales, value_layout)
     granularity = granularity or PerTensor()
@@ -87,8 +95,7 @@ def quantize_qkv(
     rings = [] if history is None else _rings(history, granularity, (q, k, v))
     name = str(granularity)
     q8, k8, v8, q_scale, k_scale, v_scale = torch.ops.octavo.quantize_qkv_dynamic(
-        *(q, k, v, rings, cos, sin, is_interleaved, layout, cu_seqlens),
-        *(num_tokens, name, fmt.name, impl),
+        *(q, k, v, rings, *before, layout, cu_seqlens, num_tokens, name, fmt.name, impl)
     )
     return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
 
@@ -137,10 +144,15 @@ def _check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> 
     return layout
 
 
-def _unpack(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None, bool]:
-    return (
-        (None, None, False) if rotary is None else (rotary.cos, rotary.sin, rotary.is_interleaved)
-    )
+def _unpack(norm: QkNorm | None, rotary: Rotary | None) -> tuple[Any, ...]:
+    """What is done to q and k first, as the torch op takes it."""
+    weights: tuple[Any, ...] = ([], 0.0, 0)
+    tables: tuple[Any, ...] = (None, None, False)
+    if norm is not None:
+        weights = ([norm.q, norm.k], norm.eps, norm.num_first)
+    if rotary is not None:
+        tables = (rotary.cos, rotary.sin, rotary.is_interleaved)
+    return *weights, *tables
 
 
 def _rings(history: History, granularity: Granularity, tensors: Three) -> list[Tensor]:
@@ -171,6 +183,9 @@ def _rings(history: History, granularity: Granularity, tensors: Three) -> list[T
 
 
 def _options(
+    norms: list[Tensor],
+    eps: float,
+    num_first: int,
     cos: Tensor | None,
     sin: Tensor | None,
     is_interleaved: bool,
@@ -178,9 +193,11 @@ def _options(
     cu_seqlens: Tensor | None,
 ) -> tuple[dict[str, Any], set[str]]:
     """The arguments of an implementation beside tensors and scales, and the features they need."""
+    norm = QkNorm(norms[0], norms[1], eps, num_first) if norms else None
     rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
-    options = {"rotary": rotary, "value_layout": layout, "cu_seqlens": cu_seqlens}
+    options = {"norm": norm, "rotary": rotary, "value_layout": layout, "cu_seqlens": cu_seqlens}
     used = {
+        "norm": norm is not None,
         "rotary": rotary is not None,
         "interleaved": is_interleaved,
         "transposed": layout == "transposed",
@@ -224,6 +241,9 @@ def _static(
     k: Tensor,
     v: Tensor,
     scales: list[Tensor],
+    norms: list[Tensor],
+    eps: float,
+    num_first: int,
     cos: Tensor | None,
     sin: Tensor | None,
     is_interleaved: bool,
@@ -233,7 +253,9 @@ def _static(
     impl: str | None,
 ) -> Three:
     granularity = "head" if any(scale.dim() for scale in scales) else "tensor"
-    options, features = _options(cos, sin, is_interleaved, layout, cu_seqlens)
+    options, features = _options(
+        norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
+    )
     run = find_run(_request(q, granularity, fmt, features | {"static"}), impl)
     return _finish(run(q, k, v, format_named(fmt), scales=QkvScales(*scales), **options))
 
@@ -243,6 +265,9 @@ def _static_fake(
     k: Tensor,
     v: Tensor,
     scales: list[Tensor],
+    norms: list[Tensor],
+    eps: float,
+    num_first: int,
     cos: Tensor | None,
     sin: Tensor | None,
     is_interleaved: bool,
@@ -259,6 +284,9 @@ def _dynamic(
     k: Tensor,
     v: Tensor,
     buffers: list[Tensor],
+    norms: list[Tensor],
+    eps: float,
+    num_first: int,
     cos: Tensor | None,
     sin: Tensor | None,
     is_interleaved: bool,
@@ -269,7 +297,9 @@ def _dynamic(
     fmt: str,
     impl: str | None,
 ) -> tuple[Tensor, ...]:
-    options, features = _options(cos, sin, is_interleaved, layout, cu_seqlens)
+    options, features = _options(
+        norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
+    )
     run = find_run(_request(q, granularity, fmt, features | {"dynamic"}), impl)
     rings = tuple(AmaxRing(*buffers[i : i + 3]) for i in range(0, len(buffers), 3))
     result: QuantizedQkv = run(
@@ -290,6 +320,9 @@ def _dynamic_fake(
     k: Tensor,
     v: Tensor,
     buffers: list[Tensor],
+    norms: list[Tensor],
+    eps: float,
+    num_first: int,
     cos: Tensor | None,
     sin: Tensor | None,
     is_interleaved: bool,
@@ -307,7 +340,10 @@ def _dynamic_fake(
     return (*_fake_data(q, k, v, layout, cu_seqlens, fmt), *scales)
 
 
-_OPTIONS = "Tensor? cos, Tensor? sin, bool is_interleaved, str value_layout, Tensor? cu_seqlens"
+_OPTIONS = (
+    "Tensor[] norms, float eps, SymInt num_first, Tensor? cos, Tensor? sin, bool is_interleaved, "
+    "str value_layout, Tensor? cu_seqlens"
+)
 define(
     f"quantize_qkv_static(Tensor q, Tensor k, Tensor v, Tensor[] scales, {_OPTIONS}, "
     "str format, str? impl) -> (Tensor, Tensor, Tensor)",

@@ -5,11 +5,13 @@ from torch import Tensor
 from octavo.numerics.amax import AmaxRing
 from octavo.numerics.formats import Fp8Format
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, align
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.scales import amax_to_scale, finite_amax, without_padding
 from octavo.numerics.value_layout import ValueLayout
+from octavo.reference.qk_norm import normalize
 from octavo.reference.rotary import rotate
 from octavo.reference.value_layout import transpose_values
 
@@ -25,6 +27,7 @@ def quantize_qkv(
     scales: QkvScales | None = None,
     rings: Rings | None = None,
     granularity: Granularity = PerTensor(),
+    norm: QkNorm | None = None,
     rotary: Rotary | None = None,
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
@@ -33,10 +36,14 @@ def quantize_qkv(
     """q, k and v [..., heads, head_dim] in FP8 with static scales or dynamic ones.
 
     rings: the amax histories of q, k and v; this call is pushed into them, then their maximum gives
-    the scales. Without rings the scales are those of this call alone. rotary: q and k are turned
-    first, in float32, and quantized from there. value_layout, cu_seqlens: where each value goes.
+    the scales. Without rings the scales are those of this call alone. norm, rotary: q and k are
+    normalized, then turned, in float32, and quantized from there. value_layout, cu_seqlens: where
+    each value goes.
     num_tokens: int32 [1], of packed tokens; what lies behind is in no dynamic scale.
     """
+    if norm is not None:
+        q = normalize(q, norm.q, norm.eps, norm.num_first)
+        k = normalize(k, norm.k, norm.eps, norm.num_first)
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     if scales is None:
