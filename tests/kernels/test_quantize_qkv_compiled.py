@@ -19,7 +19,8 @@ SIZES = {"sin_row": "i32", "q_length": "i32", "k_length": "i32"}
 SIZES |= {name: "i32" for name in ("num_q_tokens", "num_k_tokens")}
 RINGS = {f"{part}_ring_length": "i32" for part in "qkv"}
 SCRATCH = {"partial_ptr": "*fp32", "count_ptr": "*i32", "slot_ptr": "*i32"}
-COMMON = PARTS | STRIDES | TABLES | SIZES | RINGS | SCRATCH
+NORMS = {"q_norm_ptr": "*bf16", "k_norm_ptr": "*bf16", "eps": "fp32", "num_first": "i32"}
+COMMON = PARTS | STRIDES | NORMS | TABLES | SIZES | RINGS | SCRATCH
 CAST = COMMON | {
     "q_data_ptr": "*fp8e4nv",
     "k_data_ptr": "*fp8e4nv",
@@ -45,12 +46,18 @@ SHAPE = {
     "TABLE_ALIGN": 4,
     "HAS_BATCH": False,
     "HAS_REPEATS": False,
+    "NUM_NORMS": 0,
     "PER_HEAD": False,
     "BLOCK_TOKENS": 32,
     "BLOCK_WIDTH": 128,
     "cos_column": 1,
     "sin_column": 1,
 }
+
+
+# FLUX.1: 24 heads of 128; every second column of tables that have each angle twice.
+FLUX = {"NUM_HEADS": 24, "NUM_KV_HEADS": 24, "ROTARY": 2, "ROTARY_DIM": 128, "HEAD_DIM": 128}
+FLUX |= {"PADDED": 128, "NUM_NORMS": 2, "IS_PACKED": False, "cos_column": 2, "sin_column": 2}
 
 
 def compile_cast(capability, **changes):
@@ -108,4 +115,13 @@ def test_amax():
     )
     assert "ld.global.v2.b32" in compiled.ptx
     assert compiled.stack_bytes == 0
+    assert compiled.num_registers <= 128
+
+
+def test_norms():
+    compiled = compile_cast(90, **FLUX)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert "ld.global.v4.b32" in compiled.ptx
+    assert "st.global.b8" not in compiled.ptx
+    assert compiled.stack_bytes <= 8
     assert compiled.num_registers <= 128

@@ -10,9 +10,11 @@ from octavo.errors import ConfigError
 from octavo.numerics.amax import AmaxHistory
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.granularity import PerHead, PerTensor
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
+from octavo.reference.qk_norm import normalize
 from octavo.reference.rotary import rotate
 from octavo.reference.value_layout import restore_values, transpose_values
 from octavo.testing.asserts import assert_same_bits
@@ -43,6 +45,27 @@ def test_queries_and_keys_are_turned_first(is_interleaved, granularity):
         expected = quantize(x, granularity)
         assert_same_bits(getattr(result, name), expected.data)
         assert_same_bits(getattr(result.scales, name), expected.scale)
+
+
+def norms(streams=1, head_dim=72, **options):
+    q, k = torch.rand(2, streams, head_dim) + 0.5
+    return QkNorm(q, k, 1e-6, **options)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerHead()], ids=str)
+def test_queries_and_keys_are_normalized_before_they_are_turned(granularity):
+    q, k, v = draw(2, 5)
+    rotary, norm = tables(5, 20), norms(2, num_first=3)
+    result = ops.quantize_qkv(q, k, v, norm=norm, rotary=rotary, granularity=granularity)
+    for name, x, weight in (("q", q, norm.q), ("k", k, norm.k)):
+        first = torch.nn.functional.rms_norm(x[:, :3].float(), (72,), weight[0], norm.eps)
+        second = torch.nn.functional.rms_norm(x[:, 3:].float(), (72,), weight[1], norm.eps)
+        both = torch.cat([first, second], dim=1)
+        torch.testing.assert_close(normalize(x, weight, norm.eps, 3), both)
+        expected = quantize(rotate(normalize(x, weight, norm.eps, 3), rotary), granularity)
+        assert_same_bits(getattr(result, name), expected.data)
+        assert_same_bits(getattr(result.scales, name), expected.scale)
+    assert_same_bits(result.v, quantize(v, granularity).data)
 
 
 def test_turned_values_go_into_the_history():
@@ -128,6 +151,10 @@ FOUR = dict(zip("qkv", draw(2, 3), strict=True))
         ),
         ({"rotary": Rotary(*(torch.ones(6, 4).to("meta"),) * 2)}, "cos on cpu like q"),
         ({"rotary": Rotary(*(torch.ones(6, 4).double(),) * 2)}, "cos and sin in bfloat16"),
+        ({"norm": norms(head_dim=64)}, "norm weights of 72 values, got 64"),
+        ({"norm": norms(2, num_first=7)}, "num_first of at most 6 tokens, got 7"),
+        ({"norm": QkNorm(*torch.ones(2, 1, 72).double(), 0.0)}, "norm weights in bfloat16"),
+        ({"norm": QkNorm(*torch.ones(2, 1, 72, device="meta"), 0.0)}, "norm on cpu like q"),
         ({"history": (AmaxHistory(),) * 3}, "got one of them twice"),
         (FOUR | {"num_tokens": cumulative((6,))[-1:]}, "num_tokens is for packed q, k and v"),
         ({"num_tokens": cumulative((6,))}, r"expected num_tokens as int32 \[1\], got"),
@@ -159,7 +186,26 @@ def test_a_history_whose_values_are_strided_is_refused():
         call(history=history, granularity=PerHead())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.ones(72)}, r"1 or 2 streams, head_dim\], got \[72\]"),
+        ({"q": torch.ones(3, 72), "k": torch.ones(3, 72)}, r"got \[3, 72\]"),
+        ({"k": torch.ones(1, 72).double()}, "of one dtype, got torch.float32 and torch.float64"),
+        ({"eps": -1.0}, "finite eps of 0 or more, got -1.0"),
+        ({"eps": float("nan")}, "finite eps"),
+        ({"num_first": 1}, "0 for one stream, got 1"),
+        ({"num_first": -1}, "num_first of 0 or more"),
+    ],
+)
+def test_wrong_norms_are_refused(changes, message):
+    given = {"q": torch.ones(1, 72), "k": torch.ones(1, 72), "eps": 0.0} | changes
+    with pytest.raises(ConfigError, match=message):
+        QkNorm(**given)
+
+
 OPTIONS = {
+    "norm": {"norm": norms(2, num_first=2), "rotary": tables(6)},
     "rotary": {"rotary": tables(6)},
     "interleaved": {"rotary": tables(6, 10, is_interleaved=True)},
     "packed": {"value_layout": "transposed", "cu_seqlens": cumulative((2, 3))},

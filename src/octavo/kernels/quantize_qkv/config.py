@@ -6,10 +6,13 @@ from octavo.kernels.device import Device
 
 MIN_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256
+NORM_HEAD_DIMS = (32, 64, 128)
 # Passes of a history: the kernel finds the current one's slot in 32 bits.
 MAX_RING_LENGTH = 2**16 - 1
 # Of a thread in the amax pass: six programs share an SM, so that 3 × 256 run at once.
 AMAX_REGISTERS = 80
+# With norms they need more: 80 would put 38 values of each thread into memory.
+NORM_AMAX_REGISTERS = 128
 # Tokens and width of q and k, keys and values of transposed v, warps.
 TILE = (32, 128, 64, 64, 4)
 
@@ -42,6 +45,10 @@ def objection(device: Device, head_dim: int | None, features: frozenset[str]) ->
         return f"FP8 casts need compute capability 8.9 or newer, got {major}.{minor}"
     if head_dim is None or not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be 1 to {MAX_HEAD_DIM}, got {head_dim}"
+    if "norm" in features and head_dim not in NORM_HEAD_DIMS:
+        # A tile has whole heads then.
+        expected = ", ".join(map(str, NORM_HEAD_DIMS))
+        return f"norms of queries and keys need head_dim {expected}, got {head_dim}"
     if "interleaved" in features and head_dim % 2:
         return f"interleaved rotary pairs need an even head_dim, got {head_dim}"
     return None

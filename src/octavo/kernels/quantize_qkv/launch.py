@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.quantize_qkv.config import QuantizeQkvConfig
 from octavo.kernels.quantize_qkv.primitives import HALVES, INTERLEAVED, NONE
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QuantizedQkv, padded_head_dim
 from octavo.numerics.rotary import Rotary
 
@@ -24,9 +25,13 @@ def as_dense(x: Tensor) -> Tensor:
 
 
 def operands(
-    parts: list[Tensor], rotary: Rotary | None, per_head: bool, config: QuantizeQkvConfig
+    parts: list[Tensor],
+    norm: QkNorm | None,
+    rotary: Rotary | None,
+    per_head: bool,
+    config: QuantizeQkvConfig,
 ) -> dict[str, Any]:
-    """What both kernels take: tensors, their strides, rotary tables and tile."""
+    """What both kernels take: tensors, their strides, norms, rotary tables and tile."""
     q, k, v = parts
     head_dim = q.shape[3]
     strides = [_strides(x) for x in parts]
@@ -51,6 +56,7 @@ def operands(
     return {
         **named,
         **by_part("ptr", parts),
+        **_norms(norm, q),
         "cos_ptr": cos,
         "sin_ptr": sin,
         "num_rows": max(1, len(cos)),
@@ -75,6 +81,17 @@ def operands(
         "num_warps": config.num_warps,
         # Products of rotary embedding are rounded one by one, as everywhere else.
         "enable_fp_fusion": False,
+    }
+
+
+def _norms(norm: QkNorm | None, unused: Tensor) -> dict[str, Any]:
+    given = (unused, unused) if norm is None else (norm.q.contiguous(), norm.k.contiguous())
+    return {
+        "q_norm_ptr": given[0],
+        "k_norm_ptr": given[1],
+        "eps": 0.0 if norm is None else norm.eps,
+        "num_first": 0 if norm is None else norm.num_first,
+        "NUM_NORMS": 0 if norm is None else len(norm.q),
     }
 
 

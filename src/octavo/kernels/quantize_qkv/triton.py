@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.kernels.quantize_qkv.config import (
     AMAX_REGISTERS,
     MAX_RING_LENGTH,
+    NORM_AMAX_REGISTERS,
     QuantizeQkvConfig,
     default,
 )
@@ -28,6 +29,7 @@ from octavo.kernels.quantize_qkv.primitives import (
 from octavo.numerics.amax import AmaxRing
 from octavo.numerics.formats import Fp8Format
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, empty_aligned
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.value_layout import ValueLayout, num_columns
@@ -38,7 +40,7 @@ Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
 # Sizes are not compiled in: whether 16 divides them would make kernels of their own.
 _SIZES = [
     *("num_q_tokens", "num_k_tokens", "q_length", "k_length", "num_rows"),
-    *("num_q_programs", "num_k_programs", "num_sequences", "num_groups"),
+    *("num_q_programs", "num_k_programs", "num_sequences", "num_groups", "num_first"),
 ]
 
 
@@ -47,6 +49,8 @@ def _amax_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     cos_ptr,
     sin_ptr,
     partial_ptr,
@@ -72,6 +76,8 @@ def _amax_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
+    eps,
+    num_first,
     num_rows,
     cos_row,
     cos_column,
@@ -90,6 +96,7 @@ def _amax_kernel(
     TABLE_ALIGN: tl.constexpr,
     HAS_BATCH: tl.constexpr,
     HAS_REPEATS: tl.constexpr,
+    NUM_NORMS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -104,8 +111,8 @@ def _amax_kernel(
         BLOCK_TOKENS,
         BLOCK_WIDTH,
     )
-    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
-    NO_TURN: tl.constexpr = (0, 0, 1, False)
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS, NUM_NORMS)
+    NO_TURN: tl.constexpr = (0, 0, 1, False, 0)
     chunk, scale = tl.program_id(0), tl.program_id(1)
     if HAS_PADDING:
         num_tokens = tl.load(num_tokens_ptr)
@@ -114,19 +121,31 @@ def _amax_kernel(
     q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
     k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
     v = (v_ptr, num_k_tokens, NUM_KV_HEADS, k_length, v_batch_stride, v_token_stride, v_head_stride)
+    q_norm, k_norm = (q_norm_ptr, eps, num_first), (k_norm_ptr, eps, num_first)
     tables = (cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column)
     q_scales = NUM_HEADS if PER_HEAD else 1
     k_scales = NUM_KV_HEADS if PER_HEAD else 1
     k_place, v_place = q_scales * NUM_PARTIALS, (q_scales + k_scales) * NUM_PARTIALS
     if scale < q_scales:
         amax_rows(
-            chunk, scale, q, tables, partial_ptr, count_ptr, HAS_RINGS, NUM_PARTIALS, SHAPE, TURN
+            chunk,
+            scale,
+            q,
+            q_norm,
+            tables,
+            partial_ptr,
+            count_ptr,
+            HAS_RINGS,
+            NUM_PARTIALS,
+            SHAPE,
+            TURN,
         )
     elif scale < q_scales + k_scales:
         amax_rows(
             chunk,
             scale - q_scales,
             k,
+            k_norm,
             tables,
             partial_ptr + k_place,
             count_ptr + k_place,
@@ -140,6 +159,7 @@ def _amax_kernel(
             chunk,
             scale - q_scales - k_scales,
             v,
+            k_norm,
             tables,
             partial_ptr + v_place,
             count_ptr + v_place,
@@ -166,6 +186,8 @@ def _cast_kernel(
     q_scale_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     cos_ptr,
     sin_ptr,
     cu_seqlens_ptr,
@@ -202,6 +224,8 @@ def _cast_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
+    eps,
+    num_first,
     num_rows,
     cos_row,
     cos_column,
@@ -226,6 +250,7 @@ def _cast_kernel(
     TABLE_ALIGN: tl.constexpr,
     HAS_BATCH: tl.constexpr,
     HAS_REPEATS: tl.constexpr,
+    NUM_NORMS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -240,12 +265,13 @@ def _cast_kernel(
         BLOCK_TOKENS,
         BLOCK_WIDTH,
     )
-    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS, NUM_NORMS)
     SCALING: tl.constexpr = (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, HAS_FMA)
-    NO_TURN: tl.constexpr = (0, 0, 1, False)
+    NO_TURN: tl.constexpr = (0, 0, 1, False, 0)
     q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
     k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
     v = (v_ptr, num_k_tokens, NUM_KV_HEADS, k_length, v_batch_stride, v_token_stride, v_head_stride)
+    q_norm, k_norm = (q_norm_ptr, eps, num_first), (k_norm_ptr, eps, num_first)
     tables = (cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column)
     k_place = (NUM_HEADS if PER_HEAD else 1) * NUM_PARTIALS
     v_place = k_place + (NUM_KV_HEADS if PER_HEAD else 1) * NUM_PARTIALS
@@ -253,12 +279,12 @@ def _cast_kernel(
     if index < num_q_programs:
         given = (q_scale_ptr, q_scale_stride, partial_ptr, count_ptr, factor)
         ring = (q_ring_ptr, q_nonfinite_ptr, slot_ptr, q_ring_length)
-        cast_rows(index, q, tables, q_data_ptr, given, ring, SCALING, SHAPE, TURN)
+        cast_rows(index, q, q_norm, tables, q_data_ptr, given, ring, SCALING, SHAPE, TURN)
     elif index < num_q_programs + num_k_programs:
         given = (k_scale_ptr, k_scale_stride, partial_ptr + k_place, count_ptr + k_place, factor)
         ring = (k_ring_ptr, k_nonfinite_ptr, slot_ptr + 1, k_ring_length)
         index -= num_q_programs
-        cast_rows(index, k, tables, k_data_ptr, given, ring, SCALING, SHAPE, TURN)
+        cast_rows(index, k, k_norm, tables, k_data_ptr, given, ring, SCALING, SHAPE, TURN)
     else:
         given = (v_scale_ptr, v_scale_stride, partial_ptr + v_place, count_ptr + v_place, factor)
         ring = (v_ring_ptr, v_nonfinite_ptr, slot_ptr + 2, v_ring_length)
@@ -279,7 +305,7 @@ def _cast_kernel(
                 SHAPE,
             )
         else:
-            cast_rows(index, v, tables, v_data_ptr, given, ring, SCALING, SHAPE, NO_TURN)
+            cast_rows(index, v, k_norm, tables, v_data_ptr, given, ring, SCALING, SHAPE, NO_TURN)
 
 
 def quantize_qkv(
@@ -291,6 +317,7 @@ def quantize_qkv(
     scales: QkvScales | None = None,
     rings: Rings | None = None,
     granularity: Granularity = PerTensor(),
+    norm: QkNorm | None = None,
     rotary: Rotary | None = None,
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
@@ -304,7 +331,7 @@ def quantize_qkv(
         per_head = any(scale.dim() for scale in (scales.q, scales.k, scales.v))
     config = config or default(math.prod(q.shape[:-2]), q.shape[-2] if per_head else 1)
     parts = [as_dense(x) for x in (q, k, v)]
-    given = operands(parts, rotary, per_head, config)
+    given = operands(parts, norm, rotary, per_head, config)
     if scales is None:
         shapes = (granularity.scale_shape(tuple(x.shape)) for x in (q, k, v))
         scales = QkvScales(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
@@ -346,7 +373,7 @@ def _run_amax(
         HAS_PADDING=num_tokens is not None,
         HAS_RINGS=rings is not None,
         NUM_PARTIALS=config.num_partials,
-        maxnreg=AMAX_REGISTERS,
+        maxnreg=NORM_AMAX_REGISTERS if given["NUM_NORMS"] else AMAX_REGISTERS,
     )
     return scratch
 
