@@ -56,6 +56,16 @@ def test_float32_is_rounded_to_nearest_even_at_every_turning_point(fmt):
 
 
 @each_format
+def test_a_compiled_cast_gives_the_same_bits(fmt):
+    """Compilers are given another form of it."""
+    x = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).float()
+    beyond = torch.tensor([math.inf, -math.inf, fmt.max * 1.001, -fmt.max * 1.001, 3e38, -0.0])
+    x = torch.cat([x, beyond, torch.from_numpy(turning_points(fmt))])
+    run = torch.compile(lambda x: saturating_cast(x, fmt), fullgraph=True, backend="aot_eager")
+    assert_same_bits(run(x), saturating_cast(x, fmt))
+
+
+@each_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value(dtype, fmt):
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
