@@ -140,8 +140,8 @@ class Speeds:
                 and "levels" not in row.case
             ]
             found = self._fit_attention(rows, f"attention {operands}", head_dim)
-            # Alone and for a moment, a kernel may be beyond what products have while the GPU is
-            # busy, when its power limit lowers the clock; in a whole it is not.
+            # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
+            # slower, and a whole model is a load.
             self._found[key] = replace(found, share=min(found.share, 1.0))
         return self._found[key]
 
