@@ -44,7 +44,7 @@ def throughput(results: Path) -> str:
 
 def _latency_of(records: list[Measurement]) -> str:
     """The table of one model and batch, then the lines of its rows."""
-    latest = newest(records, lambda r: (r.op, *_cases(r, "row", "input_len")))
+    latest = _first_rows_first(newest(records, lambda r: (r.op, *_cases(r, "row", "input_len"))))
     times = {_cases(r, "row", "input_len"): r for r in latest if r.op == "latency"}
     rows = list(dict.fromkeys(row for row, _ in times))
     columns = [(metric, row) for metric in ("ttft", "itl") for row in rows]
@@ -71,6 +71,15 @@ def _latency_of(records: list[Measurement]) -> str:
     if curves:
         text += f"\n\nTTFT over the input as a curve:\n\n{curves}"
     return text
+
+
+def _first_rows_first(records: list[Measurement]) -> list[Measurement]:
+    """Rows that others are compared with, those others, and rows of runs that all others left."""
+    first = {r.baseline for r in records}
+    compared = {r.case["row"] for r in records if r.baseline is not None}
+    return sorted(
+        records, key=lambda r: (r.case["row"] not in first, r.case["row"] not in compared)
+    )
 
 
 def _fits(records: list[Measurement], op: str, num_lengths: int) -> list[Measurement]:

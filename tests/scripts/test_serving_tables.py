@@ -87,6 +87,17 @@ def latency(tables, folder, records):
     return tables["latency"](folder)
 
 
+def test_what_others_are_compared_with_comes_first(tables, tmp_path):
+    """A row of an earlier run, which nothing is compared with any more, comes last."""
+    first = "auto+prefill=vllm-fa3"
+    compared = replace(times("fp8", 256, 50.0, 2.0, day=2, speedup=1.5), baseline=first)
+    older = [times("auto", 256, 80.0, 2.5), times("fp8", 256, 60.0, 2.0, speedup=1.33)]
+    text = latency(tables, tmp_path, [*older, times(first, 256, 75.0, 3.0, day=2), compared])
+    heads, cells = rows_of(text)
+    assert heads[1:4] == [f"TTFT, `{row}`" for row in (first, "fp8", "auto")]
+    assert cells[1:4] == ["75.0", "50.0 (1.50×)", "80.0"]
+
+
 def test_latency_has_a_table_for_each_model(tables, tmp_path):
     text = latency(
         tables,
@@ -198,13 +209,13 @@ def test_intervals_and_curves_in_words(tables, tmp_path):
     words = [one for one in text.splitlines() if one.startswith("- ")]
     assert re.match(r"- `fp8`: 5.00 ms \[4.9\d, 5.0\d\] \(reading", words[0])
     assert re.search(r"15.0 µs \[13.\d, 16.\d\] for each .* 0.50 \[0.4\d, 0.5\d\] of its", words[0])
-    assert re.search(r"and 0.200 ms \[0.200, 0.201\] for the square of that", words[1])
-    assert " of the square term of `auto`; " in words[1] and "; 0.50 [0." in words[1]
-    assert words[1].endswith("; always faster than `auto`, between the lengths that were measured.")
+    assert re.search(r"and 0.200 ms \[0.200, 0.201\] for the square of that", words[2])
+    assert " of the square term of `auto`; " in words[2] and "; 0.50 [0." in words[2]
+    assert words[2].endswith("; always faster than `auto`, between the lengths that were measured.")
     old = {k: v for k, v in curve.values.items() if not k.startswith("ttft_break_even")}
     again = latency(tables, tmp_path, [replace(curve, values=old, date="2026-12-01T00:00:00Z")])
     assert " of the square term of `auto`.\n" in again
-    assert words[2] == (
+    assert words[1] == (
         "- `auto`: 1.0 ms, 2.0 ms for each 1000 tokens, and 3.000 ms for the square of that, "
         "0.0 ms unexplained."
     )

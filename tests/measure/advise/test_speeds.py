@@ -1,5 +1,7 @@
 """Speeds of ops: planted ones are found again."""
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.measure.advise.gpus import find_gpu
@@ -79,6 +81,47 @@ def test_attention_is_that_of_the_nearest_head_dim():
     assert speeds.attention_ms("BF16", 1e12, 72, "a") == pytest.approx(4.0)
     assert speeds.attention_ms("BF16", 2e12, 192, "a") == pytest.approx(4.0)
     assert speeds.attention_ms("BF16", 1e12, 72, "fastest") == pytest.approx(3.0)
+
+
+def planted(flops_by_head_dim, share_by_head_dim, fixed_us=50.0):
+    """Attention that costs so much for each call, and has a share for each head_dim."""
+    return [
+        row(
+            "attention",
+            "a",
+            {"shape": f"1x8192 heads 16/16 head_dim {size}", "operands": "BF16"},
+            fixed_us / 1e3 + 1e3 * flops / (share_by_head_dim[size] * 694e12),
+            flops=flops,
+        )
+        for size, works in flops_by_head_dim.items()
+        for flops in works
+    ]
+
+
+def test_what_a_call_costs_is_known_from_other_sizes_of_heads():
+    """One length cannot tell the cost of a call from the rate: long prompts would seem slow."""
+    rows = planted({64: [3e11], 128: [5e11, 2e12, 9e12]}, {64: 0.7, 128: 0.9})
+    expected = 0.05 + 1e3 * 1e14 / (0.7 * 694e12)
+    assert Speeds(rows, H200).attention_ms("BF16", 1e14, 64, "a") == pytest.approx(expected)
+    alone = Speeds(rows[:1], H200).attention_ms("BF16", 1e14, 64, "a")
+    assert alone == pytest.approx(rows[0].values["median_ms"] * 1e14 / 3e11) and alone > expected
+
+
+def test_no_attention_is_beyond_the_ceiling_for_long():
+    """A kernel by itself is, for the moment that a record takes."""
+    rows = planted({64: [3e11], 128: [5e11, 2e12, 9e12]}, {64: 0.7, 128: 1.1})
+    speeds = Speeds(rows, H200)
+    assert speeds.attention_ms("BF16", 1e14, 128, "a") == pytest.approx(0.05 + 1e17 / 694e12)
+    assert speeds.attention_ms("BF16", 1e14, 64, "a") == pytest.approx(0.05 + 1e17 / (0.7 * 694e12))
+
+
+def test_sinks_leave_fewer_to_be_the_fastest():
+    rows = planted({64: [1e12]}, {64: 0.5})
+    rows += [replace(one, impl="vllm-fa3", values={**one.values, "median_ms": 4.0}) for one in rows]
+    speeds = Speeds(rows, H200)
+    assert speeds.attention_impl("BF16", 1e12, 64, "fastest") == "a"
+    assert speeds.attention_impl("BF16", 1e12, 64, "fastest", has_sinks=True) == "vllm-fa3"
+    assert speeds.attention_impl("BF16", 1e12, 64, "another", has_sinks=True) == "another"
 
 
 def test_the_only_token_is_read_past_at_the_memorys_speed():

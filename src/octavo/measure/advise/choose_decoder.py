@@ -18,13 +18,14 @@ MIN_GAIN = 0.01
 # Share of a GPU's memory for weights and cache, as `octavo serve` has it.
 MEMORY_SHARE = 0.9
 SLIDING = "sliding_window"
+# BF16 with the fastest attention of prompts that records have.
+BASELINE = DecoderPlan(prefill_impl="fastest")
 
 
 def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
     """The plan that serves the workload fastest, and quantizes no more than that takes."""
     assert model.decoder is not None
-    first = baseline(model)
-    plans = [first, *_candidates(predictor.speeds, model)]
+    plans = [BASELINE, *_candidates(predictor.speeds, model)]
     times = {plan: _duration_s(predictor, model, plan, workload) for plan in plans}
     chosen = _least_changed(times)
     reasons = _kv_reasons(predictor, model, workload, plans, chosen)
@@ -42,7 +43,7 @@ def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) 
     reasons += _linear_reasons(model, chosen, predictor)
     return Part(
         _fields(chosen, model),
-        tuple(_expectations(predictor, model, workload, first, chosen)),
+        tuple(_expectations(predictor, model, workload, BASELINE, chosen)),
         tuple(_memory(predictor, model, workload, chosen)),
         tuple(reasons),
         (
@@ -52,18 +53,11 @@ def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) 
     )
 
 
-def baseline(model: ModelShape) -> DecoderPlan:
-    """BF16 with the fastest attention of prompts that records have; sinks have octavo's own."""
-    assert model.decoder is not None
-    return DecoderPlan(prefill_impl=None if model.decoder.has_sinks else "fastest")
-
-
 def _candidates(speeds: Speeds, model: ModelShape) -> Iterator[DecoderPlan]:
     """Everything else that octavo has kernels for on this GPU, least changed first."""
     assert model.decoder is not None
     if not speeds.gpu.has_fp8:
         return
-    impl = None if model.decoder.has_sinks else "fastest"
     head_dim = model.decoder.head_dim
     needed = (
         *(("append_kv", "BF16 to FP8"), ("decode_attention", "BF16 to FP8")),
@@ -76,7 +70,7 @@ def _candidates(speeds: Speeds, model: ModelShape) -> Iterator[DecoderPlan]:
     for is_linear in (False, True):
         for is_kv, skips in caches:
             if is_kv or is_linear:
-                yield DecoderPlan(is_kv, skips, is_linear, impl)
+                yield DecoderPlan(is_kv, skips, is_linear, "fastest")
 
 
 def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:

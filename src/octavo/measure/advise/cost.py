@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from octavo.measure.advise.speeds import Speeds
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 SMALL_LAUNCHES, SMALL_LAUNCH_US = 4, 1.5
 # Tokens of one pass over a prompt.
 CHUNK = 8192
+# (copies of a layer's pages, launches) of a pass over a prompt: octavo's own attention gathers them
+# in one kernel; of a peer's, torch indexes keys and values, lays them out and clears what is free.
+OWN_IMPLS, OWN_GATHER, PEER_GATHER = ("gluon", "triton"), (1, 1), (3, 6)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def prefill_cost(
 ) -> Cost:
     """A prompt of so many tokens, in passes of CHUNK."""
     sizes = {CHUNK: num_tokens // CHUNK, num_tokens % CHUNK: 1}
-    parts = {"linear layers": 0.0, "attention": 0.0, "the rest": 0.0}
+    parts = dict.fromkeys(("linear layers", "attention", "pages gathered", "the rest"), 0.0)
     width = sum(one.inputs + one.outputs for one in model.linear)
     for size, times in sizes.items():
         if not size or not times:
@@ -136,18 +140,46 @@ def prefill_cost(
         parts["linear layers"] += times * linear_ms
         # What a linear layer writes, something else reads, and the other way round.
         parts["the rest"] += times * speeds.copy_ms(2.0 * size * width, len(model.linear))
-    for layer in model.layers:
-        operands = plan.kv_operands(layer)
-        pairs = num_tokens**2 / 2
-        if layer.window is not None:
-            pairs = min(pairs, float(num_tokens * layer.window))
-        flops = 4.0 * model.num_heads * layer.head_dim * pairs
-        impl = plan.prefill_impl if operands == "BF16" else None
-        parts["attention"] += speeds.attention_ms(operands, flops, layer.head_dim, impl)
-        if operands == "FP8":
-            values = num_tokens * layer.head_dim * (model.num_heads + 2 * layer.num_kv_heads)
-            parts["the rest"] += speeds.quantize_ms(3.0 * values)
+    for part, ms in _prompt_attention(model, speeds, plan, num_tokens).items():
+        parts[part] += ms
     return Cost(parts)
+
+
+def _prompt_attention(
+    model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, num_tokens: int
+) -> Mapping[str, float]:
+    """Attention of all layers, pass by pass: each gathers all pages so far, windows or not."""
+    stops = [*range(CHUNK, num_tokens, CHUNK), num_tokens]
+    parts = {"attention": 0.0, "pages gathered": 0.0, "the rest": 0.0}
+    flops, sinks = 4.0 * model.num_heads * model.head_dim * num_tokens**2 / 2, model.has_sinks
+    plain = speeds.attention_impl("BF16", flops, model.head_dim, plan.prefill_impl, has_sinks=sinks)
+    is_own = plan.prefill_impl is None or plain in OWN_IMPLS
+    alike = Counter(replace(layer, name="", index=0) for layer in model.layers)
+    for layer, count in alike.items():
+        operands, head_dim = plan.kv_operands(layer), layer.head_dim
+        is_fp8 = operands == "FP8"
+        impl, size = (None, 1) if is_fp8 else (plain, 2)
+        copies, launches = OWN_GATHER if is_fp8 or is_own else PEER_GATHER
+        for start, stop in pairwise((0, *stops)):
+            flops = 4.0 * model.num_heads * head_dim * _num_pairs(start, stop, layer.window)
+            parts["attention"] += count * speeds.attention_ms(operands, flops, head_dim, impl)
+            num_bytes = 2.0 * stop * layer.num_kv_heads * head_dim * size
+            gather_ms = speeds.copy_ms(2 * copies * num_bytes, launches)
+            parts["pages gathered"] += count * gather_ms
+        if is_fp8:
+            values = num_tokens * head_dim * (model.num_heads + 2 * layer.num_kv_heads)
+            parts["the rest"] += count * speeds.quantize_ms(3.0 * values)
+    return parts
+
+
+def _num_pairs(start: int, stop: int, window: int | None) -> float:
+    """Of queries and keys, when tokens from start to stop attend to all before them."""
+
+    def until(length: int) -> float:
+        seen = length if window is None else min(length, window)
+        return seen**2 / 2 + float(length - seen) * seen
+
+    return until(stop) - until(start)
 
 
 def tower_cost(

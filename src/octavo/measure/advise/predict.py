@@ -63,6 +63,7 @@ class _Sample:
     length: int
     batch: int
     ratio: float
+    is_peer: bool = False  # that BF16 prompts have another's attention
 
 
 class Predictor:
@@ -158,9 +159,14 @@ class Predictor:
     def _corrected(
         self, found: Cost, name: str, kind: str, plan: DecoderPlan, length: int, batch: int
     ) -> Prediction:
-        rows = [one for one in self._all_samples() if one.kind == kind]
-        own = [one for one in rows if one.model == name]
-        return self._scaled(found, name, _nearest_plan(own or rows, plan), length, batch)
+        # Each model by its own nearest plan, so that two plans are corrected by the same models:
+        # one without windows has no record of skipped ones, and says of both what it is without.
+        by_model: dict[str, list[_Sample]] = {}
+        for one in self._all_samples():
+            if one.kind == kind and _distance(one, length, batch) <= 2 * math.log(REACH):
+                by_model.setdefault(one.model, []).append(one)
+        rows = [one for rows in by_model.values() for one in _nearest_plan(rows, plan)]
+        return self._scaled(found, name, rows, length, batch)
 
     @staticmethod
     def _scaled(
@@ -170,11 +176,8 @@ class Predictor:
         own = [one for one in rows if one.model == name]
         nearest: dict[str, _Sample] = {}
         for one in own or rows:
-            distance = _distance(one, length, batch)
-            if distance > 2 * math.log(REACH):
-                continue
-            best = nearest.get(one.model)
-            if best is None or distance < _distance(best, length, batch):
+            best = nearest.setdefault(one.model, one)
+            if _distance(one, length, batch) < _distance(best, length, batch):
                 nearest[one.model] = one
         if not nearest:
             return Prediction(found)
@@ -285,7 +288,8 @@ def _latency_samples(
         of_prompt = row.values["median_ttft_ms"] / prompt.total_ms
         # Where the host decides, a prompt's time says nothing of the GPU.
         if prompt.total_ms >= host_ms_per_layer * len(model.decoder.layers):
-            samples.append(_Sample(model.name, "ttft", str(plan), length, 1, of_prompt))
+            is_peer = plan.prefill_impl is not None
+            samples.append(_Sample(model.name, "ttft", str(plan), length, 1, of_prompt, is_peer))
     return samples
 
 
@@ -341,5 +345,6 @@ def _nearest_plan(rows: Sequence[_Sample], plan: DecoderPlan) -> list[_Sample]:
     for one in kin:
         found = [row for row in rows if row.plan == str(one)]
         if found:
-            return found
+            alike = [row for row in found if row.is_peer == (plan.prefill_impl is not None)]
+            return alike or found
     return []

@@ -8,9 +8,10 @@ there are none, they are stated here.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.measure.advise.gpus import REFERENCE, Gpu, find_gpu
 from octavo.measure.records import Measurement
@@ -18,6 +19,8 @@ from octavo.ops.explain import explain
 
 # Rows up to which a product reads its weight at the memory's speed.
 FEW_ROWS = 16
+# Implementations of attention of prompts with attention sinks: octavo's own, and of the peers one.
+WITH_SINKS = frozenset({"gluon", "triton", "vllm-fa3"})
 # (fixed_us, share) without records: rounded from those of an H200.
 STATED: Mapping[str, tuple[float, float]] = {
     "product BF16 bytes": (6.0, 1.0),
@@ -104,25 +107,43 @@ class Speeds:
         self, operands: str, flops: float, head_dim: int, impl: str | None = None
     ) -> float:
         """Attention of many queries; impl: "fastest", or one's name; None is octavo's own."""
+        name = self.attention_impl(operands, flops, head_dim, impl)
+        return self._attention(operands, name, head_dim).ms(flops, self._flops(operands))
+
+    def attention_impl(
+        self,
+        operands: str,
+        flops: float,
+        head_dim: int,
+        impl: str | None = None,
+        *,
+        has_sinks: bool = False,
+    ) -> str:
+        """The name of what `attention_ms` takes as impl; has_sinks: the fastest of those with."""
         if impl is None:
-            impl = self.selected("attention", operands, head_dim)
-        names = self._names(operands) if impl == "fastest" else [impl]
-        speeds = [self._attention(operands, name, head_dim) for name in names]
-        return min(speed.ms(flops, self._flops(operands)) for speed in speeds)
+            return self.selected("attention", operands, head_dim)
+        if impl != "fastest":
+            return impl
+        names = {row.impl for row in self._of("attention") if row.case.get("operands") == operands}
+        able = sorted(names & WITH_SINKS if has_sinks else names) or ["none"]
+        return min(able, key=lambda name: self.attention_ms(operands, flops, head_dim, name))
 
     def _attention(self, operands: str, impl: str, head_dim: int) -> Speed:
         """Of one implementation; one-level accumulation is not what octavo would be beside."""
-        return self._speed(
-            ("attention", operands, head_dim, impl),
-            f"attention {operands}",
-            lambda row: (
-                row.impl == impl
+        key = ("attention", operands, impl, head_dim)
+        if key not in self._found:
+            rows = [
+                row
+                for row in self._of("attention")
+                if row.impl == impl
                 and row.case.get("operands") == operands
                 and "levels" not in row.case
-            ),
-            "flops",
-            head_dim,
-        )
+            ]
+            found = self._fit_attention(rows, f"attention {operands}", head_dim)
+            # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
+            # slower, and a whole model is a load.
+            self._found[key] = replace(found, share=min(found.share, 1.0))
+        return self._found[key]
 
     def encoder_ms(self, operands: str, flops: float, head_dim: int, scaling: str) -> float:
         """Attention of a vision tower's layer; of FP8 with what quantizes q, k and v."""
@@ -187,10 +208,6 @@ class Speeds:
                 self._selected[row.op, row.operands, head_dim] = impl
         return self._selected[op, operands, head_dim]
 
-    def _names(self, operands: str) -> list[str]:
-        rows = [row for row in self._of("attention") if row.case.get("operands") == operands]
-        return sorted({row.impl for row in rows}) or ["none"]
-
     def _of(self, op: str) -> list[Measurement]:
         return [row for row in self._rows if row.op == op]
 
@@ -200,25 +217,47 @@ class Speeds:
         kind: str,
         is_wanted: Callable[[Measurement], bool],
         unit: str,
-        head_dim: int | None = None,
     ) -> Speed:
         if key not in self._found:
             rows = [row for row in self._of(str(key[0])) if is_wanted(row)]
-            if head_dim is not None:
-                rows = _nearest(rows, head_dim)
             self._found[key] = self._fit(rows, kind, unit)
         return self._found[key]
 
-    def _fit(self, rows: Sequence[Measurement], kind: str, unit: str) -> Speed:
-        """The two numbers of rows, by least squares of relative errors; stated ones without."""
-        if not rows:
-            return Speed(*STATED[kind], 0)
+    def _fit_attention(self, rows: Sequence[Measurement], kind: str, head_dim: int) -> Speed:
+        """The share is that of the nearest head_dim, the cost of a call one for all of them.
+
+        Most sizes of heads have records of one length only, which cannot tell the two apart.
+        """
+        nearest = _nearest(rows, head_dim)
+        sizes = sorted({_head_dim(row) for row in rows})
+        ms, work_ms = self._times(rows, kind, "flops")
+        works = {(_head_dim(row), row.values["flops"]) for row in rows}
+        if len(works) < len(sizes) + 2:
+            return self._fit(nearest, kind, "flops")
+        of_size = [[_head_dim(row) == size for size in sizes] for row in rows]
+        columns = np.column_stack([1 / ms, np.array(of_size) * (work_ms / ms)[:, None]])
+        fixed_ms, *slopes = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0].tolist()
+        slope = dict(zip(sizes, slopes, strict=True))[_head_dim(nearest[0])]
+        if fixed_ms < 0 or slope <= 0:
+            return self._fit(nearest, kind, "flops")
+        return Speed(1e3 * fixed_ms, 1 / slope, len(nearest))
+
+    def _times(
+        self, rows: Sequence[Measurement], kind: str, unit: str
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Milliseconds that were measured, and those that the work takes at the ceiling."""
         ceilings = self.source.ceilings
         ceiling = 1e9 * ceilings.gb_per_s
         if unit == "flops":
             ceiling = 1e12 * ceilings.tflops("FP8" if "FP8" in kind else "BF16")
         ms = np.array([row.values["median_ms"] for row in rows])
-        work_ms = np.array([1e3 * row.values[unit] / ceiling for row in rows])
+        return ms, np.array([1e3 * row.values[unit] / ceiling for row in rows])
+
+    def _fit(self, rows: Sequence[Measurement], kind: str, unit: str) -> Speed:
+        """The two numbers of rows, by least squares of relative errors; stated ones without."""
+        if not rows:
+            return Speed(*STATED[kind], 0)
+        ms, work_ms = self._times(rows, kind, unit)
         if len(set(work_ms.tolist())) > 2:
             columns = np.stack([1 / ms, work_ms / ms], axis=1)
             fixed_ms, slope = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0]
