@@ -140,6 +140,7 @@ def apply_attention_(
             scales=read_scales(recipe, recipe.attention),
             promote_every=recipe.promote_every,
         )
+        changes.fused["attention"] = attention.find_fused(model)
         changes.left["attention"] = attention.find_others(model)
     if recipe.kv_cache is not None:
         _apply_kv_cache(model, recipe, skipped, changes)

@@ -13,7 +13,8 @@ NUM_LEFT_LINES = 3
 class Changes:
     """What was changed in a model: the layers that each field of a recipe reached.
 
-    fused: those of them whose whole forward was replaced, not only the attention in it.
+    fused: those of them whose whole forward was replaced, not only the attention in it; of
+    diffusers' layers, those whose norms and rotary embedding are part of the pass that quantizes.
     weight_only: linear layers whose weight alone was quantized because weight_only_layers say so.
     left: the layers that stay as they are, with the reason: of a kind that the field can do nothing
     to, or left alone on purpose.

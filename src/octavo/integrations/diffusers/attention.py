@@ -15,7 +15,14 @@ from octavo import ops
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.attention_scales import as_tensors
-from octavo.integrations.diffusers.current_layer import add_backend, current_scales, hook_scales
+from octavo.integrations.diffusers.current_layer import (
+    add_backend,
+    current_norm,
+    current_rotary,
+    current_scales,
+    hook_scales,
+)
+from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, unfuse_
 from octavo.integrations.diffusers.masks import reduce_mask
 from octavo.integrations.linear import layer_index
 from octavo.numerics.attention import AttentionSpec
@@ -109,6 +116,7 @@ def attach(
         processor: Any = layer.processor
         if not hasattr(processor, _PREVIOUS):  # one processor may serve several layers
             setattr(processor, _PREVIOUS, processor._attention_backend)
+            fuse_(processor, member)
         processor._attention_backend = member
         if name in static:
             device = next((x.device for x in layer.parameters()), None)
@@ -150,7 +158,13 @@ def detach(model: nn.Module) -> list[str]:
     for processor in processors.values():
         processor._attention_backend = getattr(processor, _PREVIOUS)
         delattr(processor, _PREVIOUS)
+        unfuse_(processor)
     return names
+
+
+def find_fused(model: nn.Module) -> list[str]:
+    """The layers whose norms and rotary embedding are part of the pass that quantizes."""
+    return [name for name, layer in find_layers(model).items() if is_fused(layer)]
 
 
 def register(settings: AttentionSettings, promote_every: int | None = 1) -> AttentionBackendName:
@@ -198,6 +212,8 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
             *(query, key, value),
             current_scales(query) if is_static else None,
             granularity=None if is_static else granularity,
+            norm=current_norm(),
+            rotary=current_rotary(),
             value_layout="transposed" if query.is_cuda else "rows",
         )
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)

@@ -17,7 +17,9 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
+from octavo.numerics.rotary import Rotary
 
 See = Callable[[str, Tensor, Tensor, Tensor], None]
 OBSERVED = "octavo_observed"
@@ -28,6 +30,8 @@ class _Current(threading.local):
 
     name: str | None = None
     scales: QkvScales | None = None
+    norm: QkNorm | None = None
+    rotary: Rotary | None = None
     see: See | None = None
     backend: AttentionBackendName | None = None
 
@@ -57,6 +61,26 @@ def current_scales(query: Tensor) -> QkvScales:
             "alone, which has no scales"
         )
     return QkvScales(*(x.to(query.device) for x in (scales.q, scales.k, scales.v)))
+
+
+@contextmanager
+def left_for_backend(norm: QkNorm, rotary: Rotary | None) -> Iterator[None]:
+    """Leave it to the backend to normalize queries and keys, and to turn them."""
+    _CURRENT.norm, _CURRENT.rotary = norm, rotary
+    try:
+        yield
+    finally:
+        _CURRENT.norm = _CURRENT.rotary = None
+
+
+def current_norm() -> QkNorm | None:
+    """The norms that the layer that runs has left for its backend."""
+    return _CURRENT.norm
+
+
+def current_rotary() -> Rotary | None:
+    """The rotary embedding that the layer that runs has left for its backend."""
+    return _CURRENT.rotary
 
 
 @contextmanager

@@ -79,6 +79,7 @@ AREAS = {
             "integrations/diffusers/attention*.py",
             "integrations/diffusers/calibrate.py",
             "integrations/diffusers/current_layer.py",
+            "integrations/diffusers/fused_attention.py",
             "integrations/diffusers/pipeline.py",
             "integrations/diffusers/replay.py",
             "integrations/diffusers/step_graphs.py",
@@ -86,6 +87,7 @@ AREAS = {
         tests=(
             "integrations/diffusers/test_attention.py",
             "integrations/diffusers/test_calibrate.py",
+            "integrations/diffusers/test_fused_attention.py",
             "integrations/diffusers/test_step_graphs.py",
         ),
     ),

@@ -1,0 +1,298 @@
+"""Attention processors that leave norms and rotary embedding to the pass that quantizes.
+
+A stock processor normalizes queries and keys, turns them, rounding to the model's dtype after each,
+and only then calls its backend. These run the stock code with neither, and leave both for the
+backend, whose `ops.quantize_qkv` does them in float32. A processor becomes one by its class, and
+stays the same object: backends, layers that share it and copies see nothing of it. What they cannot
+do, in a layer or in one call, takes the stock path.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.hooks._helpers import AttentionProcessorRegistry
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2AttnProcessor,
+    Flux2ParallelSelfAttnProcessor,
+)
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+from torch import Tensor, nn
+
+from octavo.integrations.diffusers.current_layer import left_for_backend
+from octavo.numerics.qk_norm import QkNorm
+from octavo.numerics.rotary import Rotary
+
+# What the kernel normalizes in one pass; the reference on a CPU takes any.
+HEAD_DIMS = (32, 64, 128)
+NORMS = (nn.RMSNorm, RMSNorm)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Where a processor keeps the backend that takes norms and tables; others get the stock path.
+_BACKEND = "_octavo_fused_backend"
+
+# Batch, tokens and head_dim of a call, and the number of its tokens that are text.
+Sizes = tuple[int, int, int, int]
+ReadTables = Callable[[Any, Sizes], tuple[Tensor, Tensor] | None]
+
+
+def real_tables(tables: Any, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    """FLUX's cos and sin, [tokens, head_dim], each value twice; None if they are others."""
+    _, length, head_dim, _ = sizes
+    if not isinstance(tables, tuple | list) or len(tables) != 2:
+        return None
+    for table in tables:
+        if not isinstance(table, Tensor) or table.shape != (length, head_dim):
+            return None
+        if table.dtype not in _FLOATS:
+            return None
+    cos, sin = tables
+    return cos[:, ::2], sin[:, ::2]
+
+
+def two_complex_tables(tables: Any, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    """Qwen-Image's, complex [tokens, head_dim / 2] of the image and of the text."""
+    _, length, head_dim, num_text = sizes
+    if not isinstance(tables, tuple | list) or len(tables) != 2:
+        return None
+    for table, rows in zip(tables, (length - num_text, num_text), strict=True):
+        if not isinstance(table, Tensor) or table.dtype != torch.complex64:
+            return None
+        if table.shape != (rows, head_dim // 2):
+            return None
+    image, text = tables
+    cos, sin = torch.cat([torch.view_as_real(text), torch.view_as_real(image)]).unbind(-1)
+    return cos, sin
+
+
+def complex_table(tables: Any, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    """Z-Image's, complex [batch, tokens, head_dim / 2]: each sequence has positions of its own."""
+    batch_size, length, head_dim, _ = sizes
+    if not isinstance(tables, Tensor) or tables.dtype != torch.complex64:
+        return None
+    if tables.shape != (batch_size, length, head_dim // 2):
+        return None
+    cos, sin = torch.view_as_real(tables).flatten(0, 1).unbind(-1)
+    return cos, sin
+
+
+class _TwoStreams:
+    """What FLUX.1 and FLUX.2 have in common."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """As the stock processor."""
+        tokens = (hidden_states, encoder_hidden_states)
+        with fused(self, attn, tokens, image_rotary_emb, real_tables) as (layer, tables):
+            return super().__call__(layer, *tokens, attention_mask, tables)  # type: ignore[misc]
+
+
+class FusedFlux(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
+    """Blocks of FLUX.1, those with one stream too."""
+
+
+class FusedFlux2(_TwoStreams, Flux2AttnProcessor):  # type: ignore[misc]
+    """Blocks of FLUX.2 with two streams."""
+
+
+class FusedFlux2Single(Flux2ParallelSelfAttnProcessor):  # type: ignore[misc]
+    """Blocks of FLUX.2 with one stream, whose projections are one with those of the MLP."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """As the stock processor."""
+        tokens = (hidden_states, None)
+        with fused(self, attn, tokens, image_rotary_emb, real_tables) as (layer, tables):
+            return super().__call__(layer, hidden_states, attention_mask, tables)
+
+
+class FusedQwenImage(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+    """Blocks of Qwen-Image."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """As the stock processor."""
+        tokens = (hidden_states, encoder_hidden_states)
+        masks = (encoder_hidden_states_mask, attention_mask)
+        with fused(self, attn, tokens, image_rotary_emb, two_complex_tables) as (layer, tables):
+            return super().__call__(layer, *tokens, *masks, tables)
+
+
+class FusedZImage(ZSingleStreamAttnProcessor):  # type: ignore[misc]
+    """Blocks of Z-Image."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        freqs_cis: Any = None,
+    ) -> Any:
+        """As the stock processor."""
+        tokens = (hidden_states, None)
+        with fused(self, attn, tokens, freqs_cis, complex_table) as (layer, tables):
+            return super().__call__(
+                layer, hidden_states, encoder_hidden_states, attention_mask, tables
+            )
+
+
+# Stock processors, by their exact type, and what they become.
+PROCESSORS: Mapping[type, type] = {
+    FluxAttnProcessor: FusedFlux,
+    Flux2AttnProcessor: FusedFlux2,
+    Flux2ParallelSelfAttnProcessor: FusedFlux2Single,
+    QwenDoubleStreamAttnProcessor2_0: FusedQwenImage,
+    ZSingleStreamAttnProcessor: FusedZImage,
+}
+_STOCK = {own: stock for stock, own in PROCESSORS.items()}
+
+
+def fuse_(processor: Any, backend: Any) -> None:
+    """Let a processor leave norms and tables for this backend, if it is of a kind that can."""
+    kind = type(processor)
+    if kind in PROCESSORS:
+        _introduce(kind)
+        processor.__class__ = PROCESSORS[kind]
+        setattr(processor, _BACKEND, backend)
+
+
+def unfuse_(processor: Any) -> None:
+    """Make a processor what it was before `fuse_`."""
+    if type(processor) in _STOCK:
+        processor.__class__ = _STOCK[type(processor)]
+        delattr(processor, _BACKEND)
+
+
+def _introduce(kind: type) -> None:
+    """Let diffusers' hooks that skip attention know our class as they know the stock one."""
+    try:
+        known = AttentionProcessorRegistry.get(kind)
+    except ValueError:
+        return
+    AttentionProcessorRegistry.register(PROCESSORS[kind], known)
+
+
+def is_fused(layer: nn.Module) -> bool:
+    """Whether a layer's norms and rotary embedding are part of the pass that quantizes."""
+    device = next((x.device for x in layer.parameters()), torch.device("cpu"))
+    is_ours = type(getattr(layer, "processor", None)) in _STOCK
+    return is_ours and fusion_objection(layer, device) is None
+
+
+def fusion_objection(layer: Any, device: torch.device) -> str | None:
+    """Why a layer cannot leave its norms to the pass that quantizes; None if it can."""
+    norms = _norms(layer)
+    for norm in norms:
+        if type(norm) not in NORMS:
+            return f"expected RMS norms of queries and keys, got {type(norm).__name__}"
+        if norm.weight is None or getattr(norm, "bias", None) is not None:
+            return "expected norms with a weight and no bias"
+        if norm.eps is None or norm.eps != norms[0].eps:
+            return "expected norms with one eps, which is a number"
+        # Such as those that move a weight to the device when its module is called.
+        if norm._forward_pre_hooks or norm._forward_hooks or "forward" in norm.__dict__:
+            return "expected norms without hooks and with a forward of their class"
+        weight, first = norm.weight, norms[0].weight
+        if weight.dim() != 1 or weight.shape != first.shape or weight.dtype != first.dtype:
+            return "expected norms of single heads, with weights of one shape and dtype"
+        if weight.device != device or weight.dtype not in _FLOATS:
+            return f"expected norm weights in 16 or 32 bits on {device}"
+    head_dim = len(norms[0].weight)
+    if device.type == "cuda" and head_dim not in HEAD_DIMS:
+        return f"expected head_dim of {', '.join(map(str, HEAD_DIMS))} on a GPU, got {head_dim}"
+    return None
+
+
+@contextmanager
+def fused(
+    processor: Any,
+    layer: Any,
+    tokens: tuple[Tensor, Tensor | None],
+    tables: Any,
+    read_tables: ReadTables,
+) -> Iterator[tuple[Any, Any]]:
+    """The layer and the tables for the stock processor.
+
+    A layer without norms and no tables, while both are left for the backend; or those that were
+    given, where this call cannot be fused. tokens: of the image, and of the text if it has a stream
+    of its own.
+    """
+    prepared = None
+    if processor._attention_backend is getattr(processor, _BACKEND):
+        prepared = _prepare(layer, tokens, tables, read_tables)
+    if prepared is None:
+        yield layer, tables
+    else:
+        with left_for_backend(*prepared):
+            yield _WithoutNorms(layer), None
+
+
+def _prepare(
+    layer: Any, tokens: tuple[Tensor, Tensor | None], tables: Any, read_tables: ReadTables
+) -> tuple[QkNorm, Rotary | None] | None:
+    """The norms and tables of a call; None if it cannot be fused."""
+    image, text = tokens
+    if fusion_objection(layer, image.device) is not None:
+        return None
+    norms, num_text = _norms(layer), 0
+    if (text is not None) != (len(norms) == 4):
+        return None
+    if text is not None:
+        num_text = text.shape[1]
+        q, k = (torch.stack([norms[i].weight, norms[i + 2].weight]) for i in (0, 1))
+    else:
+        q, k = (norm.weight[None] for norm in norms)
+    norm = QkNorm(q, k, norms[0].eps, num_text)
+    if tables is None:
+        return norm, None
+    sizes = (image.shape[0], num_text + image.shape[1], q.shape[1], num_text)
+    read = read_tables(tables, sizes)
+    if read is None:
+        return None
+    cos, sin = (x.to(image.device) for x in read)
+    return norm, Rotary(cos, sin, is_interleaved=True)
+
+
+def _norms(layer: Any) -> tuple[Any, ...]:
+    """The norms of queries and keys: those of the text first, if it has a stream of its own."""
+    own = getattr(layer, "norm_q", None), getattr(layer, "norm_k", None)
+    added = getattr(layer, "norm_added_q", None), getattr(layer, "norm_added_k", None)
+    return own if added == (None, None) else added + own
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _WithoutNorms:
+    """A layer as a stock processor sees it, whose norms give back what they are given."""
+
+    norm_q = norm_k = norm_added_q = norm_added_k = staticmethod(_same)
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)

@@ -1,0 +1,525 @@
+"""Norms and rotary embedding in the pass that quantizes: as the stock processors do them."""
+
+import copy
+import re
+from contextlib import contextmanager
+from functools import wraps
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from diffusers import Flux2Transformer2DModel, ZImageTransformer2DModel  # noqa: E402
+from diffusers.hooks._helpers import AttentionProcessorRegistry  # noqa: E402
+from diffusers.models.attention_dispatch import AttentionBackendName  # noqa: E402
+from diffusers.models.normalization import RMSNorm  # noqa: E402
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
+from torch import nn  # noqa: E402
+
+from octavo import Recipe, UnsupportedError, apply_, ops, restore_  # noqa: E402
+from octavo.calibration.scale_file import LayerScales, ScaleSet  # noqa: E402
+from octavo.integrations.diffusers import full_size, fused_attention  # noqa: E402
+from octavo.integrations.diffusers.attention import find_layers  # noqa: E402
+from octavo.integrations.diffusers.current_layer import (  # noqa: E402
+    current_norm,
+    current_rotary,
+    observe_attention,
+)
+from octavo.integrations.diffusers.fused_attention import (  # noqa: E402
+    PROCESSORS,
+    FusedFlux,
+    FusedQwenImage,
+    fusion_objection,
+)
+from octavo.numerics.error import relative_rms  # noqa: E402
+from octavo.reference.qk_norm import normalize  # noqa: E402
+from octavo.reference.rotary import rotate  # noqa: E402
+from octavo.testing.asserts import assert_same_bits  # noqa: E402
+
+CPU = torch.device("cpu")
+FAMILIES = ["flux", "flux2", "qwen", "z_image"]
+# Single values of FP8 that round to the other side, where float32 sums have another order.
+FLIPPED = 2e-3
+# Errors of FP8 are about the same in both; which values they fall on is chance.
+MAX_ERROR_OVER_STOCK = 1.1
+NUM_TEXT = 16
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def make(family, dtype=torch.float32, device=CPU, **changes):
+    """A transformer whose norms all differ, and inputs of a batch of two."""
+    torch.manual_seed(0)
+    if family in ("flux", "qwen"):
+        size = full_size.find_full_size(f"tiny-{family}")
+        kind = getattr(full_size.diffusers, size.kind)
+        model = kind(**{**size.config, **dict.fromkeys(size.layers, 2), **changes})
+        inputs = full_size.make_inputs(size, CPU)
+        for name in ("hidden_states", "encoder_hidden_states", "pooled_projections"):
+            if name in inputs:
+                inputs[name] = torch.cat([inputs[name], inputs[name].flip(1)])
+        for name in ("timestep", "guidance"):
+            if name in inputs:
+                inputs[name] = inputs[name].repeat(2)
+        if family == "qwen":
+            inputs["img_shapes"] = inputs["img_shapes"] * 2
+    elif family == "flux2":
+        model, inputs = make_flux2()
+    else:
+        model, inputs = make_z_image()
+    for name, weight in model.named_parameters():
+        if "norm" in name and weight.dim() == 1:
+            nn.init.uniform_(weight, 0.5, 2.0)
+    return model.to(device, dtype).eval(), cast(inputs, dtype, device)
+
+
+def make_flux2():
+    model = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 9, 16),
+        "encoder_hidden_states": torch.randn(2, 5, 32),
+        "timestep": torch.full((2,), 0.5),
+        "img_ids": torch.randint(9, (9, 4)).float(),
+        "txt_ids": torch.randint(9, (5, 4)).float(),
+        "return_dict": False,
+    }
+    return model, inputs
+
+
+def make_z_image():
+    model = ZImageTransformer2DModel(
+        dim=32,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[8, 4, 4],
+        axes_lens=[256, 32, 32],
+    )
+    model.x_pad_token.zero_()  # made by torch.empty
+    model.cap_pad_token.zero_()
+    texts = [torch.randn(40, 32), torch.randn(7, 32)]  # padded, and at positions of their own
+    images = [torch.randn(16, 1, 8, 8), torch.randn(16, 1, 8, 8)]
+    inputs = {"x": images, "t": torch.full((2,), 0.5), "cap_feats": texts, "return_dict": False}
+    return model, inputs
+
+
+def cast(tree, dtype, device):
+    if isinstance(tree, dict):
+        return {name: cast(x, dtype, device) for name, x in tree.items()}
+    if isinstance(tree, list):
+        return [cast(x, dtype, device) for x in tree]
+    if not isinstance(tree, torch.Tensor):
+        return tree
+    return tree.to(device, dtype if tree.is_floating_point() else None)
+
+
+def run(model, inputs):
+    result = model(**inputs)[0]
+    return torch.stack(result) if isinstance(result, list) else result
+
+
+@contextmanager
+def stock_path():
+    """All layers normalize and turn by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_attention, "_prepare", lambda *args: None)
+        yield
+
+
+@contextmanager
+def quantized_calls():
+    """What `quantize_qkv` is given: q and k as they are quantized, v, and norm and rotary."""
+    calls, quantize = [], ops.quantize_qkv
+
+    def note(q, k, v, *args, norm=None, rotary=None, **options):
+        parts = []
+        for x, side in ((q, "q"), (k, "k")):
+            if norm is not None:
+                x = normalize(x, getattr(norm, side), norm.eps, norm.num_first)
+            parts.append(x if rotary is None else rotate(x, rotary))
+        calls.append((*parts, v, norm, rotary))
+        return quantize(q, k, v, *args, norm=norm, rotary=rotary, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "quantize_qkv", note)
+        yield calls
+
+
+def scales_of(model, inputs):
+    """Static scales with some room, as a recipe takes them."""
+    found = {}
+
+    def see(name, *qkv):
+        found[name] = LayerScales(*(1.5 * float(x.abs().max()) / 448 for x in qkv))
+
+    with observe_attention(find_layers(model), see):
+        run(model, inputs)
+    return ScaleSet(found).to_dict()
+
+
+def recipe_of(scaling, model, inputs):
+    if scaling == "dynamic":
+        return Recipe(attention="fp8")
+    scales = scales_of(model, inputs)
+    return Recipe(attention={"scaling": "static"}, scales=scales)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_and_keys_are_those_of_the_stock_processor(family):
+    model, inputs = make(family)
+    changes = apply_(model, Recipe(attention="fp8"))
+    names = list(find_layers(model))
+    assert changes.fused["attention"] == changes.layers["attention"] == names
+    assert f"{len(names)} layers, {len(names)} of them fused" in str(changes)
+    with quantized_calls() as calls:
+        result = run(model, inputs)
+    with quantized_calls() as stock_calls, stock_path():
+        stock = run(model, inputs)
+    assert len(calls) == len(stock_calls) == len(names)
+    assert all(norm is not None and rotary is not None for *_, norm, rotary in calls)
+    assert all(norm is None and rotary is None for *_, norm, rotary in stock_calls)
+    for call, stock_call in zip(calls, stock_calls, strict=True):
+        for x, expected in zip(call[:3], stock_call[:3], strict=True):
+            assert relative_rms(x, expected) < FLIPPED
+    first = zip(calls[0][:3], stock_calls[0][:3], strict=True)
+    assert max(relative_rms(x, expected) for x, expected in first) < 1e-6
+    assert relative_rms(result, stock) < FLIPPED
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["flux", "qwen"])
+def test_results_are_no_worse_than_those_of_the_stock_path(family, scaling):
+    """Both against the model in float32; ours rounds queries and keys less often."""
+    model, inputs = make(family, torch.bfloat16)
+    truth = run(copy.deepcopy(model).float(), cast(inputs, torch.float32, CPU))
+    apply_(model, recipe_of(scaling, model, inputs))
+    error = relative_rms(run(model, inputs), truth)
+    with stock_path():
+        stock_error = relative_rms(run(model, inputs), truth)
+    assert 0 < error <= MAX_ERROR_OVER_STOCK * stock_error < 0.1
+
+
+def test_streams_have_their_own_norms():
+    model, inputs = make("flux")
+    apply_(model, Recipe(attention="fp8"))
+    with quantized_calls() as calls:
+        run(model, inputs)
+    norms = [call[3] for call in calls]
+    assert [(len(norm.q), norm.num_first) for norm in norms] == [(2, NUM_TEXT)] * 2 + [(1, 0)] * 2
+    layer = model.transformer_blocks[1].attn
+    expected = torch.stack([layer.norm_added_k.weight, layer.norm_k.weight])
+    assert torch.equal(norms[1].k, expected)
+    assert norms[1].eps == layer.norm_q.eps
+
+
+def test_padding_of_a_text_is_never_seen():
+    model, inputs = make("qwen")
+    mask = torch.ones(2, NUM_TEXT, dtype=torch.bool)
+    mask[0, 5:] = False
+    inputs["encoder_hidden_states_mask"] = mask
+    full = {**inputs, "encoder_hidden_states_mask": None}
+    apply_(model, recipe_of("static", model, inputs))
+    with quantized_calls() as calls:
+        result = run(model, inputs)
+    assert all(call[3] is not None for call in calls)
+    changed = inputs["encoder_hidden_states"].clone()
+    changed[0, 5:] = -changed[0, 5:]
+    assert_same_bits(run(model, {**inputs, "encoder_hidden_states": changed}), result)
+    assert not torch.equal(run(model, full)[0], result[0])
+    with stock_path():
+        assert relative_rms(result, run(model, inputs)) < FLIPPED
+
+
+def test_masks_that_the_stock_processor_refuses():
+    model, inputs = make("qwen")
+    apply_(model, Recipe(attention="fp8"))
+    layer = model.transformer_blocks[0].attn
+    x, text = torch.randn(2, 9, 64), torch.randn(2, 5, 64)
+    with pytest.raises(ValueError, match="does not accept an external attention_mask"):
+        layer(x, encoder_hidden_states=text, attention_mask=torch.ones(2, 14).bool())
+    assert current_norm() is None and current_rotary() is None
+    flux, _ = make("flux")
+    apply_(flux, Recipe(attention="fp8"))
+    layer = flux.single_transformer_blocks[0].attn
+    with pytest.raises(UnsupportedError, match="got another pattern"):
+        layer(x, attention_mask=torch.ones(9, 9, dtype=torch.bool).tril())
+    assert current_norm() is None and current_rotary() is None
+
+
+def test_no_rotary_embedding():
+    model, _ = make("flux")
+    apply_(model, Recipe(attention="fp8"))
+    layer, x = model.single_transformer_blocks[0].attn, torch.randn(2, 9, 64)
+    with quantized_calls() as calls:
+        result = layer(x)
+    with stock_path():
+        assert relative_rms(result, layer(x)) < FLIPPED
+    assert calls[0][3] is not None and calls[0][4] is None
+
+
+def test_restored_processors_are_those_that_were_there():
+    model, inputs = make("flux")
+    plain, state = run(model, inputs), set(model.state_dict())
+    model.transformer_blocks[1].attn.processor = model.transformer_blocks[0].attn.processor
+    before = {name: layer.processor for name, layer in find_layers(model).items()}
+    apply_(model, Recipe(attention="fp8", skip_layers=["single_transformer_blocks.0.attn"]))
+    kinds = [type(layer.processor) for layer in find_layers(model).values()]
+    assert kinds == [FusedFlux, FusedFlux, FluxAttnProcessor, FusedFlux]
+    assert set(model.state_dict()) == state
+    copied = copy.deepcopy(model)
+    fp8 = run(model, inputs)
+    assert_same_bits(run(copied, inputs), fp8)
+    for changed in (model, copied):
+        assert len(restore_(changed).layers["attention"]) == 3
+        assert_same_bits(run(changed, inputs), plain)
+    for name, layer in find_layers(model).items():
+        assert layer.processor is before[name] and type(layer.processor) is FluxAttnProcessor
+        assert not [key for key in vars(layer.processor) if "octavo" in key]
+    assert not torch.equal(fp8, plain)
+
+
+def test_other_backends_take_the_stock_path():
+    model, inputs = make("qwen")
+    plain = run(model, inputs)
+    apply_(model, Recipe(attention="fp8"))
+    for layer in find_layers(model).values():
+        layer.processor._attention_backend = AttentionBackendName.NATIVE
+    assert_same_bits(run(model, inputs), plain)
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen"])
+def test_observers_see_queries_and_keys_that_are_normalized_and_turned(family):
+    model, inputs = make(family)
+    seen = {}
+
+    def observe(key):
+        def see(name, *qkv):
+            seen[key, name] = qkv
+
+        with observe_attention(find_layers(model), see):
+            run(model, inputs)
+
+    observe("plain")
+    apply_(model, Recipe(attention="fp8"))
+    observe("fp8")
+    names = list(find_layers(model))
+    for name in names:
+        for x, expected in zip(seen["fp8", name], seen["plain", name], strict=True):
+            # The first layer has seen no FP8 yet.
+            assert relative_rms(x, expected) <= (0 if name == names[0] else 0.1)
+    assert {type(layer.processor) for layer in find_layers(model).values()} <= {
+        FusedFlux,
+        FusedQwenImage,
+    }
+
+
+class Adapted(nn.Module):
+    """A projection with something added, as LoRA has it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.seen = base, []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return self.base(x) + x.flip(-1)
+
+
+def test_projections_are_the_layers_own():
+    model, inputs = make("flux")
+    apply_(model, Recipe(attention="fp8"))
+    plain, layer, order = run(model, inputs), model.transformer_blocks[0].attn, []
+    layer.to_q = Adapted(layer.to_q)
+    for name in ("to_q", "to_k", "to_v"):
+        getattr(layer, name).register_forward_pre_hook(
+            lambda _, args, n=name: order.append((n, args[0]))
+        )
+    result = run(model, inputs)
+    assert len(layer.to_q.seen) == 1 and relative_rms(result, plain) > 1e-3
+    # A joint product of several layers is made by the first, of that very tensor.
+    assert [name for name, _ in order] == ["to_q", "to_k", "to_v"]
+    assert order[0][1] is order[1][1] is order[2][1]
+    with stock_path():
+        assert relative_rms(result, run(model, inputs)) < FLIPPED
+
+
+def test_joint_projections_of_diffusers():
+    model, inputs = make("flux")
+    apply_(model, Recipe(attention="fp8"))
+    expected = run(model, inputs)
+    for layer in find_layers(model).values():
+        layer.fuse_projections()
+    with quantized_calls() as calls:
+        assert relative_rms(run(model, inputs), expected) < FLIPPED
+    assert all(call[3] is not None for call in calls)
+
+
+def set_norm(name, norm):
+    return lambda layer: setattr(layer, name, norm)
+
+
+def hook_norm(layer):
+    layer.norm_k.register_forward_hook(lambda *args: None)
+
+
+def replace_forward(layer):
+    layer.norm_k.forward = layer.norm_k.forward
+
+
+OBJECTIONS = {
+    "kind": (set_norm("norm_k", nn.LayerNorm(32)), "expected RMS norms .* got LayerNorm"),
+    "none": (set_norm("norm_added_q", nn.Identity()), "expected RMS norms .* got Identity"),
+    "weight": (set_norm("norm_q", nn.RMSNorm(32, 1e-6, False)), "with a weight and no bias"),
+    "bias": (set_norm("norm_q", RMSNorm(32, 1e-6, bias=True)), "with a weight and no bias"),
+    "eps": (set_norm("norm_added_k", nn.RMSNorm(32, eps=1e-3)), "norms with one eps"),
+    "no eps": (set_norm("norm_q", nn.RMSNorm(32)), "norms with one eps"),
+    "hook": (hook_norm, "norms without hooks"),
+    "forward": (replace_forward, "with a forward of their class"),
+    "dtype": (lambda layer: layer.norm_k.bfloat16(), "weights of one shape and dtype"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("case", OBJECTIONS)
+def test_layers_that_cannot_be_fused_take_the_stock_path(case):
+    change, message = OBJECTIONS[case]
+    model, inputs = make("flux")
+    first = model.transformer_blocks[0].attn
+    assert fusion_objection(first, CPU) is None
+    change(first)
+    assert re.search(message, fusion_objection(first, CPU))
+    changes = apply_(model, Recipe(attention="fp8"))
+    assert changes.fused["attention"] == changes.layers["attention"][1:]
+    with quantized_calls() as calls:
+        result = run(model, inputs)
+    assert [call[3] is None for call in calls] == [True, False, False, False]
+    with stock_path():
+        assert relative_rms(result, run(model, inputs)) < FLIPPED
+
+
+def test_a_text_without_norms_takes_the_stock_path():
+    model, inputs = make("qwen")
+    first = model.transformer_blocks[0].attn
+    first.norm_added_q = first.norm_added_k = None
+    apply_(model, Recipe(attention="fp8"))
+    with quantized_calls() as calls:
+        result = run(model, inputs)
+    assert [call[3] is None for call in calls] == [True, False]
+    with stock_path():
+        assert relative_rms(result, run(model, inputs)) < FLIPPED
+
+
+def test_the_kernel_has_some_head_dims():
+    layer = make("flux")[0].to("meta").transformer_blocks[0].attn
+    cuda = torch.device("cuda")
+
+    def objection(head_dim):
+        for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            norm = nn.RMSNorm(head_dim, eps=1e-6, device="meta")
+            setattr(layer, name, norm)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Parameter, "device", cuda, raising=False)
+            return fusion_objection(layer, cuda)
+
+    assert [objection(head_dim) for head_dim in (32, 64, 128)] == [None] * 3
+    assert objection(80) == "expected head_dim of 32, 64, 128 on a GPU, got 80"
+    assert "on cuda" in fusion_objection(layer, cuda)
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen", "z_image"])
+def test_tables_of_another_form_take_the_stock_path(family, monkeypatch):
+    model, inputs = make(family)
+    apply_(model, Recipe(attention="fp8"))
+    expected = run(model, inputs)
+    kind = type(next(iter(find_layers(model).values())).processor)
+    call, name = kind.__call__, "freqs_cis" if family == "z_image" else "image_rotary_emb"
+
+    @wraps(call)  # diffusers looks at the arguments that it has
+    def with_others(processor, *args, **options):
+        if name in options:
+            options[name] = others(options[name])
+        else:
+            args = (*args[:-1], others(args[-1]))
+        return call(processor, *args, **options)
+
+    def others(tables):
+        if isinstance(tables, torch.Tensor):
+            return tables.to(torch.complex128)
+        wide = torch.complex128 if tables[0].is_complex() else torch.float64
+        return tuple(x.to(wide) for x in tables)
+
+    monkeypatch.setattr(kind, "__call__", with_others)
+    with quantized_calls() as calls:
+        result = run(model, inputs)
+    assert all(call[3] is None for call in calls)
+    assert relative_rms(result, expected) < FLIPPED
+
+
+def test_hooks_of_diffusers_know_our_classes():
+    apply_(make("flux")[0], Recipe(attention="fp8"))
+    known = AttentionProcessorRegistry.get(FluxAttnProcessor)
+    assert AttentionProcessorRegistry.get(FusedFlux) is known
+    assert all(issubclass(own, stock) for stock, own in PROCESSORS.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["flux", "qwen"])
+def test_one_graph_for_all_blocks_of_a_kind(family, scaling):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def count(model):
+        counter = CompileCounterWithBackend("aot_eager")
+        model.compile_repeated_blocks(fullgraph=True, backend=counter)
+        return counter
+
+    model, inputs = make(family, torch.bfloat16)
+    plain = copy.deepcopy(model)
+    counter = count(plain)
+    run(plain, inputs)
+    expected = counter.frame_count
+    apply_(model, recipe_of(scaling, model, inputs))
+    eager = run(model, inputs)
+    torch._dynamo.reset()
+    counter = count(model)
+    assert_same_bits(run(model, inputs), eager)
+    assert counter.frame_count == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about complex numbers and others
+@pytest.mark.parametrize("scaling", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["flux", "qwen"])
+def test_on_a_gpu(family, scaling):
+    """Heads of 128 through the kernels, by block and compiled, against the model in float32."""
+    sizes = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
+    model, inputs = make(family, torch.bfloat16, torch.device("cuda"), **sizes)
+    truth = run(copy.deepcopy(model).float(), cast(inputs, torch.float32, "cuda"))
+    apply_(model, recipe_of(scaling, model, inputs))
+    with quantized_calls() as calls:
+        found = run(model, inputs)
+    assert all(norm is not None and rotary is not None for *_, norm, rotary in calls)
+    error = relative_rms(found, truth)
+    with stock_path():
+        stock = run(model, inputs)
+    stock_error = relative_rms(stock, truth)
+    assert 0 < error <= MAX_ERROR_OVER_STOCK * stock_error < 0.1
+    model.compile_repeated_blocks(fullgraph=True)
+    compiled_error = relative_rms(run(model, inputs), truth)
+    assert 0 < compiled_error <= MAX_ERROR_OVER_STOCK * stock_error
