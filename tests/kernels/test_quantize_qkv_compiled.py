@@ -47,6 +47,8 @@ SHAPE = {
     "HAS_BATCH": False,
     "HAS_REPEATS": False,
     "NUM_NORMS": 0,
+    "NORM_TOKENS": 16,
+    "NORM_HEADS": 8,
     "PER_HEAD": False,
     "BLOCK_TOKENS": 32,
     "BLOCK_WIDTH": 128,

@@ -11,10 +11,10 @@ NORM_HEAD_DIMS = (32, 64, 128)
 MAX_RING_LENGTH = 2**16 - 1
 # Of a thread in the amax pass: six programs share an SM, so that 3 × 256 run at once.
 AMAX_REGISTERS = 80
-# With norms they need more: 80 would put 38 values of each thread into memory.
-NORM_AMAX_REGISTERS = 128
 # Tokens and width of q and k, keys and values of transposed v, warps.
 TILE = (32, 128, 64, 64, 4)
+# Tokens and heads of q and k that have norms.
+NORM_TILE = (16, 8)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ def objection(device: Device, head_dim: int | None, features: frozenset[str]) ->
     if head_dim is None or not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be 1 to {MAX_HEAD_DIM}, got {head_dim}"
     if "norm" in features and head_dim not in NORM_HEAD_DIMS:
-        # A tile has whole heads then.
         expected = ", ".join(map(str, NORM_HEAD_DIMS))
         return f"norms of queries and keys need head_dim {expected}, got {head_dim}"
     if "interleaved" in features and head_dim % 2:

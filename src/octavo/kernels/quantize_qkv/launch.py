@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.kernels.quantize_qkv.config import QuantizeQkvConfig
+from octavo.kernels.quantize_qkv.config import NORM_TILE, QuantizeQkvConfig
 from octavo.kernels.quantize_qkv.primitives import HALVES, INTERLEAVED, NONE
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QuantizedQkv, padded_head_dim
@@ -92,6 +92,8 @@ def _norms(norm: QkNorm | None, unused: Tensor) -> dict[str, Any]:
         "eps": 0.0 if norm is None else norm.eps,
         "num_first": 0 if norm is None else norm.num_first,
         "NUM_NORMS": 0 if norm is None else len(norm.q),
+        "NORM_TOKENS": NORM_TILE[0],
+        "NORM_HEADS": NORM_TILE[1],
     }
 
 
@@ -106,7 +108,11 @@ def _alignment(strides: list[int]) -> int:
 
 
 def num_programs(
-    parts: list[Tensor], result: QuantizedQkv, per_head: bool, config: QuantizeQkvConfig
+    parts: list[Tensor],
+    result: QuantizedQkv,
+    has_norm: bool,
+    per_head: bool,
+    config: QuantizeQkvConfig,
 ) -> list[int]:
     """Tiles of q, of k and of v; at least one for each scale, which writes it."""
 
@@ -118,6 +124,11 @@ def num_programs(
     for x in parts:
         rows = max(1, _ceil_div(len(x) * x.shape[1], config.block_tokens))
         found.append(rows * blocks(x.shape[2], padded_head_dim(x.shape[3]), config.block_width))
+    if has_norm:
+        tokens, heads = NORM_TILE
+        for i, x in enumerate(parts[:2]):
+            rows = max(1, _ceil_div(len(x) * x.shape[1], tokens))
+            found[i] = rows * _ceil_div(max(1, x.shape[2]), heads)
     if result.value_layout == "transposed":
         v = parts[2]
         rows = max(1, len(v) * _ceil_div(result.v.shape[-1], config.block_keys))

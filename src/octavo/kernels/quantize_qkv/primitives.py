@@ -1,10 +1,9 @@
-"""Tiles of q, k and v: what a program covers, how it is read, normalized, turned, and scaled.
+"""Tiles of q, k and v: what a program covers, how it is read, turned, and scaled.
 
 Tuples travel through these functions. `part`: (pointer, num_tokens, num_heads, length of one
-sequence, strides of batch, token and head). `norm`: (weights, eps, tokens of the first stream).
-`tables`: (cos, sin, rows, strides of both). SHAPE: (HEAD_DIM, PADDED, ALIGN, HAS_BATCH, PER_HEAD,
-BLOCK_TOKENS, BLOCK_WIDTH); TURN: (how q and k are turned, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS,
-how many norms there are). Scales have three more. `given`: (scales, their
+sequence, strides of batch, token and head). `tables`: (cos, sin, rows, strides of both). SHAPE:
+(HEAD_DIM, PADDED, ALIGN, HAS_BATCH, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH); TURN: (how q and k are
+turned, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS). Scales have three more. `given`: (scales, their
 stride, partial amax values, counts, 1 / largest value of the format). `ring`: (values, count of NaN
 and Inf, slot, length). SCALING: (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, HAS_FMA).
 """
@@ -69,79 +68,41 @@ def place(part, token, heads, unit, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def turn(
-    first, second, pair, token, token_mask, tables, TURN: tl.constexpr, IS_PARTIAL: tl.constexpr
-):
-    """Pairs of each token turned by its row of the tables; those beyond the tables stay."""
+def load_tables(pair, token, token_mask, tables, TURN: tl.constexpr):
+    """cos and sin [tokens, pairs] in float32; zeros beyond the tables."""
     cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column = tables
-    _, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS, _ = TURN
+    _, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS = TURN
     row = token % num_rows if HAS_REPEATS else token
     row = row.to(tl.int64) * TABLE_ALIGN
-    is_turned = pair < ROTARY_DIM // 2
-    mask = token_mask[:, None] & is_turned[None, :]
+    mask = token_mask[:, None] & (pair < ROTARY_DIM // 2)[None, :]
     cos_at = (row * cos_row)[:, None] + (pair * cos_column)[None, :]
     sin_at = (row * sin_row)[:, None] + (pair * sin_column)[None, :]
     cos = tl.load(cos_ptr + cos_at, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + sin_at, mask=mask, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def turn(first, second, pair, cos, sin, ROTARY_DIM: tl.constexpr, IS_PARTIAL: tl.constexpr):
+    """Pairs of each token turned by its row of the tables; those beyond the tables stay."""
     first_turned, second_turned = rotate_pair(first, second, cos, sin)
     if IS_PARTIAL:
+        is_turned = pair < ROTARY_DIM // 2
         first_turned = tl.where(is_turned[None, :], first_turned, first)
         second_turned = tl.where(is_turned[None, :], second_turned, second)
     return first_turned, second_turned
 
 
 @triton.jit
-def norm_weight(norm, unit, is_first, HEAD_DIM: tl.constexpr, NUM_NORMS: tl.constexpr):
-    """Weights [tokens, units], or [1, units] if all tokens have the same."""
-    weight_ptr, _, _ = norm
-    mask = unit < HEAD_DIM
-    weight = tl.load(weight_ptr + unit, mask=mask, other=0.0).to(tl.float32)[None, :]
-    if NUM_NORMS == 2:
-        other = tl.load(weight_ptr + HEAD_DIM + unit, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.where(is_first[:, None], weight, other[None, :])
-    return weight
-
-
-@triton.jit
-def normalize(
-    first,
-    second,
-    first_at,
-    second_at,
-    is_first,
-    norm,
-    UNITS: tl.constexpr,
-    HAS_SECOND: tl.constexpr,
-    SHAPE: tl.constexpr,
-    NUM_NORMS: tl.constexpr,
-):
-    """Each head over the root of the mean of its squares, times its weight: heads are whole."""
-    HEAD_DIM, _, _, _, _, BLOCK_TOKENS, _ = SHAPE
-    _, eps, _ = norm
-    WIDTH: tl.constexpr = first.shape[1]
-    BY_HEAD: tl.constexpr = [BLOCK_TOKENS, WIDTH // UNITS, UNITS]
-    squares = first * first
-    if HAS_SECOND:
-        squares += second * second
-    mean = tl.sum(tl.reshape(squares, BY_HEAD), axis=2) / HEAD_DIM
-    root = tl.rsqrt(mean + eps)[:, :, None]
-    root = tl.reshape(tl.broadcast_to(root, BY_HEAD), [BLOCK_TOKENS, WIDTH])
-    first *= root * norm_weight(norm, first_at, is_first, HEAD_DIM, NUM_NORMS)
-    if HAS_SECOND:
-        second *= root * norm_weight(norm, second_at, is_first, HEAD_DIM, NUM_NORMS)
-    return first, second
-
-
-@triton.jit
-def load_tile(index, part, norm, tables, SHAPE: tl.constexpr, TURN: tl.constexpr):
-    """Tile `index` of rows, normalized and turned, in float32.
+def load_tile(index, part, tables, SHAPE: tl.constexpr, TURN: tl.constexpr):
+    """Tile `index` of rows, turned, in float32.
 
     Returns (values, second values, where both go, mask, scale, whether it is the scale's first).
     TURN of HALVES has the two values of each pair apart; otherwise there are no second ones.
     """
-    _, num_tokens, num_heads, length, _, _, _ = part
+    _, num_tokens, num_heads, _, _, _, _ = part
     HEAD_DIM, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
-    ROTARY, ROTARY_DIM, _, _, NUM_NORMS = TURN
+    ROTARY, ROTARY_DIM, _, _ = TURN
     IS_PARTIAL: tl.constexpr = ROTARY_DIM < HEAD_DIM
     SPLIT: tl.constexpr = 2 if ROTARY == HALVES else 1
     UNITS: tl.constexpr = PADDED // SPLIT
@@ -159,27 +120,13 @@ def load_tile(index, part, norm, tables, SHAPE: tl.constexpr, TURN: tl.constexpr
     if ROTARY == HALVES:
         inside = token_mask[:, None] & (mask & (second_at < HEAD_DIM))[None, :]
         second = tl.load(place(part, token, heads, second_at, SHAPE), mask=inside, other=0.0)
-        second = second.to(tl.float32)
-    if NUM_NORMS > 0:
-        _, _, num_first = norm
-        first, second = normalize(
-            first,
-            second,
-            first_at,
-            second_at,
-            token % length < num_first,
-            norm,
-            UNITS,
-            ROTARY == HALVES,
-            SHAPE,
-            NUM_NORMS,
-        )
-    if ROTARY == HALVES:
-        first, second = turn(first, second, unit, token, token_mask, tables, TURN, IS_PARTIAL)
+        cos, sin = load_tables(unit, token, token_mask, tables, TURN)
+        first, second = turn(first, second.to(tl.float32), unit, cos, sin, ROTARY_DIM, IS_PARTIAL)
     if ROTARY == INTERLEAVED:
         _, _, _, pair, _, _ = tile(index, num_heads, UNITS // 2, WIDTH // 2, PER_HEAD)
         even, odd = tl.split(tl.reshape(first, [BLOCK_TOKENS, WIDTH // 2, 2]))
-        even, odd = turn(even, odd, pair, token, token_mask, tables, TURN, IS_PARTIAL)
+        cos, sin = load_tables(pair, token, token_mask, tables, TURN)
+        even, odd = turn(even, odd, pair, cos, sin, ROTARY_DIM, IS_PARTIAL)
         first = tl.reshape(tl.join(even, odd), [BLOCK_TOKENS, WIDTH])
         second = first
     at = token.to(tl.int64)[:, None] * (num_heads * PADDED) + (heads * PADDED)[None, :]
@@ -193,7 +140,6 @@ def amax_rows(
     chunk,
     scale,
     part,
-    norm,
     tables,
     partial_ptr,
     count_ptr,
@@ -209,7 +155,7 @@ def amax_rows(
     """
     _, num_tokens, num_heads, _, _, _, _ = part
     _, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
-    ROTARY, _, _, _, _ = TURN
+    ROTARY, _, _, _ = TURN
     SPLIT: tl.constexpr = 2 if ROTARY == HALVES else 1
     WIDTH: tl.constexpr = BLOCK_WIDTH // SPLIT
     if PER_HEAD:
@@ -222,7 +168,7 @@ def amax_rows(
         index = tile
         if PER_HEAD:
             index = tile // blocks * (num_heads * blocks) + scale * blocks + tile % blocks
-        loaded = load_tile(index, part, norm, tables, SHAPE, TURN)
+        loaded = load_tile(index, part, tables, SHAPE, TURN)
         largest = tl.maximum(largest, tl.abs(loaded[0]), propagate_nan=tl.PropagateNan.ALL)
         if ROTARY == HALVES:
             largest = tl.maximum(largest, tl.abs(loaded[1]), propagate_nan=tl.PropagateNan.ALL)
@@ -236,7 +182,7 @@ def amax_rows(
             index = tile
             if PER_HEAD:
                 index = tile // blocks * (num_heads * blocks) + scale * blocks + tile % blocks
-            loaded = load_tile(index, part, norm, tables, SHAPE, TURN)
+            loaded = load_tile(index, part, tables, SHAPE, TURN)
             largest = tl.maximum(largest, finite_magnitude(loaded[0]))
             count += tl.sum(tl.sum(count_nonfinite(loaded[0]), axis=1), axis=0)
             if ROTARY == HALVES:
@@ -312,7 +258,6 @@ def find_keys(group, num_tokens, cu_seqlens_ptr, num_sequences):
 def cast_rows(
     index,
     part,
-    norm,
     tables,
     data_ptr,
     given,
@@ -326,7 +271,7 @@ def cast_rows(
     _, _, _, _, PER_HEAD, _, _ = SHAPE
     _, _, _, _, HAS_FMA = SCALING
     first, second, first_at, second_at, inside, which, is_first = load_tile(
-        index, part, norm, tables, SHAPE, TURN
+        index, part, tables, SHAPE, TURN
     )
     num_scales = num_heads if PER_HEAD else 1
     by = divisor(find_scale(which, is_first, num_scales, given, ring, SCALING), HAS_FMA)

@@ -15,11 +15,11 @@ from torch import Tensor
 from octavo.kernels.quantize_qkv.config import (
     AMAX_REGISTERS,
     MAX_RING_LENGTH,
-    NORM_AMAX_REGISTERS,
     QuantizeQkvConfig,
     default,
 )
 from octavo.kernels.quantize_qkv.launch import as_dense, by_part, num_programs, operands
+from octavo.kernels.quantize_qkv.norm_primitives import amax_part, cast_part
 from octavo.kernels.quantize_qkv.primitives import (
     amax_rows,
     cast_rows,
@@ -97,6 +97,8 @@ def _amax_kernel(
     HAS_BATCH: tl.constexpr,
     HAS_REPEATS: tl.constexpr,
     NUM_NORMS: tl.constexpr,
+    NORM_TOKENS: tl.constexpr,
+    NORM_HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -111,8 +113,9 @@ def _amax_kernel(
         BLOCK_TOKENS,
         BLOCK_WIDTH,
     )
-    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS, NUM_NORMS)
-    NO_TURN: tl.constexpr = (0, 0, 1, False, 0)
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
+    NO_TURN: tl.constexpr = (0, 0, 1, False)
+    NORM: tl.constexpr = (NUM_NORMS, NORM_TOKENS, NORM_HEADS)
     chunk, scale = tl.program_id(0), tl.program_id(1)
     if HAS_PADDING:
         num_tokens = tl.load(num_tokens_ptr)
@@ -127,7 +130,7 @@ def _amax_kernel(
     k_scales = NUM_KV_HEADS if PER_HEAD else 1
     k_place, v_place = q_scales * NUM_PARTIALS, (q_scales + k_scales) * NUM_PARTIALS
     if scale < q_scales:
-        amax_rows(
+        amax_part(
             chunk,
             scale,
             q,
@@ -139,9 +142,10 @@ def _amax_kernel(
             NUM_PARTIALS,
             SHAPE,
             TURN,
+            NORM,
         )
     elif scale < q_scales + k_scales:
-        amax_rows(
+        amax_part(
             chunk,
             scale - q_scales,
             k,
@@ -153,13 +157,13 @@ def _amax_kernel(
             NUM_PARTIALS,
             SHAPE,
             TURN,
+            NORM,
         )
     else:
         amax_rows(
             chunk,
             scale - q_scales - k_scales,
             v,
-            k_norm,
             tables,
             partial_ptr + v_place,
             count_ptr + v_place,
@@ -251,6 +255,8 @@ def _cast_kernel(
     HAS_BATCH: tl.constexpr,
     HAS_REPEATS: tl.constexpr,
     NUM_NORMS: tl.constexpr,
+    NORM_TOKENS: tl.constexpr,
+    NORM_HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -265,9 +271,10 @@ def _cast_kernel(
         BLOCK_TOKENS,
         BLOCK_WIDTH,
     )
-    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS, NUM_NORMS)
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
     SCALING: tl.constexpr = (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, HAS_FMA)
-    NO_TURN: tl.constexpr = (0, 0, 1, False, 0)
+    NO_TURN: tl.constexpr = (0, 0, 1, False)
+    NORM: tl.constexpr = (NUM_NORMS, NORM_TOKENS, NORM_HEADS)
     q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
     k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
     v = (v_ptr, num_k_tokens, NUM_KV_HEADS, k_length, v_batch_stride, v_token_stride, v_head_stride)
@@ -279,12 +286,12 @@ def _cast_kernel(
     if index < num_q_programs:
         given = (q_scale_ptr, q_scale_stride, partial_ptr, count_ptr, factor)
         ring = (q_ring_ptr, q_nonfinite_ptr, slot_ptr, q_ring_length)
-        cast_rows(index, q, q_norm, tables, q_data_ptr, given, ring, SCALING, SHAPE, TURN)
+        cast_part(index, q, q_norm, tables, q_data_ptr, given, ring, SCALING, SHAPE, TURN, NORM)
     elif index < num_q_programs + num_k_programs:
         given = (k_scale_ptr, k_scale_stride, partial_ptr + k_place, count_ptr + k_place, factor)
         ring = (k_ring_ptr, k_nonfinite_ptr, slot_ptr + 1, k_ring_length)
         index -= num_q_programs
-        cast_rows(index, k, k_norm, tables, k_data_ptr, given, ring, SCALING, SHAPE, TURN)
+        cast_part(index, k, k_norm, tables, k_data_ptr, given, ring, SCALING, SHAPE, TURN, NORM)
     else:
         given = (v_scale_ptr, v_scale_stride, partial_ptr + v_place, count_ptr + v_place, factor)
         ring = (v_ring_ptr, v_nonfinite_ptr, slot_ptr + 2, v_ring_length)
@@ -305,7 +312,7 @@ def _cast_kernel(
                 SHAPE,
             )
         else:
-            cast_rows(index, v, k_norm, tables, v_data_ptr, given, ring, SCALING, SHAPE, NO_TURN)
+            cast_rows(index, v, tables, v_data_ptr, given, ring, SCALING, SHAPE, NO_TURN)
 
 
 def quantize_qkv(
@@ -373,7 +380,7 @@ def _run_amax(
         HAS_PADDING=num_tokens is not None,
         HAS_RINGS=rings is not None,
         NUM_PARTIALS=config.num_partials,
-        maxnreg=NORM_AMAX_REGISTERS if given["NUM_NORMS"] else AMAX_REGISTERS,
+        maxnreg=AMAX_REGISTERS,
     )
     return scratch
 
@@ -397,7 +404,7 @@ def _run_cast(
     values = [ring.values for ring in rings] if rings else [unused] * 3
     counters = [ring.num_nonfinite for ring in rings] if rings else [unused] * 3
     lengths = _ring_lengths(rings)
-    programs = num_programs(parts, result, per_head, config)
+    programs = num_programs(parts, result, given["NUM_NORMS"] > 0, per_head, config)
     has_groups = is_transposed and len(parts[2]) > 0
     _cast_kernel[(sum(programs),)](
         **(scratch | given),

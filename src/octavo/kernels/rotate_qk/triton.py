@@ -23,10 +23,7 @@ _SIZES = ["num_q_tokens", "num_k_tokens", "q_length", "k_length", "num_rows", "n
 @triton.jit
 def _turn_rows(index, part, tables, out_ptr, SHAPE: tl.constexpr, TURN: tl.constexpr):
     """Tile `index` of q or k, turned in float32 and rounded once."""
-    no_norm = (out_ptr, 0.0, 0)
-    first, second, first_at, second_at, inside, _, _ = load_tile(
-        index, part, no_norm, tables, SHAPE, TURN
-    )
+    first, second, first_at, second_at, inside, _, _ = load_tile(index, part, tables, SHAPE, TURN)
     dtype = out_ptr.dtype.element_ty
     tl.store(out_ptr + first_at, first.to(dtype), mask=inside)
     if TURN[0] == HALVES:
@@ -72,7 +69,7 @@ def _rotate_kernel(
     """Tiles of q, then of k."""
     # No room between heads, and no scale that a tile would have to stay within a head for.
     SHAPE: tl.constexpr = (HEAD_DIM, HEAD_DIM, ALIGN, HAS_BATCH, False, BLOCK_TOKENS, BLOCK_WIDTH)
-    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS, 0)
+    TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
     q = (q_ptr, num_q_tokens, NUM_HEADS, q_length, q_batch_stride, q_token_stride, q_head_stride)
     k = (k_ptr, num_k_tokens, NUM_KV_HEADS, k_length, k_batch_stride, k_token_stride, k_head_stride)
     tables = (cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column)
