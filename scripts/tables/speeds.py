@@ -36,7 +36,7 @@ LOADS = (
 # Of a diffusion step's records the model and the recipe, by CUDA graphs.
 STEPS = (
     ("flux.1-dev", "linear", "FLUX.1-dev-shaped transformer, a step at 1024 × 1024, FP8 linear"),
-    ("flux.1-dev", "linear-static+attention", "the same with static scales and FP8 attention"),
+    ("flux.1-dev", "linear-static+attention-static", "the same with FP8 attention, static scales"),
     ("wan2.2-14b", "linear+attention", "Wan2.2-14B-shaped block, 75,600 tokens"),
 )
 

@@ -38,7 +38,10 @@ def _model(record: Measurement) -> tuple[Scalar, ...]:
 def _steps_of(records: list[Measurement]) -> str:
     case, machine = records[0].case, records[0].machine
     layers = "all" if case["layers"] == "all" else f"{case['layers']} of each kind of"
-    table = Table(caption="", header=HEADER, rows=tuple(map(_row, records)))
+    # BF16 comes first in a run: whatever is older is of an earlier one.
+    start = max((r.date for r in records if r.case["recipe"] == "bf16"), default="")
+    rows = tuple(_row(record, is_earlier=record.date < start) for record in records)
+    table = Table(caption="", header=HEADER, rows=rows)
     return (
         f"**{case['model']}** (random weights, {layers} blocks, {case['inputs']}) on an "
         f"{machine.gpu}: medians of one step. The baseline is {records[0].baseline}, in the same "
@@ -47,9 +50,10 @@ def _steps_of(records: list[Measurement]) -> str:
     )
 
 
-def _row(record: Measurement) -> tuple[str, ...]:
+def _row(record: Measurement, *, is_earlier: bool) -> tuple[str, ...]:
     case, values = record.case, record.values
     how = ", by CUDA graphs" if case["graphs"] else ""
+    how += ", an earlier run" if is_earlier else ""
     memory = values.get("peak_bytes_ratio")
     return (
         f"{WORDS[str(case['recipe'])]}{how} ({case['attention']} attention)",

@@ -70,3 +70,12 @@ def test_the_newest_of_each_row(steps, tmp_path):
     assert "| BF16 (cudnn BF16 attention) | 130.0 | 1.00× | 1.00× | 0.020 |" in text
     wanted = "| FP8 linear layers and attention, by CUDA graphs (octavo FP8 attention) | 91.5 |"
     assert wanted in text and "99.0" not in text
+
+
+def test_rows_older_than_their_bf16_say_so(steps, tmp_path):
+    old = record("linear", 99.0, 1.31)
+    rows = [old, record("bf16", 130.0, 1.0, day=2), record("linear+attention", 91.5, 1.4, day=2)]
+    store.append(tmp_path / "diffusion_h200.jsonl", rows)
+    lines = [line for line in steps(tmp_path).splitlines() if "earlier" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("| FP8 linear layers, an earlier run (cudnn BF16 attention)")
