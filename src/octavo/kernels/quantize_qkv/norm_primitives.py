@@ -165,8 +165,8 @@ def cast_heads(
 ):
     """Tile `index` of q or k as FP8 rows.
 
-    Values are multiplied by the inverse of the scale, which the norm's factor takes on: unlike sums
-    of squares, whose order is not that of the reference either, it rounds once.
+    The inverse of the scale is part of the norm's factor: no value is divided. That may move a
+    value by a rounding of float32, as the order of the sums of squares does.
     """
     _, _, num_heads, _, _, _, _ = part
     HEAD_DIM, _, _, _, PER_HEAD, _, _ = SHAPE
