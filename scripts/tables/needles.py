@@ -64,8 +64,8 @@ def _of_subject(records: list[Measurement]) -> str:
     )
     prompts = "1 prompt" if repetitions == 1 else f"{repetitions} prompts"
     return (
-        f"Needles found by {model} (%) on an {machine}: {depths} depths, {prompts} for each, so that "
-        f"one needle of a cell is {100 / (depths * repetitions):.0f} %.\n\n"
+        f"Needles found by {model} (%) on an {machine}: {depths} depths, {prompts} for each, so "
+        f"that one needle of a cell is {100 / (depths * repetitions):.0f} %.\n\n"
         f"{to_markdown(Table(caption='', header=header, rows=tuple(rows)))}"
     )
 
