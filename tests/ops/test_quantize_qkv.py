@@ -151,6 +151,11 @@ FOUR = dict(zip("qkv", draw(2, 3), strict=True))
         ),
         ({"rotary": Rotary(*(torch.ones(6, 4).to("meta"),) * 2)}, "cos on cpu like q"),
         ({"rotary": Rotary(*(torch.ones(6, 4).double(),) * 2)}, "cos and sin in bfloat16"),
+        (
+            {"norm": norms(2), "value_layout": "transposed", "cu_seqlens": cumulative((2, 4))},
+            "two streams are for dense sequences",
+        ),
+        ({"norm": norms(2), "num_tokens": cumulative((6,))[-1:]}, "two streams are for dense"),
         ({"norm": norms(head_dim=64)}, "norm weights of 72 values, got 64"),
         ({"norm": norms(2, num_first=7)}, "num_first of at most 6 tokens, got 7"),
         ({"norm": QkNorm(*torch.ones(2, 1, 72).double(), 0.0)}, "norm weights in bfloat16"),

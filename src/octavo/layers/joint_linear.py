@@ -22,7 +22,9 @@ class JointLinear:
     """The product of several FP8 layers; weights, scales and biases become parts of one tensor.
 
     What is changed in place in a layer is changed in the product; a layer that is given another
-    tensor is split from the others first. Only a new `bias.data` goes unnoticed.
+    tensor is split from the others first. What goes round a layer's attributes is not noticed: a
+    new `.data`, or accelerate's `set_module_tensor_to_device`. Static layers share one input_scale:
+    changed in place in one it is changed in all; `set_input_scale_` splits them first.
 
     The first of the layers computes all parts, the others take theirs if they are given the same
     tensor: it must not be changed in between. A layer that is given another one computes its own

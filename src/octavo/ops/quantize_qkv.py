@@ -71,6 +71,10 @@ def quantize_qkv(
         for x in (q, k):
             rotary.check(math.prod(x.shape[:-2]), x.shape[-1])
     if norm is not None:
+        if len(norm.q) == 2 and (cu_seqlens is not None or num_tokens is not None):
+            raise ConfigError(
+                "norms of two streams are for dense sequences: leave cu_seqlens and num_tokens out"
+            )
         check_float("norm weights", norm.q)
         check_one_device(q=q, norm=norm.q, **{"norm of k": norm.k})
         for x in (q, k):

@@ -73,6 +73,8 @@ def test_each_pass_gathers_the_pages_of_all_before():
     # Indexed, laid out and cleared, keys and values by themselves.
     thrice = copied_ms(3 * 2 * 2 * token * tokens, 3 * 6)
     assert gathered_ms(model, peer, length) == pytest.approx(2 * thrice)
+    nobody = DecoderPlan(prefill_impl="fastest")  # of no records
+    assert gathered_ms(model, nobody, length) == pytest.approx(2 * one)
 
 
 def test_passes_meet_the_pairs_of_the_whole():

@@ -153,7 +153,8 @@ def _prompt_attention(
     parts = {"attention": 0.0, "pages gathered": 0.0, "the rest": 0.0}
     flops, sinks = 4.0 * model.num_heads * model.head_dim * num_tokens**2 / 2, model.has_sinks
     plain = speeds.attention_impl("BF16", flops, model.head_dim, plan.prefill_impl, has_sinks=sinks)
-    is_own = plan.prefill_impl is None or plain in OWN_IMPLS
+    # Without any record it is nobody's, and no peer's pages are laid out anew.
+    is_own = plan.prefill_impl is None or plain in (*OWN_IMPLS, "none")
     alike = Counter(replace(layer, name="", index=0) for layer in model.layers)
     for layer, count in alike.items():
         operands, head_dim = plan.kv_operands(layer), layer.head_dim
