@@ -58,10 +58,8 @@ def _of_subject(records: list[Measurement]) -> str:
         rows.append((WORDS[str(group[0].case["recipe"])], *cells))
     header = ("", *(f"{length // 1024}k" for length in lengths))
     model, machine = _subject(records[0])
-    depths, repetitions = (
-        len({r.case["depth"] for r in records}),
-        int(records[0].case["repetitions"]),
-    )
+    depths = len({r.case["depth"] for r in records})
+    repetitions = int(records[0].case["repetitions"])
     prompts = "1 prompt" if repetitions == 1 else f"{repetitions} prompts"
     return (
         f"Needles found by {model} (%) on an {machine}: {depths} depths, {prompts} for each, so "

@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from octavo.numerics.formats import format_of, is_fp8
 from octavo.numerics.quantize import saturating_cast
 
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that tests share
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
 

@@ -6,7 +6,9 @@ So its error budget is the reference's, which tests/reference/test_rotary.py der
 from functools import partial
 
 import pytest
+import qkv_inputs
 import torch
+from qkv_inputs import draw_rotary
 
 from octavo import ops
 from octavo.kernels.device import CPU, Device, describe
@@ -31,17 +33,9 @@ H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
 SMALL = RotateQkConfig(16, 256, 4)
 
 
-def draw_packed(num_tokens, num_heads, num_kv_heads, head_dim, device, dtype=torch.bfloat16):
+def draw_packed(*sizes, **options):
     """q and k as views of one projection, which has values as well."""
-    heads = [num_heads, num_kv_heads, num_kv_heads]
-    joint = Draw(0, device).normal(num_tokens, sum(heads), head_dim, dtype=dtype)
-    return joint.split(heads, dim=1)[:2]
-
-
-def draw_rotary(rows, rotary_dim, device, *, is_interleaved=False, dtype=torch.float32):
-    angle = Draw(1).normal(rows, rotary_dim // 2, dtype=torch.float32) * 6
-    cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
-    return Rotary(cos, sin, is_interleaved)
+    return qkv_inputs.draw_packed(*sizes, **options)[:2]
 
 
 def check(q, k, rotary, config=SMALL):

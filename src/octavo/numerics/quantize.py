@@ -37,8 +37,7 @@ def saturating_cast(x: Tensor, fmt: Fp8Format = E4M3) -> Tensor:
     """
     # Beyond the maximum torch's own casts differ between formats, devices and versions.
     if torch.compiler.is_compiling():
-        # A clamp that keeps NaN is six instructions of a compiled kernel, this is three. H200, GELU
-        # and cast of 4608 x 15360: 117 us with a clamp, 106 us so.
+        # A clamp that keeps NaN is six instructions of a compiled kernel, this is three.
         limit = torch.full_like(x, fmt.max).copysign(x)
         return torch.where(x.abs() > fmt.max, limit, x).to(fmt.dtype)
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)

@@ -13,8 +13,7 @@ MAX_RING_LENGTH = 2**16 - 1
 AMAX_REGISTERS = 80
 # Tokens and width of q and k, keys and values of transposed v, warps.
 TILE = (32, 128, 64, 64, 4)
-# Tokens and heads of q and k that have norms. H200, 4608 tokens of 24 heads of 128, static: 39 us,
-# and 41 us with (16, 8), 65 us with (32, 4).
+# Tokens and heads of q and k that have norms: on an H200 faster than (16, 8), (16, 24) and (32, 4).
 NORM_TILE = (8, 12)
 
 
