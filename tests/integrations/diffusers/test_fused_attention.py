@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from diffusers import Flux2Transformer2DModel, ZImageTransformer2DModel  # noqa: E402
 from diffusers.hooks._helpers import AttentionProcessorRegistry  # noqa: E402
 from diffusers.models.attention_dispatch import AttentionBackendName  # noqa: E402
 from diffusers.models.normalization import RMSNorm  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
+from tiny_flux import make_flux2_transformer  # noqa: E402
+from tiny_pipelines import make_z_image_transformer  # noqa: E402
 from torch import nn  # noqa: E402
 
 from octavo import Recipe, UnsupportedError, apply_, ops, restore_  # noqa: E402
@@ -27,11 +28,13 @@ from octavo.integrations.diffusers.current_layer import (  # noqa: E402
     observe_attention,
 )
 from octavo.integrations.diffusers.fused_attention import (  # noqa: E402
+    HEAD_DIMS,
     PROCESSORS,
     FusedFlux,
     FusedQwenImage,
     fusion_objection,
 )
+from octavo.kernels.quantize_qkv.config import NORM_HEAD_DIMS  # noqa: E402
 from octavo.numerics.error import relative_rms  # noqa: E402
 from octavo.reference.qk_norm import normalize  # noqa: E402
 from octavo.reference.rotary import rotate  # noqa: E402
@@ -69,27 +72,17 @@ def make(family, dtype=torch.float32, device=CPU, **changes):
         if family == "qwen":
             inputs["img_shapes"] = inputs["img_shapes"] * 2
     elif family == "flux2":
-        model, inputs = make_flux2()
+        model, inputs = make_flux2_transformer(), draw_flux2()
     else:
-        model, inputs = make_z_image()
+        model, inputs = make_z_image_transformer(1), draw_z_image()
     for name, weight in model.named_parameters():
         if "norm" in name and weight.dim() == 1:
             nn.init.uniform_(weight, 0.5, 2.0)
     return model.to(device, dtype).eval(), cast(inputs, dtype, device)
 
 
-def make_flux2():
-    model = Flux2Transformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
-    )
-    inputs = {
+def draw_flux2():
+    return {
         "hidden_states": torch.randn(2, 9, 16),
         "encoder_hidden_states": torch.randn(2, 5, 32),
         "timestep": torch.full((2,), 0.5),
@@ -97,26 +90,12 @@ def make_flux2():
         "txt_ids": torch.randint(9, (5, 4)).float(),
         "return_dict": False,
     }
-    return model, inputs
 
 
-def make_z_image():
-    model = ZImageTransformer2DModel(
-        dim=32,
-        n_layers=1,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=32,
-        axes_dims=[8, 4, 4],
-        axes_lens=[256, 32, 32],
-    )
-    model.x_pad_token.zero_()  # made by torch.empty
-    model.cap_pad_token.zero_()
+def draw_z_image():
     texts = [torch.randn(40, 32), torch.randn(7, 32)]  # padded, and at positions of their own
     images = [torch.randn(16, 1, 8, 8), torch.randn(16, 1, 8, 8)]
-    inputs = {"x": images, "t": torch.full((2,), 0.5), "cap_feats": texts, "return_dict": False}
-    return model, inputs
+    return {"x": images, "t": torch.full((2,), 0.5), "cap_feats": texts, "return_dict": False}
 
 
 def cast(tree, dtype, device):
@@ -427,6 +406,7 @@ def test_a_text_without_norms_takes_the_stock_path():
 
 def test_the_kernel_has_some_head_dims():
     layer = make("flux")[0].to("meta").transformer_blocks[0].attn
+    assert HEAD_DIMS == NORM_HEAD_DIMS  # integrations do not import kernels
     cuda = torch.device("cuda")
 
     def objection(head_dim):

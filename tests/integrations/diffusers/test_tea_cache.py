@@ -7,8 +7,16 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel  # noqa: E402
-from tiny_flux import NUM_STEPS, Seen, draw, guided, make_pipeline, make_transformer  # noqa: E402
+from diffusers import FlowMatchEulerDiscreteScheduler  # noqa: E402
+from tiny_flux import (  # noqa: E402
+    NUM_STEPS,
+    Seen,
+    draw,
+    guided,
+    make_flux2_transformer,
+    make_pipeline,
+    make_transformer,
+)
 
 from octavo import (  # noqa: E402
     Recipe,
@@ -212,22 +220,8 @@ def test_what_a_control_net_adds_between_blocks_is_not_added_twice():
     torch.testing.assert_close(*seen.residuals())
 
 
-def make_flux2():
-    torch.manual_seed(0)
-    return Flux2Transformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
-    ).eval()
-
-
 def test_flux2_joins_its_streams_between_the_blocks():
-    model, scheduler = make_alone(make_flux2)
+    model, scheduler = make_alone(make_flux2_transformer)
     seen = Seen(model)
     for time in (1.0, 0.9):
         model(

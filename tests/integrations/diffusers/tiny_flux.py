@@ -6,6 +6,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
 )
@@ -27,6 +28,20 @@ def make_transformer(**changes: Any) -> FluxTransformer2DModel:
         "axes_dims_rope": (4, 4, 8),
     }
     return FluxTransformer2DModel(**{**config, **changes}).eval()
+
+
+def make_flux2_transformer() -> Flux2Transformer2DModel:
+    torch.manual_seed(0)
+    return Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    ).eval()
 
 
 def make_pipeline(**changes: Any) -> FluxPipeline:

@@ -209,10 +209,10 @@ def make_qwen_image() -> QwenImagePipeline:
     )
 
 
-def make_z_image() -> ZImagePipeline:
+def make_z_image_transformer(num_layers: int) -> ZImageTransformer2DModel:
     transformer = ZImageTransformer2DModel(
         dim=32,
-        n_layers=2,
+        n_layers=num_layers,
         n_refiner_layers=1,
         n_heads=2,
         n_kv_heads=2,
@@ -223,11 +223,15 @@ def make_z_image() -> ZImagePipeline:
     with torch.no_grad():  # made by torch.empty
         transformer.x_pad_token.zero_()
         transformer.cap_pad_token.zero_()
+    return transformer
+
+
+def make_z_image() -> ZImagePipeline:
     return ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
         text_encoder=Qwen3Model(Qwen3Config(**_QWEN3)),
         tokenizer=qwen_tokenizer(),
-        transformer=transformer,
+        transformer=make_z_image_transformer(2),
         vae=AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
