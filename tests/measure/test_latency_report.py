@@ -13,6 +13,7 @@ from octavo.measure.regression import Interval
 from octavo.measure.report.html import render
 from octavo.measure.report.latency import latency_sections
 from octavo.measure.report.latency_tables import with_interval
+from octavo.measure.report.summary import latency_with_headlines
 
 RESULTS = Path(__file__).parents[2] / "results"
 MACHINE = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
@@ -206,3 +207,16 @@ def test_numbers_with_intervals():
     assert with_interval(1.5, None) == "1.500"
     assert with_interval(2.0, Interval(0.001, 0.003), 1e3) == "2 [1, 3]"
     assert with_interval(0.5, Interval(float("-inf"), float("inf"))) == "0.5000 [−∞, ∞]"
+
+
+def test_the_headline_is_of_the_newest_record_of_the_longest_input():
+    def compared(record, speedup, date):
+        values = {**record.values, "itl_speedup": speedup}
+        return replace(record, values=values, date=date)
+
+    first, *_, last = times("fp8", 6.58, 2.37e-5, baseline="auto")
+    old, new = "2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z"
+    records = [compared(first, 1.9, new), compared(last, 1.5, old), compared(last, 1.25, new)]
+    (section,) = latency_with_headlines(records)
+    expected = "llama: ITL 1.25 times as fast with fp8 at 128,000 tokens, against auto."
+    assert section.headline == expected

@@ -7,7 +7,7 @@ from octavo.measure.records import Measurement
 from octavo.measure.report.html import Link, Section
 from octavo.measure.report.latency import latency_sections
 from octavo.measure.report.latency_rows import SAME
-from octavo.measure.report.select import grouped
+from octavo.measure.report.select import grouped, newest
 
 TITLE = "Summary"
 
@@ -19,8 +19,8 @@ def summary_section(sections: Sequence[Section]) -> Section | None:
         return None
     return Section(
         title=TITLE,
-        text="The largest speed-ups and what is recovered of the quality; each line leads to its "
-        "numbers.",
+        text="The largest speed-ups, those of latency at the longest input of each row, and what "
+        "is recovered of the quality; each line leads to its numbers.",
         links=links,
     )
 
@@ -45,11 +45,15 @@ def latency_with_headlines(records: Sequence[Measurement]) -> list[Section]:
 
 
 def _latency_headline(model: str, records: Sequence[Measurement]) -> str:
+    """The best row at its longest input: times of short ones are the host's, and scatter."""
     said = []
     for value, words in (("itl_speedup", "ITL"), ("ttft_speedup", "TTFT")):
-        rows = [row for row in records if value in row.values]
-        if rows:
-            best = max(rows, key=lambda row: row.values[value])
+        rows = newest([row for row in records if value in row.values], "row", "input_len")
+        longest: dict[object, Measurement] = {}
+        for row in sorted(rows, key=lambda row: int(row.case["input_len"])):
+            longest[row.case["row"]] = row
+        if longest:
+            best = max(longest.values(), key=lambda row: row.values[value])
             length = int(best.case["input_len"])
             said.append(
                 f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
