@@ -167,6 +167,21 @@ def test_who_is_given_another_tensor_leaves_the_product(part, name):
         assert_same_bits(actual, own)
 
 
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+def test_a_copy_has_a_product_of_its_own(name):
+    model, alone, x = Attention(), Attention(), torch.randn(3, 256)
+    join_named_(model, [GROUP])
+    before = [part.clone() for part in model(x)]
+    other = copy.deepcopy(model)
+    for one in (other, alone):
+        tensor = getattr(one.get_submodule(GROUP[1]), name)
+        tensor.copy_(tensor.float().flip(0) * 2)
+    for actual, own in zip(other(x), alone(x), strict=True):
+        assert_same_bits(actual.contiguous(), own)
+    for actual, own in zip(model(x), before, strict=True):
+        assert_same_bits(actual.contiguous(), own)
+
+
 def test_static_layers_share_one_scale_or_are_not_joined():
     model, x = Attention(scaling="static"), torch.randn(3, 256)
     (joint,) = join_named_(model, [GROUP])

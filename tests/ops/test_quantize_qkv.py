@@ -158,8 +158,8 @@ FOUR = dict(zip("qkv", draw(2, 3), strict=True))
         ({"norm": norms(2), "num_tokens": cumulative((6,))[-1:]}, "two streams are for dense"),
         ({"norm": norms(head_dim=64)}, "norm weights of 72 values, got 64"),
         ({"norm": norms(2, num_first=7)}, "num_first of at most 6 tokens, got 7"),
-        ({"norm": QkNorm(*torch.ones(2, 1, 72).double(), 0.0)}, "norm weights in bfloat16"),
-        ({"norm": QkNorm(*torch.ones(2, 1, 72, device="meta"), 0.0)}, "norm on cpu like q"),
+        ({"norm": QkNorm(*torch.ones(2, 1, 72).double(), 1e-6)}, "norm weights in bfloat16"),
+        ({"norm": QkNorm(*torch.ones(2, 1, 72, device="meta"), 1e-6)}, "norm on cpu like q"),
         ({"history": (AmaxHistory(),) * 3}, "got one of them twice"),
         (FOUR | {"num_tokens": cumulative((6,))[-1:]}, "num_tokens is for packed q, k and v"),
         ({"num_tokens": cumulative((6,))}, r"expected num_tokens as int32 \[1\], got"),
@@ -197,14 +197,15 @@ def test_a_history_whose_values_are_strided_is_refused():
         ({"q": torch.ones(72)}, r"1 or 2 streams, head_dim\], got \[72\]"),
         ({"q": torch.ones(3, 72), "k": torch.ones(3, 72)}, r"got \[3, 72\]"),
         ({"k": torch.ones(1, 72).double()}, "of one dtype, got torch.float32 and torch.float64"),
-        ({"eps": -1.0}, "finite eps of 0 or more, got -1.0"),
+        ({"eps": -1.0}, "finite eps above 0, got -1.0"),
+        ({"eps": 0.0}, "finite eps above 0, got 0.0"),
         ({"eps": float("nan")}, "finite eps"),
         ({"num_first": 1}, "0 for one stream, got 1"),
         ({"num_first": -1}, "num_first of 0 or more"),
     ],
 )
 def test_wrong_norms_are_refused(changes, message):
-    given = {"q": torch.ones(1, 72), "k": torch.ones(1, 72), "eps": 0.0} | changes
+    given = {"q": torch.ones(1, 72), "k": torch.ones(1, 72), "eps": 1e-6} | changes
     with pytest.raises(ConfigError, match=message):
         QkNorm(**given)
 

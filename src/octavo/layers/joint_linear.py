@@ -6,6 +6,7 @@ where its model has it and gives its own part of the product.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -124,6 +125,17 @@ class JointPart(Fp8Linear):
         """As Fp8Linear, which it is again."""
         self.joint.split_()
         self.set_input_scale_(input_scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JointPart":
+        if self.bias is not None and id(self.bias) not in memo:
+            # Parameters are copied one by one: parts of one tensor would be tensors of their own.
+            layers, bias = self.joint.layers, deepcopy(self.joint.whole, memo).bias
+            for layer, part in zip(layers, bias.split(self.joint.sizes), strict=True):
+                memo[id(layer.bias)] = nn.Parameter(part, False)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(deepcopy(vars(self), memo))
+        return made
 
     def quantize_weight_(self, weight: Tensor) -> None:
         """As Fp8Linear, which it is again."""

@@ -31,8 +31,8 @@ class QkNorm:
             raise ConfigError(
                 f"expected norm weights of one dtype, got {self.q.dtype} and {self.k.dtype}"
             )
-        if not 0 <= self.eps < float("inf"):
-            raise ConfigError(f"expected a finite eps of 0 or more, got {self.eps}")
+        if not 0 < self.eps < float("inf"):  # 0 would make NaN of zeros
+            raise ConfigError(f"expected a finite eps above 0, got {self.eps}")
         if self.num_first < 0 or (self.num_first and len(self.q) == 1):
             raise ConfigError(
                 f"expected num_first of 0 or more, and 0 for one stream, got {self.num_first}"

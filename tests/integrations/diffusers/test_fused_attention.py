@@ -11,7 +11,10 @@ import torch
 pytest.importorskip("diffusers")
 
 from diffusers.hooks._helpers import AttentionProcessorRegistry  # noqa: E402
-from diffusers.models.attention_dispatch import AttentionBackendName  # noqa: E402
+from diffusers.models.attention_dispatch import (  # noqa: E402
+    AttentionBackendName,
+    dispatch_attention_fn,
+)
 from diffusers.models.normalization import RMSNorm  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
 from tiny_flux import make_flux2_transformer  # noqa: E402
@@ -21,11 +24,10 @@ from torch import nn  # noqa: E402
 from octavo import Recipe, UnsupportedError, apply_, ops, restore_  # noqa: E402
 from octavo.calibration.scale_file import LayerScales, ScaleSet  # noqa: E402
 from octavo.integrations.diffusers import full_size, fused_attention  # noqa: E402
-from octavo.integrations.diffusers.attention import find_layers  # noqa: E402
+from octavo.integrations.diffusers.attention import find_fused, find_layers  # noqa: E402
 from octavo.integrations.diffusers.current_layer import (  # noqa: E402
-    current_norm,
-    current_rotary,
     observe_attention,
+    take_left,
 )
 from octavo.integrations.diffusers.fused_attention import (  # noqa: E402
     HEAD_DIMS,
@@ -232,13 +234,13 @@ def test_masks_that_the_stock_processor_refuses():
     x, text = torch.randn(2, 9, 64), torch.randn(2, 5, 64)
     with pytest.raises(ValueError, match="does not accept an external attention_mask"):
         layer(x, encoder_hidden_states=text, attention_mask=torch.ones(2, 14).bool())
-    assert current_norm() is None and current_rotary() is None
+    assert take_left() == (None, None)
     flux, _ = make("flux")
     apply_(flux, Recipe(attention="fp8"))
     layer = flux.single_transformer_blocks[0].attn
     with pytest.raises(UnsupportedError, match="got another pattern"):
         layer(x, attention_mask=torch.ones(9, 9, dtype=torch.bool).tril())
-    assert current_norm() is None and current_rotary() is None
+    assert take_left() == (None, None)
 
 
 def test_no_rotary_embedding():
@@ -366,6 +368,7 @@ OBJECTIONS = {
     "none": (set_norm("norm_added_q", nn.Identity()), "expected RMS norms .* got Identity"),
     "weight": (set_norm("norm_q", nn.RMSNorm(32, 1e-6, False)), "with a weight and no bias"),
     "bias": (set_norm("norm_q", RMSNorm(32, 1e-6, bias=True)), "with a weight and no bias"),
+    "zero eps": (set_norm("norm_q", nn.RMSNorm(32, eps=0.0)), "one eps above 0"),
     "eps": (set_norm("norm_added_k", nn.RMSNorm(32, eps=1e-3)), "norms with one eps"),
     "no eps": (set_norm("norm_q", nn.RMSNorm(32)), "norms with one eps"),
     "hook": (hook_norm, "norms without hooks"),
@@ -390,6 +393,12 @@ def test_layers_that_cannot_be_fused_take_the_stock_path(case):
     assert [call[3] is None for call in calls] == [True, False, False, False]
     with stock_path():
         assert relative_rms(result, run(model, inputs)) < FLIPPED
+
+
+def test_processors_of_other_classes_are_named():
+    layer = make("flux")[0].transformer_blocks[0].attn
+    layer.processor = type("Other", (FluxAttnProcessor,), {})()
+    assert fusion_objection(layer, CPU).endswith("Qwen-Image or Z-Image, got Other")
 
 
 def test_a_text_without_norms_takes_the_stock_path():
@@ -503,3 +512,51 @@ def test_on_a_gpu(family, scaling):
     model.compile_repeated_blocks(fullgraph=True)
     compiled_error = relative_rms(run(model, inputs), truth)
     assert 0 < compiled_error <= MAX_ERROR_OVER_STOCK * stock_error
+
+
+def test_processors_that_diffusers_makes_later_run_as_stock_ones():
+    """As loading and unloading an IP-Adapter does: new objects of the class of the old ones."""
+    model, inputs = make("flux")
+    stock = {name: type(layer.processor) for name, layer in find_layers(model).items()}
+    before = run(model, inputs)
+    apply_(model, Recipe(attention="fp8"))
+    layers = find_layers(model)
+    for layer in list(layers.values())[1:]:
+        layer.processor = type(layer.processor)()
+    assert find_fused(model) == list(layers)[:1]
+    with quantized_calls() as calls:
+        run(model, inputs)
+    assert len(calls) == 1
+    restore_(model)
+    assert {name: type(layer.processor) for name, layer in layers.items()} == stock
+    assert_same_bits(run(model, inputs), before)
+    apply_(model, Recipe(attention="fp8"))
+    assert find_fused(model) == list(layers)
+
+
+def test_norms_are_for_the_one_call_of_their_layer():
+    model, inputs = make("flux")
+    apply_(model, Recipe(attention="fp8"))
+    layer = model.transformer_blocks[0].attn
+    q = torch.randn(2, inputs["hidden_states"].shape[1], 2, layer.head_dim)
+
+    def attend():
+        return dispatch_attention_fn(q, q, q, backend=layer.processor._attention_backend)
+
+    expected, seen = attend(), []
+    layer.to_out[0].register_forward_hook(lambda *_: seen.append(attend()))
+    run(model, inputs)
+    assert_same_bits(seen[0], expected)
+
+
+def test_a_model_inside_another_leaves_its_norms_alone():
+    (outer, inputs), (inner, _) = make("flux"), make("flux")
+    for model in (outer, inner):
+        apply_(model, Recipe(attention="fp8"))
+    expected = run(outer, inputs)
+
+    def run_inner(*_):
+        run(inner, inputs)
+
+    outer.transformer_blocks[0].attn.to_k.register_forward_hook(run_inner)
+    assert_same_bits(run(outer, inputs), expected)

@@ -17,10 +17,9 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.attention_scales import as_tensors
 from octavo.integrations.diffusers.current_layer import (
     add_backend,
-    current_norm,
-    current_rotary,
     current_scales,
     hook_scales,
+    take_left,
 )
 from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, unfuse_
 from octavo.integrations.diffusers.masks import reduce_mask
@@ -158,7 +157,8 @@ def detach(model: nn.Module) -> list[str]:
     for processor in processors.values():
         processor._attention_backend = getattr(processor, _PREVIOUS)
         delattr(processor, _PREVIOUS)
-        unfuse_(processor)
+    for layer in find_layers(model).values():
+        unfuse_(layer.processor)
     return names
 
 
@@ -200,6 +200,7 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         _parallel_config: object = None,
         **others: object,
     ) -> Tensor:
+        norm, rotary = take_left()
         refused = {"return_lse": return_lse, "parallel_config": _parallel_config, **others}
         _refuse(dropout_p, **refused)
         _check_shapes(query, key, enable_gqa, is_causal, attn_mask is not None)
@@ -212,8 +213,8 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
             *(query, key, value),
             current_scales(query) if is_static else None,
             granularity=None if is_static else granularity,
-            norm=current_norm(),
-            rotary=current_rotary(),
+            norm=norm,
+            rotary=rotary,
             value_layout="transposed" if query.is_cuda else "rows",
         )
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)

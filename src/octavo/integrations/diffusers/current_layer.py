@@ -66,21 +66,19 @@ def current_scales(query: Tensor) -> QkvScales:
 @contextmanager
 def left_for_backend(norm: QkNorm, rotary: Rotary | None) -> Iterator[None]:
     """Leave it to the backend to normalize queries and keys, and to turn them."""
+    before = _CURRENT.norm, _CURRENT.rotary
     _CURRENT.norm, _CURRENT.rotary = norm, rotary
     try:
         yield
     finally:
-        _CURRENT.norm = _CURRENT.rotary = None
+        _CURRENT.norm, _CURRENT.rotary = before
 
 
-def current_norm() -> QkNorm | None:
-    """The norms that the layer that runs has left for its backend."""
-    return _CURRENT.norm
-
-
-def current_rotary() -> Rotary | None:
-    """The rotary embedding that the layer that runs has left for its backend."""
-    return _CURRENT.rotary
+def take_left() -> tuple[QkNorm | None, Rotary | None]:
+    """The norms and rotary embedding that the layer that runs has left; for its one call alone."""
+    found = _CURRENT.norm, _CURRENT.rotary
+    _CURRENT.norm = _CURRENT.rotary = None
+    return found
 
 
 @contextmanager

@@ -171,7 +171,8 @@ _STOCK = {own: stock for stock, own in PROCESSORS.items()}
 
 def fuse_(processor: Any, backend: Any) -> None:
     """Let a processor leave norms and tables for this backend, if it is of a kind that can."""
-    kind = type(processor)
+    # diffusers makes new processors of the class of others, which is ours then, without a backend.
+    kind = _STOCK.get(type(processor), type(processor))
     if kind in PROCESSORS:
         _introduce(kind)
         processor.__class__ = PROCESSORS[kind]
@@ -182,7 +183,7 @@ def unfuse_(processor: Any) -> None:
     """Make a processor what it was before `fuse_`."""
     if type(processor) in _STOCK:
         processor.__class__ = _STOCK[type(processor)]
-        delattr(processor, _BACKEND)
+        vars(processor).pop(_BACKEND, None)
 
 
 def _introduce(kind: type) -> None:
@@ -197,20 +198,24 @@ def _introduce(kind: type) -> None:
 def is_fused(layer: nn.Module) -> bool:
     """Whether a layer's norms and rotary embedding are part of the pass that quantizes."""
     device = next((x.device for x in layer.parameters()), torch.device("cpu"))
-    is_ours = type(getattr(layer, "processor", None)) in _STOCK
+    is_ours = hasattr(getattr(layer, "processor", None), _BACKEND)
     return is_ours and fusion_objection(layer, device) is None
 
 
 def fusion_objection(layer: Any, device: torch.device) -> str | None:
     """Why a layer cannot leave its norms to the pass that quantizes; None if it can."""
+    kind = type(getattr(layer, "processor", None))
+    if kind not in PROCESSORS and kind not in _STOCK:
+        known = "FLUX, Qwen-Image or Z-Image"
+        return f"expected a stock processor of {known}, got {kind.__name__}"
     norms = _norms(layer)
     for norm in norms:
         if type(norm) not in NORMS:
             return f"expected RMS norms of queries and keys, got {type(norm).__name__}"
         if norm.weight is None or getattr(norm, "bias", None) is not None:
             return "expected norms with a weight and no bias"
-        if norm.eps is None or norm.eps != norms[0].eps:
-            return "expected norms with one eps, which is a number"
+        if norm.eps is None or norm.eps <= 0 or norm.eps != norms[0].eps:
+            return "expected norms with one eps above 0"
         # Such as those that move a weight to the device when its module is called.
         if norm._forward_pre_hooks or norm._forward_hooks or "forward" in norm.__dict__:
             return "expected norms without hooks and with a forward of their class"
@@ -239,8 +244,8 @@ def fused(
     given, where this call cannot be fused. tokens: of the image, and of the text if it has a stream
     of its own.
     """
-    prepared = None
-    if processor._attention_backend is getattr(processor, _BACKEND):
+    prepared, backend = None, getattr(processor, _BACKEND, None)
+    if backend is not None and processor._attention_backend is backend:
         prepared = _prepare(layer, tokens, tables, read_tables)
     if prepared is None:
         yield layer, tables
