@@ -186,7 +186,7 @@ def main() -> None:
             torch.cuda.synchronize()
             print(f"ran {name}", flush=True)
         return
-    assert set(CASES) == set(kernel_names())
+    assert set(CASES) == set(kernel_names()) - {"linear_gelu"}  # cuBLAS's, none of ours
     device = default_device()
     if device.capability is None:
         sys.exit(f"expected a CUDA GPU, got {device.name}")

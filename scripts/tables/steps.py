@@ -12,6 +12,7 @@ NONE_YET = "No step in full size has a record yet: `octavo bench diffusion` make
 HEADER = ("", "step (ms)", "over BF16", "memory", "relative error")
 WORDS = {
     "bf16": "BF16",
+    "bf16-faster": "BF16, plain layers in faster forms",
     "linear": "FP8 linear layers",
     "attention": "FP8 attention",
     "linear+attention": "FP8 linear layers and attention",

@@ -260,6 +260,17 @@ def test_matvec(dtype):
     check(function, draw.normal(1, 1, 40, dtype=dtype), fused, bias)
 
 
+def test_linear_gelu():
+    """With more around it in one graph."""
+    draw = Draw(0)
+    weight, bias = draw.normal(24, 40).bfloat16(), draw.normal(24).bfloat16()
+
+    def function(x, weight, bias):
+        return (ops.linear_gelu(x + 1, weight, bias) * 2,)
+
+    check(function, draw.normal(2, 3, 40).bfloat16(), weight, bias)
+
+
 def test_matvec_of_more_rows_is_told_while_compiling():
     run = compiled(lambda x, weight: ops.matvec(x, weight))
     with pytest.raises(Exception, match=r"x as one row, .* got \[2, 8\]"):

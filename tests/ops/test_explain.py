@@ -26,7 +26,7 @@ def test_the_kinds_are_calls_that_an_op_takes():
         kinds.setdefault(row.op, set()).add(row.operands)
     assert kinds["decode_attention"] == kinds["append_kv"] == {"BF16", "BF16 to FP8"}
     assert kinds["attention"] == {"BF16", "FP8"}
-    assert kinds["rotate_qk"] == kinds["matvec"] == {"BF16"}
+    assert kinds["rotate_qk"] == kinds["matvec"] == kinds["linear_gelu"] == {"BF16"}
     assert kinds["quantize"] == kinds["quantize_qkv"] == {"BF16 to FP8"}
 
 

@@ -33,6 +33,7 @@ OPERATORS = {
     "append_kv",
     "attention",
     "decode_attention",
+    "linear_gelu",
     "matvec",
     "prefill_attention",
     "quantize_dynamic",
@@ -102,6 +103,10 @@ def matvec_inputs(**changes):
     } | changes
 
 
+def gelu_inputs(**changes):
+    return matvec_inputs(x=Draw(1).normal(2, 3, 40, dtype=torch.bfloat16)) | changes
+
+
 SMALL = AttentionCase(batch=1, q_len=5, head_dim=32)
 SPEC = AttentionSpec(causal=True, window=3)
 
@@ -152,6 +157,11 @@ CALLS = {
     "matmul-block": lambda: ops.scaled_mm(
         **make_matmul_inputs(MatmulCase(a=PerBlock(1, 64), b=PerBlock(64, 64)))
     ),
+    "gelu": lambda: ops.linear_gelu(**gelu_inputs()),
+    "gelu-strided": lambda: ops.linear_gelu(
+        torch.ones(40, 3).t(), Draw(0).normal(12, 90)[::2, 50:], torch.ones(12)[::2]
+    ),
+    "gelu-empty": lambda: ops.linear_gelu(**gelu_inputs(x=torch.ones(0, 40).bfloat16())),
     "matvec": lambda: ops.matvec(**matvec_inputs()),
     "matvec-strided": lambda: ops.matvec(torch.ones(40, 3)[:, 1], Draw(0).normal(6, 90)[::2, 50:]),
     "matvec-empty": lambda: ops.matvec(
@@ -231,6 +241,7 @@ WITH_GRADIENTS = {
         ops.scaled_mm,
         require_grad(make_matmul_inputs(MatmulCase(a=None, has_bias=True)), "a", "bias"),
     ),
+    "linear_gelu": (ops.linear_gelu, require_grad(gelu_inputs(), "x", "weight", "bias")),
     "matvec": (ops.matvec, require_grad(matvec_inputs(), "x", "weight", "bias")),
     "matvec of a weight": (
         ops.matvec,
@@ -311,6 +322,8 @@ def test_meta_tensors_give_shapes_without_data():
     assert (three.k.shape, three.scales.q.shape) == (k.shape, (4,))
     weight = ops.quantize(torch.empty(9, 300, **meta), PerTensor())
     assert ops.scaled_mm(torch.empty(3, 300, **meta), weight).shape == (3, 9)
+    wide = ops.linear_gelu(*(torch.empty(s, **meta) for s in ((2, 5, 300), (9, 300), (9,))))
+    assert (wide.shape, wide.dtype) == ((2, 5, 9), torch.bfloat16)
     out = ops.matvec(torch.empty(1, 1, 300, **meta), torch.empty(9, 300, **meta))
     assert (out.shape, out.dtype, out.device.type) == ((1, 1, 9), torch.bfloat16, "meta")
 

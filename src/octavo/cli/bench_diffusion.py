@@ -47,7 +47,8 @@ def diffusion(
             help="Of bf16, linear, attention, linear+attention (FP8), linear+attention+modulation "
             "(modulation in FP8 weights alone), linear-block (blocks of 128 x 128), "
             "linear-static, linear-static+attention, linear-static+attention-static (scales found "
-            "before the step), with commas between; bf16 is the baseline and must be there.",
+            "before the step), bf16-faster (no FP8, but what else a recipe makes faster), with "
+            "commas between; bf16 is the baseline and must be there.",
         ),
     ] = "bf16,linear,linear+attention",
     layers: Annotated[

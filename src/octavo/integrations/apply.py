@@ -156,8 +156,10 @@ def apply_linear_(preparation: Preparation, changes: Changes) -> None:
     if plan.weight_only:
         changes.weight_only["linear"] = [n for n in plan.chosen if n in plan.weight_only]
     if is_diffusers_model(model):
+        from octavo.integrations.diffusers.plain_layers import use_faster_forms_
         from octavo.integrations.diffusers.quantizer import note_quantized_
 
+        changes.faster["linear"] = use_faster_forms_(model)
         note_quantized_(model, preparation.recipe)
     else:
         _note_for_saving(model, preparation.recipe)

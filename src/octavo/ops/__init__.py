@@ -4,6 +4,7 @@ from octavo.ops.append_kv import append_kv
 from octavo.ops.attention import attention
 from octavo.ops.decode_attention import decode_attention
 from octavo.ops.explain import Explanation, explain
+from octavo.ops.linear_gelu import linear_gelu
 from octavo.ops.matvec import matvec
 from octavo.ops.plan_decode import plan_decode
 from octavo.ops.prefill_attention import prefill_attention
@@ -22,6 +23,7 @@ __all__ = [
     "attention",
     "decode_attention",
     "explain",
+    "linear_gelu",
     "matvec",
     "plan_decode",
     "prefill_attention",

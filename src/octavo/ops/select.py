@@ -21,6 +21,7 @@ OPS = (
     "append_kv",
     "attention",
     "decode_attention",
+    "linear_gelu",
     "matvec",
     "prefill_attention",
     "quantize",

@@ -1,4 +1,4 @@
-"""What a scaled matrix product means, for every granularity, and a product with one vector."""
+"""What products of FP8 and of plain weights mean."""
 
 import torch
 from torch import Tensor
@@ -45,6 +45,18 @@ def matvec(
     """
     out = (weight.to(compute) * x.to(compute)).sum(dim=1)
     return out if bias is None else out + bias.to(compute)
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, *, compute: torch.dtype = torch.float32
+) -> Tensor:
+    """GELU(x · weightᵀ + bias) in the `compute` dtype, by its tanh formula.
+
+    x: [rows, K]; weight: [N, K]; bias: [N]. GELU of s is s/2 · (1 + tanh(√(2/π) · (s + c·s³))),
+    with c = 0.044715.
+    """
+    out = x.to(compute) @ weight.to(compute).t() + bias.to(compute)
+    return torch.nn.functional.gelu(out, approximate="tanh")
 
 
 def _data_and_block(x: Quantized | Tensor) -> tuple[Tensor, int | None]:

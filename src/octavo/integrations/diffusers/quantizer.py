@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.diffusers.defaults import as_patterns_see, kept_layers
+from octavo.integrations.diffusers.plain_layers import use_faster_forms_
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import plan_linear
 from octavo.layers.linear import Fp8Linear
@@ -228,6 +229,7 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 raise CheckpointError(
                     f"{name}: expected {', '.join(absent)} in the files, got none"
                 )
+        use_faster_forms_(model)
         _set_config(model, self.quantization_config)
         self.pre_quantized = True
 

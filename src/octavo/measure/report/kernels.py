@@ -17,7 +17,7 @@ OWN_IMPLS = frozenset({"cuda", "gluon", "octavo", "reference", "selected", "trit
 # Title -> ops. Records of one section have figures and tables of their own for each op.
 TOPICS = {
     "Attention kernels": ("attention", "packed_attention", "encoder_attention"),
-    "Matrix products": ("scaled_mm", "matvec"),
+    "Matrix products": ("scaled_mm", "matvec", "linear_gelu"),
     "Kernels that read and write": ("decode_attention", "append_kv", "quantize", "quantize_qkv"),
 }
 KERNEL_OPS = tuple(op for ops in TOPICS.values() for op in ops)
