@@ -127,7 +127,8 @@ class JointPart(Fp8Linear):
         self.set_input_scale_(input_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JointPart":
-        if self.bias is not None and id(self.bias) not in memo:
+        own: Tensor | None = self.bias
+        if own is not None and id(own) not in memo:
             # Parameters are copied one by one: parts of one tensor would be tensors of their own.
             layers, bias = self.joint.layers, deepcopy(self.joint.whole, memo).bias
             for layer, part in zip(layers, bias.split(self.joint.sizes), strict=True):
