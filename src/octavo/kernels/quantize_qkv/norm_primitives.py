@@ -56,7 +56,7 @@ def load_shared(
     NORM: tl.constexpr,
 ):
     """What all heads of some tokens share: tokens and their mask, cos and sin, both weights."""
-    _, num_tokens, _, length, _, _, _ = part
+    _, num_tokens, _, length = part
     _, _, num_first = norm
     HEAD_DIM, _, _, _, _, _, _ = SHAPE
     ROTARY, _, _, _ = TURN
@@ -126,7 +126,7 @@ def amax_heads(
     NORM: tl.constexpr,
 ):
     """The amax of every NUM_PARTIALS-th tile of one scale, and its count of NaN and Inf."""
-    _, num_tokens, num_heads, _, _, _, _ = part
+    _, num_tokens, num_heads, _ = part
     HEAD_DIM, _, _, _, PER_HEAD, _, _ = SHAPE
     _, NUM_TOKENS, NUM_TILE_HEADS = NORM
     num_groups = 1 if PER_HEAD else tl.cdiv(num_heads, NUM_TILE_HEADS)
@@ -168,7 +168,7 @@ def cast_heads(
     The inverse of the scale is part of the norm's factor: no value is divided. That may move a
     value by a rounding of float32, as the order of the sums of squares does.
     """
-    _, _, num_heads, _, _, _, _ = part
+    _, _, num_heads, _ = part
     HEAD_DIM, _, _, _, PER_HEAD, _, _ = SHAPE
     ROTARY, _, _, _ = TURN
     _, _, _, _, HAS_FMA = SCALING

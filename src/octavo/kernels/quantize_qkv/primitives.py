@@ -1,11 +1,12 @@
 """Tiles of q, k and v: what a program covers, how it is read, turned, and scaled.
 
-Tuples travel through these functions. `part`: (pointer, num_tokens, num_heads, length of one
-sequence, strides of batch, token and head). `tables`: (cos, sin, rows, strides of both). SHAPE:
-(HEAD_DIM, PADDED, ALIGN, HAS_BATCH, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH); TURN: (how q and k are
-turned, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS). Scales have three more. `given`: (scales, their
-stride, partial amax values, counts, 1 / largest value of the format). `ring`: (values, count of NaN
-and Inf, slot, length). SCALING: (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, HAS_FMA).
+Tuples travel through these functions. `part`: (memory, num_tokens, num_heads, length of one
+sequence). `memory`: (pointer, strides of batch, token and head). `tables`: (cos, sin, rows, strides
+of both). SHAPE: (HEAD_DIM, PADDED, ALIGN, HAS_BATCH, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH); TURN:
+(how q and k are turned, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS). Scales have three more. `given`:
+(scales, their stride, partial amax values, counts, 1 / largest value of the format). `ring`:
+(values, count of NaN and Inf, slot, length). SCALING: (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS,
+RING_BLOCK, HAS_FMA).
 """
 
 import triton
@@ -56,7 +57,8 @@ def place(part, token, heads, unit, SHAPE: tl.constexpr):
 
     Strides count ALIGN values, so that the compiler sees how wide its loads can be.
     """
-    x_ptr, _, _, length, batch_stride, token_stride, head_stride = part
+    memory, _, _, length = part
+    x_ptr, batch_stride, token_stride, head_stride = memory
     _, _, ALIGN, HAS_BATCH, _, _, _ = SHAPE
     if HAS_BATCH:
         batch, offset = (token // length).to(tl.int64), (token % length).to(tl.int64)
@@ -100,7 +102,7 @@ def load_tile(index, part, tables, SHAPE: tl.constexpr, TURN: tl.constexpr):
     Returns (values, second values, where both go, mask, scale, whether it is the scale's first).
     TURN of HALVES has the two values of each pair apart; otherwise there are no second ones.
     """
-    _, num_tokens, num_heads, _, _, _, _ = part
+    _, num_tokens, num_heads, _ = part
     HEAD_DIM, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
     ROTARY, ROTARY_DIM, _, _ = TURN
     IS_PARTIAL: tl.constexpr = ROTARY_DIM < HEAD_DIM
@@ -153,7 +155,7 @@ def amax_rows(
     Almost always there are none: only if the maximum itself is NaN or Inf are values told apart, in
     a second look at the same tiles.
     """
-    _, num_tokens, num_heads, _, _, _, _ = part
+    _, num_tokens, num_heads, _ = part
     _, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
     ROTARY, _, _, _ = TURN
     SPLIT: tl.constexpr = 2 if ROTARY == HALVES else 1
@@ -267,7 +269,7 @@ def cast_rows(
     TURN: tl.constexpr,
 ):
     """Tile `index` of q, k or v as FP8 rows; what lies between heads becomes zero."""
-    _, _, num_heads, _, _, _, _ = part
+    _, _, num_heads, _ = part
     _, _, _, _, PER_HEAD, _, _ = SHAPE
     _, _, _, _, HAS_FMA = SCALING
     first, second, first_at, second_at, inside, which, is_first = load_tile(
@@ -302,7 +304,8 @@ def cast_transposed(
 
     A word's four rows are read by the same lanes, so that only whole words change places.
     """
-    _, num_tokens, num_heads, length, _, token_stride, _ = part
+    memory, num_tokens, num_heads, length = part
+    _, _, token_stride, _ = memory
     cu_seqlens_ptr, num_sequences, num_groups = packing
     HEAD_DIM, _, ALIGN, _, PER_HEAD, _, _ = SHAPE
     _, _, _, _, HAS_FMA = SCALING
