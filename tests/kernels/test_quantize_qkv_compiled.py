@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.kernels.quantize_qkv.config import AMAX_REGISTERS
+
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from compiling import compile_for  # noqa: E402
@@ -57,12 +59,14 @@ SHAPE = {
 }
 
 
+FIRST = {f"{part}_first_ptr": "*bf16" for part in "qkv"}
+FIRST |= {f"{part}_first_{x}_stride": "i32" for part in "qkv" for x in ("batch", "token", "head")}
 # FLUX.1: 24 heads of 128; every second column of tables that have each angle twice.
 FLUX = {"NUM_HEADS": 24, "NUM_KV_HEADS": 24, "ROTARY": 2, "ROTARY_DIM": 128, "HEAD_DIM": 128}
 FLUX |= {"PADDED": 128, "NUM_NORMS": 2, "IS_PACKED": False, "cos_column": 2, "sin_column": 2}
 
 
-def compile_cast(capability, **changes):
+def compile_cast(capability, *, signature=CAST, **changes):
     constants = {
         "IS_TRANSPOSED": True,
         "IS_PACKED": True,
@@ -77,7 +81,7 @@ def compile_cast(capability, **changes):
     return compile_for(
         capability,
         f"{MODULE}:_cast_kernel",
-        CAST,
+        signature,
         SHAPE | constants | changes,
         aligned=["q_batch_stride"],  # and so are the pointers
         num_warps=4,
@@ -104,17 +108,22 @@ def test_dynamic_with_rotary():
     assert compiled.num_registers <= 96
 
 
-def test_amax():
+def compile_amax(signature=COMMON, *, maxnreg=None, **changes):
     passes = {f"{part}_passes_ptr": "*i64" for part in "qkv"}
-    compiled = compile_for(
+    return compile_for(
         90,
         f"{MODULE}:_amax_kernel",
-        COMMON | passes,
-        SHAPE | {"HAS_RINGS": True, "NUM_PARTIALS": 256},
+        signature | passes,
+        SHAPE | {"HAS_RINGS": True, "NUM_PARTIALS": 256} | changes,
         aligned=["q_batch_stride"],
         num_warps=4,
         enable_fp_fusion=False,
+        maxnreg=maxnreg,
     )
+
+
+def test_amax():
+    compiled = compile_amax()
     assert "ld.global.v2.b32" in compiled.ptx
     assert compiled.stack_bytes == 0
     assert compiled.num_registers <= 128
@@ -127,3 +136,29 @@ def test_norms():
     assert "st.global.b8" not in compiled.ptx
     assert compiled.stack_bytes <= 8
     assert compiled.num_registers <= 128
+
+
+def wide_loads(compiled):
+    """How many loads have 16 bytes, and how many there are."""
+    return compiled.ptx.count("ld.global.v4.b32"), compiled.ptx.count("ld.global")
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("has_batch", [False, True])
+def test_two_streams_are_read_as_one_is(has_batch, is_dynamic):
+    options = {"HAS_BATCH": has_batch, "IS_DYNAMIC": is_dynamic}
+    one = compile_cast(90, **FLUX, **options)
+    two = compile_cast(90, signature=CAST | FIRST, **FLUX, **options)
+    assert wide_loads(two) == wide_loads(one)
+    assert two.stack_bytes == 0
+    assert two.num_registers <= one.num_registers + 8
+
+
+def test_amax_of_two_streams_is_read_as_that_of_one():
+    options = {name: value for name, value in FLUX.items() if name != "IS_PACKED"}
+    one, two = (
+        compile_amax(signature, maxnreg=AMAX_REGISTERS, **options)
+        for signature in (COMMON, COMMON | FIRST)
+    )
+    assert wide_loads(two) == wide_loads(one)
+    assert two.stack_bytes == 0

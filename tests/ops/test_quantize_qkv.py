@@ -117,12 +117,47 @@ def test_heads_are_aligned(head_dim, stride):
             assert x.stride() == (3 * 2 * stride, 2 * stride, stride, 1)
 
 
+@pytest.mark.parametrize("lengths", [(1, 5), (5, 1), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"value_layout": "transposed"}], ids=str)
+def test_first_is_concatenated(options, lengths):
+    first, qkv = (draw(2, length) for length in lengths)
+    whole = [torch.cat(both, dim=1) for both in zip(first, qkv, strict=True)]
+    ours, theirs = (tuple(AmaxHistory((n,)) for n in (4, 2, 2)) for _ in range(2))
+    options = options | {"rotary": tables(6 if 0 not in lengths else 3), "granularity": PerHead()}
+    result = ops.quantize_qkv(*qkv, first=first, history=ours, **options)
+    expected = ops.quantize_qkv(*whole, history=theirs, **options)
+    static = ops.quantize_qkv(
+        *qkv, expected.scales, first=first, **(options | {"granularity": None})
+    )
+    for name, one, other in zip("qkv", ours, theirs, strict=True):
+        assert_same_bits(getattr(result, name), getattr(expected, name))
+        assert_same_bits(getattr(static, name), getattr(expected, name))
+        assert_same_bits(getattr(result.scales, name), getattr(expected.scales, name))
+        assert_same_bits(one.values, other.values)
+
+
+def test_norms_of_one_and_of_two_streams_with_first():
+    first, qkv = draw(2, 3), draw(2, 5)
+    whole = [torch.cat(both, dim=1) for both in zip(first, qkv, strict=True)]
+    for norm in (norms(1), norms(2, num_first=3)):
+        result = ops.quantize_qkv(*qkv, first=first, norm=norm)
+        expected = ops.quantize_qkv(*whole, norm=norm)
+        for name in "qkv":
+            assert_same_bits(getattr(result, name), getattr(expected, name))
+
+
 def call(**changes):
     q, k, v = draw(6)
     return ops.quantize_qkv(**({"q": q, "k": k, "v": v} | changes))
 
 
 FOUR = dict(zip("qkv", draw(2, 3), strict=True))
+FIRST = draw(2, 4)
+
+
+def with_first(**changes):
+    """FOUR behind FIRST, with other tensors in it."""
+    return FOUR | {"first": tuple(changes.get(n, x) for n, x in zip("qkv", FIRST, strict=True))}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +195,29 @@ FOUR = dict(zip("qkv", draw(2, 3), strict=True))
         ({"norm": norms(2, num_first=7)}, "num_first of at most 6 tokens, got 7"),
         ({"norm": QkNorm(*torch.ones(2, 1, 72).double(), 1e-6)}, "norm weights in bfloat16"),
         ({"norm": QkNorm(*torch.ones(2, 1, 72, device="meta"), 1e-6)}, "norm on cpu like q"),
+        ({"first": FIRST}, r"expected q \[batch, length, heads, head_dim\] behind first, got \[6,"),
+        (FOUR | {"first": FIRST[:2]}, "expected first as q, k and v, got 2 tensors"),
+        (with_first(q=draw(2, 4)[1]), r"q of first as q but for its length, \[2, 3, 4, 72\], got"),
+        (with_first(k=draw(1, 4)[1]), r"k of first as k but .* got \[1, 4, 2, 72\]"),
+        (with_first(v=draw(4)[2]), r"v of first as v but .* got \[4, 2, 72\]"),
+        (with_first(k=FIRST[1].half()), "k of first in torch.bfloat16 like k, got torch.float16"),
+        (with_first(v=FIRST[2].to("meta")), "v of first on cpu like v, got it on meta"),
+        (with_first(v=draw(2, 5)[2]), r"first of the same tokens, got lengths \[4, 4, 5\]"),
+        (
+            with_first() | {"q": draw(2, 5)[0]},
+            r"q, k and v behind first of the same tokens, got lengths \[5, 3, 3\]",
+        ),
+        (with_first() | {"norm": norms(2, num_first=3)}, "the length of first, 4, got 3"),
+        (with_first() | {"rotary": tables(3)}, "rows divide the 14 tokens, got 3 rows"),
+        (
+            {
+                "first": FIRST,
+                "value_layout": "transposed",
+                "cu_seqlens": cumulative((2, 4)),
+            },
+            "first stands in front of dense sequences: leave cu_seqlens and num_tokens out",
+        ),
+        ({"first": FIRST, "num_tokens": cumulative((6,))[-1:]}, "first stands in front of dense"),
         ({"history": (AmaxHistory(),) * 3}, "got one of them twice"),
         (FOUR | {"num_tokens": cumulative((6,))[-1:]}, "num_tokens is for packed q, k and v"),
         ({"num_tokens": cumulative((6,))}, r"expected num_tokens as int32 \[1\], got"),
@@ -217,6 +275,8 @@ OPTIONS = {
     "packed": {"value_layout": "transposed", "cu_seqlens": cumulative((2, 3))},
     "static": {"scales": QkvScales.ones(), "rotary": tables(6)},
     "dense": FOUR | {"value_layout": "transposed", "granularity": PerHead()},
+    "first": with_first() | {"value_layout": "transposed", "norm": norms(2, num_first=4)},
+    "first-static": with_first() | {"scales": QkvScales.ones()},
 }
 
 
@@ -266,3 +326,20 @@ def test_compiled():
         for x, expected in zip(run(*args, ours), function(*args, theirs), strict=True):
             assert_same_bits(x, expected)
     assert int(ours[0].num_passes) == 2
+
+
+def test_compiled_with_first():
+    """Streams of several lengths in one graph."""
+    torch._dynamo.reset()
+
+    def function(qkv, first, weight):
+        norm = QkNorm(weight, weight, 1e-6, first[0].shape[1])
+        result = ops.quantize_qkv(*qkv, first=first, norm=norm, value_layout="transposed")
+        return result.q.float() + 1, result.v.float(), result.scales.k
+
+    run = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ((3, 5), (4, 6)):
+        first, qkv = (draw(2, length) for length in lengths)
+        args = (qkv, first, torch.rand(2, 72) + 0.5)
+        for x, expected in zip(run(*args), function(*args), strict=True):
+            assert_same_bits(x, expected)

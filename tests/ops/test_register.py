@@ -150,6 +150,7 @@ CALLS = {
     "qkv-head": lambda: ops.quantize_qkv(**strided_qkv(), granularity=PerHead()),
     "qkv-history": lambda: ops.quantize_qkv(**draw_qkv(), history=history()),
     "qkv-static": lambda: ops.quantize_qkv(**strided_qkv(), scales=QkvScales.ones()),
+    "qkv-first": lambda: ops.quantize_qkv(**strided_qkv(), first=tuple(strided_qkv().values())),
     "rotate": lambda: ops.rotate_qk(**draw_qk(), rotary=tables()),
     "rotate-strided": lambda: ops.rotate_qk(**draw_qk(is_strided=True), rotary=tables()),
     "matmul": lambda: ops.scaled_mm(**make_matmul_inputs(MatmulCase(has_bias=True))),

@@ -1,6 +1,5 @@
 """quantize_qkv: queries, keys and values of one attention call to FP8."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,27 +7,29 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
-from octavo.kernels.quantize_qkv.config import MAX_RING_LENGTH, objection
-from octavo.numerics.amax import AmaxHistory, AmaxRing
+from octavo.kernels.quantize_qkv.config import objection
+from octavo.numerics.amax import AmaxRing
 from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, parse_granularity
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, align, empty_aligned
 from octavo.numerics.rotary import Rotary
-from octavo.numerics.value_layout import ValueLayout, check_value_layout, num_columns
-from octavo.ops.check import (
-    check_cu_seqlens,
-    check_float,
-    check_heads,
-    check_one_device,
-    check_scales,
+from octavo.numerics.value_layout import ValueLayout, num_columns
+from octavo.ops.check import check_one_device, check_scales
+from octavo.ops.check_qkv import (
+    History,
+    Three,
+    check_first,
+    check_history,
+    check_layout,
+    check_norm,
+    check_num_tokens,
+    check_qkv,
+    check_rotary,
 )
 from octavo.ops.register import define
 from octavo.ops.select import Request, find_run, register_impl, register_reference
 from octavo.reference.qkv import quantize_qkv as reference
-
-History = tuple[AmaxHistory, AmaxHistory, AmaxHistory]
-Three = tuple[Tensor, Tensor, Tensor]
 
 
 def quantize_qkv(
@@ -45,6 +46,7 @@ def quantize_qkv(
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
     num_tokens: Tensor | None = None,
+    first: Three | None = None,
     impl: str | None = None,
 ) -> QuantizedQkv:
     """q, k and v in FP8.
@@ -60,26 +62,22 @@ def quantize_qkv(
     dense batch [batch, kv_len, …], or packed [tokens, …] with the cu_seqlens of the keys, int32.
     num_tokens: how many tokens of packed q, k and v there are, int32 [1]; the rest is padding,
     which dynamic scales and their history do not look at.
+    first: q, k and v of tokens that stand in front of these in each sequence, such as a text's
+    before an image's, [batch, num_first, heads, head_dim]: the result is that of both concatenated,
+    which nobody has to do. For dense q, k and v of the same tokens.
     """
-    _check(q, k, v)
-    _check_num_tokens(q, k, num_tokens)
-    layout = _check_layout(k, value_layout, cu_seqlens)
+    check_qkv(q, k, v)
+    check_num_tokens(q, k, num_tokens)
+    layout = check_layout(k, value_layout, cu_seqlens)
     check_one_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+    is_packed = cu_seqlens is not None or num_tokens is not None
+    if first is not None:
+        check_first(first, (q, k, v), is_packed)
     if rotary is not None:
-        check_float("cos and sin", rotary.cos)
-        check_one_device(q=q, cos=rotary.cos, sin=rotary.sin)
-        for x in (q, k):
-            rotary.check(math.prod(x.shape[:-2]), x.shape[-1])
+        check_rotary(rotary, q, k, 0 if first is None else first[0].shape[1])
     if norm is not None:
-        if len(norm.q) == 2 and (cu_seqlens is not None or num_tokens is not None):
-            raise ConfigError(
-                "norms of two streams are for dense sequences: leave cu_seqlens and num_tokens out"
-            )
-        check_float("norm weights", norm.q)
-        check_one_device(q=q, norm=norm.q, **{"norm of k": norm.k})
-        for x in (q, k):
-            norm.check(x.shape[-3], x.shape[-1])
-    before = _unpack(norm, rotary)
+        check_norm(norm, q, k, first, is_packed)
+    before = _unpack(first, norm, rotary)
     if scales is not None:
         if history is not None:
             raise ConfigError("expected static scales or a history for dynamic ones, got both")
@@ -96,7 +94,7 @@ def quantize_qkv(
     granularity = granularity or PerTensor()
     if not isinstance(granularity, PerTensor | PerHead):
         raise ConfigError(f"expected granularity tensor or head for q, k and v, got {granularity}")
-    rings = [] if history is None else _rings(history, granularity, (q, k, v))
+    rings = [] if history is None else check_history(history, granularity, (q, k, v))
     name = str(granularity)
     q8, k8, v8, q_scale, k_scale, v_scale = torch.ops.octavo.quantize_qkv_dynamic(
         *(q, k, v, rings, *before, layout, cu_seqlens, num_tokens, name, fmt.name, impl)
@@ -104,89 +102,19 @@ def quantize_qkv(
     return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_float(name, x)
-        if x.dim() < 3:
-            raise ConfigError(f"expected {name} [..., heads, head_dim], got {list(x.shape)}")
-    if k.shape != v.shape:
-        raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ConfigError(f"expected q and k of one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
-    check_heads(q.shape[-2], k.shape[-2])
-
-
-def _check_num_tokens(q: Tensor, k: Tensor, num_tokens: Tensor | None) -> None:
-    if num_tokens is None:
-        return
-    if q.dim() != 3 or len(q) != len(k):
-        raise ConfigError(
-            "num_tokens is for packed q, k and v of the same tokens [tokens, heads, head_dim], got "
-            f"q {list(q.shape)} and k {list(k.shape)}"
-        )
-    if num_tokens.dtype != torch.int32 or num_tokens.shape != (1,):
-        raise ConfigError(
-            f"expected num_tokens as int32 [1], got {num_tokens.dtype} {list(num_tokens.shape)}"
-        )
-
-
-def _check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> str:
-    check_value_layout(layout)
-    if layout == "rows":
-        if cu_seqlens is not None:
-            raise ConfigError("cu_seqlens place transposed values: leave them out for rows")
-        return layout
-    expected = 4 if cu_seqlens is None else 3
-    if k.dim() != expected:
-        raise ConfigError(
-            "expected values to transpose as [batch, kv_len, heads, head_dim], or packed [tokens, "
-            f"heads, head_dim] with cu_seqlens; got {list(k.shape)} "
-            f"{'without' if cu_seqlens is None else 'with'} cu_seqlens"
-        )
-    if cu_seqlens is not None:
-        check_cu_seqlens("cu_seqlens", cu_seqlens)
-    return layout
-
-
-def _unpack(norm: QkNorm | None, rotary: Rotary | None) -> tuple[Any, ...]:
-    """What is done to q and k first, as the torch op takes it."""
+def _unpack(first: Three | None, norm: QkNorm | None, rotary: Rotary | None) -> tuple[Any, ...]:
+    """What stands in front, and what is done to q and k, as the torch op takes it."""
     weights: tuple[Any, ...] = ([], 0.0, 0)
     tables: tuple[Any, ...] = (None, None, False)
     if norm is not None:
         weights = ([norm.q, norm.k], norm.eps, norm.num_first)
     if rotary is not None:
         tables = (rotary.cos, rotary.sin, rotary.is_interleaved)
-    return *weights, *tables
-
-
-def _rings(history: History, granularity: Granularity, tensors: Three) -> list[Tensor]:
-    """The three tensors of each of the three rings, one after the other."""
-    if len(history) != 3:
-        raise ConfigError(f"expected a history of q, of k and of v, got {len(history)} of them")
-    if history[0] is history[1] or history[1] is history[2] or history[0] is history[2]:
-        raise ConfigError("expected a history of each of q, k and v, got one of them twice")
-    for name, one, x in zip("qkv", history, tensors, strict=True):
-        expected = granularity.scale_shape(tuple(x.shape))
-        if tuple(one.values.shape[1:]) != expected:
-            raise ConfigError(
-                f"expected a history of {name} for amax values of shape {list(expected)}, got one "
-                f"for {list(one.values.shape[1:])}"
-            )
-        if len(one.values) > MAX_RING_LENGTH:
-            raise ConfigError(
-                f"expected a history of {name} of at most {MAX_RING_LENGTH} passes, got "
-                f"{len(one.values)}"
-            )
-        if not one.values.is_contiguous():
-            raise ConfigError(
-                f"expected contiguous values in the history of {name}, got strides "
-                f"{one.values.stride()}"
-            )
-        check_one_device(**{name: x, f"{name}'s history": one.values})
-    return [buffer for one in history for buffer in one.ring]
+    return [] if first is None else list(first), *weights, *tables
 
 
 def _options(
+    first: list[Tensor],
     norms: list[Tensor],
     eps: float,
     num_first: int,
@@ -200,7 +128,9 @@ def _options(
     norm = QkNorm(norms[0], norms[1], eps, num_first) if norms else None
     rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
     options = {"norm": norm, "rotary": rotary, "value_layout": layout, "cu_seqlens": cu_seqlens}
+    options["first"] = tuple(first) if first else None
     used = {
+        "first": bool(first),
         "norm": norm is not None,
         "rotary": rotary is not None,
         "interleaved": is_interleaved,
@@ -229,13 +159,23 @@ def _finish(result: QuantizedQkv) -> Three:
 
 
 def _fake_data(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, cu_seqlens: Tensor | None, fmt: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: list[Tensor],
+    layout: str,
+    cu_seqlens: Tensor | None,
+    fmt: str,
 ) -> Three:
     dtype = format_named(fmt).dtype
-    q8, k8 = (empty_aligned(x.shape, dtype, x) for x in (q, k))
+    shapes = [x.shape for x in (q, k, v)]
+    if first:
+        lengths = [x.shape[1] + other.shape[1] for x, other in zip((q, k, v), first, strict=True)]
+        shapes = [torch.Size([x[0], n, *x[2:]]) for x, n in zip(shapes, lengths, strict=True)]
+    q8, k8 = (empty_aligned(shape, dtype, q) for shape in shapes[:2])
     if layout == "rows":
-        return q8, k8, empty_aligned(v.shape, dtype, v)
-    *outer, num_keys, num_heads, head_dim = v.shape
+        return q8, k8, empty_aligned(shapes[2], dtype, v)
+    *outer, num_keys, num_heads, head_dim = shapes[2]
     columns = num_columns(num_keys, None if cu_seqlens is None else len(cu_seqlens) - 1)
     return q8, k8, v.new_empty((*outer, num_heads, head_dim, columns), dtype=dtype)
 
@@ -245,6 +185,7 @@ def _static(
     k: Tensor,
     v: Tensor,
     scales: list[Tensor],
+    first: list[Tensor],
     norms: list[Tensor],
     eps: float,
     num_first: int,
@@ -258,7 +199,7 @@ def _static(
 ) -> Three:
     granularity = "head" if any(scale.dim() for scale in scales) else "tensor"
     options, features = _options(
-        norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
+        first, norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
     )
     run = find_run(_request(q, granularity, fmt, features | {"static"}), impl)
     return _finish(run(q, k, v, format_named(fmt), scales=QkvScales(*scales), **options))
@@ -269,6 +210,7 @@ def _static_fake(
     k: Tensor,
     v: Tensor,
     scales: list[Tensor],
+    first: list[Tensor],
     norms: list[Tensor],
     eps: float,
     num_first: int,
@@ -280,7 +222,7 @@ def _static_fake(
     fmt: str,
     impl: str | None,
 ) -> Three:
-    return _fake_data(q, k, v, layout, cu_seqlens, fmt)
+    return _fake_data(q, k, v, first, layout, cu_seqlens, fmt)
 
 
 def _dynamic(
@@ -288,6 +230,7 @@ def _dynamic(
     k: Tensor,
     v: Tensor,
     buffers: list[Tensor],
+    first: list[Tensor],
     norms: list[Tensor],
     eps: float,
     num_first: int,
@@ -302,7 +245,7 @@ def _dynamic(
     impl: str | None,
 ) -> tuple[Tensor, ...]:
     options, features = _options(
-        norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
+        first, norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
     )
     run = find_run(_request(q, granularity, fmt, features | {"dynamic"}), impl)
     rings = tuple(AmaxRing(*buffers[i : i + 3]) for i in range(0, len(buffers), 3))
@@ -324,6 +267,7 @@ def _dynamic_fake(
     k: Tensor,
     v: Tensor,
     buffers: list[Tensor],
+    first: list[Tensor],
     norms: list[Tensor],
     eps: float,
     num_first: int,
@@ -341,12 +285,12 @@ def _dynamic_fake(
     scales = [
         x.new_empty(choice.scale_shape(tuple(x.shape)), dtype=torch.float32) for x in (q, k, v)
     ]
-    return (*_fake_data(q, k, v, layout, cu_seqlens, fmt), *scales)
+    return (*_fake_data(q, k, v, first, layout, cu_seqlens, fmt), *scales)
 
 
 _OPTIONS = (
-    "Tensor[] norms, float eps, SymInt num_first, Tensor? cos, Tensor? sin, bool is_interleaved, "
-    "str value_layout, Tensor? cu_seqlens"
+    "Tensor[] first, Tensor[] norms, float eps, SymInt num_first, Tensor? cos, Tensor? sin, "
+    "bool is_interleaved, str value_layout, Tensor? cu_seqlens"
 )
 define(
     f"quantize_qkv_static(Tensor q, Tensor k, Tensor v, Tensor[] scales, {_OPTIONS}, "

@@ -1,5 +1,6 @@
 """What it means to quantize queries, keys and values."""
 
+import torch
 from torch import Tensor
 
 from octavo.numerics.amax import AmaxRing
@@ -32,6 +33,7 @@ def quantize_qkv(
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
     num_tokens: Tensor | None = None,
+    first: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> QuantizedQkv:
     """q, k and v [..., heads, head_dim] in FP8 with static scales or dynamic ones.
 
@@ -40,7 +42,10 @@ def quantize_qkv(
     normalized, then turned, in float32, and quantized from there. value_layout, cu_seqlens: where
     each value goes.
     num_tokens: int32 [1], of packed tokens; what lies behind is in no dynamic scale.
+    first: q, k and v of tokens in front of these, in each sequence of a dense batch.
     """
+    if first is not None:
+        q, k, v = (torch.cat(both, dim=1) for both in zip(first, (q, k, v), strict=True))
     if norm is not None:
         q = normalize(q, norm.q, norm.eps, norm.num_first)
         k = normalize(k, norm.k, norm.eps, norm.num_first)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.primitives import cast_fp8, count_nonfinite, finite_magnitude, pair_places
+from octavo.kernels.quantize_qkv.place_primitives import place
 from octavo.kernels.quantize_qkv.primitives import (
     HALVES,
     NONE,
@@ -16,7 +17,6 @@ from octavo.kernels.quantize_qkv.primitives import (
     cast_rows,
     find_scale,
     load_tables,
-    place,
     turn,
 )
 

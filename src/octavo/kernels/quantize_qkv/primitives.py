@@ -1,7 +1,6 @@
 """Tiles of q, k and v: what a program covers, how it is read, turned, and scaled.
 
-Tuples travel through these functions. `part`: (memory, num_tokens, num_heads, length of one
-sequence). `memory`: (pointer, strides of batch, token and head). `tables`: (cos, sin, rows, strides
+Tuples travel through these functions. `part`: that of `place`. `tables`: (cos, sin, rows, strides
 of both). SHAPE: (HEAD_DIM, PADDED, ALIGN, HAS_BATCH, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH); TURN:
 (how q and k are turned, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS). Scales have three more. `given`:
 (scales, their stride, partial amax values, counts, 1 / largest value of the format). `ring`:
@@ -23,6 +22,7 @@ from octavo.kernels.primitives import (
     pair_places,
     rotate_pair,
 )
+from octavo.kernels.quantize_qkv.place_primitives import place, place_behind
 
 # How q and k are turned.
 NONE = tl.constexpr(0)
@@ -49,24 +49,6 @@ def tile(index, num_heads, UNITS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: t
         flat = index % num_blocks * BLOCK + tl.arange(0, BLOCK)
         mask = flat < num_heads * UNITS
         return index // num_blocks, 0, flat // UNITS, flat % UNITS, mask, index == 0
-
-
-@triton.jit
-def place(part, token, heads, unit, SHAPE: tl.constexpr):
-    """Pointers [tokens, units] into q, k or v.
-
-    Strides count ALIGN values, so that the compiler sees how wide its loads can be.
-    """
-    memory, _, _, length = part
-    x_ptr, batch_stride, token_stride, head_stride = memory
-    _, _, ALIGN, HAS_BATCH, _, _, _ = SHAPE
-    if HAS_BATCH:
-        batch, offset = (token // length).to(tl.int64), (token % length).to(tl.int64)
-        row = batch * batch_stride + offset * token_stride
-    else:
-        row = token.to(tl.int64) * token_stride
-    column = heads.to(tl.int64) * head_stride * ALIGN + unit
-    return x_ptr + (row * ALIGN)[:, None] + column[None, :]
 
 
 @triton.jit
@@ -305,7 +287,7 @@ def cast_transposed(
     A word's four rows are read by the same lanes, so that only whole words change places.
     """
     memory, num_tokens, num_heads, length = part
-    _, _, token_stride, _ = memory
+    _, _, token_stride, _, _, _ = memory
     cu_seqlens_ptr, num_sequences, num_groups = packing
     HEAD_DIM, _, ALIGN, _, PER_HEAD, _, _ = SHAPE
     _, _, _, _, HAS_FMA = SCALING
@@ -326,15 +308,15 @@ def cast_transposed(
         end = tl.zeros_like(token) + (batch + 1) * length
     token += word % 4 * 2
     end = tl.where(word < num_words, end, 0)[:, None]
-    # Keys of one word are of one sequence, so that they lie at the same stride.
     at = place(part, token, heads, unit, SHAPE)
     step = token_stride * ALIGN
+    of = (part, token, heads, unit)
     token = token[:, None]
     columns = mask[None, :]
     x0 = tl.load(at, mask=columns & (token < end), other=0.0)
-    x1 = tl.load(at + step, mask=columns & (token + 1 < end), other=0.0)
-    x2 = tl.load(at + step * 8, mask=columns & (token + 8 < end), other=0.0)
-    x3 = tl.load(at + step * 9, mask=columns & (token + 9 < end), other=0.0)
+    x1 = tl.load(place_behind(at, step, of, SHAPE, 1), mask=columns & (token + 1 < end), other=0.0)
+    x2 = tl.load(place_behind(at, step, of, SHAPE, 8), mask=columns & (token + 8 < end), other=0.0)
+    x3 = tl.load(place_behind(at, step, of, SHAPE, 9), mask=columns & (token + 9 < end), other=0.0)
     num_scales = num_heads if PER_HEAD else 1
     by = divisor(find_scale(which, is_first, num_scales, given, ring, SCALING), HAS_FMA)
     words = pack_fp8(

@@ -4,7 +4,6 @@ A tile has some tokens and a range of the values of all heads, side by side, so 
 values waste no lanes; with scales per head it stays within one head.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,14 @@ from octavo.kernels.quantize_qkv.config import (
     QuantizeQkvConfig,
     default,
 )
-from octavo.kernels.quantize_qkv.launch import as_dense, by_part, num_programs, operands
+from octavo.kernels.quantize_qkv.launch import (
+    Part,
+    Three,
+    as_parts,
+    by_part,
+    num_programs,
+    operands,
+)
 from octavo.kernels.quantize_qkv.norm_primitives import amax_part, cast_part
 from octavo.kernels.quantize_qkv.primitives import (
     amax_rows,
@@ -76,6 +82,18 @@ def _amax_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
+    q_first_ptr,
+    k_first_ptr,
+    v_first_ptr,
+    q_first_batch_stride,
+    q_first_token_stride,
+    q_first_head_stride,
+    k_first_batch_stride,
+    k_first_token_stride,
+    k_first_head_stride,
+    v_first_batch_stride,
+    v_first_token_stride,
+    v_first_head_stride,
     eps,
     num_first,
     num_rows,
@@ -121,9 +139,12 @@ def _amax_kernel(
         num_tokens = tl.load(num_tokens_ptr)
         num_q_tokens = tl.minimum(num_q_tokens, num_tokens)
         num_k_tokens = tl.minimum(num_k_tokens, num_tokens)
-    q_memory = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
-    k_memory = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
-    v_memory = (v_ptr, v_batch_stride, v_token_stride, v_head_stride)
+    q_first = (q_first_ptr, q_first_batch_stride, q_first_token_stride, q_first_head_stride)
+    k_first = (k_first_ptr, k_first_batch_stride, k_first_token_stride, k_first_head_stride)
+    v_first = (v_first_ptr, v_first_batch_stride, v_first_token_stride, v_first_head_stride)
+    q_memory = (q_ptr, q_batch_stride, q_token_stride, q_head_stride, q_first, num_first)
+    k_memory = (k_ptr, k_batch_stride, k_token_stride, k_head_stride, k_first, num_first)
+    v_memory = (v_ptr, v_batch_stride, v_token_stride, v_head_stride, v_first, num_first)
     q = (q_memory, num_q_tokens, NUM_HEADS, q_length)
     k = (k_memory, num_k_tokens, NUM_KV_HEADS, k_length)
     v = (v_memory, num_k_tokens, NUM_KV_HEADS, k_length)
@@ -231,6 +252,18 @@ def _cast_kernel(
     v_batch_stride,
     v_token_stride,
     v_head_stride,
+    q_first_ptr,
+    k_first_ptr,
+    v_first_ptr,
+    q_first_batch_stride,
+    q_first_token_stride,
+    q_first_head_stride,
+    k_first_batch_stride,
+    k_first_token_stride,
+    k_first_head_stride,
+    v_first_batch_stride,
+    v_first_token_stride,
+    v_first_head_stride,
     eps,
     num_first,
     num_rows,
@@ -278,9 +311,12 @@ def _cast_kernel(
     SCALING: tl.constexpr = (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, HAS_FMA)
     NO_TURN: tl.constexpr = (0, 0, 1, False)
     NORM: tl.constexpr = (NUM_NORMS, NORM_TOKENS, NORM_HEADS)
-    q_memory = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
-    k_memory = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
-    v_memory = (v_ptr, v_batch_stride, v_token_stride, v_head_stride)
+    q_first = (q_first_ptr, q_first_batch_stride, q_first_token_stride, q_first_head_stride)
+    k_first = (k_first_ptr, k_first_batch_stride, k_first_token_stride, k_first_head_stride)
+    v_first = (v_first_ptr, v_first_batch_stride, v_first_token_stride, v_first_head_stride)
+    q_memory = (q_ptr, q_batch_stride, q_token_stride, q_head_stride, q_first, num_first)
+    k_memory = (k_ptr, k_batch_stride, k_token_stride, k_head_stride, k_first, num_first)
+    v_memory = (v_ptr, v_batch_stride, v_token_stride, v_head_stride, v_first, num_first)
     q = (q_memory, num_q_tokens, NUM_HEADS, q_length)
     k = (k_memory, num_k_tokens, NUM_KV_HEADS, k_length)
     v = (v_memory, num_k_tokens, NUM_KV_HEADS, k_length)
@@ -335,6 +371,7 @@ def quantize_qkv(
     value_layout: ValueLayout = "rows",
     cu_seqlens: Tensor | None = None,
     num_tokens: Tensor | None = None,
+    first: Three | None = None,
     config: QuantizeQkvConfig | None = None,
 ) -> QuantizedQkv:
     """q, k and v in FP8, as `octavo.ops.quantize_qkv` promises: one launch, or two if dynamic."""
@@ -342,19 +379,21 @@ def quantize_qkv(
         per_head = isinstance(granularity, PerHead)
     else:
         per_head = any(scale.dim() for scale in (scales.q, scales.k, scales.v))
-    config = config or default(math.prod(q.shape[:-2]), q.shape[-2] if per_head else 1)
-    parts = [as_dense(x) for x in (q, k, v)]
+    num_first = 0 if first is None else first[0].shape[1]
+    parts = as_parts((q, k, v), first)
+    config = config or default(parts[0].num_tokens, q.shape[-2] if per_head else 1)
     given = operands(parts, norm, rotary, per_head, config)
     if scales is None:
         shapes = (granularity.scale_shape(tuple(x.shape)) for x in (q, k, v))
         scales = QkvScales(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
         given |= _run_amax(given, parts, rings, num_tokens, per_head, config)
-    q8, k8 = (empty_aligned(x.shape, fmt.dtype, x) for x in (q, k))
+    q_shape, k_shape = ((*x.shape[:-3], x.shape[-3] + num_first, *x.shape[-2:]) for x in (q, k))
+    q8, k8 = empty_aligned(q_shape, fmt.dtype, q), empty_aligned(k_shape, fmt.dtype, k)
     if value_layout == "rows":
-        v8 = empty_aligned(v.shape, fmt.dtype, v)
+        v8 = empty_aligned(k_shape, fmt.dtype, v)
     else:
-        columns = num_columns(v.shape[-3], None if cu_seqlens is None else len(cu_seqlens) - 1)
-        v8 = v.new_empty((*v.shape[:-3], *v.shape[-2:], columns), dtype=fmt.dtype)
+        columns = num_columns(k_shape[-3], None if cu_seqlens is None else len(cu_seqlens) - 1)
+        v8 = v.new_empty((*k_shape[:-3], *k_shape[-2:], columns), dtype=fmt.dtype)
     result = QuantizedQkv(q8, k8, v8, scales, value_layout)
     _run_cast(given, parts, result, rings, 1 / fmt.max, per_head, cu_seqlens, config)
     return result
@@ -362,19 +401,20 @@ def quantize_qkv(
 
 def _run_amax(
     given: dict[str, Any],
-    parts: list[Tensor],
+    parts: list[Part],
     rings: Rings | None,
     num_tokens: Tensor | None,
     per_head: bool,
     config: QuantizeQkvConfig,
 ) -> dict[str, Tensor]:
     """Partial amax values, counts of NaN and Inf, and the slots of this pass in the rings."""
-    num_scales = sum(max(1, x.shape[2]) if per_head else 1 for x in parts)
+    num_scales = sum(max(1, part.num_heads) if per_head else 1 for part in parts)
+    like = parts[0].x
     size = num_scales * config.num_partials
     scratch = {
-        "partial_ptr": parts[0].new_empty(size, dtype=torch.float32),
-        "count_ptr": parts[0].new_empty(size if rings else 1, dtype=torch.int32),
-        "slot_ptr": parts[0].new_empty(3, dtype=torch.int32),
+        "partial_ptr": like.new_empty(size, dtype=torch.float32),
+        "count_ptr": like.new_empty(size if rings else 1, dtype=torch.int32),
+        "slot_ptr": like.new_empty(3, dtype=torch.int32),
     }
     passes = [ring.num_passes for ring in rings] if rings else [scratch["slot_ptr"]] * 3
     _amax_kernel[(config.num_partials, num_scales)](
@@ -393,7 +433,7 @@ def _run_amax(
 
 def _run_cast(
     given: dict[str, Any],
-    parts: list[Tensor],
+    parts: list[Part],
     result: QuantizedQkv,
     rings: Rings | None,
     factor: float,
@@ -411,7 +451,7 @@ def _run_cast(
     counters = [ring.num_nonfinite for ring in rings] if rings else [unused] * 3
     lengths = _ring_lengths(rings)
     programs = num_programs(parts, result, given["NUM_NORMS"] > 0, per_head, config)
-    has_groups = is_transposed and len(parts[2]) > 0
+    has_groups = is_transposed and len(parts[2].x) > 0
     _cast_kernel[(sum(programs),)](
         **(scratch | given),
         **by_part("data_ptr", [result.q, result.k, words]),

@@ -70,8 +70,8 @@ def _rotate_kernel(
     # No room between heads, and no scale that a tile would have to stay within a head for.
     SHAPE: tl.constexpr = (HEAD_DIM, HEAD_DIM, ALIGN, HAS_BATCH, False, BLOCK_TOKENS, BLOCK_WIDTH)
     TURN: tl.constexpr = (ROTARY, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS)
-    q_memory = (q_ptr, q_batch_stride, q_token_stride, q_head_stride)
-    k_memory = (k_ptr, k_batch_stride, k_token_stride, k_head_stride)
+    q_memory = (q_ptr, q_batch_stride, q_token_stride, q_head_stride, (None,), 0)
+    k_memory = (k_ptr, k_batch_stride, k_token_stride, k_head_stride, (None,), 0)
     q = (q_memory, num_q_tokens, NUM_HEADS, q_length)
     k = (k_memory, num_k_tokens, NUM_KV_HEADS, k_length)
     tables = (cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column)
