@@ -127,8 +127,13 @@ def _options(
     """The arguments of an implementation beside tensors and scales, and the features they need."""
     norm = QkNorm(norms[0], norms[1], eps, num_first) if norms else None
     rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
-    options = {"norm": norm, "rotary": rotary, "value_layout": layout, "cu_seqlens": cu_seqlens}
-    options["first"] = tuple(first) if first else None
+    options = {
+        "first": tuple(first) if first else None,
+        "norm": norm,
+        "rotary": rotary,
+        "value_layout": layout,
+        "cu_seqlens": cu_seqlens,
+    }
     used = {
         "first": bool(first),
         "norm": norm is not None,

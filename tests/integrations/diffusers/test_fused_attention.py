@@ -128,14 +128,16 @@ def quantized_calls():
     """What `quantize_qkv` is given: q and k as they are quantized, v, and norm and rotary."""
     calls, quantize = [], ops.quantize_qkv
 
-    def note(q, k, v, *args, norm=None, rotary=None, **options):
-        parts = []
-        for x, side in ((q, "q"), (k, "k")):
+    def note(q, k, v, *args, norm=None, rotary=None, first=None, **options):
+        parts, whole = [], (q, k, v)
+        if first is not None:
+            whole = [torch.cat(both, dim=1) for both in zip(first, whole, strict=True)]
+        for x, side in zip(whole[:2], "qk", strict=True):
             if norm is not None:
                 x = normalize(x, getattr(norm, side), norm.eps, norm.num_first)
             parts.append(x if rotary is None else rotate(x, rotary))
-        calls.append((*parts, v, norm, rotary))
-        return quantize(q, k, v, *args, norm=norm, rotary=rotary, **options)
+        calls.append((*parts, whole[2], norm, rotary))
+        return quantize(q, k, v, *args, norm=norm, rotary=rotary, first=first, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "quantize_qkv", note)
@@ -234,13 +236,13 @@ def test_masks_that_the_stock_processor_refuses():
     x, text = torch.randn(2, 9, 64), torch.randn(2, 5, 64)
     with pytest.raises(ValueError, match="does not accept an external attention_mask"):
         layer(x, encoder_hidden_states=text, attention_mask=torch.ones(2, 14).bool())
-    assert take_left() == (None, None)
+    assert take_left() is None
     flux, _ = make("flux")
     apply_(flux, Recipe(attention="fp8"))
     layer = flux.single_transformer_blocks[0].attn
     with pytest.raises(UnsupportedError, match="got another pattern"):
         layer(x, attention_mask=torch.ones(9, 9, dtype=torch.bool).tril())
-    assert take_left() == (None, None)
+    assert take_left() is None
 
 
 def test_no_rotary_embedding():

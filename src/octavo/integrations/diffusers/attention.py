@@ -16,6 +16,7 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.attention_scales import as_tensors
 from octavo.integrations.diffusers.current_layer import (
+    Left,
     add_backend,
     current_scales,
     hook_scales,
@@ -23,6 +24,7 @@ from octavo.integrations.diffusers.current_layer import (
 )
 from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, unfuse_
 from octavo.integrations.diffusers.masks import reduce_mask
+from octavo.integrations.diffusers.two_streams import Three
 from octavo.integrations.linear import layer_index
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor
@@ -200,7 +202,7 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         _parallel_config: object = None,
         **others: object,
     ) -> Tensor:
-        norm, rotary = take_left()
+        left = take_left()
         refused = {"return_lse": return_lse, "parallel_config": _parallel_config, **others}
         _refuse(dropout_p, **refused)
         _check_shapes(query, key, enable_gqa, is_causal, attn_mask is not None)
@@ -209,13 +211,15 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         if attn_mask is not None:
             sizes = (query.shape[0], query.shape[1], key.shape[1])
             reduced = reduce_mask(attn_mask.to(query.device), *sizes)
+        qkv, first = _find_streams(left, (query, key, value))
         quantized = ops.quantize_qkv(
-            *(query, key, value),
+            *qkv,
             current_scales(query) if is_static else None,
             granularity=None if is_static else granularity,
-            norm=norm,
-            rotary=rotary,
+            norm=None if left is None else left.norm,
+            rotary=None if left is None else left.rotary,
             value_layout="transposed" if query.is_cuda else "rows",
+            first=first,
         )
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)
         out = ops.attention(
@@ -229,6 +233,12 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         return out
 
     return octavo_attention
+
+
+def _find_streams(left: Left | None, qkv: Three) -> tuple[Three, Three | None]:
+    """q, k and v, and those of a text in front of them that need not be concatenated."""
+    found = None if left is None else left.streams.take(qkv, left.norm.num_first)
+    return (qkv, None) if found is None else found
 
 
 def _refuse(dropout_p: float, **others: object) -> None:

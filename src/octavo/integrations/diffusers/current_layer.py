@@ -7,6 +7,7 @@ traced, and the scales of each layer are inputs of one graph.
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from diffusers.models.attention_dispatch import (
@@ -17,6 +18,7 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
+from octavo.integrations.diffusers.two_streams import Streams
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.rotary import Rotary
@@ -25,13 +27,21 @@ See = Callable[[str, Tensor, Tensor, Tensor], None]
 OBSERVED = "octavo_observed"
 
 
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a layer has not done to its queries and keys, and where they are."""
+
+    norm: QkNorm
+    rotary: Rotary | None
+    streams: Streams
+
+
 class _Current(threading.local):
     """What the layer that runs has left for its backend."""
 
     name: str | None = None
     scales: QkvScales | None = None
-    norm: QkNorm | None = None
-    rotary: Rotary | None = None
+    left: Left | None = None
     see: See | None = None
     backend: AttentionBackendName | None = None
 
@@ -64,20 +74,21 @@ def current_scales(query: Tensor) -> QkvScales:
 
 
 @contextmanager
-def left_for_backend(norm: QkNorm, rotary: Rotary | None) -> Iterator[None]:
+def left_for_backend(left: Left) -> Iterator[None]:
     """Leave it to the backend to normalize queries and keys, and to turn them."""
-    before = _CURRENT.norm, _CURRENT.rotary
-    _CURRENT.norm, _CURRENT.rotary = norm, rotary
+    before = _CURRENT.left
+    _CURRENT.left = left
     try:
         yield
     finally:
-        _CURRENT.norm, _CURRENT.rotary = before
+        _CURRENT.left = before
+        left.streams.clear()
 
 
-def take_left() -> tuple[QkNorm | None, Rotary | None]:
-    """The norms and rotary embedding that the layer that runs has left; for its one call alone."""
-    found = _CURRENT.norm, _CURRENT.rotary
-    _CURRENT.norm = _CURRENT.rotary = None
+def take_left() -> Left | None:
+    """What the layer that runs has left to its backend; for its one call alone."""
+    found = _CURRENT.left
+    _CURRENT.left = None
     return found
 
 

@@ -2,9 +2,10 @@
 
 A stock processor normalizes queries and keys, turns them, rounding to the model's dtype after each,
 and only then calls its backend. These run the stock code with neither, and leave both for the
-backend, whose `ops.quantize_qkv` does them in float32. A processor becomes one by its class, and
-stays the same object: backends, layers that share it and copies see nothing of it. What they cannot
-do, in a layer or in one call, takes the stock path.
+backend, whose `ops.quantize_qkv` does them in float32. Where text and image have projections of
+their own, it also gets what both make, and needs no concatenation. A processor becomes one by its
+class, and stays the same object: backends, layers that share it and copies see nothing of it. What
+they cannot do, in a layer or in one call, takes the stock path.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 from torch import Tensor, nn
 
-from octavo.integrations.diffusers.current_layer import left_for_backend
+from octavo.integrations.diffusers.current_layer import Left, left_for_backend
+from octavo.integrations.diffusers.two_streams import Streams
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
 
@@ -250,8 +252,10 @@ def fused(
     if prepared is None:
         yield layer, tables
     else:
-        with left_for_backend(*prepared):
-            yield _WithoutNorms(layer), None
+        left = Left(*prepared, Streams())
+        with left_for_backend(left):
+            kind = _WithoutNorms if tokens[1] is None else _TwoStreamsLayer
+            yield kind(layer, left.streams), None
 
 
 def _prepare(
@@ -287,17 +291,48 @@ def _norms(layer: Any) -> tuple[Any, ...]:
     return own if added == (None, None) else added + own
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 class _WithoutNorms:
     """A layer as a stock processor sees it, whose norms give back what they are given."""
 
-    norm_q = norm_k = norm_added_q = norm_added_k = staticmethod(_same)
-
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, streams: Streams) -> None:
         self._layer = layer
+        self._streams = streams
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+    def norm_q(self, x: Tensor) -> Tensor:
+        """Queries as they are; of an image if the text has a stream of its own."""
+        return x
+
+    def norm_k(self, x: Tensor) -> Tensor:
+        """Keys as they are."""
+        return x
+
+
+class _TwoStreamsLayer(_WithoutNorms):
+    """One whose text has projections of its own: those of both are noted for the backend."""
+
+    def norm_q(self, x: Tensor) -> Tensor:
+        """Queries of the image."""
+        return self._streams.note("q", x)
+
+    def norm_k(self, x: Tensor) -> Tensor:
+        """Keys of the image."""
+        return self._streams.note("k", x)
+
+    def norm_added_q(self, x: Tensor) -> Tensor:
+        """Queries of the text."""
+        return self._streams.note("first_q", x)
+
+    def norm_added_k(self, x: Tensor) -> Tensor:
+        """Keys of the text."""
+        return self._streams.note("first_k", x)
+
+    def to_v(self, x: Tensor) -> Tensor:
+        """Values of the image, as the layer makes them."""
+        return self._streams.note("v", self._layer.to_v(x))
+
+    def add_v_proj(self, x: Tensor) -> Tensor:
+        """Values of the text, as the layer makes them."""
+        return self._streams.note("first_v", self._layer.add_v_proj(x))

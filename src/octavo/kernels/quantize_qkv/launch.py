@@ -122,16 +122,17 @@ def _memory(parts: list[Part]) -> tuple[dict[str, Any], int, bool]:
 
     What there is none of is None, which is compiled in.
     """
-    streams = {name: part.x for name, part in zip("qkv", parts, strict=True)}
-    streams |= {f"{name}_first": part.first for name, part in zip("qkv", parts, strict=True)}
-    strides = {name: None if x is None else _strides(x) for name, x in streams.items()}
-    align = _alignment([stride for each in strides.values() if each for stride in each])
+    streams: dict[str, Tensor | None] = {}
+    for name, part in zip("qkv", parts, strict=True):
+        streams |= {name: part.x, f"{name}_first": part.first}
+    strides = {name: _strides(x) for name, x in streams.items() if x is not None}
+    align = _alignment([stride for each in strides.values() for stride in each])
     memory: dict[str, Any] = {}
     for name, x in streams.items():
         memory[f"{name}_ptr"] = x
-        each = strides[name] or [None] * 3
-        for dimension, stride in zip(("batch", "token", "head"), each, strict=True):
-            memory[f"{name}_{dimension}_stride"] = None if stride is None else stride // align
+        for i, dimension in enumerate(("batch", "token", "head")):
+            stride = None if x is None else strides[name][i] // align
+            memory[f"{name}_{dimension}_stride"] = stride
     return memory, align, any(_needs_batch(part) for part in parts)
 
 
