@@ -112,6 +112,8 @@ def quantize_qkv() -> None:
         rotary=Rotary(angle.cos(), angle.sin()),
         impl="triton",
     )
+    first, second = (tuple(randn(2, n, 3, 2, 72).unbind(2)) for n in (63, 2))
+    ops.quantize_qkv(*second, first=first, value_layout="transposed", impl="triton")
 
 
 def rotate_qk() -> None:

@@ -34,7 +34,7 @@ class Streams:
         """
         noted = [self._noted.get(name) for name in ("q", "k", "v", "first_q", "first_k", "first_v")]
         self.clear()
-        found = []
+        found: list[Tensor] = []
         for x, like in zip(noted, whole + whole, strict=True):
             if x is not None and x.dim() == 3 and x.shape[2] % like.shape[3] == 0:
                 x = x.unflatten(-1, (-1, like.shape[3]))
