@@ -18,7 +18,7 @@ History = tuple[AmaxHistory, AmaxHistory, AmaxHistory]
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless these are q, k and v of one call."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)

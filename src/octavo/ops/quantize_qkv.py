@@ -24,8 +24,8 @@ from octavo.ops.check_qkv import (
     check_layout,
     check_norm,
     check_num_tokens,
-    check_qkv,
     check_rotary,
+    check_tensors,
 )
 from octavo.ops.register import define
 from octavo.ops.select import Request, find_run, register_impl, register_reference
@@ -66,7 +66,7 @@ def quantize_qkv(
     before an image's, [batch, num_first, heads, head_dim]: the result is that of both concatenated,
     which nobody has to do. For dense q, k and v of the same tokens.
     """
-    check_qkv(q, k, v)
+    check_tensors(q, k, v)
     check_num_tokens(q, k, num_tokens)
     layout = check_layout(k, value_layout, cu_seqlens)
     check_one_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
