@@ -275,8 +275,7 @@ OPTIONS = {
     "packed": {"value_layout": "transposed", "cu_seqlens": cumulative((2, 3))},
     "static": {"scales": QkvScales.ones(), "rotary": tables(6)},
     "dense": FOUR | {"value_layout": "transposed", "granularity": PerHead()},
-    "first": with_first() | {"value_layout": "transposed", "norm": norms(2, num_first=4)},
-    "first-static": with_first() | {"scales": QkvScales.ones()},
+    "first": with_first() | {"scales": QkvScales.ones(), "norm": norms(2, num_first=4)},
 }
 
 
@@ -293,7 +292,10 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOW = {"first": pytest.mark.slow}  # test_register.py has a call with first, too
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in OPTIONS])
 def test_fake_results_have_the_same_strides(name):
     with Calls() as calls:
         call(**OPTIONS[name])
@@ -328,6 +330,7 @@ def test_compiled():
     assert int(ours[0].num_passes) == 2
 
 
+@pytest.mark.slow
 def test_compiled_with_first():
     """Streams of several lengths in one graph."""
     torch._dynamo.reset()
