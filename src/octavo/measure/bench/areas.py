@@ -84,6 +84,7 @@ AREAS = {
             "integrations/diffusers/plain_layers.py",
             "integrations/diffusers/replay.py",
             "integrations/diffusers/step_graphs.py",
+            "integrations/diffusers/two_streams.py",
         ),
         tests=(
             "integrations/diffusers/test_attention.py",
