@@ -112,8 +112,10 @@ def quantize_qkv() -> None:
         rotary=Rotary(angle.cos(), angle.sin()),
         impl="triton",
     )
-    first, second = (tuple(randn(2, n, 3, 2, 72).unbind(2)) for n in (63, 2))
-    ops.quantize_qkv(*second, first=first, value_layout="transposed", impl="triton")
+    text = [randn(2, 63, 2, 72) for _ in range(3)]
+    q, k, v = (randn(2, 2, 2, 72) for _ in range(3))
+    first = (text[0], text[1], text[2])
+    ops.quantize_qkv(q, k, v, first=first, value_layout="transposed", impl="triton")
 
 
 def rotate_qk() -> None:
