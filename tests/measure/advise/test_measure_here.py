@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("transformers")
 
 from octavo.errors import UnsupportedError
-from octavo.measure.advise.measure_here import decoder_rows, measure
+from octavo.measure.advise import measure_here
+from octavo.measure.advise.measure_here import decoder_rows, measure, measured_output_len
 from octavo.measure.advise.model_shape import ModelShape, find_model
 from octavo.measure.advise.workload import Workload
 
@@ -24,6 +25,25 @@ def test_a_decoder_is_measured_under_the_name_that_advice_knows():
     assert all(record.values["median_itl_ms"] > 0 for record in records)
     # Who is not measured is named.
     assert rows | {name for name, _ in measured.failures} == set(decoder_rows(model))
+
+
+def test_the_first_sequence_decodes_while_the_last_prompt_is_computed():
+    """8 prompts of 20,000 tokens take 20 steps of 8,192 tokens, 8 of them of sequences."""
+    assert measured_output_len(Workload(context=20000, concurrency=8)) == 20 + 16 + 1
+    assert measured_output_len(Workload(context=20000, concurrency=8, output_len=2)) == 20 + 2 + 1
+    assert measured_output_len(Workload(context=64, concurrency=1)) == 1 + 16 + 1
+
+
+@pytest.mark.slow
+def test_all_sequences_decode_at_once_after_many_prompts(monkeypatch):
+    """Prompts that take more steps than tokens are timed."""
+    monkeypatch.setattr(measure_here, "MAX_BATCHED_TOKENS", 16)
+    monkeypatch.setattr(measure_here, "decoder_rows", lambda model: ["auto"])
+    workload = Workload(context=24, output_len=2, concurrency=4)
+    model = find_model("tiny")
+    measured = measure(model, workload, CPU, name="tiny", command="x")
+    (record,) = measured.records
+    assert record.values["num_itl_samples"] >= 4 and not measured.failures
 
 
 @pytest.mark.slow

@@ -17,7 +17,9 @@ from octavo.measure.advise.workload import Workload
 from octavo.measure.bench.benchmark import Objection
 from octavo.measure.records import Measurement
 
+# Tokens of each sequence that are timed, while all of them decode.
 OUTPUT_LEN = 16
+MAX_BATCHED_TOKENS = 8192
 # Blocks of each kind that a diffusion transformer is measured with.
 NUM_BLOCKS = 2
 Progress = Callable[[str], None]
@@ -96,6 +98,16 @@ def measure(
     return found
 
 
+def measured_output_len(workload: Workload) -> int:
+    """Tokens for each sequence, so that the first still decodes when the last prompt is done.
+
+    While prompts are computed, every sequence whose own is done has a token in each step.
+    """
+    num_prompt_tokens = workload.concurrency * workload.context
+    num_tokens = max(1, MAX_BATCHED_TOKENS - workload.concurrency)  # of prompts, in a step
+    return -(-num_prompt_tokens // num_tokens) + min(workload.output_len, OUTPUT_LEN) + 1
+
+
 def _measure_decoder(
     model: ModelShape, workload: Workload, device: torch.device, name: str, command: str
 ) -> Measured:
@@ -114,11 +126,15 @@ def _measure_decoder(
     subject = open_subject(*places, dtype="auto", device=str(device), layers=None)
     case = LatencyCase(
         input_lens=(workload.context,),
-        output_len=min(workload.output_len, OUTPUT_LEN) + 1,
+        output_len=measured_output_len(workload),
         batch_size=workload.concurrency,
         num_iters=1,
     )
-    settings = EngineSettings(max_num_batched_tokens=8192, compile=device.type == "cuda")
+    settings = EngineSettings(
+        max_num_seqs=workload.concurrency,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        compile=device.type == "cuda",
+    )
     rows = make_rows(decoder_rows(model), subject)
     results = run_latency(subject, rows, case, settings, command=command)
     records = [record for result in results for record in result.records]
