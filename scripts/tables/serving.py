@@ -154,7 +154,7 @@ def _range(fit: Measurement, name: str, unit: str, digits: int) -> str:
 
 def _throughput_of(records: list[Measurement]) -> str:
     """The table of one model and load."""
-    latest = newest(records, lambda r: r.case["row"])
+    latest = _first_rows_first(newest(records, lambda r: r.case["row"]))
     table = Table(
         caption="",
         header=("", "output tokens/s", "TTFT (ms)", "ITL (ms)", "duration (s)"),

@@ -254,6 +254,15 @@ def test_throughput(tables, tmp_path):
     assert "after each, all open at once, up to 8 in a step" in gpt and "×" not in gpt
 
 
+def test_throughput_begins_with_the_row_that_others_are_compared_with(tables, tmp_path):
+    """A first row of an earlier run comes last: no gain is over it."""
+    newer = replace(load("fp8", 480.0, gain=1.5, day=2), baseline="auto+prefill=vllm-fa3")
+    records = [load("auto", 310.0), newer, load("auto+prefill=vllm-fa3", 320.0, day=2)]
+    store.append(tmp_path / "throughput_h200.jsonl", records)
+    _, *rows = rows_of(tables["throughput"](tmp_path))
+    assert [row[0] for row in rows] == ["`auto+prefill=vllm-fa3`", "`fp8`", "`auto`"]
+
+
 def test_two_lengths_have_no_line_in_words(tables, tmp_path):
     own = line("auto", Line(intercept=5.0, slope=1e-5, residual=0.0), input_lens="256,8192")
     text = latency(tables, tmp_path, [times("auto", 256, 70.0, 5.0), own])
