@@ -107,13 +107,13 @@ def test_a_step_is_shown_by_its_fastest_way():
 
     records = [ran("bf16", 10, 1.0), ran("static", 8, 1.25), ran("static", 5, 2.0, graphs=True)]
     (section,) = steps.encoder_sections(records)
-    (bars,) = section.figures[0].data  # of one size: no groups, and no legend
-    assert (bars["x"], bars["y"]) == (["bf16", "static"], [1.0, 2.0])
+    (bars,) = section.figures[0].data  # of one size: names down, no groups, and no legend
+    assert (bars["y"], bars["x"], bars["orientation"]) == (["bf16", "static"], [1.0, 2.0], "h")
     layout = section.figures[0].layout
-    assert not layout["showlegend"] and layout["yaxis"]["range"] == [0, 2.3]
-    assert layout["yaxis"]["title"]["text"] == "speed-up (×)"
+    assert not layout["showlegend"] and layout["xaxis"]["title"]["text"] == "speed-up (×)"
     (other,) = steps.encoder_sections([*records, ran("bf16", 3, 1.0, images=1)])
     assert [trace["y"] for trace in other.figures[0].data] == [[1.0, 1.0], [2.0]]
+    assert other.figures[0].layout["yaxis"]["range"] == [0, 2.3]
     assert "vit: 2.00 times as fast with static at 3 × 4k, against stock BF16" in section.headline
     assert "speed-up (×)" in section.tables[0].header
 

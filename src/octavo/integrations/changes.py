@@ -17,8 +17,8 @@ class Changes:
     diffusers' layers, those whose norms and rotary embedding are part of the pass that quantizes.
     weight_only: linear layers whose weight alone was quantized because weight_only_layers say so.
     left: the layers that stay as they are, with the reason: of a kind that the field can do nothing
-    to, or left alone on purpose. faster: layers of these, and norms, that compute the same, in 16
-    bits, in a form that takes less of a GPU's time.
+    to, or left alone on purpose. faster: layers that are not quantized, norms too, and have a form
+    that takes less of a GPU's time in 16 bits.
     """
 
     layers: dict[str, list[str]]
@@ -36,7 +36,7 @@ class Changes:
             lines.append(f"{name}: {len(layers)} layers{told}")
             lines += _left_lines(name, self.left.get(name, {}))
             if faster := self.faster.get(name):
-                lines.append(f"{name}: {len(faster)} layers in 16 bits take a faster form")
+                lines.append(f"{name}: {len(faster)} plain layers have a faster form on a GPU")
         return "\n".join(lines) or "nothing was changed"
 
 

@@ -1,5 +1,6 @@
 """Text and image quantized from where they are: as both concatenated, and nobody concatenates."""
 
+import threading
 import weakref
 from contextlib import contextmanager
 
@@ -85,6 +86,25 @@ def count_concatenations(layer, *args, **options):
         assert_same_bits(x, expected)
     (count,) = found
     return count
+
+
+@pytest.mark.parametrize("family", ["flux", "z_image"])
+def test_a_compiled_block_may_be_the_first_call_of_a_thread(family):
+    """As after `apply_` and `compile_repeated_blocks`, without a step in between."""
+    model, inputs = make(family, torch.bfloat16)
+    apply_(model, Recipe(attention="fp8"))
+    expected, found = run(model, inputs), []
+    torch.compiler.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+
+    def call():
+        with torch.no_grad():
+            found.append(run(model, inputs))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and torch.equal(found[0], expected)
 
 
 def test_compiled_layers_concatenate_nothing():

@@ -56,7 +56,8 @@ def _four_dims(mask: Tensor, batch_size: int, q_len: int, kv_len: int) -> Tensor
     full = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
     sizes = (batch_size, None, q_len, kv_len)
     is_fitting = full.dim() == 4 and all(
-        expected is None or size in (1, expected)
+        # Not `size in (1, expected)`: while compiling, sizes that are symbols are in nothing.
+        expected is None or size == 1 or size == expected
         for size, expected in zip(full.shape, sizes, strict=True)
     )
     if not is_fitting:

@@ -103,7 +103,7 @@ def measured_output_len(workload: Workload) -> int:
 
     While prompts are computed, every sequence whose own is done has a token in each step.
     """
-    num_prompt_tokens = workload.concurrency * workload.context
+    num_prompt_tokens = (workload.concurrency - 1) * workload.context  # behind the first
     num_tokens = max(1, MAX_BATCHED_TOKENS - workload.concurrency)  # of prompts, in a step
     return -(-num_prompt_tokens // num_tokens) + min(workload.output_len, OUTPUT_LEN) + 1
 

@@ -8,7 +8,7 @@ from octavo.measure.report.filled import filled_table
 from octavo.measure.report.html import Section
 from octavo.measure.report.needle import tokens_text
 from octavo.measure.report.plots import bars
-from octavo.measure.report.points import titled
+from octavo.measure.report.points import name_bars, titled
 from octavo.measure.report.select import grouped, newest
 
 _WAYS = "fastest of the ways to run it that were measured (CUDA graphs or not, compiled or not)"
@@ -92,10 +92,12 @@ def _section(
     if compared:
         baselines = sorted({str(row.baseline) for row in compared})
         caption = f"{what}: speed-up over {' or '.join(baselines)}; higher is better."
-        # One size needs no groups, and then no legend either, which many recipes would fill.
-        x, series = ("recipe", "size") if len(sizes) == 1 else ("size", "recipe")
-        figure = bars(compared, caption=caption, x=x, y="speedup", series=series)
-        figures.append(titled(figure, "recipe" if len(sizes) == 1 else x_title, "speed-up (×)"))
+        if len(sizes) == 1:  # no groups and no legend: many recipes have room below each other
+            speedups = {str(row.case["recipe"]): row.values["speedup"] for row in compared}
+            figures.append(name_bars(speedups, caption=caption, value_title="speed-up (×)"))
+        else:
+            figure = bars(compared, caption=caption, x="size", y="speedup", series="recipe")
+            figures.append(titled(figure, x_title, "speed-up (×)"))
     best = max(compared, key=lambda row: row.values["speedup"], default=None)
     return Section(
         title=title,
