@@ -75,6 +75,8 @@ def test_sizes_that_would_be_rounded_first_take_the_reference():
 def test_nothing():
     x, weight, bias = draw_operands(4, 96, 64)
     assert check(x[:0], weight, bias).shape == (0, 96)
+    expected = torch.nn.functional.gelu(bias.float(), approximate="tanh").bfloat16()
+    assert torch.equal(ops.linear_gelu(x[:, :0], weight[:, :0], bias), expected.expand(4, -1))
 
 
 def test_what_is_not_finite():

@@ -97,6 +97,7 @@ def test_which_one_runs_where():
     assert "got torch.float32" in chosen(H200, torch.float32).objections["torch"]
     for sizes in ((5, 20, 8), (5, 16, 9)):
         assert "unless 8 divides" in chosen(H200, sizes=sizes).objections["torch"]
+    assert "depth of 0" in chosen(H200, sizes=(5, 16, 0)).objections["torch"]
     assert "got 7.0" in chosen(V100).objections["torch"]
     with pytest.raises(UnsupportedError, match="CUDA GPUs alone"):
         call(impl="torch")

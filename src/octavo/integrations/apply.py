@@ -132,9 +132,7 @@ def apply_attention_(
         _apply_vision(model, recipe, skipped, changes, vision_impl)
     if recipe.attention is not None:
         from octavo.integrations.diffusers import attention
-        from octavo.integrations.diffusers.whole_state import begin_whole_
 
-        begin_whole_()
         changes.layers["attention"] = attention.attach(
             model,
             recipe.attention,

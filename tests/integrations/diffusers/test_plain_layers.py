@@ -130,6 +130,38 @@ def test_calls_that_take_the_stock_path(calls):
     assert calls == [(2, 7, 48)]
 
 
+class Wrapped(torch.Tensor):
+    """Such as a weight that torchao has quantized."""
+
+
+def with_wrapped_weight(layer):
+    weight = layer.net[0].proj.weight.data.as_subclass(Wrapped)
+    layer.net[0].proj.weight = nn.Parameter(weight, False)
+
+
+def without_bias(layer):
+    layer.net[0].proj.bias = None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [with_wrapped_weight, without_bias])
+def test_weights_of_another_kind_take_the_stock_path(calls, change):
+    stock, x = make_feed_forward()
+    layer, _ = make_feed_forward()
+    use_faster_forms_(layer)
+    change(stock)
+    change(layer)
+    assert torch.equal(layer(x), stock(x)) and calls == []
+
+
+def test_a_bias_may_be_trained_alone(calls):
+    layer, x = make_feed_forward()
+    use_faster_forms_(layer)
+    layer.requires_grad_(False).net[0].proj.bias.requires_grad_(True)
+    layer(x).sum().backward()
+    assert layer.net[0].proj.bias.grad is not None and calls == []
+
+
 @torch.no_grad()
 def test_a_cpu_runs_what_it_did():
     layer, x = make_feed_forward()
@@ -196,6 +228,22 @@ def test_norms_have_two_passes_in_a_compiled_model_alone(calls, affine, monkeypa
     assert any("rsqrt" in name for name in seen) and not any("layer_norm" in name for name in seen)
     wide = nn.LayerNorm((4, 48))
     assert use_faster_forms_(nn.Sequential(wide)) == [] and type(wide) is nn.LayerNorm
+
+
+@torch.no_grad()
+def test_norms_that_would_not_be_the_same_stay(calls):
+    """Of autocast, which computes them in float32, of float64, and of a width that is wrong."""
+    norm = nn.LayerNorm(48, elementwise_affine=False)
+    use_faster_forms_(nn.Sequential(norm))
+    torch.compiler.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(3, 48).bfloat16()
+        assert compiled(x).dtype == norm(x).dtype
+    exact = torch.randn(3, 48, dtype=torch.float64)
+    assert torch.equal(compiled(exact), norm(exact))
+    with pytest.raises(Exception, match="normalized_shape"):
+        compiled(torch.randn(3, 96))
 
 
 @torch.no_grad()

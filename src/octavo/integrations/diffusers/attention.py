@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from octavo.integrations.diffusers.current_layer import (
     hook_scales,
     take_left,
 )
-from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, unfuse_
+from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, is_ours, unfuse_
 from octavo.integrations.diffusers.masks import reduce_mask
 from octavo.integrations.diffusers.two_streams import Three
 from octavo.integrations.linear import layer_index
@@ -119,6 +120,8 @@ def attach(
             setattr(processor, _PREVIOUS, processor._attention_backend)
             fuse_(processor, member)
         processor._attention_backend = member
+        for hook in getattr(layer, _HOOKS, ()):  # of a processor that diffusers has replaced
+            hook.remove()
         if name in static:
             device = next((x.device for x in layer.parameters()), None)
             placed = QkvScales(*(x.to(device) for x in _parts(static[name])))
@@ -149,8 +152,10 @@ def detach(model: nn.Module) -> list[str]:
     names, processors = [], {}
     for name, layer in find_layers(model).items():
         processor: Any = layer.processor
-        if hasattr(processor, _PREVIOUS):
+        # diffusers may have made another processor, or one of our class without a backend.
+        if hasattr(processor, _PREVIOUS) or hasattr(layer, _HOOKS) or is_ours(processor):
             names.append(name)
+        if hasattr(processor, _PREVIOUS):
             processors[id(processor)] = processor
         if hasattr(layer, _HOOKS):
             for hook in getattr(layer, _HOOKS):
@@ -207,6 +212,8 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         _refuse(dropout_p, **refused)
         _check_shapes(query, key, enable_gqa, is_causal, attn_mask is not None)
         check_fp8_device(_LABEL, query.device, None)
+        if _skips_scores() and query.shape == value.shape:
+            return value
         reduced = None
         if attn_mask is not None:
             sizes = (query.shape[0], query.shape[1], key.shape[1])
@@ -233,6 +240,12 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         return out
 
     return octavo_attention
+
+
+def _skips_scores() -> bool:
+    """Whether diffusers replaces attention by its values here, as perturbed guidance does."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, AttentionScoreSkipFunctionMode) for mode in modes)
 
 
 def _find_streams(left: Left | None, qkv: Three) -> tuple[Three, Three | None]:

@@ -39,11 +39,12 @@ class Left:
 class _Current(threading.local):
     """What the layer that runs has left for its backend."""
 
-    name: str | None = None
-    scales: QkvScales | None = None
-    left: Left | None = None
-    see: See | None = None
-    backend: AttentionBackendName | None = None
+    def __init__(self) -> None:  # in each thread: a compiled block guards what it finds here
+        self.name: str | None = None
+        self.scales: QkvScales | None = None
+        self.left: Left | None = None
+        self.see: See | None = None
+        self.backend: AttentionBackendName | None = None
 
 
 _CURRENT = _Current()

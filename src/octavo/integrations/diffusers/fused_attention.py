@@ -188,6 +188,11 @@ def unfuse_(processor: Any) -> None:
         vars(processor).pop(_BACKEND, None)
 
 
+def is_ours(processor: Any) -> bool:
+    """Whether a processor is of a class that `fuse_` gives."""
+    return type(processor) in _STOCK
+
+
 def _introduce(kind: type) -> None:
     """Let diffusers' hooks that skip attention know our class as they know the stock one."""
     try:

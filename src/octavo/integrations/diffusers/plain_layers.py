@@ -15,6 +15,7 @@ from octavo import ops
 DEVICES = ("cuda",)
 # What divides sizes of products that can have GELU at their end (`ops.linear_gelu`).
 FUSED_SIZES = 8
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -38,9 +39,18 @@ class TwoPassLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.LayerNorm."""
-        if not (torch.compiler.is_compiling() and input.device.type in DEVICES):
+        if not (torch.compiler.is_compiling() and self._is_for(input)):
             return super().forward(input)
         return two_pass_layer_norm(input, self.weight, self.bias, self.eps)
+
+    def _is_for(self, x: Tensor) -> bool:
+        """Whether x is normalized in its own dtype, and is what nn.LayerNorm would take."""
+        if x.device.type not in DEVICES or torch.is_autocast_enabled(x.device.type):
+            return False
+        if x.dtype not in (*_SIXTEEN_BITS, torch.float32) or x.dim() == 0:
+            return False
+        has_own_dtype = self.weight is None or self.weight.dtype == x.dtype
+        return has_own_dtype and x.shape[-1] == self.normalized_shape[0]
 
 
 def two_pass_layer_norm(
@@ -84,11 +94,15 @@ def _is_plain(proj: nn.Module, x: Tensor) -> bool:
     """Whether x may go past the module `proj` to its weights, as they were when it was made."""
     if type(proj) is not nn.Linear or x.device.type not in DEVICES:
         return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != proj.weight.dtype:
+    weight, bias = proj.weight, proj.bias
+    # A weight of another class, such as torchao's, has products of its own.
+    if bias is None or type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
+        return False
+    if x.dtype not in _SIXTEEN_BITS or weight.dtype != x.dtype or bias.dtype != x.dtype:
         return False
     if torch.is_autocast_enabled(x.device.type):
         return False
     # Such as those that bring offloaded weights when the module is called.
     if "forward" in proj.__dict__ or any(getattr(proj, hooks) for hooks in _HOOKS):
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or proj.weight.requires_grad))
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias)))

@@ -24,12 +24,15 @@ def torch_objection(
         return f"products need compute capability 8.0 or newer, got {major}.{minor}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"products in 16 bits have a GELU at their end, got {dtype}"
-    if sizes is not None and any(size % ALIGNMENT for size in sizes[1:]):
+    if sizes is not None:
         _, columns, depth = sizes
-        return (
-            f"the product would be rounded before its GELU unless {ALIGNMENT} divides columns and "
-            f"depth, got {columns} and {depth}"
-        )
+        if depth == 0:
+            return "a product of no values is the bias alone, without GELU: got a depth of 0"
+        if columns % ALIGNMENT or depth % ALIGNMENT:
+            return (
+                f"the product would be rounded before its GELU unless {ALIGNMENT} divides columns "
+                f"and depth, got {columns} and {depth}"
+            )
     return None
 
 
