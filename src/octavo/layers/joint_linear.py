@@ -48,7 +48,7 @@ class JointLinear:
             sum(self.sizes),
             first.settings,
             bias=bias is not None,
-            dtype=None if bias is None else bias.dtype,
+            dtype=first.compute_dtype,
             device="meta",
             name=" + ".join(layer.name for layer in layers),
             impl=first.impl,

@@ -77,6 +77,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self.is_converted = False
         # Whether it stands for several layers, whose common input is what a norm has made.
         self.is_joint = False
+        self._plain_dtype = dtype or torch.get_default_dtype()
         fp8 = format_named(settings.format).dtype
         shape = (_aligned(out_features), _aligned(in_features))
         scale_shape = self._product_granularity().scale_shape(shape)
@@ -128,7 +129,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
             linear.out_features,
             settings,
             bias=bias is not None,
-            dtype=None if bias is None else bias.dtype,
+            dtype=weight.dtype if bias is None else bias.dtype,
             device=weight.device,
             shards=shards,
             name=name,
@@ -141,6 +142,12 @@ class Fp8Linear(Float32Buffers, nn.Linear):
                 made.bias[: made.out_features] = bias
         made.is_converted = True
         return made.train(linear.training)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What stands on top of the layer computes in; peft asks for it when it adds adapters."""
+        bias: Tensor | None = self.bias
+        return self._plain_dtype if bias is None else bias.dtype
 
     @torch.no_grad()
     def quantize_weight_(self, weight: Tensor) -> None:

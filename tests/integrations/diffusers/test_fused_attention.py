@@ -536,18 +536,20 @@ def test_processors_that_diffusers_makes_later_run_as_stock_ones():
     assert find_fused(model) == list(layers)
 
 
-def test_norms_are_for_the_one_call_of_their_layer():
+@pytest.mark.parametrize("where", ["to_out.0", "to_k"])
+def test_norms_are_for_the_one_call_of_their_layer(where):
+    """Calls of the backend before it and after it, by hooks, have none."""
     model, inputs = make("flux")
     apply_(model, Recipe(attention="fp8"))
     layer = model.transformer_blocks[0].attn
-    q = torch.randn(2, inputs["hidden_states"].shape[1], 2, layer.head_dim)
+    q = torch.randn(2, NUM_TEXT + inputs["hidden_states"].shape[1], 2, layer.head_dim)
 
     def attend():
         return dispatch_attention_fn(q, q, q, backend=layer.processor._attention_backend)
 
-    expected, seen = attend(), []
-    layer.to_out[0].register_forward_hook(lambda *_: seen.append(attend()))
-    run(model, inputs)
+    before, expected, seen = run(model, inputs), attend(), []
+    layer.get_submodule(where).register_forward_hook(lambda *_: seen.append(attend()))
+    assert_same_bits(run(model, inputs), before)
     assert_same_bits(seen[0], expected)
 
 

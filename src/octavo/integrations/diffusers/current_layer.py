@@ -74,20 +74,13 @@ def current_scales(query: Tensor) -> QkvScales:
     return QkvScales(*(x.to(query.device) for x in (scales.q, scales.k, scales.v)))
 
 
-@contextmanager
-def left_for_backend(left: Left) -> Iterator[None]:
-    """Leave it to the backend to normalize queries and keys, and to turn them."""
-    before = _CURRENT.left
+def leave(left: Left) -> None:
+    """Leave it to the backend, when it is called next, to normalize queries and keys."""
     _CURRENT.left = left
-    try:
-        yield
-    finally:
-        _CURRENT.left = before
-        left.streams.clear()
 
 
 def take_left() -> Left | None:
-    """What the layer that runs has left to its backend; for its one call alone."""
+    """What the layer that runs has left for its backend; for its one call alone."""
     found = _CURRENT.left
     _CURRENT.left = None
     return found

@@ -24,7 +24,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 from torch import Tensor, nn
 
-from octavo.integrations.diffusers.current_layer import Left, left_for_backend
+from octavo.integrations.diffusers.current_layer import Left, leave, take_left
 from octavo.integrations.diffusers.two_streams import Streams
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
@@ -258,9 +258,12 @@ def fused(
         yield layer, tables
     else:
         left = Left(*prepared, Streams())
-        with left_for_backend(left):
-            kind = _WithoutNorms if tokens[1] is None else _TwoStreamsLayer
-            yield kind(layer, left.streams), None
+        kind = _WithoutNorms if tokens[1] is None else _TwoStreamsLayer
+        try:
+            yield kind(layer, left), None
+        finally:
+            take_left()  # which is there still if the backend was not reached
+            left.streams.clear()
 
 
 def _prepare(
@@ -297,17 +300,22 @@ def _norms(layer: Any) -> tuple[Any, ...]:
 
 
 class _WithoutNorms:
-    """A layer as a stock processor sees it, whose norms give back what they are given."""
+    """A layer as a stock processor sees it, whose norms give back what they are given.
 
-    def __init__(self, layer: Any, streams: Streams) -> None:
+    They say that the backend is next: its calls before belong to others, such as hooks of
+    projections.
+    """
+
+    def __init__(self, layer: Any, left: Left) -> None:
         self._layer = layer
-        self._streams = streams
+        self._left = left
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def norm_q(self, x: Tensor) -> Tensor:
         """Queries as they are; of an image if the text has a stream of its own."""
+        leave(self._left)
         return x
 
     def norm_k(self, x: Tensor) -> Tensor:
@@ -320,24 +328,25 @@ class _TwoStreamsLayer(_WithoutNorms):
 
     def norm_q(self, x: Tensor) -> Tensor:
         """Queries of the image."""
-        return self._streams.note("q", x)
+        leave(self._left)
+        return self._left.streams.note("q", x)
 
     def norm_k(self, x: Tensor) -> Tensor:
         """Keys of the image."""
-        return self._streams.note("k", x)
+        return self._left.streams.note("k", x)
 
     def norm_added_q(self, x: Tensor) -> Tensor:
         """Queries of the text."""
-        return self._streams.note("first_q", x)
+        return self._left.streams.note("first_q", x)
 
     def norm_added_k(self, x: Tensor) -> Tensor:
         """Keys of the text."""
-        return self._streams.note("first_k", x)
+        return self._left.streams.note("first_k", x)
 
     def to_v(self, x: Tensor) -> Tensor:
         """Values of the image, as the layer makes them."""
-        return self._streams.note("v", self._layer.to_v(x))
+        return self._left.streams.note("v", self._layer.to_v(x))
 
     def add_v_proj(self, x: Tensor) -> Tensor:
         """Values of the text, as the layer makes them."""
-        return self._streams.note("first_v", self._layer.add_v_proj(x))
+        return self._left.streams.note("first_v", self._layer.add_v_proj(x))

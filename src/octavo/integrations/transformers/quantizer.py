@@ -215,7 +215,7 @@ def _empty(
         plain.out_features,
         settings,
         bias=bias is not None,
-        dtype=None if bias is None else bias.dtype,
+        dtype=plain.weight.dtype if bias is None else bias.dtype,
         device="meta",
         shards=shards,
         name=name,
