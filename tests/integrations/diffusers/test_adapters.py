@@ -17,7 +17,7 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 def add_adapter_(model):
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False)
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS, init_lora_weights=False)
     model.add_adapter(config, adapter_name="style")
     return model
 
