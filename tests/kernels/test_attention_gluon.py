@@ -86,6 +86,23 @@ def test_head_dims(head_dim):
     check(dense(PerHead(), q_len=200, kv_len=300, head_dim=head_dim))
 
 
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", [PerTensor(), PerHead()], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_again_with_other_tensors(head_dim, granularity):
+    """A launch of known sizes reads and writes the tensors of its own call."""
+    fields = {"q_len": 200, "kv_len": 300, "head_dim": head_dim}
+    first, second = (dense(granularity, batch=n, **fields) for n in (1, 2))
+    outs = [check(first), check(second)]
+    for inputs, out in zip((first, second), outs, strict=True):
+        values = inputs["v"].view(torch.uint8).flip(1).view(E4M3)
+        scales = QkvScales(*(2 * getattr(inputs["scales"], name) for name in "qkv"))
+        other = inputs | {"v": values, "scales": scales}
+        assert relative_rms(check(other), out) > 0.1
+        assert_same_bits(check(inputs), out)
+
+
 SPECS = [
     AttentionSpec(causal=True),
     AttentionSpec(window=5),

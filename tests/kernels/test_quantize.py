@@ -46,6 +46,16 @@ def test_dynamic_and_static_give_the_reference_its_bits(shape, granularity, devi
     assert_same(run(x, granularity, scale=expected.scale), expected)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_again_with_other_tensors(granularity, device):
+    """A launch of known sizes reads and writes the tensors of its own call."""
+    for factor in (1, 3):
+        x = torch.randn(4 * 6 * 48 + 1, device=device).bfloat16() * factor
+        for part in (x[:-1], x[1:]):  # where a wide load can begin, and where not
+            part = part.view(4, 6, 48)
+            assert_same(run(part, granularity), numerics.quantize(part, granularity))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerToken(), PerBlock(1, 128)], ids=str)

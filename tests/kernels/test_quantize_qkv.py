@@ -73,6 +73,24 @@ def test_rotary(kind, scaling, device):
     check(q, k, v, rotary=ROTARY[kind](21, device), **options)
 
 
+def shifted(x):
+    """The same values, not where a wide load could begin."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("scaling", ["static", "dynamic"])
+def test_again_with_other_tensors(scaling, device):
+    """A launch of known sizes reads and writes the tensors of its own call."""
+    options = {"scales": static_scales(device)} if scaling == "static" else {}
+    for factor in (1, 3):
+        q, k, v = (x * factor for x in draw_packed(9, 2, 1, 64, device))
+        rotary = draw_rotary(9, 64 // factor // 2 * 2, device)
+        check(q, k, v, rotary=rotary, **options)
+        check(q.flip(0), k.flip(1), v.flip(0), rotary=rotary, **options)
+        check(*map(shifted, (q, k, v)), rotary=rotary, **options)
+        check(q, shifted(k), v, rotary=Rotary(shifted(rotary.cos), rotary.sin), **options)
+
+
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_one_table_for_every_sequence(is_interleaved, device):
     q, k, v = (x.view(3, 7, -1, 40) for x in draw_packed(21, 2, 1, 40, device))

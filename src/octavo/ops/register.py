@@ -12,18 +12,22 @@ from octavo.errors import UnsupportedError
 
 use_cache_dir()  # before any op imports its kernels
 _LIBRARY = torch.library.Library("octavo", "DEF")
+_NOTHING = nullcontext()
+# Below autograd, these do not compute: they note a call, or find the shapes of its results.
+_TRACING = (
+    torch._C.DispatchKey.Python,
+    torch._C.DispatchKey.Functionalize,
+    torch._C.DispatchKey.Meta,
+)
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define octavo::<schema>; `fake` makes empty results of the right shapes for tracing."""
-    name = schema.partition("(")[0]
+    name, guarded = schema.partition("(")[0], _guarded(run)
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, _guarded(run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, guarded, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
-    if "!" in schema:  # torch.library has no gradients for operators that write to their inputs
-        _LIBRARY.impl(name, _without_gradient(name), "Autograd")
-    else:
-        torch.library.register_autograd(f"octavo::{name}", _no_gradient(name), lib=_LIBRARY)
+    _LIBRARY.impl(name, _without_gradient(name, guarded), "Autograd", with_keyset=True)
 
 
 def empty_result(q: Tensor, out_dtype: torch.dtype, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -55,21 +59,11 @@ def on_device_of(args: Sequence[object]) -> AbstractContextManager[object]:
             if first.is_cuda and first.device.index != torch.cuda.current_device():
                 return torch.cuda.device(first.device)
             break
-    return nullcontext()
+    return _NOTHING
 
 
-def _no_gradient(name: str) -> Callable[..., NoReturn]:
-    def backward(*_: object) -> NoReturn:
-        raise UnsupportedError(
-            f"octavo's {name} has no gradient: expected inference, got backward(); call it on "
-            "detached tensors or under torch.no_grad()"
-        )
-
-    return backward
-
-
-def _without_gradient(name: str) -> Callable[..., Any]:
-    """Runs the operator below autograd; its results raise when a gradient reaches them."""
+def _without_gradient(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator as autograd sees it: its results raise when a gradient reaches them."""
 
     class NoGradient(torch.autograd.Function):
         @staticmethod
@@ -77,6 +71,18 @@ def _without_gradient(name: str) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 return getattr(torch.ops.octavo, name)(*args)
 
-        backward = staticmethod(_no_gradient(name))
+        @staticmethod
+        def backward(ctx: Any, *_: object) -> NoReturn:
+            raise UnsupportedError(
+                f"octavo's {name} has no gradient: expected inference, got backward(); call it on "
+                "detached tensors or under torch.no_grad()"
+            )
 
-    return NoGradient.apply
+    def call(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() or any(keys.has(key) for key in _TRACING):
+            return NoGradient.apply(*args)  # type: ignore[no-untyped-call]
+        # What torch would call next: to ask it takes as long as some ops take on the host.
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*args)
+
+    return call

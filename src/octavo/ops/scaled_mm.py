@@ -126,7 +126,7 @@ def _run(
         other_dtype=b.dtype,
         granularity=f"{a_granularity or 'tensor'} by {b_granularity}",
         features=frozenset(name for name, is_used in used.items() if is_used),
-        sizes=(len(a), len(b), a.shape[1]),
+        sizes=(a.shape[0], *b.shape),
         bias_dtype=None if bias is None else bias.dtype,
         out_dtype=out_dtype,
     )

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from octavo.kernels.attention.config import (
@@ -29,6 +28,7 @@ from octavo.kernels.attention.config import (
     split_head_dim,
 )
 from octavo.kernels.device import describe
+from octavo.kernels.launch import Copied, launch
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
@@ -1048,59 +1048,62 @@ def attention(
     if packing is not None:
         cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
     num_programs = min(num_jobs, describe(q.device).num_sms) if config.is_persistent else num_jobs
-    _attention_kernel[(num_programs,)](
-        _describe(queries, 64, d1),
-        _describe(queries, 64, d2 or 32),
-        _describe(keys, block_n, d1),
-        _describe(keys, block_n, d2 or 32),
-        _describe(values, e1, block_n),
-        _describe(values, e2_copied or 16, block_n),
-        out,
-        lse,
-        scales.q,
-        scales.k,
-        scales.v,
-        lse if sinks is None else sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *(scale.stride(0) if scale.dim() else 0 for scale in (scales.q, scales.k, scales.v)),
-        num_jobs,
-        num_row_tiles,
-        num_sequences,
-        num_heads,
-        num_heads // num_kv_heads,
-        num_tokens,
-        num_tokens,
-        kv_len,
-        spec.window or 0,
-        spec.scale_for(head_dim),
-        spec.softcap or 1.0,
-        BLOCK_N=block_n,
-        NUM_STAGES=config.num_stages,
-        HEAD_DIM=head_dim,
-        D1=d1,
-        D2=d2,
-        E1=e1,
-        E2=e2,
-        E2_COPIED=e2_copied,
-        IS_PACKED=packing is not None,
-        IS_CAUSAL=spec.causal,
-        HAS_WINDOW=spec.window is not None,
-        HAS_SOFTCAP=spec.softcap is not None,
-        HAS_SINKS=sinks is not None,
-        HAS_ONES=config.has_ones,
-        HAS_ONE_LOOP=config.has_one_loop,
-        IS_PERSISTENT=config.is_persistent,
-        num_warps=4,
-        maxnreg=MAX_REGISTERS,
-    )
+    arguments = {
+        "q_desc": _copied(queries, 64, d1),
+        "q2_desc": _copied(queries, 64, d2 or 32),
+        "k_desc": _copied(keys, block_n, d1),
+        "k2_desc": _copied(keys, block_n, d2 or 32),
+        "v_desc": _copied(values, e1, block_n),
+        "v2_desc": _copied(values, e2_copied or 16, block_n),
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "q_scale_ptr": scales.q,
+        "k_scale_ptr": scales.k,
+        "v_scale_ptr": scales.v,
+        "sink_ptr": lse if sinks is None else sinks,
+        "cu_seqlens_q_ptr": cu_seqlens_q,
+        "cu_seqlens_k_ptr": cu_seqlens_k,
+        "q_scale_stride": scales.q.stride(0) if scales.q.dim() else 0,
+        "k_scale_stride": scales.k.stride(0) if scales.k.dim() else 0,
+        "v_scale_stride": scales.v.stride(0) if scales.v.dim() else 0,
+        "num_jobs": num_jobs,
+        "num_row_tiles": num_row_tiles,
+        "num_sequences": num_sequences,
+        "num_heads": num_heads,
+        "group": num_heads // num_kv_heads,
+        "num_tokens": num_tokens,
+        "q_len": num_tokens,
+        "kv_len": kv_len,
+        "window": spec.window or 0,
+        "softmax_scale": spec.scale_for(head_dim),
+        "softcap": spec.softcap or 1.0,
+        "BLOCK_N": block_n,
+        "NUM_STAGES": config.num_stages,
+        "HEAD_DIM": head_dim,
+        "D1": d1,
+        "D2": d2,
+        "E1": e1,
+        "E2": e2,
+        "E2_COPIED": e2_copied,
+        "IS_PACKED": packing is not None,
+        "IS_CAUSAL": spec.causal,
+        "HAS_WINDOW": spec.window is not None,
+        "HAS_SOFTCAP": spec.softcap is not None,
+        "HAS_SINKS": sinks is not None,
+        "HAS_ONES": config.has_ones,
+        "HAS_ONE_LOOP": config.has_one_loop,
+        "IS_PERSISTENT": config.is_persistent,
+        "num_warps": 4,
+        "maxnreg": MAX_REGISTERS,
+    }
+    launch(_attention_kernel, (num_programs,), arguments)
     return out, lse
 
 
-def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _copied(x: Tensor, rows: int, columns: int) -> Copied:
     """A tensor [batch, heads, …, …] for the copy engine, in tiles [1, 1, rows, columns]."""
     block = [1, 1, rows, columns]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(rows, columns))
+    return Copied(x, list(x.shape), list(x.stride()), block, _layout(rows, columns))
 
 
 @cache

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.device import describe
+from octavo.kernels.launch import launch
 from octavo.kernels.primitives import amax_to_scale, cast_fp8, finite_magnitude, to_fp8
 from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, choose, default
 from octavo.numerics.formats import Fp8Format, format_of
@@ -281,26 +282,27 @@ def _run_rows(
     device = describe(x.device)
     config = config or choose(tuple(rows.shape), granularity, device)
     num_rows, num_columns = rows.shape
-    _quantize_rows_kernel[(triton.cdiv(num_rows, config.block_rows),)](
-        rows,
-        data,
-        scale,
-        num_rows,
-        num_columns,
-        rows.stride(0),
-        factor,
-        MAX=format_of(data.dtype).max,
-        IS_STATIC=is_static,
-        POWER_OF_TWO=power_of_two,
-        NUM_CHUNKS=_num_chunks(num_columns, config),
-        HAS_TAIL=num_columns % config.block_columns != 0,
-        HAS_FMA=x.is_cuda,  # the interpreter rounds twice
-        IS_DEPENDENT=device.has_dependents,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_COLUMNS=config.block_columns,
-        num_warps=config.num_warps,
+    arguments = {
+        "x_ptr": rows,
+        "data_ptr": data,
+        "scale_ptr": scale,
+        "num_rows": num_rows,
+        "num_columns": num_columns,
+        "row_stride": rows.stride(0),
+        "margin_over_max": factor,
+        "MAX": format_of(data.dtype).max,
+        "IS_STATIC": is_static,
+        "POWER_OF_TWO": power_of_two,
+        "NUM_CHUNKS": _num_chunks(num_columns, config),
+        "HAS_TAIL": num_columns % config.block_columns != 0,
+        "HAS_FMA": x.is_cuda,  # the interpreter rounds twice
+        "IS_DEPENDENT": device.has_dependents,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_COLUMNS": config.block_columns,
+        "num_warps": config.num_warps,
         **({"launch_pdl": True} if device.has_dependents else {}),
-    )
+    }
+    launch(_quantize_rows_kernel, (triton.cdiv(num_rows, config.block_rows),), arguments)
 
 
 def _num_chunks(num_columns: int, config: QuantizeConfig) -> int:

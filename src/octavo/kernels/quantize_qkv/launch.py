@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from octavo.kernels.quantize_qkv.config import NORM_TILE, QuantizeQkvConfig
 from octavo.kernels.quantize_qkv.primitives import HALVES, INTERLEAVED, NONE
 from octavo.numerics.qk_norm import QkNorm
-from octavo.numerics.qkv import QuantizedQkv, padded_head_dim
+from octavo.numerics.qkv import padded_head_dim
 from octavo.numerics.rotary import Rotary
+
+# More than models have layers of different sizes; prompts of any length are forgotten in time.
+NUM_REMEMBERED = 1024
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -20,35 +23,46 @@ def by_part(name: str, values: Sequence[Any]) -> dict[str, Any]:
     return {f"{part}_{name}": value for part, value in zip("qkv", values, strict=True)}
 
 
-@dataclass(frozen=True)
-class Part:
+class Form(NamedTuple):
+    """Shapes and strides of a part: all that a launch depends on beside its pointers.
+
+    shape: batch, tokens of x, heads and head_dim. num_first: tokens of a sequence that lie
+    elsewhere.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    num_first: int = 0
+    first_strides: tuple[int, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Of a sequence."""
+        return self.shape[1] + self.num_first
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return self.shape[0] * self.length
+
+    @property
+    def num_heads(self) -> int:
+        """How many there are."""
+        return self.shape[2]
+
+
+Forms = tuple[Form, Form, Form]
+
+
+class Part(NamedTuple):
     """q, k or v as [batch, length, heads, head_dim], the last dimension contiguous.
 
     first: the tokens that stand in front of x in each sequence, if they lie elsewhere.
     """
 
     x: Tensor
-    first: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Of a sequence."""
-        return self.x.shape[1] + self.num_first
-
-    @property
-    def num_first(self) -> int:
-        """Tokens of a sequence that lie elsewhere."""
-        return 0 if self.first is None else self.first.shape[1]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all sequences."""
-        return len(self.x) * self.length
-
-    @property
-    def num_heads(self) -> int:
-        """How many there are."""
-        return self.x.shape[2]
+    first: Tensor | None
+    form: Form
 
 
 def as_parts(qkv: Three, first: Three | None) -> list[Part]:
@@ -56,15 +70,29 @@ def as_parts(qkv: Three, first: Three | None) -> list[Part]:
     if first is not None and qkv[0].shape[1] == 0:
         qkv, first = first, None
     if first is None or first[0].shape[1] == 0:
-        return [Part(as_dense(x)) for x in qkv]
-    return [Part(as_dense(x), as_dense(y)) for x, y in zip(qkv, first, strict=True)]
+        return [_as_part(x, None) for x in qkv]
+    return [_as_part(x, y) for x, y in zip(qkv, first, strict=True)]
+
+
+def forms_of(parts: list[Part]) -> Forms:
+    """The forms of q, k and v."""
+    q, k, v = parts
+    return q.form, k.form, v.form
+
+
+def _as_part(x: Tensor, first: Tensor | None) -> Part:
+    x = as_dense(x)
+    if first is None:
+        return Part(x, None, Form(x.shape, x.stride()))
+    first = as_dense(first)
+    return Part(x, first, Form(x.shape, x.stride(), first.shape[1], first.stride()))
 
 
 def as_dense(x: Tensor) -> Tensor:
     """x as [batch, length, heads, head_dim], its last dimension contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
-    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    return x if x.dim() == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
 def operands(
@@ -74,40 +102,71 @@ def operands(
     per_head: bool,
     config: QuantizeQkvConfig,
 ) -> dict[str, Any]:
-    """What both kernels take: tensors, their strides, norms, rotary tables and tile."""
-    q, k = parts[0].x, parts[1]
-    head_dim = q.shape[3]
-    memory, align, has_batch = _memory(parts)
-    cos, sin = (q, q) if rotary is None else (rotary.cos, rotary.sin)
-    tables = [0, 0, 0, 0] if rotary is None else [*cos.stride(), *sin.stride()]
-    num_tokens = [part.num_tokens for part in parts]
-    table_align = _alignment([tables[0], tables[2]])
-    turning = NONE
+    """What both kernels take: tensors, their strides, norms, rotary tables and tile.
+
+    What there is none of is None, which is compiled in.
+    """
+    unused, given = parts[0].x, {}
+    for name, part in zip("qkv", parts, strict=True):
+        given[f"{name}_ptr"], given[f"{name}_first_ptr"] = part.x, part.first
+    norm_form = table_form = None
+    q_norm = k_norm = cos = sin = unused
+    if norm is not None:
+        q_norm, k_norm = norm.q.contiguous(), norm.k.contiguous()
+        norm_form = (q_norm.shape[0], norm.eps, norm.num_first)
     if rotary is not None:
-        turning = INTERLEAVED if rotary.is_interleaved else HALVES
-        tables[0], tables[2] = tables[0] // table_align, tables[2] // table_align
+        cos, sin = rotary.cos, rotary.sin
+        table_form = (cos.shape[0], cos.stride(), sin.stride())
+        table_form += (rotary.rotary_dim, rotary.is_interleaved)
+    given |= {"q_norm_ptr": q_norm, "k_norm_ptr": k_norm, "cos_ptr": cos, "sin_ptr": sin}
+    return given | _sizes(forms_of(parts), norm_form, table_form, per_head, config)
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def _sizes(
+    forms: Forms,
+    norm: tuple[int, float, int] | None,
+    tables: tuple[Any, ...] | None,
+    per_head: bool,
+    config: QuantizeQkvConfig,
+) -> dict[str, Any]:
+    """What is no tensor: found once for all layers of a model.
+
+    norm: how many there are, eps, and the tokens of the first. tables: rows, strides of cos and of
+    sin, rotary_dim, and whether they are interleaved.
+    """
+    q, k, _ = forms
+    strides, align = _aligned_strides(forms)
+    num_norms, eps, num_first = norm or (0, 0.0, 0)
+    num_rows, cos, sin, rotary_dim, is_interleaved = tables or (1, (0, 0), (0, 0), 0, False)
+    table_align = _alignment([cos[0], sin[0]])
+    turning = INTERLEAVED if is_interleaved else HALVES
     return {
-        **memory,
-        **_norms(norm, q),
-        "num_first": parts[0].num_first or (0 if norm is None else norm.num_first),
-        "cos_ptr": cos,
-        "sin_ptr": sin,
-        "num_rows": max(1, len(cos)),
-        **dict(zip(("cos_row", "cos_column", "sin_row", "sin_column"), tables, strict=True)),
-        "num_q_tokens": num_tokens[0] if q.shape[2] else 0,
-        "num_k_tokens": num_tokens[1],
-        "NUM_HEADS": max(1, q.shape[2]),
+        **strides,
+        "eps": eps,
+        "NUM_NORMS": num_norms,
+        "NORM_TOKENS": NORM_TILE[0],
+        "NORM_HEADS": NORM_TILE[1],
+        "num_first": q.num_first or num_first,
+        "num_rows": max(1, num_rows),
+        "cos_row": cos[0] // table_align,
+        "cos_column": cos[1],
+        "sin_row": sin[0] // table_align,
+        "sin_column": sin[1],
+        "num_q_tokens": q.num_tokens if q.num_heads else 0,
+        "num_k_tokens": k.num_tokens,
+        "NUM_HEADS": max(1, q.num_heads),
         "NUM_KV_HEADS": k.num_heads,
-        "q_length": max(1, parts[0].length),
+        "q_length": max(1, q.length),
         "k_length": max(1, k.length),
-        "ROTARY": turning.value,
-        "ROTARY_DIM": 0 if rotary is None else rotary.rotary_dim,
-        "HEAD_DIM": head_dim,
-        "PADDED": padded_head_dim(head_dim),
+        "ROTARY": (NONE if tables is None else turning).value,
+        "ROTARY_DIM": rotary_dim,
+        "HEAD_DIM": q.shape[3],
+        "PADDED": padded_head_dim(q.shape[3]),
         "ALIGN": align,
         "TABLE_ALIGN": table_align,
-        "HAS_BATCH": has_batch,
-        "HAS_REPEATS": rotary is not None and len(cos) < max(num_tokens),
+        "HAS_BATCH": any(_needs_batch(form) for form in forms),
+        "HAS_REPEATS": tables is not None and num_rows < max(form.num_tokens for form in forms),
         "PER_HEAD": per_head,
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_WIDTH": config.block_width,
@@ -117,46 +176,32 @@ def operands(
     }
 
 
-def _memory(parts: list[Part]) -> tuple[dict[str, Any], int, bool]:
-    """Pointers and strides by name, what all strides are multiples of, and whether they need batch.
-
-    What there is none of is None, which is compiled in.
-    """
-    streams: dict[str, Tensor | None] = {}
-    for name, part in zip("qkv", parts, strict=True):
-        streams |= {name: part.x, f"{name}_first": part.first}
-    strides = {name: _strides(x) for name, x in streams.items() if x is not None}
-    align = _alignment([stride for each in strides.values() for stride in each])
-    memory: dict[str, Any] = {}
-    for name, x in streams.items():
-        memory[f"{name}_ptr"] = x
+def _aligned_strides(forms: Forms) -> tuple[dict[str, int | None], int]:
+    """Strides by name, and what all of them are multiples of and are divided by."""
+    streams: dict[str, list[int] | None] = {}
+    for name, form in zip("qkv", forms, strict=True):
+        streams[name], streams[f"{name}_first"] = _outer_strides(form), None
+        if form.first_strides is not None:
+            batch_size, _, *heads = form.shape
+            first = Form((batch_size, form.num_first, *heads), form.first_strides)
+            streams[f"{name}_first"] = _outer_strides(first)
+    align = _alignment([x for strides in streams.values() for x in strides or ()])
+    named: dict[str, int | None] = {}
+    for name, strides in streams.items():
         for i, dimension in enumerate(("batch", "token", "head")):
-            stride = None if x is None else strides[name][i] // align
-            memory[f"{name}_{dimension}_stride"] = stride
-    return memory, align, any(_needs_batch(part) for part in parts)
+            named[f"{name}_{dimension}_stride"] = strides[i] // align if strides else None
+    return named, align
 
 
-def _needs_batch(part: Part) -> bool:
-    """Whether tokens of all sequences do not lie at one stride."""
-    batch, token, _ = _strides(part.x)
-    return len(part.x) > 1 and (part.first is not None or batch != part.length * token)
-
-
-def _norms(norm: QkNorm | None, unused: Tensor) -> dict[str, Any]:
-    given = (unused, unused) if norm is None else (norm.q.contiguous(), norm.k.contiguous())
-    return {
-        "q_norm_ptr": given[0],
-        "k_norm_ptr": given[1],
-        "eps": 0.0 if norm is None else norm.eps,
-        "NUM_NORMS": 0 if norm is None else len(norm.q),
-        "NORM_TOKENS": NORM_TILE[0],
-        "NORM_HEADS": NORM_TILE[1],
-    }
-
-
-def _strides(x: Tensor) -> list[int]:
+def _outer_strides(form: Form) -> list[int]:
     """Strides of batch, token and head; those of single ones do not matter and are 0."""
-    return [x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)]
+    return [form.strides[i] if form.shape[i] > 1 else 0 for i in range(3)]
+
+
+def _needs_batch(form: Form) -> bool:
+    """Whether tokens of all sequences do not lie at one stride."""
+    batch, token, _ = _outer_strides(form)
+    return form.shape[0] > 1 and (form.num_first > 0 or batch != form.length * token)
 
 
 def _alignment(strides: list[int]) -> int:
@@ -164,33 +209,37 @@ def _alignment(strides: list[int]) -> int:
     return math.gcd(8, *strides)
 
 
+@lru_cache(maxsize=NUM_REMEMBERED)
 def num_programs(
-    parts: list[Part],
-    result: QuantizedQkv,
+    forms: Forms,
+    num_columns: int | None,
     has_norm: bool,
     per_head: bool,
     config: QuantizeQkvConfig,
 ) -> list[int]:
-    """Tiles of q, of k and of v; at least one for each scale, which writes it."""
+    """Tiles of q, of k and of v; at least one for each scale, which writes it.
+
+    num_columns: of transposed values; None if they lie in rows.
+    """
 
     def blocks(num_heads: int, width: int, block: int) -> int:
         heads = max(1, num_heads)
         return heads * _ceil_div(width, block) if per_head else _ceil_div(heads * width, block)
 
     found = []
-    for part in parts:
-        rows = max(1, _ceil_div(part.num_tokens, config.block_tokens))
-        width = padded_head_dim(part.x.shape[3])
-        found.append(rows * blocks(part.num_heads, width, config.block_width))
+    for form in forms:
+        rows = max(1, _ceil_div(form.num_tokens, config.block_tokens))
+        width = padded_head_dim(form.shape[3])
+        found.append(rows * blocks(form.num_heads, width, config.block_width))
     if has_norm:
         tokens, heads = NORM_TILE
-        for i, part in enumerate(parts[:2]):
-            rows = max(1, _ceil_div(part.num_tokens, tokens))
-            found[i] = rows * _ceil_div(max(1, part.num_heads), heads)
-    if result.value_layout == "transposed":
-        v = parts[2].x
-        rows = max(1, len(v) * _ceil_div(result.v.shape[-1], config.block_keys))
-        found[2] = rows * blocks(v.shape[2], v.shape[3], config.block_values)
+        for i, form in enumerate(forms[:2]):
+            rows = max(1, _ceil_div(form.num_tokens, tokens))
+            found[i] = rows * _ceil_div(max(1, form.num_heads), heads)
+    if num_columns is not None:
+        batch_size, _, num_heads, head_dim = forms[2].shape
+        rows = max(1, batch_size * _ceil_div(num_columns, config.block_keys))
+        found[2] = rows * blocks(num_heads, head_dim, config.block_values)
     return found
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.launch import launch
 from octavo.kernels.quantize_qkv.config import (
     AMAX_REGISTERS,
     MAX_RING_LENGTH,
@@ -22,6 +23,7 @@ from octavo.kernels.quantize_qkv.launch import (
     Three,
     as_parts,
     by_part,
+    forms_of,
     num_programs,
     operands,
 )
@@ -381,7 +383,7 @@ def quantize_qkv(
         per_head = any(scale.dim() for scale in (scales.q, scales.k, scales.v))
     num_first = 0 if first is None else first[0].shape[1]
     parts = as_parts((q, k, v), first)
-    config = config or default(parts[0].num_tokens, q.shape[-2] if per_head else 1)
+    config = config or default(parts[0].form.num_tokens, q.shape[-2] if per_head else 1)
     given = operands(parts, norm, rotary, per_head, config)
     if scales is None:
         shapes = (granularity.scale_shape(tuple(x.shape)) for x in (q, k, v))
@@ -408,7 +410,7 @@ def _run_amax(
     config: QuantizeQkvConfig,
 ) -> dict[str, Tensor]:
     """Partial amax values, counts of NaN and Inf, and the slots of this pass in the rings."""
-    num_scales = sum(max(1, part.num_heads) if per_head else 1 for part in parts)
+    num_scales = sum(max(1, part.form.num_heads) if per_head else 1 for part in parts)
     like = parts[0].x
     size = num_scales * config.num_partials
     scratch = {
@@ -417,17 +419,18 @@ def _run_amax(
         "slot_ptr": like.new_empty(3, dtype=torch.int32),
     }
     passes = [ring.num_passes for ring in rings] if rings else [scratch["slot_ptr"]] * 3
-    _amax_kernel[(config.num_partials, num_scales)](
+    arguments = {
         **given,
         **scratch,
         **by_part("passes_ptr", passes),
         **by_part("ring_length", _ring_lengths(rings)),
-        num_tokens_ptr=scratch["slot_ptr"] if num_tokens is None else num_tokens,
-        HAS_PADDING=num_tokens is not None,
-        HAS_RINGS=rings is not None,
-        NUM_PARTIALS=config.num_partials,
-        maxnreg=AMAX_REGISTERS,
-    )
+        "num_tokens_ptr": scratch["slot_ptr"] if num_tokens is None else num_tokens,
+        "HAS_PADDING": num_tokens is not None,
+        "HAS_RINGS": rings is not None,
+        "NUM_PARTIALS": config.num_partials,
+        "maxnreg": AMAX_REGISTERS,
+    }
+    launch(_amax_kernel, (config.num_partials, num_scales), arguments)
     return scratch
 
 
@@ -450,9 +453,11 @@ def _run_cast(
     values = [ring.values for ring in rings] if rings else [unused] * 3
     counters = [ring.num_nonfinite for ring in rings] if rings else [unused] * 3
     lengths = _ring_lengths(rings)
-    programs = num_programs(parts, result, given["NUM_NORMS"] > 0, per_head, config)
-    has_groups = is_transposed and len(parts[2].x) > 0
-    _cast_kernel[(sum(programs),)](
+    num_columns = result.v.shape[-1] if is_transposed else None
+    has_norm = given["NUM_NORMS"] > 0
+    programs = num_programs(forms_of(parts), num_columns, has_norm, per_head, config)
+    has_groups = num_columns is not None and parts[2].form.shape[0] > 0
+    arguments = {
         **(scratch | given),
         **by_part("data_ptr", [result.q, result.k, words]),
         **by_part("scale_ptr", scales),
@@ -460,23 +465,24 @@ def _run_cast(
         **by_part("ring_ptr", values),
         **by_part("nonfinite_ptr", counters),
         **by_part("ring_length", lengths),
-        factor=factor,
-        cu_seqlens_ptr=cu_seqlens.contiguous() if is_packed else unused,
-        num_sequences=len(cu_seqlens) - 1 if is_packed else 0,
-        num_groups=result.v.shape[-1] // 16 if has_groups else 0,
-        num_q_programs=programs[0],
-        num_k_programs=programs[1],
-        IS_TRANSPOSED=is_transposed,
-        IS_PACKED=is_packed,
-        BLOCK_KEYS=config.block_keys,
-        BLOCK_VALUES=config.block_values,
-        IS_DYNAMIC=is_dynamic,
-        HAS_RINGS=rings is not None,
-        NUM_PARTIALS=config.num_partials if is_dynamic else 1,
-        RING_BLOCK=triton.next_power_of_2(max(lengths)),
-        HAS_FMA=result.q.is_cuda,
-        maxnreg=config.max_registers,
-    )
+        "factor": factor,
+        "cu_seqlens_ptr": cu_seqlens.contiguous() if is_packed else unused,
+        "num_sequences": len(cu_seqlens) - 1 if is_packed else 0,
+        "num_groups": num_columns // 16 if has_groups else 0,
+        "num_q_programs": programs[0],
+        "num_k_programs": programs[1],
+        "IS_TRANSPOSED": is_transposed,
+        "IS_PACKED": is_packed,
+        "BLOCK_KEYS": config.block_keys,
+        "BLOCK_VALUES": config.block_values,
+        "IS_DYNAMIC": is_dynamic,
+        "HAS_RINGS": rings is not None,
+        "NUM_PARTIALS": config.num_partials if is_dynamic else 1,
+        "RING_BLOCK": triton.next_power_of_2(max(lengths)),
+        "HAS_FMA": result.q.is_cuda,
+        "maxnreg": config.max_registers,
+    }
+    launch(_cast_kernel, (sum(programs),), arguments)
 
 
 def _ring_lengths(rings: Rings | None) -> list[int]:

@@ -11,8 +11,8 @@ def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, *, out_dtype: tor
     """a · bᵀ + bias, one scale per tensor for both, or one for each row of a and of b."""
     a_scale, b_scale = a.scale, b.scale
     if not (isinstance(a.granularity, PerTensor) and isinstance(b.granularity, PerTensor)):
-        a_scale = a_scale.expand(len(a.data)).unsqueeze(1).contiguous()
-        b_scale = b_scale.expand(len(b.data)).unsqueeze(0).contiguous()
+        a_scale = a_scale.expand(a.data.shape[0]).unsqueeze(1).contiguous()
+        b_scale = b_scale.expand(b.data.shape[0]).unsqueeze(0).contiguous()
     # Without fast accumulation: sums stay within float32's error (docs/numerics.md).
     return torch._scaled_mm(
         _aligned(a.data),
