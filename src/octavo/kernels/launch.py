@@ -19,46 +19,68 @@ ALIGNMENT = 16
 # Prompts of any length are different launches: at some point all are forgotten.
 MAX_KNOWN = 4096
 
-_KNOWN: dict[tuple[Any, ...], Any] = {}
+_KNOWN: dict[tuple[Any, ...], tuple[Any, list[Any], list[int]]] = {}
+
+
+class Fixed(dict[str, Any]):
+    """Arguments that are no tensors, and options: whoever makes them keeps them for calls alike.
+
+    To compare them takes longer than to launch: only the same object is the same.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
 
 
 class Copied(NamedTuple):
-    """A tensor that the copy engine reads in tiles of the shape `block`, aligned as it wants."""
+    """A tensor that the copy engine reads in tiles of the shape `block`, aligned as it wants.
+
+    Of a tensor and a block, the layout is always the same.
+    """
 
     base: Tensor
     shape: list[int]
     strides: list[int]
-    block: list[int]
+    block: tuple[int, ...]
     layout: Any
     padding: str = "zero"
 
-    def key(self) -> tuple[Any, ...]:
-        """What the compiled kernel depends on."""
-        return self.base.dtype, *self.shape, *self.strides, *self.block, self.layout
-
     def checked(self) -> TensorDescriptor:
         """As Triton compiles it, which looks at all of it."""
-        return TensorDescriptor(self.base, self.shape, self.strides, self.block, self.layout)
+        return TensorDescriptor(self.base, self.shape, self.strides, list(self.block), self.layout)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """kernel[grid](**arguments), where each argument has a name, options too."""
+def launch(
+    kernel: Any, grid: tuple[int, ...], tensors: Mapping[str, Tensor | Copied | None], fixed: Fixed
+) -> None:
+    """kernel[grid](**tensors, **fixed)."""
     if not isinstance(kernel, JITFunction):  # but one of the interpreter
-        kernel[grid](**arguments)
+        kernel[grid](**tensors, **fixed)
         return
-    key = (id(kernel), torch.cuda.current_device(), *arguments, *map(_key, arguments.values()))
-    compiled = _KNOWN.get(key)
-    if compiled is not None:
-        x, y, z = (*grid, 1, 1)[:3]
-        compiled[x, y, z](*(arguments[name] for name in kernel.arg_names))
+    key = (id(kernel), torch.cuda.current_device(), fixed, *tensors, *map(_trait, tensors.values()))
+    known = _KNOWN.get(key)
+    if known is None:
+        if len(_KNOWN) >= MAX_KNOWN:
+            _KNOWN.clear()
+        given = {name: x.checked() if isinstance(x, Copied) else x for name, x in tensors.items()}
+        compiled, names = kernel[grid](**given, **fixed), kernel.arg_names
+        arguments = [fixed.get(name) for name in names]
+        _KNOWN[key] = compiled, arguments, [names.index(name) for name in tensors]
         return
-    if len(_KNOWN) >= MAX_KNOWN:
-        _KNOWN.clear()
-    given = {name: x.checked() if type(x) is Copied else x for name, x in arguments.items()}
-    _KNOWN[key] = kernel[grid](**given)
+    compiled, arguments, places = known
+    arguments = arguments.copy()
+    for place, x in zip(places, tensors.values(), strict=True):
+        arguments[place] = x
+    compiled[(*grid, 1, 1)[:3]](*arguments)
 
 
-def _key(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % ALIGNMENT == 0
-    return x.key() if type(x) is Copied else x
+def _trait(x: Tensor | Copied | None) -> Any:
+    """What the compiled kernel depends on."""
+    if x is None:
+        return None
+    if isinstance(x, Copied):
+        return x.base.dtype, x.block
+    return x.dtype, x.data_ptr() % ALIGNMENT == 0

@@ -14,10 +14,8 @@ use_cache_dir()  # before any op imports its kernels
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
 # Below autograd, these do not compute: they note a call, or find the shapes of its results.
-_TRACING = (
-    torch._C.DispatchKey.Python,
-    torch._C.DispatchKey.Functionalize,
-    torch._C.DispatchKey.Meta,
+_TRACING = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.Functionalize
 )
 
 
@@ -27,7 +25,10 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, guarded, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, _without_gradient(name, guarded), "Autograd", with_keyset=True)
+    no_gradient = _without_gradient(name)
+    _LIBRARY.impl(name, no_gradient, "Autograd")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _LIBRARY.impl(name, _directly(guarded, no_gradient), key, with_keyset=True)
 
 
 def empty_result(q: Tensor, out_dtype: torch.dtype, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def on_device_of(args: Sequence[object]) -> AbstractContextManager[object]:
     return _NOTHING
 
 
-def _without_gradient(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _without_gradient(name: str) -> Callable[..., Any]:
     """The operator as autograd sees it: its results raise when a gradient reaches them."""
 
     class NoGradient(torch.autograd.Function):
@@ -78,10 +79,15 @@ def _without_gradient(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
                 "detached tensors or under torch.no_grad()"
             )
 
+    return NoGradient.apply
+
+
+def _directly(run: Callable[..., Any], no_gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch would call below autograd: to ask takes as long as some ops take on the host."""
+
     def call(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() or any(keys.has(key) for key in _TRACING):
-            return NoGradient.apply(*args)  # type: ignore[no-untyped-call]
-        # What torch would call next: to ask it takes as long as some ops take on the host.
+        if torch.is_grad_enabled() or (keys & _TRACING).raw_repr():
+            return no_gradient(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
 

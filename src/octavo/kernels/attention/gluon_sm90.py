@@ -6,7 +6,7 @@ so by turns. The sums of one tile start from zero and are added up in float32: t
 accumulation, which costs no more than the rescaling it replaces.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from octavo.kernels.attention.config import (
     split_head_dim,
 )
 from octavo.kernels.device import describe
-from octavo.kernels.launch import Copied, launch
+from octavo.kernels.launch import Copied, Fixed, launch
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
@@ -1019,90 +1019,119 @@ def attention(
     assert key_mask is None and value_layout == "transposed"
     out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    num_tokens, num_heads, head_dim = q.shape[-3:]
-    kv_len, num_kv_heads = k.shape[-3:-1]
-    config = config or default_gluon(head_dim, spec)
-    assert is_valid_gluon(config)
-    block_m = NUM_CONSUMERS.value * ROWS.value
-    num_sequences, num_row_tiles = q.shape[0], -(-num_tokens // block_m)
-    num_jobs = num_row_tiles * num_sequences * num_heads
+    config = config or default_gluon(q.shape[-1], spec)
+    num_programs, fixed = _arguments(
+        (q.shape[-4] if packing is None else 1, *q.shape[-3:]),
+        k.shape[-3:-1],
+        None if packing is None else packing.cu_seqlens_q.shape[0] - 1,
+        tuple(x.stride(0) if x.dim() else 0 for x in (scales.q, scales.k, scales.v)),
+        spec,
+        sinks is not None,
+        config,
+        describe(q.device).num_sms,
+    )
+    if num_programs == 0:
+        return out.zero_(), lse.zero_()
     if packing is not None:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        num_sequences = len(packing.cu_seqlens_q) - 1
-        num_jobs = (num_tokens // block_m + num_sequences) * num_heads
-    if out.numel() == 0 or num_sequences == 0:
-        return out.zero_(), lse.zero_()
-    if kv_len == 0:  # the copy engine wants something to describe, and never reads it
-        k = k.new_zeros((len(k), 16, num_kv_heads, head_dim))
-        v = v.new_zeros((len(v), num_kv_heads, head_dim, 16))
-    (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
-    if head_dim == 256:
-        e1, e2 = 256, 0
-    # Where the rest's tile has rows to spare, they are the ones that add up P.
-    is_spare = config.has_ones and e2 > 0 and head_dim - e1 == 8
-    e2_copied = 8 if is_spare else e2
-    block_n = config.block_n
+    if k.shape[1] == 0:  # the copy engine wants something to describe, and never reads it
+        k = k.new_zeros((k.shape[0], 16, *k.shape[2:]))
+        v = v.new_zeros((*v.shape[:3], 16))
     queries, keys = (_aligned(x).permute(0, 2, 1, 3) for x in (q, k))
-    values = _aligned(v)
-    cu_seqlens_q, cu_seqlens_k = lse, lse  # not read
-    if packing is not None:
-        cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-    num_programs = min(num_jobs, describe(q.device).num_sms) if config.is_persistent else num_jobs
-    arguments = {
-        "q_desc": _copied(queries, 64, d1),
-        "q2_desc": _copied(queries, 64, d2 or 32),
-        "k_desc": _copied(keys, block_n, d1),
-        "k2_desc": _copied(keys, block_n, d2 or 32),
-        "v_desc": _copied(values, e1, block_n),
-        "v2_desc": _copied(values, e2_copied or 16, block_n),
+    values, block_n = _aligned(v), fixed["BLOCK_N"]
+    tensors = {
+        "q_desc": _copied(queries, 64, fixed["D1"]),
+        "q2_desc": _copied(queries, 64, fixed["D2"] or 32),
+        "k_desc": _copied(keys, block_n, fixed["D1"]),
+        "k2_desc": _copied(keys, block_n, fixed["D2"] or 32),
+        "v_desc": _copied(values, fixed["E1"], block_n),
+        "v2_desc": _copied(values, fixed["E2_COPIED"] or 16, block_n),
         "out_ptr": out,
         "lse_ptr": lse,
         "q_scale_ptr": scales.q,
         "k_scale_ptr": scales.k,
         "v_scale_ptr": scales.v,
-        "sink_ptr": lse if sinks is None else sinks,
-        "cu_seqlens_q_ptr": cu_seqlens_q,
-        "cu_seqlens_k_ptr": cu_seqlens_k,
-        "q_scale_stride": scales.q.stride(0) if scales.q.dim() else 0,
-        "k_scale_stride": scales.k.stride(0) if scales.k.dim() else 0,
-        "v_scale_stride": scales.v.stride(0) if scales.v.dim() else 0,
+        "sink_ptr": lse if sinks is None else sinks,  # what there is none of is not read
+        "cu_seqlens_q_ptr": lse if packing is None else packing.cu_seqlens_q,
+        "cu_seqlens_k_ptr": lse if packing is None else packing.cu_seqlens_k,
+    }
+    launch(_attention_kernel, (num_programs,), tensors, fixed)
+    return out, lse
+
+
+@lru_cache(maxsize=1024)  # more than models have layers of different sizes
+def _arguments(
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, int],
+    num_packed: int | None,
+    scale_strides: tuple[int, int, int],
+    spec: AttentionSpec,
+    has_sinks: bool,
+    config: GluonConfig,
+    num_sms: int,
+) -> tuple[int, Fixed]:
+    """The number of programs, and what the kernel takes beside tensors.
+
+    q_shape: batch, tokens, heads and head_dim; kv_shape: tokens and heads. num_packed: sequences of
+    a packed batch.
+    """
+    assert is_valid_gluon(config)
+    num_sequences, num_tokens, num_heads, head_dim = q_shape
+    kv_len, num_kv_heads = kv_shape
+    block_m = NUM_CONSUMERS.value * ROWS.value
+    num_row_tiles = -(-num_tokens // block_m)
+    num_jobs = num_row_tiles * num_sequences * num_heads
+    if num_packed is not None:
+        num_sequences = num_packed
+        num_jobs = (num_tokens // block_m + num_sequences) * num_heads
+    if num_tokens * num_heads * head_dim * num_sequences == 0:
+        num_jobs = 0
+    (d1, d2), (e1, e2) = split_head_dim(head_dim, is_fp8_operand=True)
+    if head_dim == 256:
+        e1, e2 = 256, 0
+    # Where the rest's tile has rows to spare, they are the ones that add up P.
+    is_spare = config.has_ones and e2 > 0 and head_dim - e1 == 8
+    arguments = {
+        "q_scale_stride": scale_strides[0],
+        "k_scale_stride": scale_strides[1],
+        "v_scale_stride": scale_strides[2],
         "num_jobs": num_jobs,
         "num_row_tiles": num_row_tiles,
         "num_sequences": num_sequences,
         "num_heads": num_heads,
-        "group": num_heads // num_kv_heads,
+        "group": num_heads // max(1, num_kv_heads),
         "num_tokens": num_tokens,
         "q_len": num_tokens,
         "kv_len": kv_len,
         "window": spec.window or 0,
         "softmax_scale": spec.scale_for(head_dim),
         "softcap": spec.softcap or 1.0,
-        "BLOCK_N": block_n,
+        "BLOCK_N": config.block_n,
         "NUM_STAGES": config.num_stages,
         "HEAD_DIM": head_dim,
         "D1": d1,
         "D2": d2,
         "E1": e1,
         "E2": e2,
-        "E2_COPIED": e2_copied,
-        "IS_PACKED": packing is not None,
+        "E2_COPIED": 8 if is_spare else e2,
+        "IS_PACKED": num_packed is not None,
         "IS_CAUSAL": spec.causal,
         "HAS_WINDOW": spec.window is not None,
         "HAS_SOFTCAP": spec.softcap is not None,
-        "HAS_SINKS": sinks is not None,
+        "HAS_SINKS": has_sinks,
         "HAS_ONES": config.has_ones,
         "HAS_ONE_LOOP": config.has_one_loop,
         "IS_PERSISTENT": config.is_persistent,
         "num_warps": 4,
         "maxnreg": MAX_REGISTERS,
     }
-    launch(_attention_kernel, (num_programs,), arguments)
-    return out, lse
+    num_programs = min(num_jobs, num_sms) if config.is_persistent else num_jobs
+    return num_programs, Fixed(arguments)
 
 
 def _copied(x: Tensor, rows: int, columns: int) -> Copied:
     """A tensor [batch, heads, …, …] for the copy engine, in tiles [1, 1, rows, columns]."""
-    block = [1, 1, rows, columns]
+    block = (1, 1, rows, columns)
     return Copied(x, list(x.shape), list(x.stride()), block, _layout(rows, columns))
 
 

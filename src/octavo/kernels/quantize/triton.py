@@ -1,6 +1,7 @@
 """Quantize kernels: rows and blocks in one launch; tensors and heads by amax, then the cast."""
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -9,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.device import describe
-from octavo.kernels.launch import launch
+from octavo.kernels.launch import Fixed, launch
 from octavo.kernels.primitives import amax_to_scale, cast_fp8, finite_magnitude, to_fp8
 from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, choose, default
 from octavo.numerics.formats import Fp8Format, format_of
@@ -281,28 +282,51 @@ def _run_rows(
     rows = x.reshape(-1, x.shape[-1])
     device = describe(x.device)
     config = config or choose(tuple(rows.shape), granularity, device)
-    num_rows, num_columns = rows.shape
+    fixed = _row_arguments(
+        (*rows.shape, rows.stride(0)),
+        factor,
+        format_of(data.dtype).max,
+        is_static,
+        power_of_two,
+        x.is_cuda,
+        device.has_dependents,
+        config,
+    )
+    grid = (triton.cdiv(rows.shape[0], config.block_rows),)
+    tensors = {"x_ptr": rows, "data_ptr": data, "scale_ptr": scale}
+    launch(_quantize_rows_kernel, grid, tensors, fixed)
+
+
+@lru_cache(maxsize=1024)  # more than models have layers of different sizes
+def _row_arguments(
+    sizes: tuple[int, int, int],
+    factor: float,
+    largest: float,
+    is_static: bool,
+    power_of_two: bool,
+    is_cuda: bool,
+    is_dependent: bool,
+    config: QuantizeConfig,
+) -> Fixed:
+    """What the kernel takes beside tensors; sizes: rows, columns, and the stride of rows."""
+    num_rows, num_columns, row_stride = sizes
     arguments = {
-        "x_ptr": rows,
-        "data_ptr": data,
-        "scale_ptr": scale,
         "num_rows": num_rows,
         "num_columns": num_columns,
-        "row_stride": rows.stride(0),
+        "row_stride": row_stride,
         "margin_over_max": factor,
-        "MAX": format_of(data.dtype).max,
+        "MAX": largest,
         "IS_STATIC": is_static,
         "POWER_OF_TWO": power_of_two,
         "NUM_CHUNKS": _num_chunks(num_columns, config),
         "HAS_TAIL": num_columns % config.block_columns != 0,
-        "HAS_FMA": x.is_cuda,  # the interpreter rounds twice
-        "IS_DEPENDENT": device.has_dependents,
+        "HAS_FMA": is_cuda,  # the interpreter rounds twice
+        "IS_DEPENDENT": is_dependent,
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_COLUMNS": config.block_columns,
         "num_warps": config.num_warps,
-        **({"launch_pdl": True} if device.has_dependents else {}),
     }
-    launch(_quantize_rows_kernel, (triton.cdiv(num_rows, config.block_rows),), arguments)
+    return Fixed(arguments | ({"launch_pdl": True} if is_dependent else {}))
 
 
 def _num_chunks(num_columns: int, config: QuantizeConfig) -> int:

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.quantize_qkv.config import NORM_TILE, QuantizeQkvConfig
+from octavo.kernels.launch import Fixed
+from octavo.kernels.quantize_qkv.config import AMAX_REGISTERS, NORM_TILE, QuantizeQkvConfig
 from octavo.kernels.quantize_qkv.primitives import HALVES, INTERLEAVED, NONE
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import padded_head_dim
 from octavo.numerics.rotary import Rotary
+from octavo.numerics.value_layout import KEY_GROUP
 
 # More than models have layers of different sizes; prompts of any length are forgotten in time.
 NUM_REMEMBERED = 1024
@@ -74,12 +76,6 @@ def as_parts(qkv: Three, first: Three | None) -> list[Part]:
     return [_as_part(x, y) for x, y in zip(qkv, first, strict=True)]
 
 
-def forms_of(parts: list[Part]) -> Forms:
-    """The forms of q, k and v."""
-    q, k, v = parts
-    return q.form, k.form, v.form
-
-
 def _as_part(x: Tensor, first: Tensor | None) -> Part:
     x = as_dense(x)
     if first is None:
@@ -95,46 +91,125 @@ def as_dense(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def operands(
+class Problem(NamedTuple):
+    """All that launches depend on beside their tensors.
+
+    norm: how many there are, eps, and the tokens of the first. tables: rows, strides of cos and of
+    sin, rotary_dim, and whether they are interleaved.
+    """
+
+    forms: Forms
+    norm: tuple[int, float, int] | None
+    tables: tuple[Any, ...] | None
+    per_head: bool
+    config: QuantizeQkvConfig
+
+
+def problem_of(
     parts: list[Part],
     norm: QkNorm | None,
     rotary: Rotary | None,
     per_head: bool,
     config: QuantizeQkvConfig,
-) -> dict[str, Any]:
-    """What both kernels take: tensors, their strides, norms, rotary tables and tile.
-
-    What there is none of is None, which is compiled in.
-    """
-    unused, given = parts[0].x, {}
-    for name, part in zip("qkv", parts, strict=True):
-        given[f"{name}_ptr"], given[f"{name}_first_ptr"] = part.x, part.first
-    norm_form = table_form = None
-    q_norm = k_norm = cos = sin = unused
+) -> Problem:
+    """What these parts, norms and tables ask for."""
+    q, k, v = parts
+    norms: tuple[int, float, int] | None = None
+    tables: tuple[Any, ...] | None = None
     if norm is not None:
-        q_norm, k_norm = norm.q.contiguous(), norm.k.contiguous()
-        norm_form = (q_norm.shape[0], norm.eps, norm.num_first)
+        norms = (norm.q.shape[0], norm.eps, norm.num_first)
     if rotary is not None:
-        cos, sin = rotary.cos, rotary.sin
-        table_form = (cos.shape[0], cos.stride(), sin.stride())
-        table_form += (rotary.rotary_dim, rotary.is_interleaved)
-    given |= {"q_norm_ptr": q_norm, "k_norm_ptr": k_norm, "cos_ptr": cos, "sin_ptr": sin}
-    return given | _sizes(forms_of(parts), norm_form, table_form, per_head, config)
+        strides = (rotary.cos.stride(), rotary.sin.stride())
+        tables = (rotary.cos.shape[0], *strides, rotary.rotary_dim, rotary.is_interleaved)
+    return Problem((q.form, k.form, v.form), norms, tables, per_head, config)
+
+
+def tensors_of(
+    parts: list[Part], norm: QkNorm | None, rotary: Rotary | None
+) -> dict[str, Tensor | None]:
+    """The tensors that both kernels read.
+
+    What there is none of is None, which is compiled in, or one that is not read.
+    """
+    q, k, v = parts
+    norms = (q.x, q.x) if norm is None else (norm.q.contiguous(), norm.k.contiguous())
+    tables = (q.x, q.x) if rotary is None else (rotary.cos, rotary.sin)
+    return {
+        **by_part("ptr", (q.x, k.x, v.x)),
+        **by_part("first_ptr", (q.first, k.first, v.first)),
+        "q_norm_ptr": norms[0],
+        "k_norm_ptr": norms[1],
+        "cos_ptr": tables[0],
+        "sin_ptr": tables[1],
+    }
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)
-def _sizes(
-    forms: Forms,
-    norm: tuple[int, float, int] | None,
-    tables: tuple[Any, ...] | None,
-    per_head: bool,
-    config: QuantizeQkvConfig,
-) -> dict[str, Any]:
-    """What is no tensor: found once for all layers of a model.
+def amax_arguments(
+    problem: Problem, ring_lengths: Sequence[int] | None, has_padding: bool
+) -> tuple[tuple[int, int], Fixed]:
+    """The grid of the amax kernel, and what it takes beside tensors."""
+    num_partials = problem.config.num_partials
+    arguments = {
+        **_sizes(problem),
+        **by_part("ring_length", ring_lengths or (1, 1, 1)),
+        "HAS_PADDING": has_padding,
+        "HAS_RINGS": ring_lengths is not None,
+        "NUM_PARTIALS": num_partials,
+        "maxnreg": AMAX_REGISTERS,
+    }
+    return (num_partials, num_scales(problem)), Fixed(arguments)
 
-    norm: how many there are, eps, and the tokens of the first. tables: rows, strides of cos and of
-    sin, rotary_dim, and whether they are interleaved.
+
+def num_scales(problem: Problem) -> int:
+    """Of q, k and v together."""
+    return sum(max(1, x.num_heads) if problem.per_head else 1 for x in problem.forms)
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def cast_arguments(
+    problem: Problem,
+    factor: float,
+    scale_strides: Sequence[int],
+    ring_lengths: Sequence[int] | None,
+    num_columns: int | None,
+    num_sequences: int | None,
+    is_dynamic: bool,
+    has_fma: bool,
+) -> tuple[tuple[int], Fixed]:
+    """The grid of the cast kernel, and what it takes beside tensors.
+
+    num_columns: of transposed values. num_sequences: of packed ones.
     """
+    config, lengths = problem.config, ring_lengths or (1, 1, 1)
+    programs = num_programs(problem, num_columns)
+    has_groups = num_columns is not None and problem.forms[2].shape[0] > 0
+    arguments = {
+        **_sizes(problem),
+        **by_part("scale_stride", scale_strides),
+        **by_part("ring_length", lengths),
+        "factor": factor,
+        "num_sequences": num_sequences or 0,
+        "num_groups": (num_columns or 0) // KEY_GROUP if has_groups else 0,
+        "num_q_programs": programs[0],
+        "num_k_programs": programs[1],
+        "IS_TRANSPOSED": num_columns is not None,
+        "IS_PACKED": num_sequences is not None,
+        "BLOCK_KEYS": config.block_keys,
+        "BLOCK_VALUES": config.block_values,
+        "IS_DYNAMIC": is_dynamic,
+        "HAS_RINGS": ring_lengths is not None,
+        "NUM_PARTIALS": config.num_partials if is_dynamic else 1,
+        "RING_BLOCK": 1 << (max(lengths) - 1).bit_length(),
+        "HAS_FMA": has_fma,
+        "maxnreg": config.max_registers,
+    }
+    return (sum(programs),), Fixed(arguments)
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    """What both kernels take: strides, norms, rotary tables and tile."""
+    forms, norm, tables, per_head, config = problem
     q, k, _ = forms
     strides, align = _aligned_strides(forms)
     num_norms, eps, num_first = norm or (0, 0.0, 0)
@@ -209,18 +284,12 @@ def _alignment(strides: list[int]) -> int:
     return math.gcd(8, *strides)
 
 
-@lru_cache(maxsize=NUM_REMEMBERED)
-def num_programs(
-    forms: Forms,
-    num_columns: int | None,
-    has_norm: bool,
-    per_head: bool,
-    config: QuantizeQkvConfig,
-) -> list[int]:
+def num_programs(problem: Problem, num_columns: int | None) -> list[int]:
     """Tiles of q, of k and of v; at least one for each scale, which writes it.
 
     num_columns: of transposed values; None if they lie in rows.
     """
+    forms, norm, _, per_head, config = problem
 
     def blocks(num_heads: int, width: int, block: int) -> int:
         heads = max(1, num_heads)
@@ -231,7 +300,7 @@ def num_programs(
         rows = max(1, _ceil_div(form.num_tokens, config.block_tokens))
         width = padded_head_dim(form.shape[3])
         found.append(rows * blocks(form.num_heads, width, config.block_width))
-    if has_norm:
+    if norm is not None:
         tokens, heads = NORM_TILE
         for i, form in enumerate(forms[:2]):
             rows = max(1, _ceil_div(form.num_tokens, tokens))

@@ -13,19 +13,20 @@ from torch import Tensor
 
 from octavo.kernels.launch import launch
 from octavo.kernels.quantize_qkv.config import (
-    AMAX_REGISTERS,
     MAX_RING_LENGTH,
     QuantizeQkvConfig,
     default,
 )
 from octavo.kernels.quantize_qkv.launch import (
-    Part,
+    Problem,
     Three,
+    amax_arguments,
     as_parts,
     by_part,
-    forms_of,
-    num_programs,
-    operands,
+    cast_arguments,
+    num_scales,
+    problem_of,
+    tensors_of,
 )
 from octavo.kernels.quantize_qkv.norm_primitives import amax_part, cast_part
 from octavo.kernels.quantize_qkv.primitives import (
@@ -43,6 +44,7 @@ from octavo.numerics.rotary import Rotary
 from octavo.numerics.value_layout import ValueLayout, num_columns
 
 Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
+Tensors = dict[str, Any]
 
 
 # Sizes are not compiled in: whether 16 divides them would make kernels of their own.
@@ -384,11 +386,13 @@ def quantize_qkv(
     num_first = 0 if first is None else first[0].shape[1]
     parts = as_parts((q, k, v), first)
     config = config or default(parts[0].form.num_tokens, q.shape[-2] if per_head else 1)
-    given = operands(parts, norm, rotary, per_head, config)
+    problem = problem_of(parts, norm, rotary, per_head, config)
+    tensors = tensors_of(parts, norm, rotary)
+    scratch = None
     if scales is None:
         shapes = (granularity.scale_shape(tuple(x.shape)) for x in (q, k, v))
         scales = QkvScales(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
-        given |= _run_amax(given, parts, rings, num_tokens, per_head, config)
+        scratch = _run_amax(problem, tensors, rings, num_tokens)
     q_shape, k_shape = ((*x.shape[:-3], x.shape[-3] + num_first, *x.shape[-2:]) for x in (q, k))
     q8, k8 = empty_aligned(q_shape, fmt.dtype, q), empty_aligned(k_shape, fmt.dtype, k)
     if value_layout == "rows":
@@ -397,95 +401,73 @@ def quantize_qkv(
         columns = num_columns(k_shape[-3], None if cu_seqlens is None else len(cu_seqlens) - 1)
         v8 = v.new_empty((*k_shape[:-3], *k_shape[-2:], columns), dtype=fmt.dtype)
     result = QuantizedQkv(q8, k8, v8, scales, value_layout)
-    _run_cast(given, parts, result, rings, 1 / fmt.max, per_head, cu_seqlens, config)
+    _run_cast(problem, tensors, scratch, result, rings, 1 / fmt.max, cu_seqlens)
     return result
 
 
 def _run_amax(
-    given: dict[str, Any],
-    parts: list[Part],
-    rings: Rings | None,
-    num_tokens: Tensor | None,
-    per_head: bool,
-    config: QuantizeQkvConfig,
-) -> dict[str, Tensor]:
+    problem: Problem, tensors: Tensors, rings: Rings | None, num_tokens: Tensor | None
+) -> Tensors:
     """Partial amax values, counts of NaN and Inf, and the slots of this pass in the rings."""
-    num_scales = sum(max(1, part.form.num_heads) if per_head else 1 for part in parts)
-    like = parts[0].x
-    size = num_scales * config.num_partials
+    like, size = tensors["q_ptr"], num_scales(problem) * problem.config.num_partials
     scratch = {
         "partial_ptr": like.new_empty(size, dtype=torch.float32),
         "count_ptr": like.new_empty(size if rings else 1, dtype=torch.int32),
         "slot_ptr": like.new_empty(3, dtype=torch.int32),
     }
-    passes = [ring.num_passes for ring in rings] if rings else [scratch["slot_ptr"]] * 3
-    arguments = {
-        **given,
+    unused = scratch["slot_ptr"]
+    passes = [ring.num_passes for ring in rings] if rings else [unused] * 3
+    given = {
+        **tensors,
         **scratch,
         **by_part("passes_ptr", passes),
-        **by_part("ring_length", _ring_lengths(rings)),
-        "num_tokens_ptr": scratch["slot_ptr"] if num_tokens is None else num_tokens,
-        "HAS_PADDING": num_tokens is not None,
-        "HAS_RINGS": rings is not None,
-        "NUM_PARTIALS": config.num_partials,
-        "maxnreg": AMAX_REGISTERS,
+        "num_tokens_ptr": unused if num_tokens is None else num_tokens,
     }
-    launch(_amax_kernel, (config.num_partials, num_scales), arguments)
+    grid, fixed = amax_arguments(problem, _ring_lengths(rings), num_tokens is not None)
+    launch(_amax_kernel, grid, given, fixed)
     return scratch
 
 
 def _run_cast(
-    given: dict[str, Any],
-    parts: list[Part],
+    problem: Problem,
+    tensors: Tensors,
+    scratch: Tensors | None,
     result: QuantizedQkv,
     rings: Rings | None,
     factor: float,
-    per_head: bool,
     cu_seqlens: Tensor | None,
-    config: QuantizeQkvConfig,
 ) -> None:
-    is_dynamic, is_packed = "partial_ptr" in given, cu_seqlens is not None
     is_transposed = result.value_layout == "transposed"
     words = result.v.flatten().view(torch.int32) if is_transposed else result.v
     scales = (result.scales.q, result.scales.k, result.scales.v)
     unused = scales[0]
-    scratch = {name: unused for name in ("partial_ptr", "count_ptr", "slot_ptr")}
-    values = [ring.values for ring in rings] if rings else [unused] * 3
-    counters = [ring.num_nonfinite for ring in rings] if rings else [unused] * 3
-    lengths = _ring_lengths(rings)
-    num_columns = result.v.shape[-1] if is_transposed else None
-    has_norm = given["NUM_NORMS"] > 0
-    programs = num_programs(forms_of(parts), num_columns, has_norm, per_head, config)
-    has_groups = num_columns is not None and parts[2].form.shape[0] > 0
-    arguments = {
-        **(scratch | given),
+    given = {
+        **tensors,
+        **(scratch or {name: unused for name in ("partial_ptr", "count_ptr", "slot_ptr")}),
         **by_part("data_ptr", [result.q, result.k, words]),
         **by_part("scale_ptr", scales),
-        **by_part("scale_stride", [scale.stride(0) if scale.dim() else 0 for scale in scales]),
-        **by_part("ring_ptr", values),
-        **by_part("nonfinite_ptr", counters),
-        **by_part("ring_length", lengths),
-        "factor": factor,
-        "cu_seqlens_ptr": cu_seqlens.contiguous() if is_packed else unused,
-        "num_sequences": len(cu_seqlens) - 1 if is_packed else 0,
-        "num_groups": num_columns // 16 if has_groups else 0,
-        "num_q_programs": programs[0],
-        "num_k_programs": programs[1],
-        "IS_TRANSPOSED": is_transposed,
-        "IS_PACKED": is_packed,
-        "BLOCK_KEYS": config.block_keys,
-        "BLOCK_VALUES": config.block_values,
-        "IS_DYNAMIC": is_dynamic,
-        "HAS_RINGS": rings is not None,
-        "NUM_PARTIALS": config.num_partials if is_dynamic else 1,
-        "RING_BLOCK": triton.next_power_of_2(max(lengths)),
-        "HAS_FMA": result.q.is_cuda,
-        "maxnreg": config.max_registers,
+        **by_part("ring_ptr", [ring.values for ring in rings] if rings else [unused] * 3),
+        **by_part(
+            "nonfinite_ptr", [ring.num_nonfinite for ring in rings] if rings else [unused] * 3
+        ),
+        "cu_seqlens_ptr": unused if cu_seqlens is None else cu_seqlens.contiguous(),
     }
-    launch(_cast_kernel, (sum(programs),), arguments)
+    grid, fixed = cast_arguments(
+        problem,
+        factor,
+        tuple(scale.stride(0) if scale.dim() else 0 for scale in scales),
+        _ring_lengths(rings),
+        result.v.shape[-1] if is_transposed else None,
+        None if cu_seqlens is None else len(cu_seqlens) - 1,
+        is_dynamic=scratch is not None,
+        has_fma=result.q.is_cuda,
+    )
+    launch(_cast_kernel, grid, given, fixed)
 
 
-def _ring_lengths(rings: Rings | None) -> list[int]:
-    lengths = [len(ring.values) for ring in rings] if rings else [1, 1, 1]
+def _ring_lengths(rings: Rings | None) -> tuple[int, ...] | None:
+    if rings is None:
+        return None
+    lengths = tuple(ring.values.shape[0] for ring in rings)
     assert max(lengths) <= MAX_RING_LENGTH  # which `count_pass` counts on
     return lengths
