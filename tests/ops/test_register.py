@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from octavo.numerics.amax import AmaxHistory
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerBlock, PerHead, PerTensor, PerToken
+from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.rotary import Rotary
@@ -222,6 +224,11 @@ def result_tensors(result) -> list[torch.Tensor]:
     return [result.q, result.k, result.v, result.scales.q, result.scales.k, result.scales.v]
 
 
+def normalized(weight, scales=None):
+    q, k, v = (torch.ones(3, 2, 8) for _ in range(3))
+    return ops.quantize_qkv(q, k, v, scales, norm=QkNorm(weight, weight, 1e-6))
+
+
 # name -> (a function of inputs, inputs some of which require a gradient)
 WITH_GRADIENTS = {
     "attention": (ops.attention, require_grad(make_attention_inputs(SMALL), "q", "k", "v")),
@@ -249,6 +256,11 @@ WITH_GRADIENTS = {
         {"x": torch.ones(4), "weight": torch.ones(3, 4, requires_grad=True)},
     ),
     "quantize": (ops.quantize, {"x": torch.ones(3, 4, requires_grad=True)}),
+    "quantize_qkv of norms": (normalized, {"weight": torch.ones(1, 8, requires_grad=True)}),
+    "quantize_qkv_static of norms": (
+        partial(normalized, scales=QkvScales.ones("cpu")),
+        {"weight": torch.ones(1, 8, requires_grad=True)},
+    ),
     "quantize_static": (
         ops.quantize,
         {"x": torch.ones(3, 4, requires_grad=True), "scale": torch.ones(())},

@@ -1,6 +1,6 @@
 """octavo's operators in torch.library, so that torch.compile sees each as one node."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -68,7 +68,7 @@ def _without_gradient(name: str) -> Callable[..., Any]:
 
     class NoGradient(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
+        def forward(ctx: Any, args: tuple[Any, ...], *tensors: Tensor) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return getattr(torch.ops.octavo, name)(*args)
 
@@ -79,7 +79,17 @@ def _without_gradient(name: str) -> Callable[..., Any]:
                 "detached tensors or under torch.no_grad()"
             )
 
-    return NoGradient.apply
+    def call(*args: Any) -> Any:
+        # torch looks for gradients in arguments, not in lists of them.
+        tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
+        return NoGradient.apply(args, *tensors)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def _flat(args: Sequence[Any]) -> Iterator[Any]:
+    for arg in args:
+        yield from arg if isinstance(arg, list) else (arg,)
 
 
 def _directly(run: Callable[..., Any], no_gradient: Callable[..., Any]) -> Callable[..., Any]:
