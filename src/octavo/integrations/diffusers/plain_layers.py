@@ -49,7 +49,7 @@ class TwoPassLayerNorm(nn.LayerNorm):
             return False
         if x.dtype not in (*_SIXTEEN_BITS, torch.float32) or x.dim() == 0:
             return False
-        has_own_dtype = self.weight is None or self.weight.dtype == x.dtype
+        has_own_dtype = self.weight is None or self.weight.dtype == x.dtype  # type: ignore[redundant-expr]
         return has_own_dtype and x.shape[-1] == self.normalized_shape[0]
 
 
@@ -96,7 +96,7 @@ def _is_plain(proj: nn.Module, x: Tensor) -> bool:
         return False
     weight, bias = proj.weight, proj.bias
     # A weight of another class, such as torchao's, has products of its own.
-    if bias is None or type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
+    if bias is None or type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:  # type: ignore[redundant-expr]
         return False
     if x.dtype not in _SIXTEEN_BITS or weight.dtype != x.dtype or bias.dtype != x.dtype:
         return False
