@@ -34,6 +34,12 @@ def test_the_first_sequence_decodes_while_the_last_prompt_is_computed():
     assert measured_output_len(Workload(context=64, concurrency=1)) == 0 + 16 + 1
 
 
+def test_sequences_that_leave_prompts_no_room():
+    assert measured_output_len(Workload(context=64, concurrency=4096)) == 64 + 16 + 1
+    with pytest.raises(UnsupportedError, match="up to 4096 sequences at once to measure, got 4097"):
+        measured_output_len(Workload(context=64, concurrency=4097))
+
+
 @pytest.mark.slow
 def test_all_sequences_decode_at_once_after_many_prompts(monkeypatch):
     """Prompts that take more steps than tokens are timed."""

@@ -103,8 +103,14 @@ def measured_output_len(workload: Workload) -> int:
 
     While prompts are computed, every sequence whose own is done has a token in each step.
     """
+    if workload.concurrency > MAX_BATCHED_TOKENS // 2:
+        raise UnsupportedError(
+            f"expected up to {MAX_BATCHED_TOKENS // 2} sequences at once to measure, got "
+            f"{workload.concurrency}: in steps of {MAX_BATCHED_TOKENS} tokens they leave their "
+            "prompts no room"
+        )
     num_prompt_tokens = (workload.concurrency - 1) * workload.context  # behind the first
-    num_tokens = max(1, MAX_BATCHED_TOKENS - workload.concurrency)  # of prompts, in a step
+    num_tokens = MAX_BATCHED_TOKENS - workload.concurrency  # of prompts, in a step
     return -(-num_prompt_tokens // num_tokens) + min(workload.output_len, OUTPUT_LEN) + 1
 
 
