@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("diffusers")
 LoraConfig = pytest.importorskip("peft").LoraConfig
 
+from fused_models import make, run, without_gradients  # noqa: E402, F401
 from safetensors.torch import load_file  # noqa: E402
-from test_fused_attention import make, run, without_gradients  # noqa: E402, F401
 
 from octavo import Recipe, apply_  # noqa: E402
 from octavo.numerics.error import relative_rms  # noqa: E402
@@ -34,7 +34,7 @@ def test_an_adapter_is_loaded_into_a_quantized_model(attention, tmp_path):
     adapters = [x for name, x in model.named_parameters() if "lora" in name]
     assert adapters and {x.dtype for x in adapters} == {torch.bfloat16}
     after = run(model, inputs)
-    assert relative_rms(after, run(plain, inputs)) < 0.1 < 0.5 < relative_rms(after, before)
+    assert relative_rms(after, run(plain, inputs)) < 0.1 < 0.3 < relative_rms(after, before)
 
 
 def test_layers_without_a_bias_know_the_dtype_of_their_model():

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip  # noqa: E402
-from test_fused_attention import make, run, scales_of, without_gradients  # noqa: E402, F401
+from fused_models import make, run, scales_of, without_gradients  # noqa: E402, F401
 
 from octavo import Recipe, apply_, restore_  # noqa: E402
 from octavo.integrations.diffusers.attention import find_layers  # noqa: E402

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from test_fused_attention import make, run, without_gradients  # noqa: E402, F401
+from fused_models import make, run, without_gradients  # noqa: E402, F401
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 from octavo import Recipe, apply_, ops  # noqa: E402
