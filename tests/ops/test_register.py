@@ -295,6 +295,45 @@ def test_a_gradient_is_refused_and_not_lost(name):
             x.float().sum().backward()
 
 
+@pytest.fixture
+def seen():
+    """What an implementation of matvec is given."""
+    found = []
+
+    def run(x, weight, bias):
+        found.append((x.is_neg(), x.data_ptr()))
+        return weight @ x
+
+    ops.register_impl("matvec", "looking", run)
+    yield found
+    ops.unregister_impl("matvec", "looking")
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_signs_that_are_to_come_have_come(mode, seen):
+    """As those of the sines of conjugated rotary tables: memory has the others."""
+    table = torch.randn(4, dtype=torch.complex64)
+    with mode():
+        x = table.conj().imag
+        assert x.is_neg()
+        ops.matvec(x, torch.ones(3, 4), impl="looking")
+    assert [is_neg for is_neg, _ in seen] == [False]
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad])
+def test_constants_in_functions_of_functorch(mode, seen):
+    """A gradient that goes another way is found, and implementations get tensors with memory."""
+    weight, x = torch.ones(3, 4), torch.arange(4.0)
+
+    def loss(y):
+        with mode():
+            constant = ops.matvec(y.detach(), weight, impl="looking") + ops.matvec(x, weight)
+        return (y * y).sum() + constant.sum()
+
+    assert torch.equal(torch.func.grad(loss)(x), 2 * x)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_no_grad_leaves_no_graph(name):
     op, inputs = WITH_GRADIENTS[name]

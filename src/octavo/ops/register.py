@@ -13,10 +13,17 @@ from octavo.errors import UnsupportedError
 use_cache_dir()  # before any op imports its kernels
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
-# Below autograd, these do not compute: they note a call, or find the shapes of its results.
-_TRACING = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.Functionalize
-)
+# What torch has between autograd and an implementation, for some tensors: it notes a call, finds
+# shapes of results, or makes a plain tensor of one that is none, such as one whose sign is to come.
+_BETWEEN = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+for _key in (
+    torch._C.DispatchKey.Functionalize,
+    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode,
+    torch._C.DispatchKey.Negative,
+    torch._C.DispatchKey.Conjugate,
+    torch._C.DispatchKey.ZeroTensor,
+):
+    _BETWEEN |= torch._C.DispatchKeySet(_key)
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -82,7 +89,10 @@ def _without_gradient(name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         # torch looks for gradients in arguments, not in lists of them.
         tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
-        return NoGradient.apply(args, *tensors)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return NoGradient.apply(args, *tensors)  # type: ignore[no-untyped-call]
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.octavo, name)(*args)
 
     return call
 
@@ -96,7 +106,7 @@ def _directly(run: Callable[..., Any], no_gradient: Callable[..., Any]) -> Calla
     """What torch would call below autograd: to ask takes as long as some ops take on the host."""
 
     def call(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() or (keys & _TRACING).raw_repr():
+        if torch.is_grad_enabled() or (keys & _BETWEEN).raw_repr():
             return no_gradient(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
