@@ -1,17 +1,24 @@
 """Transformers with FP8 attention as tests run them: tiny, with norms that all differ."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tiny_flux import make_flux2_transformer
 from tiny_pipelines import make_z_image_transformer
 from torch import nn
 
+from octavo import ops
 from octavo.calibration.scale_file import LayerScales, ScaleSet
-from octavo.integrations.diffusers import full_size
+from octavo.integrations.diffusers import full_size, fused_attention
 from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.current_layer import observe_attention
+from octavo.reference.qk_norm import normalize
+from octavo.reference.rotary import rotate
 
 CPU = torch.device("cpu")
+# Single values of FP8 that round to the other side, where float32 sums have another order.
+FLIPPED = 2e-3
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +95,32 @@ def scales_of(model, inputs):
     with observe_attention(find_layers(model), see):
         run(model, inputs)
     return ScaleSet(found).to_dict()
+
+
+@contextmanager
+def stock_path():
+    """All layers normalize and turn by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_attention, "_prepare", lambda *args: None)
+        yield
+
+
+@contextmanager
+def quantized_calls():
+    """What `quantize_qkv` is given: q and k as they are quantized, v, and norm and rotary."""
+    calls, quantize = [], ops.quantize_qkv
+
+    def note(q, k, v, *args, norm=None, rotary=None, first=None, **options):
+        parts, whole = [], (q, k, v)
+        if first is not None:
+            whole = [torch.cat(both, dim=1) for both in zip(first, whole, strict=True)]
+        for x, side in zip(whole[:2], "qk", strict=True):
+            if norm is not None:
+                x = normalize(x, getattr(norm, side), norm.eps, norm.num_first)
+            parts.append(x if rotary is None else rotate(x, rotary))
+        calls.append((*parts, whole[2], norm, rotary))
+        return quantize(q, k, v, *args, norm=norm, rotary=rotary, first=first, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "quantize_qkv", note)
+        yield calls

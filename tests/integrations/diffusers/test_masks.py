@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from tiny_pipelines import make_z_image_transformer  # noqa: E402
+from fused_models import make  # noqa: E402
 
 from octavo import ConfigError, Recipe, UnsupportedError, apply_  # noqa: E402
 from octavo.integrations.diffusers.masks import reduce_mask  # noqa: E402
@@ -109,14 +109,7 @@ def test_masks_of_other_shapes_are_errors(shape):
 @torch.no_grad()
 def test_padded_prompts_of_z_image_in_compiled_blocks():
     """Whose sizes become symbols when blocks of text, of pictures and of both share code."""
-    torch.manual_seed(0)
-    model = make_z_image_transformer(1).bfloat16().eval()
-    inputs = {
-        "x": [torch.randn(16, 1, 8, 8).bfloat16()] * 2,
-        "t": torch.full((2,), 0.5).bfloat16(),
-        "cap_feats": [torch.randn(length, 32).bfloat16() for length in (40, 7)],
-        "return_dict": False,
-    }
+    model, inputs = make("z_image", torch.bfloat16)
     apply_(model, Recipe(attention="fp8"))
     expected = model(**inputs)[0]
     torch.compiler.reset()
