@@ -61,9 +61,5 @@ def empty_aligned(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Ten
 
 def align(x: Tensor) -> Tensor:
     """x with its heads aligned: itself, or a copy."""
-    expected = [max(1, padded_head_dim(x.shape[-1])), 1]
-    for size in reversed(x.shape[1:-1]):
-        expected.insert(0, expected[0] * max(1, size))
-    if x.stride() == tuple(expected):
-        return x
-    return empty_aligned(x.shape, x.dtype, x).copy_(x)
+    aligned = empty_aligned(x.shape, x.dtype, x)
+    return x if x.stride() == aligned.stride() else aligned.copy_(x)
