@@ -1,9 +1,9 @@
 """Launches that Triton need not look at twice.
 
-To find what a kernel was compiled to, Triton looks at every argument of every launch. For kernels
-with many arguments that takes the host longer than all else it does for them, and a model that is
-not replayed from CUDA graphs waits for the host. The compiled kernel is the same again where the
-tensors have the same dtypes and alignments, and everything else the same values.
+To find what a kernel was compiled to, Triton looks at every argument of every launch. With many
+arguments that costs the host time, for which a model waits that no CUDA graph replays. The compiled
+kernel is the same again where the tensors have the same dtypes and alignments, and everything else
+the same values.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _KNOWN: dict[tuple[Any, ...], tuple[Any, list[Any], list[int]]] = {}
 class Fixed(dict[str, Any]):
     """Arguments that are no tensors, and options: whoever makes them keeps them for calls alike.
 
-    To compare them takes longer than to launch: only the same object is the same.
+    Nobody compares them, which would cost what they save: only the same object is the same.
     """
 
     def __eq__(self, other: object) -> bool:

@@ -103,7 +103,7 @@ def _flat(args: Sequence[Any]) -> Iterator[Any]:
 
 
 def _directly(run: Callable[..., Any], no_gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch would call below autograd: to ask takes as long as some ops take on the host."""
+    """What torch would call below autograd, without asking it: that would cost the host time."""
 
     def call(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() or (keys & _BETWEEN).raw_repr():
