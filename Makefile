@@ -6,12 +6,22 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 SLOW_READY := $(VENV)/.slow-ready
+# The newest Triton that kernels are compiled with; the tests' own is the one in constraints.txt.
+NEWEST_TRITON := 3.9.0
+NEWEST_PATH := $(VENV)/triton-$(NEWEST_TRITON)
 JOBS ?= auto
 COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
 COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
+FAST := -n $(JOBS) -m 'not slow and not gpu'
+SLOW := -n $(JOBS) -m 'slow and not gpu'
+
+# Runs every stage, whatever the others find, and names the failed ones at the end.
+run_all = failed=; for stage in $(1); do $(MAKE) --no-print-directory $$stage || failed="$$failed $$stage"; done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; echo "passed: $(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-slow test-gpu bench tables clean
+.PHONY: help setup demo check lint types test test-slow test-gpu bench tables clean \
+	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,16 +60,35 @@ types: $(READY)  ## mypy, strict
 
 check: lint types  ## lint and types
 
+test: $(READY)  ## lint, types and tests with coverage; every stage runs, failed ones are named at the end
+	@$(call run_all,lint types test-covered test-others test-kernels)
+
 # Measuring coverage makes tests half as slow again: only those of the covered folders pay for it.
+test-covered: $(READY)
+	$(BIN)/pytest $(FAST) $(COVERED_TESTS) $(COVERED)
+
+test-others: $(READY)
+	$(BIN)/pytest $(FAST) --ignore=tests/kernels $(addprefix --ignore=,$(COVERED_TESTS))
+
 # Kernels have processes of their own: Triton's interpreter must be chosen before any is imported.
-test: check  ## lint, types and tests with coverage
-	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' $(COVERED_TESTS) $(COVERED)
-	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' --ignore=tests/kernels $(addprefix --ignore=,$(COVERED_TESTS))
-	$(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu' tests/kernels
+test-kernels: $(READY)
+	$(BIN)/pytest $(FAST) tests/kernels
 
 test-slow: $(SLOW_READY)  ## load, fuzz and full pipelines
-	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' --hypothesis-profile=slow --ignore=tests/kernels
-	$(BIN)/pytest -n $(JOBS) -m 'slow and not gpu' tests/kernels
+	@$(call run_all,test-slow-others test-slow-kernels test-newest-triton)
+
+test-slow-others: $(SLOW_READY)
+	$(BIN)/pytest $(SLOW) --hypothesis-profile=slow --ignore=tests/kernels
+
+test-slow-kernels: $(SLOW_READY)
+	$(BIN)/pytest $(SLOW) tests/kernels
+
+$(NEWEST_PATH): | $(READY)
+	$(PIP) install --no-deps --target $@ 'triton==$(NEWEST_TRITON)'
+
+# Every kernel compiled and launched for sm_80, sm_89, sm_90 and sm_100, without a GPU.
+test-newest-triton: $(NEWEST_PATH)
+	PYTHONPATH=$(NEWEST_PATH) $(BIN)/pytest $(SLOW) tests/kernels/test_launching.py
 
 test-gpu:  ## every test that needs a GPU, recorded; PY=python3 uses another interpreter than .venv's
 	PYTHONPATH=src $(or $(PY),$(BIN)/python) -m pytest -m gpu -p no:cacheprovider --ignore=tests/kernels --ignore=tests/cache --ignore=tests/integrations --ignore=tests/serving

@@ -1,11 +1,16 @@
 """Launches that Triton looks at once: the same compiled kernel for the same sizes, and no other."""
 
+import dataclasses
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+
 from octavo.kernels import launch as module  # noqa: E402
-from octavo.kernels.launch import Copied, Fixed, launch  # noqa: E402
+from octavo.kernels.launch import Fixed, launch, unchecked_descriptor  # noqa: E402
 
 
 class Kernel:
@@ -14,12 +19,12 @@ class Kernel:
     arg_names = ("x_ptr", "size", "EVEN")
 
     def __init__(self):
-        self.looked, self.launched = [], []
+        self.looked, self.launched, self.is_prevented = [], [], False
 
     def __getitem__(self, grid):
         def look(**arguments):
             self.looked.append((grid, arguments))
-            return self
+            return None if self.is_prevented else self
 
         def run(*args, **arguments):
             if arguments:
@@ -82,19 +87,43 @@ def test_other_kernels_and_devices(kernel, monkeypatch):
     assert not kernel.launched and not other.launched
 
 
-def test_tensors_that_are_copied_in_tiles(kernel, monkeypatch):
-    def copied(x, block):
-        return tensors(Copied(x, list(x.shape), list(x.stride()), block, "layout"))
+def descriptor(x, *block):
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float16)
+    return unchecked_descriptor(x, block, layout)
 
-    x, y = torch.zeros(16, 32), torch.ones(16, 32)
-    monkeypatch.setattr(module, "TensorDescriptor", lambda *args: ("checked", args[0]))
-    launch(kernel, (1,), copied(x, (8, 16)), FIXED)
-    word, base = kernel.looked[0][1]["x_ptr"]
-    assert word == "checked" and base is x
-    launch(kernel, (1,), copied(y, (8, 16)), FIXED)
-    assert kernel.launched[0][1][0].base is y
-    launch(kernel, (1,), copied(y, (16, 16)), FIXED)
-    assert len(kernel.looked) == 2
+
+def test_descriptors_are_tritons_own(kernel):
+    """Newer versions of Triton read fields that 3.6 has not: later launches have them too."""
+    x, y = torch.zeros(16, 32).half(), torch.ones(16, 32).half()
+    launch(kernel, (1,), tensors(descriptor(x, 8, 16)), FIXED)
+    launch(kernel, (1,), tensors(descriptor(y, 8, 16)), FIXED)
+    first, second = kernel.looked[0][1]["x_ptr"], kernel.launched[0][1][0]
+    assert first.base is x and second.base is y
+    for given in (first, second):
+        made = TensorDescriptor(given.base, [16, 32], [32, 1], [8, 16], given.layout)
+        assert type(given) is TensorDescriptor
+        assert all(getattr(given, f.name) is not None for f in dataclasses.fields(made))
+        others = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)[1:]}
+        assert {name: getattr(given, name) for name in others} == others
+
+
+def test_other_tiles_are_another_kernel(kernel):
+    x = torch.zeros(16, 32).half()
+    launch(kernel, (1,), tensors(descriptor(x, 8, 16)), FIXED)
+    launch(kernel, (1,), tensors(descriptor(x, 16, 16)), FIXED)
+    assert len(kernel.looked) == 2 and not kernel.launched
+
+
+def test_triton_checks_the_descriptors_of_a_first_launch(kernel):
+    x = torch.zeros(16, 34).half()[:, :32]  # rows of 68 bytes
+    with pytest.raises(AssertionError, match="16-byte aligned"):
+        launch(kernel, (1,), tensors(descriptor(x, 8, 16)), FIXED)
+
+
+def test_a_launch_that_a_hook_prevents_is_not_remembered(kernel):
+    kernel.is_prevented = True
+    launch(kernel, (1,), tensors(torch.zeros(8)), FIXED)
+    assert not module._KNOWN
 
 
 def test_all_are_forgotten_when_they_are_many(kernel, monkeypatch):

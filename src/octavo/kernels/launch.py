@@ -7,7 +7,7 @@ the same values.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,26 +35,29 @@ class Fixed(dict[str, Any]):
         return id(self)
 
 
-class Copied(NamedTuple):
-    """A tensor that the copy engine reads in tiles of the shape `block`, aligned as it wants.
+def unchecked_descriptor(x: Tensor, block: tuple[int, ...], layout: Any) -> TensorDescriptor:
+    """A tensor descriptor for TMA, which copies x in tiles of the shape `block`.
 
-    Of a tensor and a block, the layout is always the same.
+    `launch` has Triton check the descriptors of a first launch only: later ones differ in their
+    pointers alone, and the checks would cost the host more than the launch does.
     """
-
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    block: tuple[int, ...]
-    layout: Any
-    padding: str = "zero"
-
-    def checked(self) -> TensorDescriptor:
-        """As Triton compiles it, which looks at all of it."""
-        return TensorDescriptor(self.base, self.shape, self.strides, list(self.block), self.layout)
+    descriptor = object.__new__(TensorDescriptor)
+    # Fields that other versions of Triton add have their defaults in the class.
+    vars(descriptor).update(
+        base=x,
+        shape=list(x.shape),
+        strides=list(x.stride()),
+        block_shape=list(block),
+        layout=layout,
+    )
+    return descriptor
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], tensors: Mapping[str, Tensor | Copied | None], fixed: Fixed
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Mapping[str, Tensor | TensorDescriptor | None],
+    fixed: Fixed,
 ) -> None:
     """kernel[grid](**tensors, **fixed)."""
     if not isinstance(kernel, JITFunction):  # but one of the interpreter
@@ -63,12 +66,7 @@ def launch(
     key = (id(kernel), torch.cuda.current_device(), fixed, *tensors, *map(_trait, tensors.values()))
     known = _KNOWN.get(key)
     if known is None:
-        if len(_KNOWN) >= MAX_KNOWN:
-            _KNOWN.clear()
-        given = {name: x.checked() if isinstance(x, Copied) else x for name, x in tensors.items()}
-        compiled, names = kernel[grid](**given, **fixed), kernel.arg_names
-        arguments = [fixed.get(name) for name in names]
-        _KNOWN[key] = compiled, arguments, [names.index(name) for name in tensors]
+        _launch_first(key, kernel, grid, tensors, fixed)
         return
     compiled, arguments, places = known
     arguments = arguments.copy()
@@ -77,10 +75,30 @@ def launch(
     compiled[(*grid, 1, 1)[:3]](*arguments)
 
 
-def _trait(x: Tensor | Copied | None) -> Any:
+def _launch_first(
+    key: tuple[Any, ...],
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Mapping[str, Tensor | TensorDescriptor | None],
+    fixed: Fixed,
+) -> None:
+    """Launch by Triton, which checks every argument, and remember what the kernel became."""
+    for x in tensors.values():
+        if isinstance(x, TensorDescriptor):
+            x.__post_init__()
+    compiled, names = kernel[grid](**tensors, **fixed), kernel.arg_names
+    if compiled is None:  # a hook of Triton's kept it from compiling
+        return
+    if len(_KNOWN) >= MAX_KNOWN:
+        _KNOWN.clear()
+    arguments = [fixed.get(name) for name in names]
+    _KNOWN[key] = compiled, arguments, [names.index(name) for name in tensors]
+
+
+def _trait(x: Tensor | TensorDescriptor | None) -> Any:
     """What the compiled kernel depends on."""
     if x is None:
         return None
-    if isinstance(x, Copied):
-        return x.base.dtype, x.block
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
     return x.dtype, x.data_ptr() % ALIGNMENT == 0

@@ -108,12 +108,15 @@ def ignore_padding(monkeypatch):
 
 @pytest.mark.parametrize("is_kept_out", [True, False])
 def test_padding_holds_nothing_that_matters(tower, is_kept_out, monkeypatch):
-    """NaN in the rows of padding reaches no image, and no history unless it is looked at."""
-    plain, padded = twin(tower), twin(tower)
+    """NaN in the rows of padding reaches no image, and no history unless it is looked at.
+
+    In float32: torch's BF16 products on CPUs with AMX let NaN of one row into others.
+    """
+    plain, padded = twin(tower).float(), twin(tower).float()
     for other in (plain, padded):
         apply_(other, RECIPES["dynamic"])
     graphs = VisionGraphs(padded, BUDGETS)
-    inputs = make_pixels(tower, REQUESTS[0])
+    inputs = make_pixels(plain, REQUESTS[0])
     request = graphs._padded(**inputs, budget=64)
     request["hidden_states"][16:] = float("nan")
     expected = eager(plain, inputs)

@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from octavo.kernels.attention.config import (
@@ -28,7 +28,8 @@ from octavo.kernels.attention.config import (
     split_head_dim,
 )
 from octavo.kernels.device import describe
-from octavo.kernels.launch import Copied, Fixed, launch
+from octavo.kernels.gluon_primitives import load_tile, thread_barrier
+from octavo.kernels.launch import Fixed, launch, unchecked_descriptor
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
@@ -309,29 +310,21 @@ def _stage(j, NUM_STAGES: gl.constexpr):
 def _copy_keys(desc, desc2, shared, tiles, job, j, stage):
     bar = shared.full.index(stage)
     row = job.k_token + job.tile(j) * tiles.BLOCK_N
-    tma.async_copy_global_to_shared(
-        desc, [job.batch, job.kv_head, row, 0], bar, shared.k.index(stage)
-    )
+    load_tile(desc, [job.batch, job.kv_head, row, 0], bar, shared.k.index(stage))
     if tiles.D2 > 0:
-        tma.async_copy_global_to_shared(
-            desc2, [job.batch, job.kv_head, row, tiles.D1], bar, shared.k2.index(stage)
-        )
+        load_tile(desc2, [job.batch, job.kv_head, row, tiles.D1], bar, shared.k2.index(stage))
 
 
 @gluon.jit
 def _copy_values(desc, desc2, shared, tiles, job, j, stage):
     bar = shared.full.index(stage)
     column = job.column + job.tile(j) * tiles.BLOCK_N
-    tma.async_copy_global_to_shared(
-        desc, [job.batch, job.kv_head, 0, column], bar, shared.v.index(stage)
-    )
+    load_tile(desc, [job.batch, job.kv_head, 0, column], bar, shared.v.index(stage))
     if tiles.E2 > 0:
         rest = shared.v2.index(stage)
         if tiles.E2_COPIED < tiles.E2:
             rest = rest.slice(0, tiles.E2_COPIED, dim=2)
-        tma.async_copy_global_to_shared(
-            desc2, [job.batch, job.kv_head, tiles.E1, column], bar, rest
-        )
+        load_tile(desc2, [job.batch, job.kv_head, tiles.E1, column], bar, rest)
 
 
 @gluon.jit
@@ -369,13 +362,9 @@ def _copy_job(tiles, shared, job, base, count, copies):
     for w in gl.static_range(NUM_CONSUMERS):
         row = job.q_token + w * ROWS
         slot = place * NUM_CONSUMERS + w
-        tma.async_copy_global_to_shared(
-            q_desc, [job.batch, job.head, row, 0], bar, shared.q.index(slot)
-        )
+        load_tile(q_desc, [job.batch, job.head, row, 0], bar, shared.q.index(slot))
         if tiles.D2 > 0:
-            tma.async_copy_global_to_shared(
-                q2_desc, [job.batch, job.head, row, tiles.D1], bar, shared.q2.index(slot)
-            )
+            load_tile(q2_desc, [job.batch, job.head, row, tiles.D1], bar, shared.q2.index(slot))
     stage, turn = _stage(base, tiles.NUM_STAGES)
     mbarrier.wait(shared.empty.index(stage), turn ^ 1)
     mbarrier.expect(shared.full.index(stage), KEY_BYTES)
@@ -560,7 +549,7 @@ def _clear_strangers(shared, job, stage, tiles):
                 values = values.slice(0, tiles.E2_COPIED, dim=0)
             _clear_columns(values, num_columns, tiles.BLOCK_N)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit
@@ -1040,12 +1029,12 @@ def attention(
     queries, keys = (_aligned(x).permute(0, 2, 1, 3) for x in (q, k))
     values, block_n = _aligned(v), fixed["BLOCK_N"]
     tensors = {
-        "q_desc": _copied(queries, 64, fixed["D1"]),
-        "q2_desc": _copied(queries, 64, fixed["D2"] or 32),
-        "k_desc": _copied(keys, block_n, fixed["D1"]),
-        "k2_desc": _copied(keys, block_n, fixed["D2"] or 32),
-        "v_desc": _copied(values, fixed["E1"], block_n),
-        "v2_desc": _copied(values, fixed["E2_COPIED"] or 16, block_n),
+        "q_desc": _tiled(queries, 64, fixed["D1"]),
+        "q2_desc": _tiled(queries, 64, fixed["D2"] or 32),
+        "k_desc": _tiled(keys, block_n, fixed["D1"]),
+        "k2_desc": _tiled(keys, block_n, fixed["D2"] or 32),
+        "v_desc": _tiled(values, fixed["E1"], block_n),
+        "v2_desc": _tiled(values, fixed["E2_COPIED"] or 16, block_n),
         "out_ptr": out,
         "lse_ptr": lse,
         "q_scale_ptr": scales.q,
@@ -1129,10 +1118,9 @@ def _arguments(
     return num_programs, Fixed(arguments)
 
 
-def _copied(x: Tensor, rows: int, columns: int) -> Copied:
-    """A tensor [batch, heads, …, …] for the copy engine, in tiles [1, 1, rows, columns]."""
-    block = (1, 1, rows, columns)
-    return Copied(x, list(x.shape), list(x.stride()), block, _layout(rows, columns))
+def _tiled(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A tensor [batch, heads, …, …] that TMA copies in tiles [1, 1, rows, columns]."""
+    return unchecked_descriptor(x, (1, 1, rows, columns), _layout(rows, columns))
 
 
 @cache

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.cache.view import PagedView
 from octavo.kernels.decode.config import GluonConfig, scale_strides
+from octavo.kernels.gluon_primitives import thread_barrier
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import DecodePlan
 
@@ -444,7 +445,7 @@ def _decode_kernel(
         mask=is_kept[:, None] & (dim >= 0),
     )
     gl.store(lse_ptr + partial_row, lse, mask=is_kept)
-    gl.thread_barrier()
+    thread_barrier()
     counter_ptr += sequence * PROGRAMS + program
     num_done = gl.atomic_add(counter_ptr, 1, sem="acq_rel")
     if num_done == num_splits - 1:

@@ -24,8 +24,9 @@ from octavo.kernels.quantize_qkv.primitives import (
 @triton.jit
 def pairs(SHAPE: tl.constexpr, TURN: tl.constexpr):
     """Where both values of each pair of a head lie."""
-    HEAD_DIM, _, _, _, _, _, _ = SHAPE
-    ROTARY, ROTARY_DIM, _, _ = TURN
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    ROTARY: tl.constexpr = TURN[0]
+    ROTARY_DIM: tl.constexpr = TURN[1]
     pair = tl.arange(0, HEAD_DIM // 2)
     if ROTARY == HALVES:
         first_at, second_at = pair_places(pair, ROTARY_DIM, HEAD_DIM, False)
@@ -58,9 +59,10 @@ def load_shared(
     """What all heads of some tokens share: tokens and their mask, cos and sin, both weights."""
     _, num_tokens, _, length = part
     _, _, num_first = norm
-    HEAD_DIM, _, _, _, _, _, _ = SHAPE
-    ROTARY, _, _, _ = TURN
-    NUM_NORMS, NUM_TOKENS, _ = NORM
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    ROTARY: tl.constexpr = TURN[0]
+    NUM_NORMS: tl.constexpr = NORM[0]
+    NUM_TOKENS: tl.constexpr = NORM[1]
     token = row_block * NUM_TOKENS + tl.arange(0, NUM_TOKENS)
     token_mask = token < num_tokens
     pair, first_at, second_at = pairs(SHAPE, TURN)
@@ -87,9 +89,10 @@ def load_head(
     """Both values of each pair of a head, normalized, turned, times a factor, in float32."""
     token, token_mask, cos, sin, first_weight, second_weight = shared
     _, eps, _ = norm
-    HEAD_DIM, _, _, _, _, _, _ = SHAPE
-    ROTARY, ROTARY_DIM, _, _ = TURN
-    _, NUM_TOKENS, _ = NORM
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    ROTARY: tl.constexpr = TURN[0]
+    ROTARY_DIM: tl.constexpr = TURN[1]
+    NUM_TOKENS: tl.constexpr = NORM[1]
     pair, first_at, second_at = pairs(SHAPE, TURN)
     mask = token_mask[:, None]
     if ROTARY == HALVES:
@@ -127,8 +130,10 @@ def amax_heads(
 ):
     """The amax of every NUM_PARTIALS-th tile of one scale, and its count of NaN and Inf."""
     _, num_tokens, num_heads, _ = part
-    HEAD_DIM, _, _, _, PER_HEAD, _, _ = SHAPE
-    _, NUM_TOKENS, NUM_TILE_HEADS = NORM
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    PER_HEAD: tl.constexpr = SHAPE[4]
+    NUM_TOKENS: tl.constexpr = NORM[1]
+    NUM_TILE_HEADS: tl.constexpr = NORM[2]
     num_groups = 1 if PER_HEAD else tl.cdiv(num_heads, NUM_TILE_HEADS)
     largest = tl.zeros([NUM_TOKENS, HEAD_DIM // 2], tl.float32)
     count = 0
@@ -169,10 +174,12 @@ def cast_heads(
     value by a rounding of float32, as the order of the sums of squares does.
     """
     _, _, num_heads, _ = part
-    HEAD_DIM, _, _, _, PER_HEAD, _, _ = SHAPE
-    ROTARY, _, _, _ = TURN
-    _, _, _, _, HAS_FMA = SCALING
-    _, NUM_TOKENS, NUM_TILE_HEADS = NORM
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    PER_HEAD: tl.constexpr = SHAPE[4]
+    ROTARY: tl.constexpr = TURN[0]
+    HAS_FMA: tl.constexpr = SCALING[4]
+    NUM_TOKENS: tl.constexpr = NORM[1]
+    NUM_TILE_HEADS: tl.constexpr = NORM[2]
     dtype = data_ptr.dtype.element_ty
     num_groups = tl.cdiv(num_heads, NUM_TILE_HEADS)
     row_block, start = index // num_groups, index % num_groups * NUM_TILE_HEADS

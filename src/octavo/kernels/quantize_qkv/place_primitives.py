@@ -18,7 +18,8 @@ def place(part, token, heads, unit, SHAPE: tl.constexpr):
     """
     memory, _, _, length = part
     x_ptr, batch_stride, token_stride, head_stride, first, _ = memory
-    _, _, ALIGN, HAS_BATCH, _, _, _ = SHAPE
+    ALIGN: tl.constexpr = SHAPE[2]
+    HAS_BATCH: tl.constexpr = SHAPE[3]
     if first[0] is not None:
         return place_streams(part, token, heads, unit, SHAPE)
     if HAS_BATCH:
@@ -39,7 +40,8 @@ def place_streams(part, token, heads, unit, SHAPE: tl.constexpr):
     memory, _, _, length = part
     x_ptr, batch_stride, token_stride, head_stride, first, num_first = memory
     first_ptr, first_batch_stride, first_token_stride, first_head_stride = first
-    _, _, ALIGN, HAS_BATCH, _, _, _ = SHAPE
+    ALIGN: tl.constexpr = SHAPE[2]
+    HAS_BATCH: tl.constexpr = SHAPE[3]
     offset = token % length if HAS_BATCH else token
     is_first = offset < num_first
     offset = tl.where(is_first, offset, offset - num_first).to(tl.int64)

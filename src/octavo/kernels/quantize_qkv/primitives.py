@@ -5,7 +5,8 @@ of both). SHAPE: (HEAD_DIM, PADDED, ALIGN, HAS_BATCH, PER_HEAD, BLOCK_TOKENS, BL
 (how q and k are turned, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS). Scales have three more. `given`:
 (scales, their stride, partial amax values, counts, 1 / largest value of the format). `ring`:
 (values, count of NaN and Inf, slot, length). SCALING: (IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS,
-RING_BLOCK, HAS_FMA).
+RING_BLOCK, HAS_FMA). Functions read these constants by index: Triton newer than 3.6 makes tensors
+of constants that are unpacked.
 """
 
 import triton
@@ -55,7 +56,9 @@ def tile(index, num_heads, UNITS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: t
 def load_tables(pair, token, token_mask, tables, TURN: tl.constexpr):
     """cos and sin [tokens, pairs] in float32; zeros beyond the tables."""
     cos_ptr, sin_ptr, num_rows, cos_row, cos_column, sin_row, sin_column = tables
-    _, ROTARY_DIM, TABLE_ALIGN, HAS_REPEATS = TURN
+    ROTARY_DIM: tl.constexpr = TURN[1]
+    TABLE_ALIGN: tl.constexpr = TURN[2]
+    HAS_REPEATS: tl.constexpr = TURN[3]
     row = token % num_rows if HAS_REPEATS else token
     row = row.to(tl.int64) * TABLE_ALIGN
     mask = token_mask[:, None] & (pair < ROTARY_DIM // 2)[None, :]
@@ -85,8 +88,13 @@ def load_tile(index, part, tables, SHAPE: tl.constexpr, TURN: tl.constexpr):
     TURN of HALVES has the two values of each pair apart; otherwise there are no second ones.
     """
     _, num_tokens, num_heads, _ = part
-    HEAD_DIM, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
-    ROTARY, ROTARY_DIM, _, _ = TURN
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    PADDED: tl.constexpr = SHAPE[1]
+    PER_HEAD: tl.constexpr = SHAPE[4]
+    BLOCK_TOKENS: tl.constexpr = SHAPE[5]
+    BLOCK_WIDTH: tl.constexpr = SHAPE[6]
+    ROTARY: tl.constexpr = TURN[0]
+    ROTARY_DIM: tl.constexpr = TURN[1]
     IS_PARTIAL: tl.constexpr = ROTARY_DIM < HEAD_DIM
     SPLIT: tl.constexpr = 2 if ROTARY == HALVES else 1
     UNITS: tl.constexpr = PADDED // SPLIT
@@ -138,8 +146,11 @@ def amax_rows(
     a second look at the same tiles.
     """
     _, num_tokens, num_heads, _ = part
-    _, PADDED, _, _, PER_HEAD, BLOCK_TOKENS, BLOCK_WIDTH = SHAPE
-    ROTARY, _, _, _ = TURN
+    PADDED: tl.constexpr = SHAPE[1]
+    PER_HEAD: tl.constexpr = SHAPE[4]
+    BLOCK_TOKENS: tl.constexpr = SHAPE[5]
+    BLOCK_WIDTH: tl.constexpr = SHAPE[6]
+    ROTARY: tl.constexpr = TURN[0]
     SPLIT: tl.constexpr = 2 if ROTARY == HALVES else 1
     WIDTH: tl.constexpr = BLOCK_WIDTH // SPLIT
     if PER_HEAD:
@@ -187,7 +198,10 @@ def find_scale(scale, is_first, num_scales, given, ring, SCALING: tl.constexpr):
     and the count of NaN and Inf, which no other reads.
     """
     scale_ptr, scale_stride, partial_ptr, count_ptr, factor = given
-    IS_DYNAMIC, HAS_RINGS, NUM_PARTIALS, RING_BLOCK, _ = SCALING
+    IS_DYNAMIC: tl.constexpr = SCALING[0]
+    HAS_RINGS: tl.constexpr = SCALING[1]
+    NUM_PARTIALS: tl.constexpr = SCALING[2]
+    RING_BLOCK: tl.constexpr = SCALING[3]
     if IS_DYNAMIC:
         ring_ptr, nonfinite_ptr, slot_ptr, ring_length = ring
         chunk = tl.arange(0, NUM_PARTIALS)
@@ -252,8 +266,8 @@ def cast_rows(
 ):
     """Tile `index` of q, k or v as FP8 rows; what lies between heads becomes zero."""
     _, _, num_heads, _ = part
-    _, _, _, _, PER_HEAD, _, _ = SHAPE
-    _, _, _, _, HAS_FMA = SCALING
+    PER_HEAD: tl.constexpr = SHAPE[4]
+    HAS_FMA: tl.constexpr = SCALING[4]
     first, second, first_at, second_at, inside, which, is_first = load_tile(
         index, part, tables, SHAPE, TURN
     )
@@ -289,8 +303,10 @@ def cast_transposed(
     memory, num_tokens, num_heads, length = part
     _, _, token_stride, _, _, _ = memory
     cu_seqlens_ptr, num_sequences, num_groups = packing
-    HEAD_DIM, _, ALIGN, _, PER_HEAD, _, _ = SHAPE
-    _, _, _, _, HAS_FMA = SCALING
+    HEAD_DIM: tl.constexpr = SHAPE[0]
+    ALIGN: tl.constexpr = SHAPE[2]
+    PER_HEAD: tl.constexpr = SHAPE[4]
+    HAS_FMA: tl.constexpr = SCALING[4]
     BLOCK: tl.constexpr = BLOCK_KEYS // 4
     row_block, which, heads, unit, mask, is_first = tile(
         index, num_heads, HEAD_DIM, BLOCK_VALUES, PER_HEAD

@@ -1,0 +1,35 @@
+"""Every kernel is compiled and launched for GPUs that are not here, by the installed Triton.
+
+`make test-slow` runs this with the Triton of the other tests and with the newest one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("launching.py")
+# Products of many tokens are torch's own on these GPUs: they launch no kernel of ours.
+BY_TORCH = "256 tokens: scaled_mm"
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_every_kernel_is_compiled_and_launched_twice(capability, tmp_path):
+    """The second launch, whose arguments Triton does not look at, is the same as the first."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(PROGRAM), str(capability)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) > 20
+    for row in rows:
+        assert "error" not in row, f"{row['name']}: {row['error']}"
+        first, second = row["launches"]
+        assert first == second, row["name"]
+        assert first or (BY_TORCH in row["name"] and "plain" not in row["name"]), row["name"]
