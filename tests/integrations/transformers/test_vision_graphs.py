@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -112,11 +113,12 @@ def test_padding_holds_nothing_that_matters(tower, is_kept_out, monkeypatch):
 
     In float32: torch's BF16 products on CPUs with AMX let NaN of one row into others.
     """
-    plain, padded = twin(tower).float(), twin(tower).float()
+    wide = deepcopy(tower).float()
+    plain, padded = twin(wide), twin(wide)
     for other in (plain, padded):
         apply_(other, RECIPES["dynamic"])
     graphs = VisionGraphs(padded, BUDGETS)
-    inputs = make_pixels(plain, REQUESTS[0])
+    inputs = make_pixels(wide, REQUESTS[0])
     request = graphs._padded(**inputs, budget=64)
     request["hidden_states"][16:] = float("nan")
     expected = eager(plain, inputs)
