@@ -469,3 +469,13 @@ def test_constraints_are_within_the_bounds(library):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     (version,) = (line.split("==")[1] for line in lines if line.startswith(f"{library}=="))
     assert internals.version_warning(library, version) is None
+
+
+def test_the_docs_have_the_bounds():
+    names = {"triton": "Triton"}
+    text = (ROOT / "docs" / "support.md").read_text()
+    for library, (first, end) in internals.SUPPORTED.items():
+        major, minor = end.split(".")
+        last = f"{major}.{int(minor) - 1}"
+        span = first if first == last else f"{first} to {last}"
+        assert f"| {names.get(library, library)} | {span} |" in text
