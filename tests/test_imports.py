@@ -12,6 +12,7 @@ WITHOUT_TORCH = [
     "octavo",
     "octavo.env",
     "octavo.errors",
+    "octavo.internals",
     "octavo.version",
     "octavo.atomic",
     "octavo.recipe",

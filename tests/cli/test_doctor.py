@@ -1,6 +1,7 @@
 """octavo doctor on this machine."""
 
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def test_reports_a_misspelt_variable(capsys, monkeypatch):
     monkeypatch.setenv("OCTAVO_DEBUGG", "1")
     text = doctor(capsys)
     assert "OCTAVO_DEBUGG is set, but octavo has no such variable" in text
+
+
+def test_reports_a_version_that_nobody_has_tried(capsys, monkeypatch):
+    assert "octavo is tested with" not in doctor(capsys)
+    versions = {"octavo": "0.1.0", "torch": "2.99.0", "triton": "3.6.0"}
+    monkeypatch.setattr("octavo.measure.records._installed_versions", lambda: versions)
+    (warning,) = re.findall("warning: octavo is tested with.*", " ".join(doctor(capsys).split()))
+    assert "torch 2.99.0 is installed" in warning and "pip install 'torch>=2.11,<2.16'" in warning
 
 
 def test_says_which_gpu(capsys):

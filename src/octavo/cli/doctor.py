@@ -170,6 +170,7 @@ def _format(kv_cache_dtype: KvCacheDtype) -> str:
 
 def _describe_machine() -> None:
     from octavo import env
+    from octavo.internals import SUPPORTED, version_warning
     from octavo.kernels.device import default_device
     from octavo.measure.records import Machine
     from octavo.measure.report.tables import Table
@@ -203,6 +204,9 @@ def _describe_machine() -> None:
     )
     for name in env.unknown_variables():
         out.print(f"warning: {name} is set, but octavo has no such variable", style="yellow")
+    for library, version in machine.versions.items():
+        if library in SUPPORTED and (warning := version_warning(library, version)):
+            out.print(f"warning: {warning}", style="yellow", markup=False)
 
 
 def _describe_gpu(device: "Device") -> str:

@@ -17,10 +17,14 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.kept_reasons import FIRM, MODULATION
 from octavo.integrations.transformers.kept_parts import KEPT_PARTS
+from octavo.internals import internals
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import LinearSettings
+
+with internals("torch"):
+    from torch.nn.modules.conv import _ConvNd
 
 IGNORED = "ignored_layers"
 # Layers left alone by default, by the last component of their names.
@@ -187,7 +191,7 @@ def _other_kind(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         return f"{kind}, not a plain nn.Linear"
     is_torchs = type(module).__module__.startswith("torch.nn")
-    if is_torchs or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+    if is_torchs or isinstance(module, nn.Embedding | _ConvNd):
         return None
     for name, x in module.named_parameters(recurse=False):
         if x.is_floating_point() and x.dim() >= 2 and (name == "weight" or name.endswith("proj")):

@@ -13,8 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from octavo.internals import internals, require
+
+with internals("torch"):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+require("torch._ops.OpOverload._schema")
 
 # Ops of a graph that move no bytes, beside views.
 _FREE = {

@@ -11,8 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+
+from octavo.internals import internals, require
+
+with internals("triton"):
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime.jit import JITFunction
+
+require(
+    "triton.compiler.CompiledKernel",
+    "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
+    "triton.runtime.jit.JITFunction",
+)
 
 # What Triton asks of a pointer, in bytes.
 ALIGNMENT = 16

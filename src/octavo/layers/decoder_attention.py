@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.internals import require
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.decode_plan import DecodePlan
@@ -15,6 +16,8 @@ from octavo.numerics.formats import E4M3, format_of, is_fp8
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.numerics.hadamard import hadamard
 from octavo.ops.check import check_fp8_device
+
+require("torch.nn.Module._load_from_state_dict")
 
 # What to do where a GPU has no FP8.
 WITHOUT_FP8 = "leave kv_cache out, and keys and values are stored as they are"

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.internals import require
 from octavo.layers.linear import ALIGNMENT, Fp8Linear
 from octavo.numerics.granularity import PerBlock, PerChannel
+
+require(
+    "torch.nn.Module._apply",
+    "torch.nn.Module._load_from_state_dict",
+    "torch.nn.Module._save_to_state_dict",
+)
 
 TENSORS = ("weight", "weight_scale", "bias", "input_scale")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.errors import CheckpointError, ConfigError
+from octavo.internals import require
 from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.formats import format_named
 from octavo.numerics.granularity import (
@@ -23,6 +24,8 @@ from octavo.numerics.quantize import Quantized, quantize
 from octavo.numerics.scales import amax_to_scale, finite_amax
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_fp8_device, fp8_objection
 from octavo.recipe import LinearSettings
+
+require("torch.nn.Module._load_from_state_dict", "torch.nn.Module._save_to_state_dict")
 
 # What FP8 matrix products read at once; other sizes would leave the fast implementations.
 ALIGNMENT = 16

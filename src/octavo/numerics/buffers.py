@@ -6,7 +6,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from octavo.internals import require
 from octavo.numerics.formats import FORMATS
+
+require("torch.nn.Module._apply", "torch.nn.Module._buffers")
 
 # The integers of the same size, which a change of dtype leaves alone.
 _INTEGERS = {torch.float32: torch.int32, **{fmt.dtype: torch.uint8 for fmt in FORMATS.values()}}

@@ -9,21 +9,27 @@ from torch import Tensor
 
 from octavo.env import use_cache_dir
 from octavo.errors import UnsupportedError
+from octavo.internals import internals, require
+
+with internals("torch"):
+    from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowAutograd, _DisableAutocast
+
+require("torch._C.DispatchKey")
 
 use_cache_dir()  # before any op imports its kernels
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
 # What torch has between autograd and an implementation, for some tensors: it notes a call, finds
 # shapes of results, or makes a plain tensor of one that is none, such as one whose sign is to come.
-_BETWEEN = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_BETWEEN = DispatchKeySet(DispatchKey.Python)
 for _key in (
-    torch._C.DispatchKey.Functionalize,
-    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode,
-    torch._C.DispatchKey.Negative,
-    torch._C.DispatchKey.Conjugate,
-    torch._C.DispatchKey.ZeroTensor,
+    DispatchKey.Functionalize,
+    DispatchKey.FuncTorchDynamicLayerBackMode,
+    DispatchKey.Negative,
+    DispatchKey.Conjugate,
+    DispatchKey.ZeroTensor,
 ):
-    _BETWEEN |= torch._C.DispatchKeySet(_key)
+    _BETWEEN |= DispatchKeySet(_key)
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -53,7 +59,7 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` outside torch.autocast, on the GPU of its arguments, which say dtypes and place."""
 
     def call(*args: Any) -> Any:
-        with torch._C._DisableAutocast(), on_device_of(args):
+        with _DisableAutocast(), on_device_of(args):
             return run(*args)
 
     return call
@@ -76,7 +82,7 @@ def _without_gradient(name: str) -> Callable[..., Any]:
     class NoGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, args: tuple[Any, ...], *tensors: Tensor) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
+            with _AutoDispatchBelowAutograd():
                 return getattr(torch.ops.octavo, name)(*args)
 
         @staticmethod
@@ -91,7 +97,7 @@ def _without_gradient(name: str) -> Callable[..., Any]:
         tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return NoGradient.apply(args, *tensors)  # type: ignore[no-untyped-call]
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return getattr(torch.ops.octavo, name)(*args)
 
     return call
@@ -108,7 +114,7 @@ def _directly(run: Callable[..., Any], no_gradient: Callable[..., Any]) -> Calla
     def call(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() or (keys & _BETWEEN).raw_repr():
             return no_gradient(*args)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return run(*args)
 
     return call

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers import AttentionBackendName
 from torch import Tensor, nn
 
 from octavo import ops
@@ -27,12 +26,20 @@ from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, is_ou
 from octavo.integrations.diffusers.masks import reduce_mask
 from octavo.integrations.diffusers.two_streams import Three
 from octavo.integrations.linear import layer_index
+from octavo.internals import internals, require
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.qkv import QkvScales
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer
 from octavo.recipe import AttentionSettings
+
+with internals("diffusers"):
+    from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+with internals("torch"):
+    from torch.overrides import _get_current_function_mode_stack
+
+require("diffusers.models.attention.AttentionModuleMixin._attention_backend")
 
 BACKEND = "octavo"
 _LABEL = "FP8 attention"
@@ -244,7 +251,7 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
 
 def _skips_scores() -> bool:
     """Whether diffusers replaces attention by its values here, as perturbed guidance does."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = _get_current_function_mode_stack()
     return any(isinstance(mode, AttentionScoreSkipFunctionMode) for mode in modes)
 
 

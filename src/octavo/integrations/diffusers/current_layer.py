@@ -10,18 +10,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.models.attention_dispatch import (
-    AttentionBackendName,
-    _AttentionBackendRegistry,
-    dispatch_attention_fn,
-)
+from diffusers import AttentionBackendName
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.diffusers.two_streams import Streams
+from octavo.internals import internals, require
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.rotary import Rotary
+
+with internals("diffusers"):
+    from diffusers.models.attention_dispatch import (
+        _AttentionBackendRegistry,
+        dispatch_attention_fn,
+    )
+
+require(
+    "diffusers.models.attention.AttentionModuleMixin._attention_backend",
+    "diffusers.models.attention_dispatch._AttentionBackendRegistry",
+)
 
 See = Callable[[str, Tensor, Tensor, Tensor], None]
 OBSERVED = "octavo_observed"

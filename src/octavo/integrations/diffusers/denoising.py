@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.hooks.hooks import CacheContext, ModelHook, StateManager
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.diffusers.block_layouts import read_argument
+from octavo.internals import internals, require
+
+with internals("diffusers"):
+    from diffusers.hooks.hooks import CacheContext, ModelHook, StateManager
+
+require(
+    "diffusers.hooks.hooks.ModelHook",
+    "diffusers.hooks.hooks.StateManager",
+    "torch.nn.Module._compiled_call_impl",
+)
 
 STEP_HOOK = "octavo_step_cache"
 # The context of calls that a pipeline gives no name ("cond" and "uncond" are the usual ones).

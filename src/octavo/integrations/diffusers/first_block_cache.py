@@ -9,15 +9,20 @@ one that was interrupted would go on in the next.
 import inspect
 from typing import Any
 
-from diffusers.hooks import FirstBlockCacheConfig, HookRegistry
-from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
-from diffusers.hooks._helpers import TransformerBlockRegistry
-from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+from diffusers import FirstBlockCacheConfig, HookRegistry
 from torch import nn
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.diffusers.block_layouts import BlockLayout, find_layout
 from octavo.integrations.diffusers.denoising import STEP_HOOK, Denoising, StepHook
+from octavo.internals import internals, require
+
+with internals("diffusers"):
+    from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
+    from diffusers.hooks._helpers import TransformerBlockRegistry
+    from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
+
+require("torch.nn.Module._compiled_call_impl")
 
 
 class FirstBlockStepHook(StepHook):

@@ -10,13 +10,16 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers import AttentionBackendName
 from torch import Tensor, nn
 
 from octavo import ops
 from octavo.errors import ConfigError
 from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.current_layer import add_backend
+from octavo.internals import require
+
+require("diffusers.models.attention.AttentionModuleMixin._attention_backend")
 
 Inputs = dict[str, Any]
 # Draws a tensor of a shape in the model's dtype, on its device.

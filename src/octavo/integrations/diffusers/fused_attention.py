@@ -13,21 +13,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from diffusers.models.transformers.transformer_flux2 import (
-    Flux2AttnProcessor,
-    Flux2ParallelSelfAttnProcessor,
-)
-from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
-from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 from torch import Tensor, nn
 
 from octavo.integrations.diffusers.current_layer import Left, leave, take_left
 from octavo.integrations.diffusers.two_streams import Streams
+from octavo.internals import internals, require
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
+
+with internals("diffusers"):
+    from diffusers.hooks._helpers import AttentionProcessorRegistry
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+    from diffusers.models.transformers.transformer_flux2 import (
+        Flux2AttnProcessor,
+        Flux2ParallelSelfAttnProcessor,
+    )
+    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+    from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+
+require(
+    "diffusers.models.attention.AttentionModuleMixin._attention_backend",
+    "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_pre_hooks",
+)
 
 # What the kernel normalizes in one pass; the reference on a CPU takes any.
 HEAD_DIMS = (32, 64, 128)

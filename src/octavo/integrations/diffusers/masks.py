@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.internals import internals
+
+with internals("torch"):
+    from torch import _assert_async
 
 NOT_REDUCIBLE = (
     "expected a mask that hides the same keys from all queries and heads (padding), got another "
@@ -71,6 +75,6 @@ def _four_dims(mask: Tensor, batch_size: int, q_len: int, kv_len: int) -> Tensor
 def _require(condition: Tensor) -> None:
     is_captured = condition.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or is_captured:
-        torch._assert_async(condition, NOT_REDUCIBLE)
+        _assert_async(condition, NOT_REDUCIBLE)
     elif not bool(condition):
         raise UnsupportedError(NOT_REDUCIBLE)

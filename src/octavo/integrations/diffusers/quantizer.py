@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
@@ -19,9 +18,15 @@ from octavo.integrations.diffusers.defaults import as_patterns_see, kept_layers
 from octavo.integrations.diffusers.plain_layers import use_faster_forms_
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import plan_linear
+from octavo.internals import internals, require
 from octavo.layers.linear import Fp8Linear
 from octavo.patterns import match_layers
 from octavo.recipe import LinearSettings, Recipe
+
+with internals("diffusers"):
+    from diffusers.quantizers import auto
+
+require("diffusers.DiffusersQuantizer", "diffusers.quantizers.auto")
 
 QUANT_METHOD = "octavo"
 _SCALES = (".weight_scale", ".input_scale")

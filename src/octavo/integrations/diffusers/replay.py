@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.diffusers.pipeline import find_transformers
 from octavo.integrations.diffusers.steps import Prompt, Run, Steps, counted_steps
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import LinearPlan, put_linear_
+from octavo.internals import internals
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
 from octavo.recipe import LinearSettings
+
+with internals("torch"):
+    from torch.utils._pytree import tree_flatten, tree_map
 
 # A plain transformer differs from itself by less, on any device.
 MAX_FLOOR = 1e-3

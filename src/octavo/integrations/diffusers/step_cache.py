@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from diffusers.hooks import HookRegistry
-from diffusers.hooks.group_offloading import _GROUP_OFFLOADING as GROUP_OFFLOADING
+from diffusers import HookRegistry
 from pydantic import field_validator
 from torch import nn
 
@@ -34,7 +33,13 @@ from octavo.integrations.diffusers.tea_cache import (
     put_forward_,
 )
 from octavo.integrations.diffusers.tea_cache_coefficients import known_coefficients
+from octavo.internals import internals, require
 from octavo.settings import Settings, Shorthands
+
+with internals("diffusers"):
+    from diffusers.hooks.group_offloading import _GROUP_OFFLOADING as GROUP_OFFLOADING
+
+require("diffusers.HookRegistry", "torch.nn.Module._compiled_call_impl")
 
 
 class TeaCacheSettings(Settings):

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import is_diffusers_model
 from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.internals import internals
 from octavo.layers.joint_linear import join_named_
+
+with internals("torch"):
+    from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 GRAPHS = "_octavo_step_graphs"
 # Shapes with a graph of their own; of more, that which was not used for longest is given up.
@@ -114,7 +117,7 @@ class StepGraphs:
         """What the transformer's own forward returns, in tensors of their own."""
         if torch.is_grad_enabled():
             raise UnsupportedError("expected a step without gradients: use torch.no_grad()")
-        leaves, layout = _pytree.tree_flatten((args, kwargs))
+        leaves, layout = tree_flatten((args, kwargs))
         key = (len(args), *kwargs, *map(_key_of, leaves))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if key not in self.captured or self.captured[key].layout != layout:
@@ -127,11 +130,11 @@ class StepGraphs:
         for own, given in zip(found.inputs, tensors, strict=True):
             own.copy_(given)
         found.graph.replay()
-        return _pytree.tree_map_only(Tensor, torch.clone, found.outputs)
+        return tree_map_only(Tensor, torch.clone, found.outputs)
 
     def _capture(self, leaves: list[Any], layout: Any) -> _Captured:
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = _pytree.tree_unflatten(own, layout)
+        args, kwargs = tree_unflatten(own, layout)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers.hooks.hooks import BaseState, HookRegistry, ModelHook, StateManager
+from diffusers import HookRegistry
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
@@ -31,6 +31,12 @@ from octavo.integrations.diffusers.block_layouts import (
 )
 from octavo.integrations.diffusers.denoising import STEP_HOOK, Denoising, StepHook
 from octavo.integrations.diffusers.tea_cache_coefficients import evaluate
+from octavo.internals import internals, require
+
+with internals("diffusers"):
+    from diffusers.hooks.hooks import BaseState, ModelHook, StateManager
+
+require("diffusers.hooks.hooks.ModelHook", "torch.nn.Module._compiled_call_impl")
 
 Streams = Mapping[str, Tensor]
 

@@ -68,8 +68,11 @@ def read_cached_model(name: str) -> CachedModel:
 
 def cached_model(config: Any, name: str, weight_bytes: int = 0) -> CachedModel:
     """The model of a config; weight_bytes 0 counts its parameters in the config's dtype."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM

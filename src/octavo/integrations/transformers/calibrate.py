@@ -124,8 +124,13 @@ def load_image_model(
 
 
 def _load_from_transformers(name: str, dtype: str, device: str) -> ImageModel:
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoImageProcessor,
+        AutoModel,
+        AutoModelForImageTextToText,
+    )
 
     image_processors: Any = AutoImageProcessor
     with loading(name, "a model with a config.json"):

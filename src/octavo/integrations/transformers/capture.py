@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.internals import internals, require
 
 # Without "flash" or "sdpa" in it: transformers reads meaning into such names.
 _IMPLEMENTATION = "octavo_capture"
@@ -33,6 +34,7 @@ def capture_qkv(model: Any, input_ids: Tensor, layers: Iterable[int]) -> dict[in
         raise ConfigError(f"expected layers 0 to {num_layers - 1}, got {missing}")
     captured: dict[int, CapturedQkv] = {}
     _register()
+    require("transformers.PreTrainedConfig._attn_implementation")
     previous = model.config._attn_implementation
     model.set_attn_implementation(_IMPLEMENTATION)
     try:
@@ -58,7 +60,8 @@ def _attend(
     octavo_capture: tuple[set[int], dict[int, CapturedQkv]],
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    with internals("transformers"):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     wanted, captured = octavo_capture
     if module.layer_idx in wanted:

@@ -141,7 +141,7 @@ def make_tokenizer(words: Sequence[str]) -> Any:
 
 def make_config(vocab_size: int) -> Any:
     """The configuration of the model, for a tokenizer of this size."""
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+    from transformers import Qwen3VLConfig
 
     return Qwen3VLConfig(
         vision_config={**VISION, "out_hidden_size": TEXT["hidden_size"]},
@@ -280,9 +280,9 @@ def make_chart_reader(words: Sequence[str], seed: int = 0) -> ChartReader:
 
 
 def _make_model(config: Any) -> Any:
-    from transformers.models.qwen3_vl import modeling_qwen3_vl
+    import transformers
 
-    family: Any = modeling_qwen3_vl  # its annotations say less than it does
+    family: Any = transformers  # its annotations say less than it does
     return family.Qwen3VLForConditionalGeneration(config)
 
 
@@ -322,7 +322,7 @@ def load_chart_reader(folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+    from transformers import Qwen3VLConfig
 
     config = Qwen3VLConfig.from_json_file(str(folder / CONFIG))
     model = _make_model(config)

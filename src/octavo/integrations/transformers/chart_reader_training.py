@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.integrations.transformers.chart_reader import IMAGE, MERGE, PATCH, SPECIAL, cut_patches
+from octavo.internals import internals, require
 
 IGNORED = -100
 # With "flash" in it: towers then hand over all images in one call.
@@ -38,6 +39,10 @@ def equal_images(model: Any) -> Iterator[None]:
 
     AttentionInterface.register(ATTENTION, attend_equal)
     config, inner = model.config.vision_config, model.model
+    require(
+        "transformers.PreTrainedConfig._attn_implementation",
+        "transformers.Qwen3VLTextModel._deepstack_process",
+    )
     previous, config._attn_implementation = config._attn_implementation, ATTENTION
     changed = (inner.visual.patch_embed, "forward"), (inner.language_model, "_deepstack_process")
     inner.visual.patch_embed.forward = partial(_embed_patches, inner.visual.patch_embed)
@@ -140,19 +145,23 @@ class ChartReaderLoss:
         return {**place, "vision": dict(place["vision"])}  # the tower pops its own
 
     def _make_place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
-        from transformers import vision_utils
+        with internals("transformers"):
+            from transformers.vision_utils import (
+                get_vision_interpolation_indices_and_weights,
+                get_vision_position_ids,
+            )
 
         inner, num_images = self.model.model, len(images)
         grid = torch.tensor([[1, images.shape[1] // PATCH, images.shape[2] // PATCH]])
         grids = grid.expand(num_images, 3).to(images.device)
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        indices, weights = get_vision_interpolation_indices_and_weights(
             grid,
             num_grid_per_side=inner.visual.num_grid_per_side,
             mode=inner.visual.interpolation_mode,
             align_corners=inner.visual.interpolation_align_corners,
             spatial_merge_size=MERGE,
         )
-        positions = vision_utils.get_vision_position_ids(grid, MERGE)
+        positions = get_vision_position_ids(grid, MERGE)
         length = int(grid.prod())
         vision = {
             "grid_thw": grids,

@@ -11,6 +11,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.placement import device_of
 from octavo.integrations.transformers import text
 from octavo.integrations.transformers.kv_scales import find_kv_scales
+from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import format_named
@@ -84,6 +85,7 @@ def make_layers(
 
 def install(model: nn.Module, made: dict[str, CachedAttention], implementation: str) -> None:
     """Give the model's modules their layers, and attention by this name."""
+    require("transformers.PreTrainedConfig._attn_implementation")
     found: dict[str, Any] = dict(text.find_layers(model))
     for name, layer in made.items():
         attention = found[name]

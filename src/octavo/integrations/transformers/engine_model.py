@@ -27,11 +27,14 @@ from octavo.integrations.transformers.decoder_layers import (
 from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.saturation import Watch
 from octavo.integrations.transformers.text_model import MAX_LENGTHS
+from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.layers.joint_linear import join_named_
 from octavo.layers.one_token_linear import give_single_tokens_back, take_single_tokens
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
+
+require("torch.nn.Module._compiled_call_impl")
 
 IMPLEMENTATION = "octavo_engine"
 STEP = "octavo_step"  # the keyword by which attention gets the step

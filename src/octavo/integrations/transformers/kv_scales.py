@@ -82,7 +82,7 @@ def _difference(setting: str, done: str, is_asked: bool) -> str:
 
 def _folder(model: Any) -> Path | None:
     """Where the model's checkpoint lies on this machine, if it came from one."""
-    from transformers.utils.hub import cached_file
+    from transformers.utils import cached_file
 
     name = model.config.name_or_path
     if not name or Path(name).is_dir():

@@ -107,8 +107,11 @@ def decoder_of_config(config: Any) -> DecoderWork:
 
 
 def _make(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM

@@ -13,6 +13,7 @@ from octavo.integrations.checkpoints.tensor_files import (
     HF_QUANT_CONFIG_NAME,
     read_json,
 )
+from octavo.internals import require
 
 if TYPE_CHECKING:
     from octavo.integrations.transformers.octavo_config import OctavoConfig
@@ -84,8 +85,9 @@ def read_config(name: str, **where: Any) -> "OctavoConfig":
 def _read_json(name: str, file_name: str, where: dict[str, Any]) -> dict[str, Any] | None:
     if Path(name).is_dir():
         return read_json(Path(name) / where.get("subfolder", "") / file_name)
-    from transformers.utils.hub import cached_file
+    from transformers.utils import cached_file
 
+    require("transformers.utils.hub.cached_files._raise_exceptions_for_missing_entries")
     try:
         path = cached_file(name, file_name, **where, _raise_exceptions_for_missing_entries=False)
     except OSError as error:

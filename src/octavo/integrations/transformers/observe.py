@@ -11,6 +11,7 @@ from octavo import ops
 from octavo.calibration.run import See
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.vision import PACKED, REFUSED, find_layers, scale_name
+from octavo.internals import internals, require
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.attention import AttentionSpec, Packing
 
@@ -32,8 +33,11 @@ def observe(model: nn.Module, see: See) -> Iterator[None]:
     quantize them. The model is as it was when the context ends.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
 
+    with internals("transformers"):
+        from transformers.masking_utils import flash_attention_mask
+
+    require("transformers.PreTrainedConfig._attn_implementation")
     found = find_layers(model)
     if any(isinstance(module, EncoderAttention) for module in model.modules()):
         raise ConfigError(

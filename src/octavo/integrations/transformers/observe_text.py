@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from octavo.calibration.run import See
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.text import find_layers
+from octavo.internals import internals, require
 
 _ATTRIBUTE = "octavo_see_text"
 
@@ -26,6 +27,7 @@ def observe_text(model: nn.Module, see: See) -> Iterator[None]:
     after norms and rotary embedding: as a KV cache stores them. All positions are shown, so batches
     come without padding, and without a cache. The model is as it was when the context ends.
     """
+    require("transformers.PreTrainedConfig._attn_implementation")
     found = find_layers(model)
     before = [(module, _implementation(name, module)) for name, module in found.items()]
     try:
@@ -69,7 +71,9 @@ def _attention_function(name: str, module: nn.Module, implementation: str) -> An
 def _register(implementation: str) -> str:
     """The observing name for an attention function; models look for words such as flash in it."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    with internals("transformers"):
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = f"octavo_observe_{implementation}"
     AttentionInterface.register(name, _attend)

@@ -14,11 +14,22 @@ from transformers.cache_utils import CacheLayerMixin
 from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.errors import CapacityError, UnsupportedError
-from octavo.integrations.transformers.paged_steps import PAGE_SIZE, Pass, Places, Sequences, Step
+from octavo.integrations.transformers.paged_steps import (
+    PAGE_SIZE,
+    Pass,
+    Places,
+    Sequences,
+    Step,
+    keep_address,
+)
+from octavo.internals import internals
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.decode_plan import DecodePlan
 from octavo.numerics.granularity import PerToken
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
+
+with internals("torch"):
+    from torch import _assert_async
 
 # Columns that a layer with a window takes at a time: its ring has room for them beside the window.
 WINDOW_COLUMNS = 256
@@ -109,7 +120,7 @@ class PagedLayer(CacheLayerMixin):
         """Zeros of this shape, the old pages of each sequence first."""
         new = torch.zeros(shape, dtype=dtype, device=self.device)
         if self.max_length is not None:
-            torch._dynamo.mark_static_address(new)
+            keep_address(new)
         if old is not None:
             by_sequence = (self.batch_size, -1, *shape[1:])
             kept = _bits(old).view(by_sequence)
@@ -131,7 +142,7 @@ class PagedLayer(CacheLayerMixin):
             if self.checks_room:
                 # On the device, without waiting: what is too much would land in another's place.
                 fits = seen <= self.max_length
-                torch._assert_async(fits, f"expected at most {self.max_length} tokens, got more")
+                _assert_async(fits, f"expected at most {self.max_length} tokens, got more")
             return key_states, value_states
         self.num_seen += num_columns
         if self.window is None and self.num_seen > self.capacity:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedError
+from octavo.internals import internals
 from octavo.numerics.decode_plan import DecodePlan
 
 PAGE_SIZE = 64
@@ -109,8 +110,8 @@ class Sequences:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.num_columns = torch.zeros((), dtype=torch.int64, device=device)
         if is_static:
-            torch._dynamo.mark_static_address(self.lengths)
-            torch._dynamo.mark_static_address(self.num_columns)
+            keep_address(self.lengths)
+            keep_address(self.num_columns)
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences with these indices, in this order."""
@@ -145,3 +146,11 @@ class Pass:
             part = None if mask is None else mask[:, start:stop]
             self.steps[start, stop] = Step.make(before, stop - start, part)
         return self.steps[start, stop]
+
+
+def keep_address(x: Tensor) -> None:
+    """Tell torch.compile that a tensor stays where it is: a CUDA graph may read it in place."""
+    # Here, not above: this imports the compiler, for seconds.
+    with internals("torch"):
+        from torch._dynamo import mark_static_address
+    mark_static_address(x)

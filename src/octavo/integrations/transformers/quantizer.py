@@ -13,13 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -41,10 +34,25 @@ from octavo.integrations.checkpoints.tensor_files import (
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import layer_index, plan_linear, put_linear_
 from octavo.integrations.transformers.octavo_config import METHOD, OctavoConfig
+from octavo.internals import internals, require
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer, parse_pattern
 from octavo.recipe import LinearSettings
+
+with internals("transformers"):
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        ConversionOps,
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+require(
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
+    "transformers.quantizers.base.HfQuantizer",
+)
 
 __all__ = ["OctavoConfig", "OctavoQuantizer"]
 

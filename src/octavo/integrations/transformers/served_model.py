@@ -58,8 +58,7 @@ def _load_reader(name: str, dtype: str, device: str) -> ServedModel:
 
 
 def _load_image_processor(name: str) -> Any:
-    from transformers import AutoImageProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
 
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in IMAGE_PROCESSOR_FILES):

@@ -142,11 +142,11 @@ def load_text_model(
     dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
     """
     from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     dtype, device = check_dtype(dtype), choose_device(device)
     if name is None:

@@ -9,6 +9,7 @@ import torch
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.traced_work import LinearWork, trace
 from octavo.integrations.transformers.vision_tower import CONFIGS, PACKED_TOWERS, resized
+from octavo.internals import require
 
 # Patches of a side of the image that is traced: what is counted grows with their number.
 _SIDE = 8
@@ -59,6 +60,7 @@ def tower_of_config(config: Any) -> TowerWork:
             f"expected the config of a tower of packed images, one of {', '.join(PACKED_TOWERS)}; "
             f"got {type(config).__name__}"
         )
+    require("transformers.PreTrainedConfig._attn_implementation")
     config, depth = copy.deepcopy(config), config.depth
     indexes = getattr(config, "deepstack_visual_indexes", None) or []
     config.depth, config._attn_implementation = 1, "sdpa"

@@ -18,6 +18,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.attention_scales import as_tensors
 from octavo.integrations.placement import device_of
 from octavo.integrations.transformers import fused_vision
+from octavo.internals import internals, require
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.ops.check import check_fp8_device
 from octavo.recipe import AttentionSettings, Bf16Settings
@@ -127,8 +128,11 @@ def attach(
     among them, by the model's name or vLLM's. impl: of the op `attention`, for these layers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
 
+    with internals("transformers"):
+        from transformers.masking_utils import flash_attention_mask
+
+    require("transformers.PreTrainedConfig._attn_implementation")
     found = find_layers(model)
     if any(hasattr(module, CHILD) for module in found.values()):
         raise ConfigError("apply_ has changed the model's vision attention: restore_ it first")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from octavo.calibration.autosave import not_counted, savers_of
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.internals import internals
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.ops.explain import explain_op
@@ -214,10 +215,11 @@ class VisionGraphs:
 
     def _tables(self, grid_thw: Tensor) -> dict[str, Tensor]:
         """What the tower would make of the grid itself, by waiting for the device."""
-        from transformers.vision_utils import (
-            get_vision_interpolation_indices_and_weights,
-            get_vision_position_ids,
-        )
+        with internals("transformers"):
+            from transformers.vision_utils import (
+                get_vision_interpolation_indices_and_weights,
+                get_vision_position_ids,
+            )
 
         tower = self.tower
         indices, weights = get_vision_interpolation_indices_and_weights(

@@ -110,9 +110,10 @@ class TinyModel:
     name = "tiny Qwen3-VL, random weights"
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
-        from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        from transformers import (
             Qwen2VLImageProcessorPil,
+            Qwen3VLConfig,
+            Qwen3VLForConditionalGeneration,
         )
 
         config = Qwen3VLConfig(

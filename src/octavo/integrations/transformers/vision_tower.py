@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.internals import internals, require
 from octavo.numerics.attention import Packing
 
 # Towers that take the packed patches of all images: (hidden_states, grid_thw).
@@ -226,11 +227,14 @@ def use_attention(tower: Any, name: str, attend: PackedAttention | None = None) 
 
     attend: takes q, k, v [tokens, heads, head_dim] and their packing; called with 1/√head_dim.
     """
+    require("transformers.PreTrainedConfig._attn_implementation")
     if attend is None:
         tower.config._attn_implementation = name
         return
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
+
+    with internals("transformers"):
+        from transformers.masking_utils import flash_attention_mask
 
     def call(
         module: Any,

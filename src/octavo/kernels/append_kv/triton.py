@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.cache.view import PagedView
+from octavo.internals import internals
 from octavo.kernels.append_kv.config import AppendConfig, choose
 from octavo.kernels.device import describe
 from octavo.kernels.primitives import (
@@ -19,6 +20,9 @@ from octavo.kernels.primitives import (
 )
 from octavo.numerics.formats import E4M3, format_of, is_fp8
 from octavo.numerics.rotary import Rotary
+
+with internals("triton"):
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -98,8 +102,8 @@ def _append_kernel(
     """
     if IS_DEPENDENT:
         # The next kernel may start now and wait for this one; this one waits for the one before.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEADS
     pair = tl.arange(0, BLOCK_PAIRS)

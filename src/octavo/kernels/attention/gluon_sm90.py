@@ -10,17 +10,8 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
 
+from octavo.internals import internals, require
 from octavo.kernels.attention.config import (
     GluonConfig,
     default_gluon,
@@ -33,6 +24,24 @@ from octavo.kernels.launch import Fixed, launch, unchecked_descriptor
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
+
+with internals("triton"):
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.language.core import _aggregate as aggregate
+
+require(
+    "triton.experimental.gluon",
+    "triton.experimental.gluon.language",
+    "triton.experimental.gluon.language.nvidia.hopper.mbarrier",
+)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)

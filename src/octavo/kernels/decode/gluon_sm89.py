@@ -7,15 +7,20 @@ accumulator; nothing but registers is used until the warps merge at the end.
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from octavo.cache.view import PagedView
+from octavo.internals import internals, require
 from octavo.kernels.decode.config import GluonConfig, scale_strides
 from octavo.kernels.gluon_primitives import thread_barrier
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import DecodePlan
+
+with internals("triton"):
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+require("triton.experimental.gluon", "triton.experimental.gluon.language")
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 # Finite, so that a row that sees nothing subtracts two equal numbers instead of two infinities.

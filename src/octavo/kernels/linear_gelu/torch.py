@@ -3,13 +3,17 @@
 import torch
 from torch import Tensor
 
+from octavo.internals import internals
 from octavo.kernels.linear_gelu.config import ALIGNMENT
+
+with internals("torch"):
+    from torch import _addmm_activation
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """GELU of x · weightᵀ + bias, applied to the float32 sums before they are stored."""
     operands = (_aligned(bias), _aligned(x), _aligned(weight).t())
-    return torch._addmm_activation(*operands, use_gelu=True)
+    return _addmm_activation(*operands, use_gelu=True)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -6,10 +6,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.internals import internals
 from octavo.kernels.device import describe
 from octavo.kernels.matvec.config import MatvecConfig, default
+
+with internals("triton"):
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 # Sizes are not compiled in: ALIGN says what loads need to know of them.

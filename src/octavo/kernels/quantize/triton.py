@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.internals import internals
 from octavo.kernels.device import describe
 from octavo.kernels.launch import Fixed, launch
 from octavo.kernels.primitives import amax_to_scale, cast_fp8, finite_magnitude, to_fp8
@@ -16,6 +16,9 @@ from octavo.kernels.quantize.config import MAX_PARTIALS, QuantizeConfig, choose,
 from octavo.numerics.formats import Fp8Format, format_of
 from octavo.numerics.granularity import Granularity, PerBlock, PerHead, PerTensor
 from octavo.numerics.quantize import Quantized
+
+with internals("triton"):
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Between these scales every step of `cast_rows` is exact or rounds a normal number.
 MIN_FAST_SCALE = tl.constexpr(2.0**-80)

@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor
 
+from octavo.internals import internals
 from octavo.numerics.granularity import PerTensor
 from octavo.numerics.quantize import Quantized
+
+with internals("torch"):
+    from torch import _scaled_mm
 
 
 def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, *, out_dtype: torch.dtype) -> Tensor:
@@ -14,7 +18,7 @@ def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, *, out_dtype: tor
         a_scale = a_scale.expand(a.data.shape[0]).unsqueeze(1).contiguous()
         b_scale = b_scale.expand(b.data.shape[0]).unsqueeze(0).contiguous()
     # Without fast accumulation: sums stay within float32's error (docs/numerics.md).
-    return torch._scaled_mm(
+    return _scaled_mm(
         _aligned(a.data),
         _aligned(b.data).t(),
         a_scale,

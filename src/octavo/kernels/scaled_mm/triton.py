@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.internals import internals
 from octavo.kernels.device import describe
 from octavo.kernels.primitives import amax_to_scale, finite_magnitude
 from octavo.kernels.quantize.triton import cast_rows, quantize
@@ -30,6 +29,10 @@ from octavo.kernels.scaled_mm.primitives import (
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import Granularity, PerBlock, PerTensor, PerToken
 from octavo.numerics.quantize import Quantized
+
+with internals("triton"):
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 SCALE_KINDS = {PerTensor: "tensor", PerBlock: "block"}  # all others have one scale per row
 

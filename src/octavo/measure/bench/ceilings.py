@@ -7,8 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from octavo.internals import internals
 from octavo.measure.bench.timing import sample_graph_ms, sample_ms
 from octavo.measure.records import timing
+
+with internals("torch"):
+    from torch import _scaled_mm
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def _fp8_product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
     one = torch.ones((), device=a.device)
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-    return partial(
-        torch._scaled_mm, a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    return partial(_scaled_mm, a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _median_ms(call: Callable[[], object], device: torch.device) -> float:

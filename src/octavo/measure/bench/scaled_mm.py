@@ -13,11 +13,15 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import UnsupportedError
+from octavo.internals import internals
 from octavo.kernels.scaled_mm.config import MatmulShape, work
 from octavo.measure.bench.benchmark import Benchmark, Contender, timed_impls
 from octavo.measure.records import Scalar
 from octavo.numerics.granularity import PerChannel, PerTensor, PerToken
 from octavo.numerics.quantize import Quantized
+
+with internals("torch"):
+    from torch import _scaled_mm
 
 # (rows, columns, depth): a square, diffusion transformers, and Llama-3.1-8B with few rows.
 SMALL = ((256, 1024, 1024), (4, 512, 512))
@@ -143,7 +147,7 @@ def _torch(a: PerTensor | PerToken, has_bias: bool, inputs: Inputs) -> Callable[
     if isinstance(a, PerToken):
         x_scale, weight_scale = x_scale.unsqueeze(1), weight_scale.unsqueeze(0)
     return partial(
-        torch._scaled_mm,
+        _scaled_mm,
         *(x.data, weight.data.t(), x_scale, weight_scale),
         bias=inputs.bias if has_bias else None,
         out_dtype=torch.bfloat16,
