@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -63,6 +64,14 @@ def nan_filled_empty():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.set_deterministic_debug_mode(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_tell():
+    """No test is warned of what saturated in another one."""
+    yield
+    if (saturation := sys.modules.get("octavo.layers.saturation")) is not None:
+        saturation.WATCH.forget()
 
 
 @pytest.fixture(autouse=True)

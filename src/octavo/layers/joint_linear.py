@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.layers.linear import ALIGNMENT, Fp8Linear
+from octavo.layers.saturation import SaturationCounter
 from octavo.numerics.granularity import PerBlock, PerChannel
 
 TENSORS = ("weight", "weight_scale", "bias", "input_scale")
@@ -65,6 +66,7 @@ class JointLinear:
             for layer, part in zip(layers, getattr(self.whole, name).split(rows), strict=True):
                 _set(layer, name, part)
         for index, layer in enumerate(layers):
+            layer.saturation = self.whole.saturation  # one input, one scale
             layer.__class__ = JointPart
             vars(layer).update(joint=self, joint_index=index)
 
@@ -93,6 +95,8 @@ class JointLinear:
             if vars(layer).get("joint") is self:
                 del vars(layer)["joint"], vars(layer)["joint_index"]
                 layer.__class__ = Fp8Linear
+                if layer.saturation is not None:
+                    layer.saturation = SaturationCounter(layer.name)
                 for name in TENSORS:
                     if (x := getattr(layer, name)) is not None:
                         _set(layer, name, x.detach().clone())
