@@ -3,6 +3,7 @@
 import os
 import platform
 import random
+import sys
 import warnings
 
 import numpy as np
@@ -102,6 +103,14 @@ def nan_filled_empty():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.set_deterministic_debug_mode(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_tell():
+    """No test is warned of what saturated in another one."""
+    yield
+    if (saturation := sys.modules.get("octavo.layers.saturation")) is not None:
+        saturation.WATCH.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
     from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
     from octavo.integrations.transformers.quantizer import OctavoConfig as OctavoConfig
+    from octavo.layers.scaled_dot_product_attention import (
+        ScaledDotProductAttention as ScaledDotProductAttention,
+    )
     from octavo.layers.warmup import warmup as warmup
     from octavo.numerics.amax import AmaxHistory as AmaxHistory
     from octavo.numerics.attention import AttentionSpec as AttentionSpec
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
     from octavo.numerics.qkv import QkvScales as QkvScales
     from octavo.numerics.qkv import QuantizedQkv as QuantizedQkv
     from octavo.numerics.quantize import Quantized as Quantized
+    from octavo.ops.scaled_dot_product_attention import (
+        scaled_dot_product_attention as scaled_dot_product_attention,
+    )
     from octavo.recipe import Recipe as Recipe
     from octavo.serving.engine.image_request import ImageResult as ImageResult
     from octavo.serving.engine.image_request import ImageSampling as ImageSampling
@@ -97,6 +103,7 @@ _HOME = {
     "Recipe": "octavo.recipe",
     "Sampling": "octavo.serving.engine.request",
     "ScaleSet": "octavo.calibration.scale_file",
+    "ScaledDotProductAttention": "octavo.layers.scaled_dot_product_attention",
     "Sensitivity": "octavo.integrations.diffusers.sensitivity",
     "UnsupportedError": "octavo.errors",
     "apply_": "octavo.integrations.apply",
@@ -112,6 +119,7 @@ _HOME = {
     "quantize_": "octavo.integrations.apply",
     "restore_": "octavo.integrations.apply",
     "save_scales": "octavo.calibration.scale_file",
+    "scaled_dot_product_attention": "octavo.ops.scaled_dot_product_attention",
     "scan_sensitivity": "octavo.integrations.diffusers.sensitivity",
     "use_step_cache_": "octavo.integrations.diffusers.step_cache",
     "warmup": "octavo.layers.warmup",

@@ -1,5 +1,7 @@
 """calibrate_linear: the largest activations of all batches as scales that quantize_ takes."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -144,3 +146,20 @@ def test_a_model_in_fp8_is_refused():
     quantize_(model)
     with pytest.raises(ConfigError, match="in FP8 already"):
         calibrate_linear(model, batches())
+
+
+def test_layers_whose_scales_do_not_reach_are_named_while_the_model_runs():
+    model, data = make(), batches()
+    scales = calibrate_linear(model, data, CalibrationSettings(margin=1.0), **IGNORED)
+    quantize_(model, {"scaling": "static"}, scales=scales, **IGNORED)
+    for x in data:
+        model(x)
+    with pytest.warns(UserWarning) as told:
+        for x in data:
+            model(100 * x)
+    assert len(told) == 1
+    message = str(told[0].message)
+    assert "inputs of linear layers lie beyond the range of their static scales" in message
+    for name in ("up", "down"):
+        assert re.search(rf"\b{name} \([\d.]+ % of its inputs, up to [\d.]+ times", message)
+    assert "Calibrate again" in message and "larger margin" in message

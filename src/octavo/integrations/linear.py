@@ -16,6 +16,7 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.kept_reasons import FIRM, MODULATION
+from octavo.integrations.output_heads import OUTPUT_HEAD, find_heads
 from octavo.integrations.transformers.kept_parts import KEPT_PARTS
 from octavo.internals import internals
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
@@ -29,7 +30,7 @@ with internals("torch"):
 IGNORED = "ignored_layers"
 # Layers left alone by default, by the last component of their names.
 SENSITIVE_NAMES = {
-    "lm_head": "an output head",
+    "lm_head": OUTPUT_HEAD,
     "gate": "a router of experts",
     "router": "a router of experts",
 }
@@ -206,15 +207,11 @@ def _defaults(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[tuple
     for name in modules:
         if (reason := SENSITIVE_NAMES.get(name.rpartition(".")[2])) is not None:
             yield name, reason
-    names = {id(module): name for name, module in modules.items()}
+    yield from ((name, OUTPUT_HEAD) for name in find_heads(model))
     for prefix, part in modules.items():
         if (reason := KEPT_PARTS.get(type(part).__name__)) is not None:
             yield from ((name, reason) for name in _below(prefix, modules))
     for prefix, part in [("", model), *modules.items()]:
-        if callable(find_head := getattr(part, "get_output_embeddings", None)):
-            head = find_head()
-            if id(head) in names:
-                yield names[id(head)], "an output head"
         if isinstance(part, WEIGHT_READERS):
             reason = f"{type(part).__name__} reads its weight"
             yield from ((name, reason) for name in _below(prefix, modules))

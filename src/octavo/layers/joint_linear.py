@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.internals import require
 from octavo.layers.linear import ALIGNMENT, Fp8Linear
+from octavo.layers.saturation import SaturationCounter
 from octavo.numerics.granularity import PerBlock, PerChannel
 
 require(
@@ -72,6 +73,7 @@ class JointLinear:
             for layer, part in zip(layers, getattr(self.whole, name).split(rows), strict=True):
                 _set(layer, name, part)
         for index, layer in enumerate(layers):
+            layer.saturation = self.whole.saturation  # one input, one scale
             layer.__class__ = JointPart
             vars(layer).update(joint=self, joint_index=index)
 
@@ -100,6 +102,8 @@ class JointLinear:
             if vars(layer).get("joint") is self:
                 del vars(layer)["joint"], vars(layer)["joint_index"]
                 layer.__class__ = Fp8Linear
+                if layer.saturation is not None:
+                    layer.saturation = SaturationCounter(layer.name)
                 for name in TENSORS:
                     if (x := getattr(layer, name)) is not None:
                         _set(layer, name, x.detach().clone())

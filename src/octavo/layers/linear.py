@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from octavo import ops
 from octavo.errors import CheckpointError, ConfigError
 from octavo.internals import require
+from octavo.layers.saturation import SaturationCounter
 from octavo.numerics.buffers import Float32Buffers
 from octavo.numerics.formats import format_named
 from octavo.numerics.granularity import (
@@ -55,6 +56,8 @@ class Fp8Linear(Float32Buffers, nn.Linear):
     weight: Tensor
     weight_scale: Tensor
     input_scale: Tensor | None
+    # Of static scaling. None on the class: a layer pickled by an older octavo has none.
+    saturation: SaturationCounter | None = None
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class Fp8Linear(Float32Buffers, nn.Linear):
         self.register_buffer("weight_scale", scale)
         is_static = settings.scaling == "static"
         self.register_buffer("input_scale", scale.new_full((), torch.nan) if is_static else None)
+        self.saturation = SaturationCounter(name) if is_static else None
         if bias:
             self.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype, device=device), False)
         else:
@@ -204,6 +208,8 @@ class Fp8Linear(Float32Buffers, nn.Linear):
                 f"{input_scale}"
             )
         self.input_scale.fill_(input_scale)
+        if self.saturation is not None:
+            self.saturation.reset()  # what was counted was of another scale
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,6 +225,8 @@ class Fp8Linear(Float32Buffers, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input · weightᵀ + bias for [..., in] in bf16, fp16 or fp32, in the input's dtype."""
         self._check_input(input)
+        if not torch.compiler.is_compiling() and self.saturation and self.input_scale is not None:
+            self.saturation.see(input, self.input_scale)
         rows = input.reshape(-1, self.in_features)
         if (num_missing := self.weight.shape[1] - self.in_features) > 0:
             rows = nn.functional.pad(rows, (0, num_missing))

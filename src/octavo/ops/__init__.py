@@ -11,6 +11,7 @@ from octavo.ops.prefill_attention import prefill_attention
 from octavo.ops.quantize import quantize
 from octavo.ops.quantize_qkv import quantize_qkv
 from octavo.ops.rotate_qk import rotate_qk
+from octavo.ops.scaled_dot_product_attention import scaled_dot_product_attention
 from octavo.ops.scaled_mm import scaled_mm
 from octavo.ops.select import Request, Selection, register_impl, select, unregister_impl
 from octavo.ops.warm_up import warm_up
@@ -31,6 +32,7 @@ __all__ = [
     "quantize_qkv",
     "register_impl",
     "rotate_qk",
+    "scaled_dot_product_attention",
     "scaled_mm",
     "select",
     "unregister_impl",

@@ -89,8 +89,9 @@ def attention(
     """softmax(q·kᵀ · scale)·v as `spec` says, for one batch.
 
     q: [batch, q_len, num_heads, head_dim]; k, v: [batch, kv_len, num_kv_heads, head_dim]; or all
-    packed [tokens, heads, head_dim] with `packing`. FP8 operands need their `scales`, and P is then
-    FP8 as well; bf16, fp16 and fp32 operands have none.
+    packed [tokens, heads, head_dim] with `packing`. Tensors in torch's layout, heads before length,
+    often fit, too, and then give another result: `scaled_dot_product_attention` takes those.
+    FP8 operands need their `scales`, and P is then FP8 as well; bf16, fp16 and fp32 ones have none.
     sinks: [num_heads], one more logit in each denominator. key_mask: [batch, kv_len] bool, True
     where a key may be seen; dense only. out_dtype: q's own, or bf16 for FP8, unless given.
     return_lse: also the log of the softmax denominator, float32, q's shape without head_dim; the

@@ -17,6 +17,11 @@ MIN_FP8_CAPABILITY = (8, 9)  # of tensor cores
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WITHOUT_FP8 = "leave attention as the model has it, or ask for the slow impl 'reference' by name"
 
+HEADS_FIRST = (
+    ": octavo's layout is [..., length, heads, head_dim]; for torch's [..., heads, length, "
+    "head_dim] use octavo.scaled_dot_product_attention"
+)
+
 
 def check_float(name: str, x: Tensor) -> None:
     """Raise unless x is bfloat16, float16 or float32."""
@@ -93,12 +98,12 @@ def check_attention_impl(
     select(request, impl)
 
 
-def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raise unless every KV head serves the same number of query heads."""
+def check_heads(num_heads: int, num_kv_heads: int, hint: str = "") -> None:
+    """Raise unless every KV head serves the same number of query heads; hint: what to do."""
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ConfigError(
             f"expected query heads that are a multiple of the KV heads, got {num_heads} and "
-            f"{num_kv_heads}"
+            f"{num_kv_heads}{hint}"
         )
 
 
@@ -135,7 +140,7 @@ def check_qkv(
         )
     if dims == 4 and q.shape[0] != k.shape[0]:
         raise ConfigError(f"expected q and k of one batch, got {q.shape[0]} and {k.shape[0]}")
-    check_heads(q.shape[-2], k.shape[-2])
+    check_heads(q.shape[-2], k.shape[-2], HEADS_FIRST)
 
 
 def check_scales(

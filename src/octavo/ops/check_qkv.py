@@ -12,7 +12,13 @@ from octavo.numerics.granularity import Granularity
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.value_layout import ValueLayout, check_value_layout
-from octavo.ops.check import check_cu_seqlens, check_float, check_heads, check_one_device
+from octavo.ops.check import (
+    HEADS_FIRST,
+    check_cu_seqlens,
+    check_float,
+    check_heads,
+    check_one_device,
+)
 
 History = tuple[AmaxHistory, AmaxHistory, AmaxHistory]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -28,7 +34,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ConfigError(f"expected k and v of one shape, got {list(k.shape)} and {list(v.shape)}")
     if q.shape[-1] != k.shape[-1]:
         raise ConfigError(f"expected q and k of one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
-    check_heads(q.shape[-2], k.shape[-2])
+    check_heads(q.shape[-2], k.shape[-2], HEADS_FIRST)
 
 
 def check_num_tokens(q: Tensor, k: Tensor, num_tokens: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 import copy
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tiny_engine import make_engine, make_model, make_request, run, save_decoder
 
 import octavo
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.linear_saturation import read_saturation
 from octavo.integrations.transformers import engine_model
 from octavo.layers.joint_linear import JointPart
 from octavo.layers.linear import Fp8Linear
@@ -101,3 +103,31 @@ def test_a_model_by_name_is_quantized_in_place(tmp_path):
     linears = [p for p in engine.model.modules() if isinstance(p, torch.nn.Linear)]
     assert {type(part) for part in linears} >= {Fp8Linear}
     engine.close()
+
+
+def test_static_scales_that_do_not_reach_are_reported():
+    model = make_model()
+    prompt = torch.tensor([make_request(length=30).prompt])
+    scales = octavo.calibrate_linear(model, [{"input_ids": prompt}])
+    small = {name: scale / 10 for name, scale in scales.inputs.items()}
+    recipe = Recipe(
+        linear={"activation": "tensor", "scaling": "static"},
+        scales=replace(scales, inputs=small).to_dict(),
+    )
+    engine = make_engine(model, recipe)
+    with pytest.warns(UserWarning, match="beyond the range of their static scales") as told:
+        run(engine, make_request(length=30))
+    assert len(told) == 1
+    # Joined layers have one input and are one name.
+    assert "model.layers.0.mlp.gate_proj + model.layers.0.mlp.up_proj (" in str(told[0].message)
+
+
+def test_static_scales_that_reach_are_not():
+    model = make_model()
+    prompt = torch.tensor([make_request(length=30).prompt])
+    scales = octavo.calibrate_linear(model, [{"input_ids": prompt}])
+    recipe = Recipe(linear={"activation": "tensor", "scaling": "static"}, scales=scales.to_dict())
+    engine = make_engine(model, recipe)
+    run(engine, make_request(length=30))
+    found = read_saturation(engine.model)
+    assert found and all(x.num_values > 0 == x.num_saturated for x in found.values())

@@ -31,6 +31,7 @@ from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.layers.joint_linear import join_named_
 from octavo.layers.one_token_linear import give_single_tokens_back, take_single_tokens
+from octavo.layers.saturation import WATCH
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
 
@@ -159,8 +160,12 @@ class EngineModel:
         return logits
 
     def look(self) -> None:
-        """Warn of keys and values that saturate, if the last passes had any; `forward` does it."""
+        """Warn of what saturated in the last passes: keys, values, inputs of linear layers.
+
+        `forward` does it.
+        """
         self._watch.look(self._decoder)
+        WATCH.look()
 
     def compile(self) -> None:
         """Compile what lies around attention from the next pass on: norms, products, rotary.

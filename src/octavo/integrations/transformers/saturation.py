@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo.brief import list_names
 from octavo.layers.decoder_attention import DecoderAttention
+from octavo.layers.host_copy import HostCopy, is_capturing
 
 # Passes between two looks at the counters; the first is at the second pass, after the prompt.
 EVERY = 64
@@ -39,16 +40,16 @@ class Watch:
     """Looks at a decoder's counters now and then, and warns once of layers that saturate."""
 
     num_passes: int = 0
-    pending: tuple[list[str], Tensor, torch.cuda.Event | None] | None = None
+    pending: tuple[list[str], HostCopy] | None = None
     warned: set[str] = field(default_factory=set)
 
     def look(self, decoder: nn.Module) -> None:
         """Before a pass: tell what the last look found, and begin another if it is time."""
-        if torch.compiler.is_compiling() or _is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
             return
         if self.pending is not None:
-            names, counts, event = self.pending
-            if event is None or event.query():
+            names, counts = self.pending
+            if counts.is_ready:
                 self.pending = None
                 self._tell(names, counts)
         if self.pending is None and self.num_passes % EVERY == 1:
@@ -59,14 +60,9 @@ class Watch:
         if not layers:
             return
         counts = torch.stack([layer.saturated for layer in layers.values()])
-        event = None
-        if counts.is_cuda:
-            counts = counts.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self.pending = (list(layers), counts, event)
+        self.pending = (list(layers), HostCopy(counts))
 
-    def _tell(self, names: list[str], counts: Tensor) -> None:
+    def _tell(self, names: list[str], counts: HostCopy) -> None:
         found = {
             name: row
             for name, row in zip(names, counts.tolist(), strict=True)
@@ -87,7 +83,3 @@ class Watch:
     def __getstate__(self) -> dict[str, Any]:
         """A copy looks for itself: events stay with the process that made them."""
         return {**vars(self), "pending": None}
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

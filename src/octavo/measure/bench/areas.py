@@ -61,8 +61,10 @@ AREAS = {
         sources=(
             "layers/joint_linear.py",
             "layers/linear.py",
+            "layers/saturation.py",
             "layers/warmup.py",
             "integrations/linear.py",
+            "integrations/output_heads.py",
             "integrations/transformers/load_fp8.py",
             "integrations/transformers/quantizer.py",
         ),
