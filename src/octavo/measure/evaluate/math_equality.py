@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
+from octavo.extras import need
 from octavo.measure.evaluate.math_expression import Expression, NotAnExpression, Value
 from octavo.measure.evaluate.math_normal import normalize
 
@@ -43,9 +44,8 @@ def make_checker(name: str = AUTO) -> Checker:
     except importlib.metadata.PackageNotFoundError:
         if name == AUTO:
             return Checker(OWN, is_equal)
-        raise UnsupportedError(
-            "--checker math_verify needs that package: pip install 'octavo[math]'"
-        ) from None
+        need("--checker math_verify", "math_verify")
+        raise
     return Checker(
         f"{OWN}, {MATH_VERIFY} {version}",
         lambda found, true: is_equal(found, true) or _is_verified(found, true),
