@@ -1,6 +1,7 @@
 """Every command after `pip install .` without extras: it runs, or names the extra to install."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import octavo
 from octavo.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +175,7 @@ def answers(tmp_path_factory):
         [sys.executable, "-c", DRIVER],
         input=json.dumps([optional_modules(), lines]),
         cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(octavo.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=300,
