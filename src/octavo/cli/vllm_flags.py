@@ -31,7 +31,7 @@ SHARED = frozenset(
         *("--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path"),
         *("--mm-encoder-fp8-scale-save-margin", "--mm-encoder-fp8-scale-save-path"),
         *("--no-enable-prefix-caching", "--omni", "--port", "--quantization"),
-        *("--served-model-name"),
+        "--served-model-name",
     }
 )
 
