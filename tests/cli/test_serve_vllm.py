@@ -10,7 +10,6 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
-from octavo.cli import vllm_flags  # noqa: E402
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.recipe import Recipe  # noqa: E402
 
@@ -160,6 +159,8 @@ def test_other_unknown_flags_are_still_unknown(capsys, flag):
 
 
 def test_no_flag_of_ours_asks_for_several_gpus():
+    from octavo.cli import vllm_flags
+
     [serve] = [row.load() for row in COMMANDS if row.name == "serve"]
     own = {flag for p in serve.params for flag in (*p.opts, *p.secondary_opts)}
     assert not [flag for flag in own if vllm_flags.PARALLEL.fullmatch(flag)]
