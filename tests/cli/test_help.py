@@ -33,8 +33,9 @@ def help_of(capsys, monkeypatch):
 @pytest.mark.parametrize("name", NODES)
 def test_option_names_are_whole(help_of, name):
     text = help_of(*name.split())
-    # A name stands at the start of its line, or after its short form or its opposite.
-    listed = re.findall(r"(?<=[ /])--?[\w-]+", text.partition("\nOptions:\n")[2])
+    # Lines that begin with a dash list options; texts may mention others.
+    lines = re.findall(r"^\W*?(-.*)", text, flags=re.MULTILINE)
+    listed = re.findall(r"(?<![\w-])--?\w[\w-]*(?!…)\b", "\n".join(lines))
     for parameter in NODES[name].params:
         if parameter.param_type_name == "option":
             for option in (*parameter.opts, *parameter.secondary_opts):

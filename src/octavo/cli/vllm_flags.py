@@ -65,7 +65,11 @@ class OneGpuCommand(TyperCommand):
         return super().parse_args(ctx, kept)
 
     def _split(self, args: Sequence[str]) -> list[Word]:
-        own = {flag: p for p in self.params for flag in (*p.opts, *p.secondary_opts)}
+        own = {
+            flag: getattr(p, "is_flag", False)
+            for p in self.params
+            for flag in (*p.opts, *p.secondary_opts)
+        }
         rest, words = deque(args), []
         while rest:
             text = rest.popleft()
@@ -75,7 +79,7 @@ class OneGpuCommand(TyperCommand):
             elif has_value:
                 words.append(Word(flag, (value,), (text,)))
             else:
-                is_switch = own[flag].is_flag if flag in own else SWITCH.fullmatch(flag)
+                is_switch = own[flag] if flag in own else SWITCH.fullmatch(flag)
                 is_alone = is_switch or not rest or rest[0].startswith("-")
                 values = () if is_alone else (rest.popleft(),)
                 words.append(Word(flag, values, (text, *values)))
