@@ -7,6 +7,7 @@ package, and touches no GPU.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from octavo.extras import explain_missing
 from octavo.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -124,7 +125,6 @@ _HOME = {
     "use_step_cache_": "octavo.integrations.diffusers.step_cache",
     "warmup": "octavo.layers.warmup",
 }
-_EXTRAS = ("diffusers", "transformers")  # packages that an extra of the same name brings
 
 __all__ = sorted(["__version__", "ops", *_HOME])
 
@@ -137,11 +137,9 @@ def __getattr__(name: str) -> object:
     try:
         value = getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        if (message := explain_missing(f"octavo.{name}", error)) is None:
             raise
-        raise ImportError(
-            f"octavo.{name} needs {error.name}: pip install 'octavo[{error.name}]'"
-        ) from error
+        raise ImportError(message) from error
     globals()[name] = value
     return value
 

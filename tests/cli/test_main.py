@@ -111,9 +111,9 @@ def test_help_lists_every_command_with_its_line_and_imports_none(octavo, monkeyp
 
 
 def test_without_a_command_the_help_is_shown(octavo):
-    code, out, _ = octavo()
+    code, _, err = octavo()
     assert code == 2
-    assert "octavo COMMAND --help" in out
+    assert "octavo COMMAND --help" in err
 
 
 def test_a_command_runs_with_its_own_options(octavo):

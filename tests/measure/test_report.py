@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -342,10 +341,10 @@ def test_a_report_replaces_the_old_one_in_one_step(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "plotly.offline"])
+@pytest.mark.parametrize("missing", ["jinja2", "plotly"])
 def test_a_missing_extra_is_named(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UnsupportedError, match=re.escape("pip install 'octavo[report]'")):
+    with pytest.raises(UnsupportedError, match=r"pip install .*\[report\]'"):
         render([])
 
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.extras import need
 
 Prompt = TypeVar("Prompt")
 
@@ -144,11 +145,7 @@ def _reading(name: str, what: str) -> Iterator[None]:
 
 
 def _datasets() -> Any:
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise UnsupportedError(
-            "data sets and .parquet files need the package datasets, which is not installed: "
-            "pip install 'octavo[data]'"
-        ) from error
+    need("reading data sets and .parquet files", "datasets")
+    import datasets  # type: ignore[import-untyped]
+
     return datasets

@@ -22,6 +22,7 @@ from octavo.calibration.data import (
     open_file,
 )
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -131,12 +132,9 @@ def _decode_base64(text: str, where: str) -> bytes:
 
 def _open(source: Path | bytes, where: str) -> "Image":
     """The image in a file or in memory, upright and in RGB."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise UnsupportedError(
-            "images need the package pillow, which is not installed: pip install 'octavo[data]'"
-        ) from error
+    need("reading images", "PIL")
+    from PIL import Image, ImageOps
+
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             return ImageOps.exif_transpose(image).convert("RGB")

@@ -13,9 +13,11 @@ from octavo.cli.encoder_flags import (
     ScalePath,
     ScaleSaveMargin,
     ScaleSavePath,
+    encoder_options,
 )
 from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
+from octavo.extras import need
 
 
 def mm_processor(
@@ -98,17 +100,18 @@ def mm_processor(
     Stages and JSON are those of vLLM's command of this name. Stages that octavo has not, those of
     a cache of processed images, are 0.
     """
+    need("octavo bench mm-processor", "transformers", "PIL")
     from rich.progress import Progress
 
     from octavo.atomic import write_atomically
     from octavo.integrations.transformers.vision_language import open_vision_language
     from octavo.kernels.device import default_device
     from octavo.measure.bench.images import DataOptions, make_requests
-    from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
+    from octavo.measure.bench.mm_processor import run_mm_processor
 
     name = _one_model(model, model_option)
     check_folder(output_json)
-    options = EncoderOptions(
+    options = encoder_options(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
         fp8_scale_path=scale_path,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A TOML file, as below.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="A TOML file, as above.", show_default=False)],
     output: Annotated[
         Path,
         typer.Option(
@@ -45,17 +45,17 @@ def sweep(
     recipes = ["auto", "fp8", "fp8+head", "my-recipe.toml"]
 
     \b
-    \\[engine]                           # may be left out
+    [engine]                           # may be left out
     max_num_batched_tokens = 8192
     compile = true
 
     \b
-    [\\[latency]]                        # one batch, over the input length
+    [[latency]]                        # one batch, over the input length
     input_len = [256, "4k", "32k", "125k"]
     output_len = 128
 
     \b
-    [\\[throughput]]                     # many requests
+    [[throughput]]                     # many requests
     num_prompts = 48
     input_len = 20000
     output_len = 2000

@@ -14,6 +14,7 @@ from octavo.cli.console import out
 from octavo.cli.options import check_folder
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from octavo.calibration.data import PromptData
@@ -291,6 +292,7 @@ def _open_images(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
 
     if request.max_length is not None:
         raise ConfigError("expected --kv with --max-length, got images, which have no windows")
+    need("octavo calibrate", "transformers", "PIL")
     images = open_images(request.data, split=request.split, subset=request.subset)
     model = load_image_model(request.model, dtype=request.dtype, device=request.device)
     return model.subject(), images

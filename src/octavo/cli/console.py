@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.errors import OctavoError
+from octavo.extras import explain_missing
 
 # Texts come from files and errors too: no [markup], :emoji: or guessed colours in them.
 out = Console(markup=False, emoji=False, highlight=False)
@@ -46,6 +47,8 @@ def _belongs_to_typer(error: Exception) -> bool:
 
 
 def _explain(error: Exception) -> str:
+    if message := explain_missing("this command", error):
+        return message
     match error:
         case OctavoError():
             return str(error)

@@ -8,10 +8,10 @@ import typer
 
 from octavo import env
 from octavo.cli.console import err, out
-from octavo.cli.omni_flags import need_diffusers
 from octavo.cli.report import RESULTS, report
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from octavo.measure.evaluate.demo_stage import Stage
@@ -51,13 +51,11 @@ def demo(
     OUTPUT/report.html is what octavo report makes of them. No GPU is needed, and none is used. It
     takes three to four minutes on two CPU cores, more than a third of them for the needles.
     """
-    need_diffusers("octavo demo", "demo")
+    need("octavo demo", "PIL", "diffusers", "jinja2", "plotly", "transformers", extra="demo")
     env.let_threads_sleep()
     from octavo.measure.evaluate.demo import make_stages
     from octavo.measure.evaluate.demo_summary import summary_table
-    from octavo.measure.report.html import check_packages
 
-    check_packages()
     records = output / RECORDS
     _check_earlier(output, is_forced=force)
     began = time.monotonic()

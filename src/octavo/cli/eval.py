@@ -16,6 +16,7 @@ from octavo.cli.eval_perplexity import perplexity
 from octavo.cli.options import RecordsFile
 from octavo.cli.records import print_file
 from octavo.cli.tables import print_table
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from octavo.calibration.scale_file import ScaleSet
@@ -86,6 +87,7 @@ def chartqa(
     accuracy (the answer stands somewhere in the text) and exact match. Decoding is greedy. A paired
     bootstrap over the questions tells whether two rows differ.
     """
+    need("octavo eval chartqa", "transformers", "PIL")
     from rich.progress import Progress
 
     from octavo.errors import ConfigError

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.omni_flags import need_diffusers
 from octavo.cli.options import RecordsFile, check_folder
 from octavo.cli.tables import print_table
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from octavo.measure.evaluate.image_rows import ImageRow
@@ -113,7 +113,7 @@ def images(
     row: PSNR, SSIM, LPIPS where its package is installed, and with --clip how well each fits its
     prompt. A record of each row is written as soon as it is done.
     """
-    need_diffusers("octavo eval images")
+    need("octavo eval images", "diffusers")
     from octavo.measure.evaluate import images as task
     from octavo.measure.evaluate.image_rows import parse_rows, plain_row
 

@@ -19,11 +19,11 @@ from octavo.cli.omni_flags import (
     RecipePath,
     ScalePath,
     WeightOnlyLayers,
-    need_diffusers,
     quantization_words,
     read_object,
 )
 from octavo.errors import ConfigError
+from octavo.extras import need
 
 
 def image(
@@ -146,7 +146,7 @@ def image(
     Prompt, seed and recipe are in the PNG file. An option that the pipeline does not have is an
     error, and so is a pattern that matches no layer.
     """
-    need_diffusers("octavo image")
+    need("octavo image", "diffusers")
     from octavo.serving.engine.image_request import ImageSampling
 
     patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from octavo import env
@@ -38,6 +37,7 @@ class Command:
             target.command(self.name)(function)
         command = typer.main.get_command(target)
         command.name = self.name
+        _use_plain_help(command)
         return command
 
 
@@ -98,7 +98,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "serve",
-        "octavo.cli.serve:serve",
+        "octavo.cli.serve:app",
         "An OpenAI-compatible server for a model, with a page to look at.",
         example="octavo serve",
     ),
@@ -111,6 +111,20 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 HELP = "FP8 attention, KV cache and linear layers for PyTorch models: measured, calibrated, served."
+
+
+def _use_plain_help(command: Any) -> None:
+    """Print help in two columns that wrap; rich's six cut option names off at 80 characters."""
+    command.rich_markup_mode = None
+    paragraphs = (command.help or "").split("\n\n")
+    # A command to copy stays in one line: \b turns off wrapping, which would break it at hyphens.
+    command.help = "\n\n".join(
+        "\b\n" + text.replace("\n", " ") if text.startswith("octavo ") else text
+        for text in paragraphs
+    )
+    for child in getattr(command, "commands", {}).values():
+        child.short_help = (child.help or "").partition("\n\n")[0]  # whole: help alone is cut
+        _use_plain_help(child)
 
 
 def make_app(commands: Sequence[Command]) -> typer.Typer:
@@ -135,18 +149,18 @@ def make_app(commands: Sequence[Command]) -> typer.Typer:
         epilog=_examples(commands),
         add_completion=False,
         no_args_is_help=True,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_options)
     for command in commands:
-        app.command(command.name, help=escape(command.help))(_listed_only)
+        app.command(command.name, short_help=command.help)(_listed_only)
     return app
 
 
 def _examples(commands: Sequence[Command]) -> str:
-    examples = [f"  {escape(command.example)}" for command in commands if command.example]
-    start = ["Examples:", *examples, ""] if examples else []
+    examples = [f"  {command.example}" for command in commands if command.example]
+    start = ["\b", "Examples:", *examples, ""] if examples else []  # \b: lines stay as they are
     return "\n".join([*start, "Every command explains itself: octavo COMMAND --help"])
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
 
 Quantization = Annotated[
     str | None,
@@ -81,16 +81,6 @@ CacheConfig = Annotated[
         show_default=False,
     ),
 ]
-
-
-def need_diffusers(command: str, extras: str = "diffusers") -> None:
-    """Raise if diffusers is not installed, before a command begins."""
-    from importlib.util import find_spec
-
-    if find_spec("diffusers") is None:
-        raise UnsupportedError(
-            f"{command} needs diffusers, not installed here: pip install 'octavo[{extras}]'"
-        )
 
 
 def read_object(flag: str, text: str | None) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from octavo.cli.encoder_flags import (
     ScalePath,
     ScaleSaveMargin,
     ScaleSavePath,
+    encoder_options,
 )
 from octavo.cli.engine_flags import (
     Compile,
@@ -45,11 +46,15 @@ from octavo.cli.server_flags import (
     RequestTimeout,
     ServedModelName,
 )
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.cli.vllm_flags import OneGpuCommand
+from octavo.errors import ConfigError
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from octavo.measure.bench.mm_processor import EncoderOptions
     from octavo.recipe import Recipe
+
+app = typer.Typer(add_completion=False)
 
 MIB = 2**20
 KV_CACHE_DTYPES = {
@@ -60,6 +65,7 @@ KV_CACHE_DTYPES = {
 }
 
 
+@app.command("serve", cls=OneGpuCommand)
 def serve(
     context: typer.Context,
     model: Annotated[
@@ -205,11 +211,9 @@ def serve(
     /metrics; with --omni, /v1/images/generations in place of those for texts. SIGTERM lets open
     requests finish for --grace seconds; new ones get 503.
     """
+    need("octavo serve", "fastapi", "uvicorn", "diffusers" if omni else "transformers")
     from octavo import env
     from octavo.measure.advise.memory import parse_tokens
-    from octavo.measure.bench.mm_processor import EncoderOptions
-
-    _need_server()
     from octavo.serving.server.settings import ImageLimits, ServerSettings
 
     _check_log_level(log_level)
@@ -238,7 +242,7 @@ def serve(
         }
         place: Any = {"host": host, "port": port, "log_level": log_level}
         return serve_omni(model, words, settings, dtype=dtype, device=device, **place)
-    encoder = EncoderOptions(
+    encoder = encoder_options(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
         fp8_scale_path=scale_path,
@@ -255,7 +259,7 @@ def serve(
         recipe,
         dtype=dtype,
         device=device,
-        vision_impl=attn_backend,
+        vision_impl=encoder.attn_backend,
         max_context=None if max_model_len is None else parse_tokens(max_model_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -374,17 +378,6 @@ def _saving_scales(engine: Any, encoder: "EncoderOptions") -> Iterator[None]:
     saver = autosave(engine.model, path, margin=encoder.margin, model_name=name)
     yield
     saver.close()
-
-
-def _need_server() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UnsupportedError(
-            f"octavo serve needs {' and '.join(missing)}, not installed here: "
-            "pip install 'octavo[server]'"
-        )
 
 
 def _check_log_level(level: str) -> None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from octavo.cli.console import err
-from octavo.cli.omni_flags import need_diffusers
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ def serve_omni(
     log_level: str,
 ) -> None:
     """Serve a pipeline; `words` are arguments of `octavo.Omni`."""
-    need_diffusers("octavo serve --omni", "diffusers,server")
     from octavo.serving.engine.omni import Omni
     from octavo.serving.server.image_app import create_image_app
     from octavo.serving.server.run import run

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError, ConfigError
+from octavo.extras import need
 from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
 from octavo.integrations.checkpoints.linear_scheme import read_linear_scheme
 from octavo.integrations.checkpoints.tensor_files import (
@@ -31,6 +32,7 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     options: those of from_pretrained; dtype is the checkpoint's unless given. Scales of a KV cache
     wait for `apply_`. Raises CheckpointError for all that is not understood or not there.
     """
+    need("octavo.load_fp8", "transformers")
     from transformers import AutoConfig
 
     name = os.fspath(name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from octavo.extras import need
 from octavo.integrations.transformers.chart_reader import (
     END,
     FOLDER,
@@ -16,6 +17,7 @@ from octavo.integrations.transformers.chart_reader import (
 )
 from octavo.integrations.transformers.engine_images import has_vision
 from octavo.integrations.transformers.load import check_dtype, choose_device, loading
+from octavo.integrations.transformers.small_model import NAME
 from octavo.integrations.transformers.text_model import load_text_model
 
 CHART_READER = "chart-reader"
@@ -39,6 +41,7 @@ def load_served_model(
 
     dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
     """
+    need(f"loading {name or NAME}", "transformers")
     if name is not None and (name == CHART_READER or is_chart_reader(Path(name))):
         return _load_reader(name, check_dtype(dtype), choose_device(device))
     loaded = load_text_model(name, dtype=dtype, device=device)
@@ -63,6 +66,7 @@ def _load_image_processor(name: str) -> Any:
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in IMAGE_PROCESSOR_FILES):
         return None  # a folder of the language model alone: images are refused, by name
+    need(f"reading images for {name}", "PIL")
     automatic: Any = AutoImageProcessor
     # All of the families have this one; older versions do not find it without torchvision.
     of_pillow: Any = Qwen2VLImageProcessorPil

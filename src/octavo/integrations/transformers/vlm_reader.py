@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import torch
 
-from octavo.errors import CheckpointError, UnsupportedError
+from octavo.errors import CheckpointError
+from octavo.extras import need
 from octavo.integrations.transformers.load import register_fp8
 
 PROMPT = (
@@ -56,12 +57,9 @@ def _message(image: Any, question: str) -> list[dict[str, Any]]:
 
 def load_vlm_reader(model: str, dtype: torch.dtype = torch.bfloat16) -> VlmReader:
     """The model and processor in a folder, or of a name that transformers can load; on the CPU."""
-    try:
-        import transformers
-    except ImportError:
-        raise UnsupportedError(
-            f"loading {model} needs transformers: pip install 'octavo[transformers]'"
-        ) from None
+    need(f"loading {model}", "transformers")
+    import transformers
+
     try:
         auto: Any = transformers  # its annotations say less than it does
         processor = auto.AutoProcessor.from_pretrained(model)
@@ -70,5 +68,5 @@ def load_vlm_reader(model: str, dtype: torch.dtype = torch.bfloat16) -> VlmReade
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"expected an image-text model with its processor, got {model}: {error}"
-        ) from None
+        ) from error
     return VlmReader(loaded.eval(), processor, name=model)

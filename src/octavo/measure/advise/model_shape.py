@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.extras import install_command, need
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_work import StepWork
@@ -83,8 +84,14 @@ def find_model(name: str) -> ModelShape:
         return ModelShape(wanted, step=named_step(wanted))
     raise ConfigError(
         f"expected a model's folder with a config.json, or a name of {', '.join(known_models())}; "
-        f"got {name!r}"
+        f"got {name!r}{_missing_names()}"
     )
+
+
+def _missing_names() -> str:
+    if _diffusion_names():
+        return ""
+    return f"; names of diffusion models need diffusers: {install_command('diffusers')}"
 
 
 def _read_folder(folder: Path) -> ModelShape:
@@ -104,10 +111,7 @@ def _read_folder(folder: Path) -> ModelShape:
 
 
 def _read_diffusion(folder: Path, name: str) -> ModelShape:
-    if not _diffusion_names():
-        raise ConfigError(
-            f"{folder} needs diffusers, not installed here: pip install 'octavo[diffusers]'"
-        )
+    need(str(folder), "diffusers")
     from octavo.integrations.diffusers.step_work import step_of_folder
 
     return ModelShape(name, step=step_of_folder(folder))

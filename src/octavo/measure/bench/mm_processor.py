@@ -82,8 +82,8 @@ class EncoderOptions:
             # vLLM spells its names in capitals: FLASH_ATTN, TORCH_SDPA, …
             whose = ", a name of vLLM's" if self.attn_backend.isupper() else ""
             raise ConfigError(
-                f"expected a backend of octavo's, one of {', '.join(impl_names('attention'))}; got "
-                f"{self.attn_backend!r}{whose}"
+                f"expected a backend of octavo's, one of {', '.join(impl_names('attention'))}, or "
+                f"vLLM's FLASHINFER in a command; got {self.attn_backend!r}{whose}"
             )
 
     @property

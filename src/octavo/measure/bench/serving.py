@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError
+from octavo.extras import need
 from octavo.measure.bench.request_times import (
     GOODPUT_METRICS,
     RandomPrompt,
@@ -153,13 +154,7 @@ def run_serving(case: ServingCase, on_request: Callable[[], None] = lambda: None
 
     A request that fails is counted, and its error kept; if all of them fail, the first is raised.
     """
-    try:
-        import httpx  # noqa: F401
-    except ImportError:
-        raise UnsupportedError(
-            "octavo bench serve needs httpx, not installed here: pip install 'octavo[server]'; "
-            "octavo bench throughput has the same load without HTTP"
-        ) from None
+    need("octavo bench serve", "httpx")
     return asyncio.run(_run(case, on_request))
 
 

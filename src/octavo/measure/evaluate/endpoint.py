@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError
+from octavo.extras import need
 
 # Of an error's body, for a message.
 MAX_BODY = 300
@@ -55,12 +56,9 @@ class Client:
     """Requests to an endpoint; a context that closes its connections."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise UnsupportedError(
-                "--endpoint needs httpx, not installed here: pip install 'octavo[server]'"
-            ) from None
+        need("--endpoint", "httpx")
+        import httpx
+
         key = endpoint.api_key
         self.endpoint = endpoint
         self._http = httpx.Client(

@@ -7,13 +7,15 @@ is asked about what they find different. sympy is not: it reads a text by evalua
 
 import cmath
 import importlib.metadata
+import importlib.util
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
+from octavo.extras import need
 from octavo.measure.evaluate.math_expression import Expression, NotAnExpression, Value
 from octavo.measure.evaluate.math_normal import normalize
 
@@ -36,16 +38,10 @@ def make_checker(name: str = AUTO) -> Checker:
     """octavo's own rules, "math_verify" after them, or "auto": that if it is installed."""
     if name not in (AUTO, OWN, MATH_VERIFY):
         raise ConfigError(f"expected --checker {AUTO}, {OWN} or {MATH_VERIFY}, got {name!r}")
-    if name == OWN:
+    if name == OWN or (name == AUTO and importlib.util.find_spec("math_verify") is None):
         return Checker(OWN, is_equal)
-    try:
-        version = importlib.metadata.version("math-verify")
-    except importlib.metadata.PackageNotFoundError:
-        if name == AUTO:
-            return Checker(OWN, is_equal)
-        raise UnsupportedError(
-            "--checker math_verify needs that package: pip install 'octavo[math]'"
-        ) from None
+    need("--checker math_verify", "math_verify")
+    version = importlib.metadata.version("math-verify")
     return Checker(
         f"{OWN}, {MATH_VERIFY} {version}",
         lambda found, true: is_equal(found, true) or _is_verified(found, true),

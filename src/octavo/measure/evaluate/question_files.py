@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.extras import need
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 # Cells of a csv file may be whole solutions.
@@ -110,13 +111,10 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def _read_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    try:
-        import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
-    except ImportError:
-        raise UnsupportedError(
-            "reading parquet needs pyarrow, not installed here: pip install 'octavo[data]'"
-        ) from None
+    need("reading parquet", "pyarrow")
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
     try:
         file = parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowInvalid) as error:
@@ -143,13 +141,9 @@ def _read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Line
 
 
 def _load_dataset(name: str, *words: str | None, **options: str) -> Any:
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError:
-        raise UnsupportedError(
-            f"{name} is no path here, and loading it as a data set needs datasets: "
-            "pip install 'octavo[data]'"
-        ) from None
+    need(f"{name} is not a path here; loading it as a data set", "datasets")
+    import datasets  # type: ignore[import-untyped]
+
     try:
         return datasets.load_dataset(name, *words, **options, streaming=True)
     except Exception as error:  # datasets raises whatever its network stack does

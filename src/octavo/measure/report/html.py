@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.atomic import write_atomically
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
+from octavo.extras import need
 from octavo.measure.records import Machine, utc_now
 from octavo.measure.report.plots import Figure
 from octavo.measure.report.tables import Table
@@ -80,14 +81,7 @@ def write_report(
 
 def check_packages() -> None:
     """Raise UnsupportedError if a page could not be written, before anything has run for it."""
-    try:
-        import jinja2  # noqa: F401
-        import plotly.offline  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "a report needs jinja2 and plotly, which are not installed: "
-            "pip install 'octavo[report]'"
-        ) from error
+    need("a report", "jinja2", "plotly")
 
 
 def render(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.extras import need
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -199,11 +200,7 @@ def _vocabulary(tokenizer: Any, eos_tokens: tuple[int, ...]) -> "LLTokenizer":
 
 
 def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UnsupportedError(
-            "guided decoding needs the package llguidance, which is not installed: "
-            "pip install 'octavo[server]'"
-        ) from error
+    need("guided decoding", "llguidance")
+    import llguidance
+
     return llguidance

@@ -97,7 +97,7 @@ def _decode(data: bytes, limits: ImageLimits) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise _refused("reading images needs pillow: pip install 'octavo[data]'") from None
+        raise _refused("this server cannot read images: it has no pillow") from None
 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
