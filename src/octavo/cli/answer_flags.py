@@ -93,6 +93,8 @@ def run_answers(
     min_p: float | None,
     memory_fraction: float,
     num_pages: int | None,
+    chat_template: str | None,
+    add_bos: bool | None,
     resume: bool,
     **settings: Any,
 ) -> None:
@@ -100,6 +102,7 @@ def run_answers(
 
     settings: fields of `sampled_run.Request`.
     """
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import sampled_run
     from octavo.measure.evaluate.pass_at_1 import pass_table
     from octavo.serving.engine.settings import EngineSettings
@@ -115,6 +118,7 @@ def run_answers(
         engine=EngineSettings(
             max_num_seqs=max_concurrency, memory_fraction=memory_fraction, num_pages=num_pages
         ),
+        prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         is_resumed=resume,
         **settings,
     )

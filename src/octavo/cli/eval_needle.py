@@ -9,6 +9,7 @@ from octavo.cli import eval_flags as flags
 from octavo.cli.console import out
 from octavo.cli.eval_run import run_and_print
 from octavo.cli.options import check_folder
+from octavo.cli.prompt_flags import AddBos
 from octavo.errors import ConfigError
 
 
@@ -89,6 +90,7 @@ def needle(
     margin: flags.Margin = 1.5,
     chunk: flags.Chunk = 2048,
     dtype: flags.Dtype = "auto",
+    add_bos: AddBos = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
     output: Annotated[
         Path | None,
@@ -112,6 +114,7 @@ def needle(
     A prompt has keys with values, and asks for the value of one. The answer is computed by the
     prefill. Every row gets the same prompts, and each cell is lengths × depths × repetitions.
     """
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import needle_run
     from octavo.measure.evaluate.needle import Grid
     from octavo.measure.report.needle import needle_section, needle_table
@@ -137,6 +140,7 @@ def needle(
         margin=margin,
         chunk=chunk,
         dtype=dtype,
+        prompts=PromptSettings(add_bos=add_bos),
         is_resumed=resume,
     )
     records = run_and_print(needle_run.run, request, output, needle_table)

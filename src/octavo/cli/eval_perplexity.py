@@ -8,6 +8,7 @@ import typer
 
 from octavo.cli import eval_flags as flags
 from octavo.cli.eval_run import run_and_print
+from octavo.cli.prompt_flags import AddBos
 
 
 class CountName(StrEnum):
@@ -112,6 +113,7 @@ def perplexity(
             "--dtype", help="The model runs in this: the checkpoint's own, or such as bfloat16."
         ),
     ] = "auto",
+    add_bos: AddBos = None,
     output: flags.RecordsByRow = None,
 ) -> None:
     """Perplexity of a text with the KV cache in the model's own dtype and in FP8.
@@ -121,6 +123,7 @@ def perplexity(
     standard error over the windows.
     """
     from octavo.errors import ConfigError
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import perplexity_run
     from octavo.measure.evaluate.perplexity import perplexity_table
     from octavo.measure.evaluate.perplexity_rows import DEFAULT_ROWS
@@ -141,5 +144,6 @@ def perplexity(
         calibration_windows=calibration_windows,
         margin=margin,
         dtype=dtype,
+        prompts=PromptSettings(add_bos=add_bos),
     )
     run_and_print(perplexity_run.run, request, output, perplexity_table)

@@ -32,6 +32,7 @@ from octavo.cli.omni_flags import (
     read_object,
 )
 from octavo.cli.omni_flags import ScalePath as LinearScalePath
+from octavo.cli.prompt_flags import AddBos, ChatTemplate
 from octavo.cli.serve_omni import check_flags, serve_omni
 from octavo.cli.server_flags import (
     ApiKey,
@@ -129,6 +130,8 @@ def serve(
     linear_scale_path: LinearScalePath = None,
     cache_backend: CacheBackend = None,
     cache_config: CacheConfig = None,
+    chat_template: ChatTemplate = None,
+    add_bos: AddBos = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(
@@ -256,6 +259,8 @@ def serve(
         dtype=dtype,
         device=device,
         vision_impl=attn_backend,
+        add_bos=add_bos,
+        chat_template=chat_template,
         max_context=None if max_model_len is None else parse_tokens(max_model_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -333,15 +338,14 @@ def load(
     dtype: str,
     device: str | None,
     vision_impl: str | None = None,
+    add_bos: bool | None = None,
+    chat_template: str | None = None,
     **settings: Any,
 ) -> Any:
     """The engine of a model; settings are those of EngineSettings."""
-    from octavo.serving.engine.engine import (
-        load_engine,
-    )
-    from octavo.serving.engine.settings import (
-        EngineSettings,
-    )
+    from octavo.integrations.transformers.tokenizer import PromptSettings
+    from octavo.serving.engine.engine import load_engine
+    from octavo.serving.engine.settings import EngineSettings
 
     with err.status("loading the model"):
         return load_engine(
@@ -349,6 +353,7 @@ def load(
             dtype=dtype,
             device=device,
             vision_impl=vision_impl,
+            prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         )
 
 

@@ -111,7 +111,7 @@ def open_subject(
     if config is None:
         if layers is not None:
             raise ConfigError("a number of layers is for random weights: leave it out, or --config")
-        loaded = load_text_model(name, dtype=dtype, device=device)
+        loaded = load_text_model(name, dtype=dtype, device=device, prompts=None)
         return Subject(loaded.model, _about(loaded.name, loaded.model), False)
     own = "bfloat16" if dtype == "auto" else dtype
     if own not in ("bfloat16", "float16", "float32"):

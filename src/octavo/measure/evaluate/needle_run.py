@@ -18,6 +18,11 @@ from octavo.integrations.transformers.text_model import (
     load_tokenizer,
     read_text,
 )
+from octavo.integrations.transformers.tokenizer import (
+    PromptSettings,
+    prepare_tokenizer,
+    text_tokens,
+)
 from octavo.kernels.device import default_device
 from octavo.measure import store
 from octavo.measure.evaluate import needle
@@ -74,6 +79,7 @@ class Request:
     margin: float = 1.5
     chunk: int = 2048
     dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
     is_resumed: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +93,10 @@ class Request:
             raise ConfigError(
                 "--data is a text to hide needles in, for models that read text: expected a MODEL, "
                 "or --endpoint and --tokenizer"
+            )
+        if self.prompts != PromptSettings() and not self.has_text:
+            raise ConfigError(
+                "--add-bos is for prompts of text: expected a MODEL, or --endpoint and --tokenizer"
             )
         # Names are checked before a model is loaded.
         has_static = not self.endpoints and bool(self.rows_with_scales)
@@ -120,6 +130,7 @@ class Request:
         words += ["--repetitions", str(grid.repetitions), "--seed", str(grid.seed)]
         words += ["--data", str(self.data)] if self.data else []
         words += ["--num-keys", str(self.num_keys)] if self.has_text else []
+        words += self.prompts.command
         if self.endpoints:
             for endpoint in self.endpoints:
                 words += ["--endpoint", f"{endpoint.name}={endpoint.url}"]
@@ -184,7 +195,8 @@ def run(
 def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]:
     haystack: Haystack = PairHaystack()
     if request.tokenizer is not None:
-        haystack = _text_haystack(request, load_tokenizer(request.tokenizer))
+        tokenizer = prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)
+        haystack = _text_haystack(request, tokenizer)
     grid = request.grid
     size = round(grid.num_tokens / (len(grid.cells) * grid.repetitions))
     rows = []
@@ -211,7 +223,9 @@ def _local(
         text_model = text_model or load_retrieval_model(dtype=request.dtype)
     else:
         model = None if request.model == SMALL else request.model
-        text_model = text_model or load_text_model(model, dtype=request.dtype)
+        text_model = text_model or load_text_model(
+            model, dtype=request.dtype, prompts=request.prompts
+        )
         haystack = _text_haystack(request, text_model.tokenizer)
     _check_lengths(request.grid, text_model)
     if request.rows_with_scales and not given:
@@ -276,7 +290,7 @@ def _calibrate(
     windows = []
     for i in range(count):
         prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
-        windows.append(torch.tensor(text_model.tokenizer(prompt.text)["input_ids"]))
+        windows.append(torch.tensor(text_tokens(text_model.tokenizer, prompt.text)))
     return calibrate_rows(
         text_model,
         windows,

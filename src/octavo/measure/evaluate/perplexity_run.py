@@ -7,6 +7,7 @@ from pathlib import Path
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, read_text
+from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.measure import store
 from octavo.measure.evaluate import perplexity
 from octavo.measure.evaluate.perplexity_rows import (
@@ -45,6 +46,7 @@ class Request:
     calibration_windows: int = 4
     margin: float = 1.5
     dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
 
     def __post_init__(self) -> None:
         if not self.rows_with_scales and self.scales is not None:
@@ -71,6 +73,7 @@ class Request:
         words += ["--batch-size", str(self.reading.batch)] if self.reading.batch > 1 else []
         words += [word for row in self.rows for word in ("--recipe", row)]
         words += ["--kv-cache-dtype", self.kv_cache_dtype, "--dtype", self.dtype]
+        words += self.prompts.command
         if self.scales is not None:
             words += ["--scales", str(self.scales)]
         elif self.rows_with_scales:
@@ -96,7 +99,7 @@ def run(
     text = read_text(request.data)
     given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     if text_model is None:
-        text_model = load_text_model(request.model, dtype=request.dtype)
+        text_model = load_text_model(request.model, dtype=request.dtype, prompts=request.prompts)
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     request.reading.check(context)
     windows = text_model.windows(text, context, request.num_windows)
