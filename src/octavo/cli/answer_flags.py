@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from octavo.cli.engine_flags import batch_limits
 from octavo.cli.eval_flags import chat_rows, make_endpoints
 from octavo.cli.eval_run import run_and_print
 
@@ -116,7 +117,9 @@ def run_answers(
         ),
         sampling={name: value for name, value in sampling.items() if value is not None},
         engine=EngineSettings(
-            max_num_seqs=max_concurrency, memory_fraction=memory_fraction, num_pages=num_pages
+            **batch_limits(max_concurrency, None),
+            memory_fraction=memory_fraction,
+            num_pages=num_pages,
         ),
         prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         is_resumed=resume,

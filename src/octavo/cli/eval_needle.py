@@ -27,7 +27,8 @@ def needle(
         typer.Option(
             "--lengths",
             help="Tokens of a prompt, with commas between, such as 4k,32k,128k. Left out: of the "
-            "retrieval model 8k to 128k on a GPU and 512 to 2k elsewhere, of others 1k to 8k.",
+            "retrieval model 8k to 128k on a GPU and 512 to 2k elsewhere, of others 1k to 8k, as "
+            "far as the model's context goes.",
             show_default=False,
         ),
     ] = None,
@@ -127,6 +128,7 @@ def needle(
         grid=Grid(
             lengths=_lengths(asked), depths=_depths(depths), repetitions=repetitions, seed=seed
         ),
+        is_fitted=lengths is None,
         model=model,
         rows=tuple(recipe or ()),
         endpoints=flags.make_endpoints(
@@ -152,7 +154,7 @@ def needle(
             plot,
             title="Needles in a haystack",
             machines=[record.machine for record in records],
-            commands=[request.command],
+            commands=list(dict.fromkeys(record.command for record in records)),
         )
         out.print(f"Heat maps: {plot}", soft_wrap=True)
 

@@ -42,15 +42,17 @@ def perplexity(
         ),
     ] = None,
     chunk: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--chunk",
             min=1,
             help="Tokens of one pass. The first chunk of a window fills the cache, later ones "
             "attend to what it holds. 1 to 4 are decoding: queries are never quantized. More are a "
-            "prefill, where an e4m3 cache quantizes queries as well.",
+            "prefill, where an e4m3 cache quantizes queries as well. Left out, 512, or half of a "
+            "shorter --context.",
+            show_default=False,
         ),
-    ] = 512,
+    ] = None,
     num_windows: Annotated[
         int,
         typer.Option(
@@ -127,7 +129,6 @@ def perplexity(
     from octavo.measure.evaluate import perplexity_run
     from octavo.measure.evaluate.perplexity import perplexity_table
     from octavo.measure.evaluate.perplexity_rows import DEFAULT_ROWS
-    from octavo.measure.evaluate.reading import Reading
 
     if data is None:
         raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
@@ -135,7 +136,9 @@ def perplexity(
         data=data,
         model=model,
         context=context,
-        reading=Reading(chunk=chunk, count=count.value, batch=batch_size),
+        chunk=chunk,
+        count=count.value,
+        batch=batch_size,
         num_windows=num_windows,
         rows=tuple(recipe or DEFAULT_ROWS),
         kv_cache_dtype=kv_cache_dtype,

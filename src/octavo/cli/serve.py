@@ -17,11 +17,14 @@ from octavo.cli.encoder_flags import (
     ScaleSavePath,
 )
 from octavo.cli.engine_flags import (
+    BatchedTokens,
     Compile,
     DeviceName,
     EnforceEager,
     IgnoredLayers,
+    MaxNumSeqs,
     WeightOnlyLayers,
+    batch_limits,
 )
 from octavo.cli.omni_flags import (
     Attention,
@@ -141,12 +144,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option("--max-num-seqs", min=1, help="Requests that run at once.")
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens of one forward pass.")
-    ] = 2048,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: BatchedTokens = None,
     memory_fraction: Annotated[
         float,
         typer.Option(
@@ -217,13 +216,14 @@ def serve(
 
     _check_log_level(log_level)
     check_flags(context, is_omni=omni)
+    limits = batch_limits(max_num_seqs, max_num_batched_tokens)
     keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
     settings = ServerSettings(
         model_names=tuple(served_model_name or ()),
         api_keys=tuple(keys),
         max_body_bytes=max_body_mib * MIB,
         max_tokens=max_tokens,
-        max_open=(1 if omni else max_num_seqs) + max_queue,
+        max_open=(1 if omni else limits["max_num_seqs"]) + max_queue,
         timeout_s=timeout_s or None,
         grace_s=grace_s,
         cors_origins=tuple(cors_origin or ()),
@@ -262,8 +262,7 @@ def serve(
         add_bos=add_bos,
         chat_template=chat_template,
         max_context=None if max_model_len is None else parse_tokens(max_model_len),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        **limits,
         max_queue=max_queue,
         memory_fraction=memory_fraction,
         num_pages=num_pages,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import CheckpointError, ConfigError
+from octavo import ConfigError
 from octavo.calibration import text_data
 from octavo.calibration.text_data import open_texts
 

@@ -1,7 +1,11 @@
 """Objects of tools' schemas that may have nothing but what they declare."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from octavo.errors import ConfigError
 from octavo.serving.engine.closed_schema import close_objects
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -66,3 +70,39 @@ def test_references_that_lead_back_or_nowhere():
     assert close_objects(node) == closed(node)
     loop = {"allOf": [{"$ref": "#"}] * 30}
     assert close_objects(loop) == loop
+
+
+def test_the_grammar_of_a_tool_takes_no_other_property():
+    pytest.importorskip("llguidance")
+    pytest.importorskip("tokenizers")
+    sys.path.append(str(Path(__file__).parent))
+    import tokenizers_of_kinds as kinds
+
+    from octavo.serving.engine.guided import Grammar
+    from octavo.serving.server.guidance import call_schema
+    from octavo.serving.server.schema import Function, Tool
+
+    tokenizer = kinds.byte_level_with_eos()
+    functions = {"go": CITY, "stop": None, "stay": OPEN}
+    tools = {
+        name: Tool(type="function", function=Function(name=name, parameters=parameters))
+        for name, parameters in functions.items()
+    }
+
+    def takes(names, text):
+        grammar = Grammar.from_json_schema(
+            call_schema([tools[name] for name in names]), tokenizer, eos_tokens=[kinds.EOS]
+        )
+        state = grammar.start()
+        try:
+            for token in tokenizer.encode(text).ids:
+                state.advance(token)
+        except ConfigError:
+            return False
+        return True
+
+    assert takes(["go"], '{"city": "Bern"}') and not takes(["go"], '{"town"')
+    assert takes(["stop"], "{}") and not takes(["stop"], '{"a"')
+    assert takes(["stay"], '{"a": "b"}')
+    call = '{"name": "go", "arguments": {"%s"'
+    assert takes(["go", "stop"], call % "city") and not takes(["go", "stop"], call % "town")
