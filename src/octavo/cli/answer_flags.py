@@ -117,7 +117,8 @@ def run_answers(
         ),
         sampling={name: value for name, value in sampling.items() if value is not None},
         engine=EngineSettings(
-            **batch_limits(max_concurrency, None),
+            max_num_seqs=max_concurrency,
+            max_num_batched_tokens=batch_limits(max_concurrency, None)["max_num_batched_tokens"],
             memory_fraction=memory_fraction,
             num_pages=num_pages,
         ),

@@ -354,7 +354,7 @@ def test_a_model_without_a_chat_template():
     sys.path.append(str(Path(__file__).parents[2] / "integrations" / "transformers"))
     from text_models import make_tokenizer
 
-    tokenizer = make_tokenizer(chat_template=None)
+    tokenizer = make_tokenizer(chat_template=None, has_bos=False)
     error = post(CHAT, {"messages": HELLO}, FakeEngine(tokenizer=tokenizer)).json()["error"]
     assert error["message"] == (
         "the model has no chat template: give it one with --chat-template FILE (octavo.LLM: "

@@ -83,7 +83,7 @@ def prepare_tokenizer(tokenizer: Any, settings: PromptSettings, config: Any = No
     tokenizer = copy.deepcopy(tokenizer)
     if (template := settings.read_template()) is not None:
         tokenizer.chat_template = template
-        _check_template(tokenizer)
+        check_template(tokenizer)
     if settings.add_bos is None:
         _warn_without_bos(tokenizer, config)
     else:
@@ -145,8 +145,10 @@ def token_counter(name: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer(text).input_ids)
 
 
-def _check_template(tokenizer: Any) -> None:
-    """ConfigError unless the chat template writes what a user says."""
+def check_template(tokenizer: Any) -> None:
+    """ConfigError unless a tokenizer or processor has a chat template that writes messages."""
+    if not tokenizer.chat_template:
+        raise ConfigError(NO_TEMPLATE)
     problem = "it leaves the messages out"
     for content in _PROBES:
         try:

@@ -48,11 +48,12 @@ class Prompts:
         """
         keeps_parts = bool(image_urls(messages))
         written = [_written(message, keeps_parts=keeps_parts) for message in messages]
+        given = [tool.model_dump(exclude_none=True) for tool in tools]
         write = partial(
-            *(chat_text, self._tokenizer, written), add_generation_prompt=add_generation_prompt
+            chat_text, self._tokenizer, written, add_generation_prompt=add_generation_prompt
         )
         try:
-            text = write(tools=[tool.model_dump(exclude_none=True) for tool in tools])
+            text = write(tools=given)
         except ConfigError as error:
             raise bad_request(str(error), "messages") from None
         if tools and not self._is_changed(text, write):
