@@ -104,7 +104,7 @@ def test_rows_with_rotated_and_centered_keys(capsys, folder, tmp_path):
         (("--data", "text", "--scales", "nowhere.json"), "nowhere.json"),
         (("--data", "text", "--recipe", "token", "--scales", "s.json"), "are not asked for"),
         (("--data", "text", "--recipe", "unit+center"), "center needs calibrated means"),
-        (("--data", "text", "--context", 16), "predictions to count"),
+        (("--data", "text", "--context", 16, "--chunk", 16), "predictions to count"),
         (("--data", "text", "--context", 900, "-n", 4), "use a longer text"),
         (("--data", "text", "--context", 100, "-n", 8, "--chunk", 8), "12 windows of 100"),
         (("--data", "text", "-n", 1, "--calibration-data", "text"), "another text than --data"),
