@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +99,25 @@ def test_help_teaches(capsys):
     assert octavo("--help") == 0
     text = capsys.readouterr().out
     assert "--config llama-3.1-8b" in text and "break-even" in text
+
+
+def test_default_lengths_end_at_the_context_of_the_model(capsys, tmp_path):
+    from octavo.integrations.transformers.retrieval_model import make_tokenizer
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+    from text_models import make_decoder
+
+    make_decoder("llama", max_position_embeddings=300).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    options = ["--output-len", "3", "--num-iters", "1", "--num-iters-warmup", "0", "--json"]
+    assert octavo(str(tmp_path), *options, "--kv-cache-dtype", "auto", "--device", "cpu") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert record["case"]["input_len"] == 64 and "--input-len 64 " in record["command"]
+
+
+def test_a_batch_larger_than_the_tokens_of_a_pass_is_no_error_by_default():
+    from octavo.cli.engine_flags import batch_limits, make_settings
+
+    settings = make_settings(enforce_eager=True, compile=False, **batch_limits(5000, None))
+    assert settings.max_num_batched_tokens == 5000

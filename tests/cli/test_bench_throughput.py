@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +75,18 @@ def test_a_row_that_is_wrong_ends_with_1(capsys, monkeypatch):
 def test_what_is_refused(capsys, options, message):
     assert octavo(*QUICK, *options) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_default_prompt_leaves_room_for_the_answer(capsys, tmp_path):
+    from octavo.integrations.transformers.retrieval_model import make_tokenizer
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+    from text_models import make_decoder
+
+    make_decoder("llama", max_position_embeddings=200).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    words = ["--num-prompts", "2", "--output-len", "160", "--kv-cache-dtype", "auto", "--json"]
+    words += ["--max-num-batched-tokens", "32", "--device", "cpu"]  # fewer than --max-num-seqs
+    assert octavo(str(tmp_path), *words) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["case"]["input_len"] == 40

@@ -156,3 +156,9 @@ def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
 def test_what_cannot_be_is_said(capsys, args, message):
     assert octavo("math", *args) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_server_has_its_own_chat_template(capsys):
+    words = ("choice", "--endpoint", "http://localhost:1", "--chat-template", TEMPLATE)
+    assert octavo(*words) == 1
+    assert "--add-bos and --chat-template are for a model" in capsys.readouterr().err

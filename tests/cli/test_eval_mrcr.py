@@ -172,4 +172,20 @@ def test_a_tokenizer_without_a_chat_template_is_refused(capsys, tmp_path):
     model = make_decoder("llama", vocab_size=258)
     save_decoder(tmp_path, model, has_bos=False, num_tokens=258, chat_template=None)
     assert octavo(tmp_path, "--recipe", "baseline") == 1
-    assert "expected a tokenizer with a chat template" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the model has no chat template" in told and "--chat-template FILE" in told
+
+
+def test_a_chat_template_for_a_model_without_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(task, "SLACK_TOKENS", 2)
+    model = make_decoder("llama", vocab_size=258, num_hidden_layers=1)
+    save_decoder(tmp_path, model, has_bos=False, num_tokens=258, chat_template=None)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    path, data = tmp_path / "records.jsonl", small_chats(tmp_path / "chats.jsonl")
+    args = (tmp_path, "--recipe", "baseline", "--data", data, "-o", path)
+    assert octavo(*args, "--chat-template", tmp_path / "chat.jinja") == 0
+    # Prompts with BOS are others: --resume does not take the answers to those without.
+    assert octavo(*args, "--chat-template", TEMPLATE, "--add-bos", "--resume") == 0
+    first, _, second, _ = store.read(path)
+    assert first.case["chat_template"] == second.case["chat_template"]
+    assert second.case["add_bos"] is True and "--add-bos" in second.command

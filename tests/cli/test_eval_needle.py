@@ -1,6 +1,7 @@
 """octavo eval needle: the retrieval model, models of text and servers, to a table and records."""
 
 import contextlib
+import html
 import json
 import sys
 import threading
@@ -194,3 +195,19 @@ def test_the_retrieval_model_through_our_server(tmp_path):
 def test_what_cannot_be_is_said(capsys, args, message):
     assert octavo(*args) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_default_lengths_end_at_the_context(tmp_path):
+    model = make_decoder("llama", vocab_size=258, num_hidden_layers=1, max_position_embeddings=1500)
+    save_decoder(tmp_path, model, has_bos=False, num_tokens=258)
+    path = tmp_path / "records.jsonl"
+    args = ("--depths", "0.5", "-n", "1", "--recipe", "baseline", "-o", path)
+    assert octavo(tmp_path, *args, "--plot", tmp_path / "page.html") == 0
+    (record,) = store.read(path)
+    assert record.case["length"] == 1024 and "--lengths 1024 " in record.command
+    assert record.command in html.unescape((tmp_path / "page.html").read_text())
+
+
+def test_add_bos_is_for_texts(capsys):
+    assert octavo(*SMALL, "--add-bos") == 1
+    assert "--add-bos is for prompts of text" in capsys.readouterr().err

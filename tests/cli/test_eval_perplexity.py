@@ -1,5 +1,6 @@
 """octavo eval perplexity: from a model's folder and a text to a table and records."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def test_rows_with_rotated_and_centered_keys(capsys, folder, tmp_path):
         (("--data", "text", "--scales", "nowhere.json"), "nowhere.json"),
         (("--data", "text", "--recipe", "token", "--scales", "s.json"), "are not asked for"),
         (("--data", "text", "--recipe", "unit+center"), "center needs calibrated means"),
-        (("--data", "text", "--context", 16), "predictions to count"),
+        (("--data", "text", "--context", 16, "--chunk", 16), "predictions to count"),
         (("--data", "text", "--context", 900, "-n", 4), "use a longer text"),
         (("--data", "text", "--context", 100, "-n", 8, "--chunk", 8), "12 windows of 100"),
         (("--data", "text", "-n", 1, "--calibration-data", "text"), "another text than --data"),
@@ -129,3 +130,40 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     assert "1 to 4 are decoding" in " ".join(text.replace("│", " ").split())
     assert "+rotate" in text and "head+skip=0-1" in text and "Recovery" in text
+
+
+@pytest.mark.parametrize(("context", "chunk"), [(256, 128), (60, 30)])
+def test_the_chunk_follows_a_short_context(folder, tmp_path, context, chunk):
+    path = tmp_path / "records.jsonl"
+    (tmp_path / "text").write_text("Books in octavo have eight leaves to the sheet. " * 20)
+    args = ("--data", tmp_path / "text", "--context", context, "-n", 1, "--recipe", "baseline")
+    assert octavo(folder, *args, "-o", path) == 0
+    (record,) = store.read(path)
+    assert (record.case["context"], record.case["chunk"]) == (context, chunk)
+
+
+def test_a_chunk_that_was_asked_for_must_fit_the_context(capsys, folder):
+    args = ("--data", folder / "text", "--context", 256, "--chunk", 512)
+    assert octavo(folder, *args) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert (
+        "a chunk of 512 tokens leaves no predictions to count (later) in a context of 256" in told
+    )
+
+
+def test_a_missing_bos_is_warned_of_and_added(capsys, tmp_path):
+    save_decoder(tmp_path, make_decoder("llama", vocab_size=258), num_tokens=258)
+    (tmp_path / "text").write_text("Books in octavo have eight leaves to the sheet. " * 20)
+    args = ("--data", tmp_path / "text", "--context", 60, "--chunk", 16, "-n", 2)
+    args = (tmp_path, *args, "--recipe", "baseline", "-o", tmp_path / "records.jsonl")
+    assert octavo(*args) == 0
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
+    with pytest.warns(UserWarning, match="without the BOS token '<s>'.*--add-bos"):
+        assert octavo(*args) == 0
+    assert octavo(*args, "--add-bos") == 0
+    assert octavo(*args, "--no-add-bos") == 0
+    right, wrong, added, left = store.read(tmp_path / "records.jsonl")
+    assert added.values == right.values != wrong.values == left.values
+    assert added.case["add_bos"] is True and "--add-bos" in added.command
+    assert "add_bos" not in right.case and left.case["add_bos"] is False

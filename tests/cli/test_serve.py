@@ -11,6 +11,7 @@ pytest.importorskip("uvicorn")
 
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.recipe import Recipe  # noqa: E402
+from octavo.serving.engine.scheduler import SchedulerSettings  # noqa: E402
 
 
 @pytest.fixture
@@ -56,6 +57,8 @@ def test_defaults(calls):
     assert octavo() == 0
     assert calls.model is None
     assert calls.recipe == Recipe()
+    prompts = calls.options.pop("prompts")
+    assert (prompts.add_bos, prompts.chat_template) == (None, None)
     assert calls.options == {"dtype": "auto", "device": None, "vision_impl": None}
     assert calls.engine["enable_prefix_caching"] is True
     assert calls.engine["max_context"] is None
@@ -91,6 +94,7 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     assert (server.max_open, server.max_tokens, server.max_body_bytes) == (10, 5, 2**20)
     assert (server.timeout_s, server.grace_s) == (None, 2.0)
     assert server.images.allowed_hosts == ("h",)
+    del calls.options["prompts"]
     assert calls.options == {"dtype": "float32", "device": "cpu", "vision_impl": None}
 
 
@@ -203,3 +207,28 @@ def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, args, expecte
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert octavo(*args) == 1
     assert re.search(expected, capsys.readouterr().err)
+
+
+def test_bos_and_the_chat_template(calls):
+    assert octavo("--add-bos", "--chat-template", "chat.jinja") == 0
+    prompts = calls.options["prompts"]
+    assert (prompts.add_bos, prompts.chat_template) == (True, "chat.jinja")
+    assert octavo("--no-add-bos") == 0
+    assert calls.options["prompts"].add_bos is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "seqs", "tokens"),
+    [
+        ([], 256, 2048),
+        (["--max-num-batched-tokens", "128"], 128, 128),
+        (["--max-num-seqs", "4096"], 4096, 4096),
+        (["--max-num-seqs", "8", "--max-num-batched-tokens", "64"], 8, 64),
+    ],
+)
+def test_a_limit_that_is_left_out_fits_the_other(calls, flags, seqs, tokens):
+    assert octavo(*flags) == 0
+    found = calls.engine
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (seqs, tokens)
+    SchedulerSettings(max_num_seqs=seqs, max_num_batched_tokens=tokens)  # which takes them
+    assert calls.server.max_open == seqs + found["max_queue"]

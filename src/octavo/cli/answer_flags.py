@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from octavo.cli.engine_flags import batch_limits
 from octavo.cli.eval_flags import chat_rows, make_endpoints
 from octavo.cli.eval_run import run_and_print
 
@@ -93,6 +94,8 @@ def run_answers(
     min_p: float | None,
     memory_fraction: float,
     num_pages: int | None,
+    chat_template: str | None,
+    add_bos: bool | None,
     resume: bool,
     **settings: Any,
 ) -> None:
@@ -100,6 +103,7 @@ def run_answers(
 
     settings: fields of `sampled_run.Request`.
     """
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import sampled_run
     from octavo.measure.evaluate.pass_at_1 import pass_table
     from octavo.serving.engine.settings import EngineSettings
@@ -113,8 +117,12 @@ def run_answers(
         ),
         sampling={name: value for name, value in sampling.items() if value is not None},
         engine=EngineSettings(
-            max_num_seqs=max_concurrency, memory_fraction=memory_fraction, num_pages=num_pages
+            max_num_seqs=max_concurrency,
+            max_num_batched_tokens=batch_limits(max_concurrency, None)["max_num_batched_tokens"],
+            memory_fraction=memory_fraction,
+            num_pages=num_pages,
         ),
+        prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         is_resumed=resume,
         **settings,
     )

@@ -24,6 +24,7 @@ from octavo.cli.engine_flags import (
     Rows,
     Seed,
     SkipLayers,
+    batch_limits,
     choose_subject,
     command_line,
     make_settings,
@@ -52,8 +53,8 @@ def latency(
         str | None,
         typer.Option(
             "--input-len",
-            help="Tokens of a prompt, with commas between; 256,4096,32k,125k on a GPU, 64,512 "
-            "elsewhere.",
+            help="Tokens of a prompt, with commas between; left out, 256,4096,32k,125k on a GPU "
+            "and 64,512 elsewhere, as far as the model's context goes.",
             show_default=False,
         ),
     ] = None,
@@ -74,7 +75,7 @@ def latency(
     layers: Layers = None,
     dtype: Dtype = "auto",
     device: DeviceName = None,
-    max_num_batched_tokens: BatchedTokens = 2048,
+    max_num_batched_tokens: BatchedTokens = None,
     memory_fraction: MemoryFraction = 0.9,
     num_pages: NumPages = None,
     page_size: PageSize = 64,
@@ -138,8 +139,7 @@ def latency(
     settings = make_settings(
         enforce_eager=enforce_eager,
         compile=compile,
-        max_num_seqs=batch_size,
-        max_num_batched_tokens=max_num_batched_tokens,
+        **batch_limits(batch_size, max_num_batched_tokens),
         memory_fraction=memory_fraction,
         num_pages=num_pages,
         page_size=page_size,
@@ -156,7 +156,7 @@ def latency(
         "--peers": None if peers is None else "FOLDER",  # whichever it was on this machine
         "--layers": layers,
         "--dtype": dtype,
-        "--max-num-batched-tokens": max_num_batched_tokens,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--gpu-memory-utilization": memory_fraction,
         "--num-pages": num_pages,
         "--page-size": page_size,
@@ -172,6 +172,9 @@ def latency(
     with err.status("making the model"):
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
+    if input_len is None:
+        case = case.within(subject.max_context)
+        flags["--input-len"] = ",".join(map(str, case.input_lens))
     with registered_prefill(peers), StillProgress() as progress:
         task = progress.add_task("measuring", total=len(rows) * case.num_runs)
         results = run_latency(

@@ -1,6 +1,7 @@
 """octavo bench throughput: many requests in the engine, tokens per second."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from octavo.cli.engine_flags import (
     Dtype,
     EnforceEager,
     Layers,
+    MaxNumSeqs,
     MemoryFraction,
     Model,
     NumPages,
@@ -24,6 +26,7 @@ from octavo.cli.engine_flags import (
     Rows,
     Seed,
     SkipLayers,
+    batch_limits,
     choose_subject,
     command_line,
     make_settings,
@@ -54,7 +57,8 @@ def throughput(
         str | None,
         typer.Option(
             "--input-len",
-            help="Tokens of a prompt; 1024 on a GPU, 64 elsewhere.",
+            help="Tokens of a prompt; left out, 1024 on a GPU and 64 elsewhere, or what the "
+            "model's context has room for.",
             show_default=False,
         ),
     ] = None,
@@ -89,16 +93,14 @@ def throughput(
             show_default=False,
         ),
     ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option("--max-num-seqs", min=1, help="Requests that run at once.")
-    ] = 256,
+    max_num_seqs: MaxNumSeqs = None,
     kv_cache_dtype: Rows = None,
     skip_layers: SkipLayers = None,
     peers: Peers = None,
     layers: Layers = None,
     dtype: Dtype = "auto",
     device: DeviceName = None,
-    max_num_batched_tokens: BatchedTokens = 2048,
+    max_num_batched_tokens: BatchedTokens = None,
     memory_fraction: MemoryFraction = 0.9,
     num_pages: NumPages = None,
     page_size: PageSize = 64,
@@ -150,8 +152,7 @@ def throughput(
     settings = make_settings(
         enforce_eager=enforce_eager,
         compile=compile,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        **batch_limits(max_num_seqs, max_num_batched_tokens),
         memory_fraction=memory_fraction,
         num_pages=num_pages,
         page_size=page_size,
@@ -159,18 +160,18 @@ def throughput(
     flags = {
         "--config": config,
         "--num-prompts": num_prompts,
-        "--input-len": workload.input_len,
+        "--input-len": None,  # known when the model's context is
         "--output-len": workload.output_len,
         "--range-ratio": range_ratio,
         "--max-concurrency": max_concurrency,
         "--num-warmups": num_warmups,
-        "--max-num-seqs": max_num_seqs,
+        "--max-num-seqs": settings.max_num_seqs,
         "--kv-cache-dtype": names,
         "--kv-cache-dtype-skip-layers": skipped,
         "--peers": None if peers is None else "FOLDER",  # whichever it was on this machine
         "--layers": layers,
         "--dtype": dtype,
-        "--max-num-batched-tokens": max_num_batched_tokens,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--gpu-memory-utilization": memory_fraction,
         "--num-pages": num_pages,
         "--page-size": page_size,
@@ -184,6 +185,10 @@ def throughput(
     with err.status("making the model"):
         subject = open_subject(model, config, dtype=dtype, device=device, layers=layers)
         rows = make_rows(names, subject, skip_layers=skipped)
+    if input_len is None:
+        workload = workload.within(subject.max_context)
+        case = replace(case, workload=workload)
+    flags["--input-len"] = workload.input_len
     num_tokens = sum(prompt.output_len for prompt in workload.draw(subject.vocab_size))
     with registered_prefill(peers), StillProgress() as progress:
         task = progress.add_task("tokens", total=len(rows) * num_tokens)

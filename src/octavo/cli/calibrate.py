@@ -12,6 +12,7 @@ from octavo.cli import calibrate_pipeline as pipeline
 from octavo.cli import calibrate_pipeline_flags as flags
 from octavo.cli.console import out
 from octavo.cli.options import check_folder
+from octavo.cli.prompt_flags import AddBos, ChatTemplate
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.calibration.data import PromptData
     from octavo.calibration.observers import CalibrationSettings
     from octavo.calibration.run import Subject
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.records import Measurement
 
 
@@ -109,6 +111,8 @@ def calibrate(
             help="How many of the data's prompts to use; with --kv, windows of text or chats.",
         ),
     ] = 100,
+    chat_template: ChatTemplate = None,
+    add_bos: AddBos = None,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -188,6 +192,7 @@ def calibrate(
     from octavo.calibration.autosave import check_scale_paths
     from octavo.calibration.observers import CalibrationSettings
     from octavo.calibration.run import calibrate_to_file
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate.calibration import calibration_records
     from octavo.measure.report.calibration import calibration_table
 
@@ -204,6 +209,7 @@ def calibrate(
         rotate_keys=rotate_keys,
         center_keys=center_keys,
     )
+    texts = PromptSettings(add_bos=add_bos, chat_template=chat_template)
     asked = pipeline.PipelineRequest(
         model=model,
         scale_save_path=scale_save_path,
@@ -230,7 +236,7 @@ def calibrate(
     )
     if is_pipeline:
         others = (is_kv, data, rotate_keys, center_keys, max_length, batch_size != 1, plot, subset)
-        if any(others) or split != DEFAULT_SPLIT:
+        if any((*others, texts.command)) or split != DEFAULT_SPLIT:
             raise ConfigError(
                 "expected --prompt or --prompts with --pipeline, got options of images, texts or "
                 "plots: leave them out"
@@ -244,9 +250,11 @@ def calibrate(
         raise typer.BadParameter(f"expected {missing}, got none", param_hint=missing)
     if (rotate_keys or center_keys) and not is_kv:
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
+    if texts.command and not is_kv:
+        raise ConfigError("expected --kv with --add-bos or --chat-template, got images")
     check_scale_paths(is_fp8=True, save_path=scale_save_path, margin=margin)
     check_folder(plot)
-    request = _Request(model, data, split, subset, max_length, batch_size, dtype, device)
+    request = _Request(model, data, split, subset, max_length, batch_size, dtype, device, texts)
     subject, prompts = _open_texts(request) if is_kv else _open_images(request)
     with pipeline.bar() as progress:
         num_passes = 2 if center_keys else 1
@@ -284,6 +292,7 @@ class _Request:
     batch_size: int
     dtype: str
     device: str | None
+    prompts: "PromptSettings"
 
 
 def _open_images(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
@@ -303,7 +312,9 @@ def _open_texts(request: _Request) -> "tuple[Subject[Any], PromptData[Any]]":
     from octavo.integrations.transformers.text_model import load_text_model
 
     texts = open_texts(request.data, split=request.split, subset=request.subset)
-    model = load_text_model(request.model, dtype=request.dtype, device=request.device)
+    model = load_text_model(
+        request.model, dtype=request.dtype, device=request.device, prompts=request.prompts
+    )
     return model.subject(), model.cut_windows(texts, request.max_length)
 
 
@@ -335,6 +346,7 @@ def _command(
         ("--device", request.device, None),
     ):
         words += [option, str(value)] if value != default else []
+    words += request.prompts.command
     return shlex.join([*words, "--num-prompts", str(num_prompts)])
 
 

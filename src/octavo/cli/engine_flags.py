@@ -98,9 +98,25 @@ Peers = Annotated[
         show_default=False,
     ),
 ]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-seqs",
+        min=1,
+        help="Requests that run at once; left out, 256, or --max-num-batched-tokens if that is "
+        "less.",
+        show_default=False,
+    ),
+]
 BatchedTokens = Annotated[
-    int,
-    typer.Option("--max-num-batched-tokens", min=1, help="Tokens of one forward pass."),
+    int | None,
+    typer.Option(
+        "--max-num-batched-tokens",
+        min=1,
+        help="Tokens of one forward pass; left out, 2048, or one for each request if more run at "
+        "once.",
+        show_default=False,
+    ),
 ]
 MemoryFraction = Annotated[
     float,
@@ -124,6 +140,16 @@ Compile = Annotated[bool, typer.Option("--compile", help="torch.compile the mode
 Seed = Annotated[int, typer.Option("--seed", help="Of random prompts.")]
 
 DEFAULT_ROWS = ("auto", "fp8")
+
+
+def batch_limits(num_seqs: int | None, num_tokens: int | None) -> dict[str, int]:
+    """max_num_seqs and max_num_batched_tokens; the one that is left out fits the other."""
+    from octavo.serving.engine.scheduler import SchedulerSettings as Default
+
+    return {
+        "max_num_seqs": num_seqs or min(Default.max_num_seqs, num_tokens or Default.max_num_seqs),
+        "max_num_batched_tokens": num_tokens or max(Default.max_num_batched_tokens, num_seqs or 0),
+    }
 
 
 def make_settings(*, enforce_eager: bool, compile: bool, **settings: Any) -> "EngineSettings":

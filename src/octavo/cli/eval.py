@@ -14,6 +14,7 @@ from octavo.cli.eval_mrcr import mrcr
 from octavo.cli.eval_needle import needle
 from octavo.cli.eval_perplexity import perplexity
 from octavo.cli.options import RecordsFile
+from octavo.cli.prompt_flags import ChatTemplate
 from octavo.cli.records import print_file
 from octavo.cli.tables import print_table
 from octavo.extras import need
@@ -79,6 +80,7 @@ def chartqa(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Questions in one call of the model.")
     ] = 16,
+    chat_template: ChatTemplate = None,
     output: RecordsFile = None,
 ) -> None:
     """Ask a model about charts, in BF16 and with FP8 vision attention.
@@ -91,17 +93,18 @@ def chartqa(
     from rich.progress import Progress
 
     from octavo.errors import ConfigError
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.kernels.device import default_device
     from octavo.measure import store
     from octavo.measure.evaluate import chartqa as task
     from octavo.measure.evaluate.chartqa_data import load_questions
 
-    names = recipe or list(ROWS)
+    names, prompts = recipe or list(ROWS), PromptSettings(chat_template=chat_template)
     if scales is not None and "static" not in names:
         raise ConfigError("--scales is for the row static, which is not asked for")
     store.check_folder(output)
     task.check_rows(names)
-    reader = task.load_reader(model, default_device().torch_device)
+    reader = task.load_reader(model, default_device().torch_device, prompts)
     questions = load_questions(data, num_questions)
     with Progress(console=err) as progress:
         given = _scales(reader, scales, progress) if "static" in names else None
@@ -112,7 +115,9 @@ def chartqa(
             questions,
             rows,
             data=data,
-            command=_command(model, data, num_questions, names, scales),
+            command=shlex.join(
+                [*_command(model, data, num_questions, names, scales), *prompts.command]
+            ),
             batch_size=batch_size,
             on_step=lambda count: progress.advance(bar, count),
         )
@@ -141,9 +146,9 @@ def _scales(reader: "Reader", path: Path | None, progress: object) -> "ScaleSet"
 
 def _command(
     model: str | None, data: str, num_questions: int, names: list[str], scales: Path | None
-) -> str:
+) -> list[str]:
     """The command line that repeats this run."""
     parts = ["octavo", "eval", "chartqa", *([model] if model else [])]
     parts += ["--data", data, "--num-questions", str(num_questions)]
     parts += [part for name in names for part in ("--recipe", name)]
-    return shlex.join([*parts, *(["--scales", str(scales)] if scales else [])])
+    return [*parts, *(["--scales", str(scales)] if scales else [])]

@@ -7,6 +7,7 @@ import typer
 from octavo.cli import answer_flags as flags
 from octavo.cli import eval_flags as shared
 from octavo.cli.engine_flags import MemoryFraction, NumPages
+from octavo.cli.prompt_flags import AddBos, ChatTemplate
 
 
 def choice(
@@ -40,6 +41,8 @@ def choice(
     scales: shared.ChatScales = None,
     margin: shared.Margin = 1.5,
     dtype: shared.Dtype = "auto",
+    chat_template: ChatTemplate = None,
+    add_bos: AddBos = None,
     memory_fraction: MemoryFraction = 0.9,
     num_pages: NumPages = None,
     answers: flags.Answers = None,

@@ -7,6 +7,7 @@ import typer
 
 from octavo.cli import eval_flags as flags
 from octavo.cli.eval_run import run_and_print
+from octavo.cli.prompt_flags import AddBos, ChatTemplate
 
 
 def mrcr(
@@ -63,6 +64,8 @@ def mrcr(
     margin: flags.Margin = 1.5,
     chunk: flags.Chunk = 2048,
     dtype: flags.Dtype = "auto",
+    chat_template: ChatTemplate = None,
+    add_bos: AddBos = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -81,6 +84,7 @@ def mrcr(
     A score is 0 without the prefix that was asked for, else how like the true answer the rest is
     (difflib's ratio). Scores are by buckets of lengths; AUC is their mean over all tokens.
     """
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.evaluate import mrcr_run
     from octavo.measure.evaluate.mrcr import mrcr_table
@@ -101,6 +105,7 @@ def mrcr(
         margin=margin,
         chunk=chunk,
         dtype=dtype,
+        prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         is_resumed=resume,
     )
     run_and_print(mrcr_run.run, request, output, mrcr_table)

@@ -9,6 +9,7 @@ from octavo.cli import eval_flags as flags
 from octavo.cli.console import out
 from octavo.cli.eval_run import run_and_print
 from octavo.cli.options import check_folder
+from octavo.cli.prompt_flags import AddBos
 from octavo.errors import ConfigError
 
 
@@ -26,7 +27,8 @@ def needle(
         typer.Option(
             "--lengths",
             help="Tokens of a prompt, with commas between, such as 4k,32k,128k. Left out: of the "
-            "retrieval model 8k to 128k on a GPU and 512 to 2k elsewhere, of others 1k to 8k.",
+            "retrieval model 8k to 128k on a GPU and 512 to 2k elsewhere, of others 1k to 8k, as "
+            "far as the model's context goes.",
             show_default=False,
         ),
     ] = None,
@@ -89,6 +91,7 @@ def needle(
     margin: flags.Margin = 1.5,
     chunk: flags.Chunk = 2048,
     dtype: flags.Dtype = "auto",
+    add_bos: AddBos = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the prompts.")] = 0,
     output: Annotated[
         Path | None,
@@ -112,6 +115,7 @@ def needle(
     A prompt has keys with values, and asks for the value of one. The answer is computed by the
     prefill. Every row gets the same prompts, and each cell is lengths × depths × repetitions.
     """
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import needle_run
     from octavo.measure.evaluate.needle import Grid
     from octavo.measure.report.needle import needle_section, needle_table
@@ -124,6 +128,7 @@ def needle(
         grid=Grid(
             lengths=_lengths(asked), depths=_depths(depths), repetitions=repetitions, seed=seed
         ),
+        is_fitted=lengths is None,
         model=model,
         rows=tuple(recipe or ()),
         endpoints=flags.make_endpoints(
@@ -137,6 +142,7 @@ def needle(
         margin=margin,
         chunk=chunk,
         dtype=dtype,
+        prompts=PromptSettings(add_bos=add_bos),
         is_resumed=resume,
     )
     records = run_and_print(needle_run.run, request, output, needle_table)
@@ -148,7 +154,7 @@ def needle(
             plot,
             title="Needles in a haystack",
             machines=[record.machine for record in records],
-            commands=[request.command],
+            commands=list(dict.fromkeys(record.command for record in records)),
         )
         out.print(f"Heat maps: {plot}", soft_wrap=True)
 

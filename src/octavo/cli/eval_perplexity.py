@@ -8,6 +8,7 @@ import typer
 
 from octavo.cli import eval_flags as flags
 from octavo.cli.eval_run import run_and_print
+from octavo.cli.prompt_flags import AddBos
 
 
 class CountName(StrEnum):
@@ -41,15 +42,17 @@ def perplexity(
         ),
     ] = None,
     chunk: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--chunk",
             min=1,
             help="Tokens of one pass. The first chunk of a window fills the cache, later ones "
             "attend to what it holds. 1 to 4 are decoding: queries are never quantized. More are a "
-            "prefill, where an e4m3 cache quantizes queries as well.",
+            "prefill, where an e4m3 cache quantizes queries as well. Left out, 512, or half of a "
+            "shorter --context.",
+            show_default=False,
         ),
-    ] = 512,
+    ] = None,
     num_windows: Annotated[
         int,
         typer.Option(
@@ -112,6 +115,7 @@ def perplexity(
             "--dtype", help="The model runs in this: the checkpoint's own, or such as bfloat16."
         ),
     ] = "auto",
+    add_bos: AddBos = None,
     output: flags.RecordsByRow = None,
 ) -> None:
     """Perplexity of a text with the KV cache in the model's own dtype and in FP8.
@@ -121,10 +125,10 @@ def perplexity(
     standard error over the windows.
     """
     from octavo.errors import ConfigError
+    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import perplexity_run
     from octavo.measure.evaluate.perplexity import perplexity_table
     from octavo.measure.evaluate.perplexity_rows import DEFAULT_ROWS
-    from octavo.measure.evaluate.reading import Reading
 
     if data is None:
         raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
@@ -132,7 +136,9 @@ def perplexity(
         data=data,
         model=model,
         context=context,
-        reading=Reading(chunk=chunk, count=count.value, batch=batch_size),
+        chunk=chunk,
+        count=count.value,
+        batch=batch_size,
         num_windows=num_windows,
         rows=tuple(recipe or DEFAULT_ROWS),
         kv_cache_dtype=kv_cache_dtype,
@@ -141,5 +147,6 @@ def perplexity(
         calibration_windows=calibration_windows,
         margin=margin,
         dtype=dtype,
+        prompts=PromptSettings(add_bos=add_bos),
     )
     run_and_print(perplexity_run.run, request, output, perplexity_table)

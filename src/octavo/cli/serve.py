@@ -18,11 +18,14 @@ from octavo.cli.encoder_flags import (
     encoder_options,
 )
 from octavo.cli.engine_flags import (
+    BatchedTokens,
     Compile,
     DeviceName,
     EnforceEager,
     IgnoredLayers,
+    MaxNumSeqs,
     WeightOnlyLayers,
+    batch_limits,
 )
 from octavo.cli.omni_flags import (
     Attention,
@@ -33,6 +36,7 @@ from octavo.cli.omni_flags import (
     read_object,
 )
 from octavo.cli.omni_flags import ScalePath as LinearScalePath
+from octavo.cli.prompt_flags import AddBos, ChatTemplate
 from octavo.cli.serve_omni import check_flags, serve_omni
 from octavo.cli.server_flags import (
     ApiKey,
@@ -135,6 +139,8 @@ def serve(
     linear_scale_path: LinearScalePath = None,
     cache_backend: CacheBackend = None,
     cache_config: CacheConfig = None,
+    chat_template: ChatTemplate = None,
+    add_bos: AddBos = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(
@@ -144,12 +150,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option("--max-num-seqs", min=1, help="Requests that run at once.")
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens of one forward pass.")
-    ] = 2048,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: BatchedTokens = None,
     memory_fraction: Annotated[
         float,
         typer.Option(
@@ -218,13 +220,14 @@ def serve(
 
     _check_log_level(log_level)
     check_flags(context, is_omni=omni)
+    limits = batch_limits(max_num_seqs, max_num_batched_tokens)
     keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
     settings = ServerSettings(
         model_names=tuple(served_model_name or ()),
         api_keys=tuple(keys),
         max_body_bytes=max_body_mib * MIB,
         max_tokens=max_tokens,
-        max_open=(1 if omni else max_num_seqs) + max_queue,
+        max_open=(1 if omni else limits["max_num_seqs"]) + max_queue,
         timeout_s=timeout_s or None,
         grace_s=grace_s,
         cors_origins=tuple(cors_origin or ()),
@@ -260,9 +263,10 @@ def serve(
         dtype=dtype,
         device=device,
         vision_impl=encoder.attn_backend,
+        add_bos=add_bos,
+        chat_template=chat_template,
         max_context=None if max_model_len is None else parse_tokens(max_model_len),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        **limits,
         max_queue=max_queue,
         memory_fraction=memory_fraction,
         num_pages=num_pages,
@@ -337,15 +341,14 @@ def load(
     dtype: str,
     device: str | None,
     vision_impl: str | None = None,
+    add_bos: bool | None = None,
+    chat_template: str | None = None,
     **settings: Any,
 ) -> Any:
     """The engine of a model; settings are those of EngineSettings."""
-    from octavo.serving.engine.engine import (
-        load_engine,
-    )
-    from octavo.serving.engine.settings import (
-        EngineSettings,
-    )
+    from octavo.integrations.transformers.tokenizer import PromptSettings
+    from octavo.serving.engine.engine import load_engine
+    from octavo.serving.engine.settings import EngineSettings
 
     with err.status("loading the model"):
         return load_engine(
@@ -353,6 +356,7 @@ def load(
             dtype=dtype,
             device=device,
             vision_impl=vision_impl,
+            prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         )
 
 

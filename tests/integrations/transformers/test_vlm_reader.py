@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers import vlm_reader
 from octavo.integrations.transformers.vlm_reader import PROMPT, load_vlm_reader
 
@@ -47,3 +47,15 @@ def test_a_folder_answers_questions_of_several_lengths(tmp_path, monkeypatch):
 def test_a_folder_without_a_processor_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=f"with its processor, got {tmp_path}"):
         load_vlm_reader(str(tmp_path))
+
+
+def test_a_processor_without_a_chat_template(tmp_path):
+    from octavo.integrations.transformers.tokenizer import PromptSettings
+
+    folder = vlm_folders.write_llava(tmp_path / "llava")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template: .*--chat-template FILE"):
+        load_vlm_reader(str(folder))
+    prompts = PromptSettings(chat_template=vlm_folders.TEMPLATE)
+    reader = load_vlm_reader(str(folder), prompts=prompts)
+    assert reader.processor.chat_template == vlm_folders.TEMPLATE

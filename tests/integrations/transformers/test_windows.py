@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import CheckpointError, ConfigError
+from octavo import ConfigError
 from octavo.calibration import text_data
 from octavo.calibration.text_data import open_texts
 
@@ -81,14 +81,14 @@ def test_chats_go_through_the_template_and_are_cut(tmp_path, tokenizer):
 def test_chats_without_a_template(tmp_path):
     tokenizer = text_models.make_tokenizer(chat_template=None)
     data = open_content(tmp_path, json.dumps(CHAT), "a.jsonl")
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: expected a tokenizer with a chat te"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: the model has no chat temp"):
         windows(cut_windows(data, tokenizer, 100))
 
 
 def test_a_chat_that_the_template_refuses(tmp_path, tokenizer):
     rows = json.dumps(CHAT) + "\n" + json.dumps([{"role": "banned", "content": "x"}])
     data = cut_windows(open_content(tmp_path, rows, "a.jsonl"), tokenizer, 100)
-    with pytest.raises(CheckpointError, match="line 2: expected messages .*no such role"):
+    with pytest.raises(ConfigError, match="line 2: the chat template does not .*no such role"):
         windows(data)
 
 

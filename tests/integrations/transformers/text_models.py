@@ -1,5 +1,8 @@
 """Small decoders of every family with random weights that make their logits differ; a tokenizer."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
@@ -115,7 +118,10 @@ def make_tokenizer(chat_template=TEMPLATE, has_bos=True, num_tokens=NUM_TOKENS):
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 1)]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>")
+    special = {"bos_token": "<s>", "pad_token": "<pad>"}
+    if not has_bos:  # on purpose
+        special["add_bos_token"] = False
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     made.chat_template = chat_template
     return made
 
@@ -123,5 +129,9 @@ def make_tokenizer(chat_template=TEMPLATE, has_bos=True, num_tokens=NUM_TOKENS):
 def save_decoder(folder, model, **tokenizer):
     """A model's folder with a tokenizer, whose tokens the model must have."""
     model.save_pretrained(folder)
-    make_tokenizer(**tokenizer).save_pretrained(folder)
+    made = make_tokenizer(**tokenizer)
+    made.save_pretrained(folder)
+    if made.init_kwargs.get("add_bos_token") is False:  # which transformers does not write
+        path = Path(folder) / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": False}))
     return folder

@@ -1,5 +1,6 @@
 """octavo.LLM: lists of prompts in, answers in the same order out."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tiny_engine import (
     make_model,
     make_prompt,
     make_request,
+    make_tokenizer,
     save_decoder,
     tokenizer,
 )
@@ -99,3 +101,36 @@ def test_a_model_by_its_folder(tmp_path):
         octavo.LLM(model, dtype="bfloat16")
     with octavo.LLM(model, settings=settings) as bare, pytest.raises(ConfigError, match="tokenize"):
         bare.generate(["abc"])
+
+
+def test_add_bos_and_a_chat_template():
+    chat = [{"role": "user", "content": "Hi"}]
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    options = {"settings": octavo.EngineSettings(**SETTINGS), "tokenizer": tokenizer()}
+    bos, ids = tokenizer().bos_token_id, tokenizer().encode
+    with octavo.LLM(make_model(), add_bos=True, chat_template=template, **options) as llm:
+        by_text, by_chat, *by_tokens = llm.generate(
+            ["Hi", {"prompt": chat}, [bos, *ids("Hi")], [bos, *ids("<Hi>")]], GREEDY
+        )
+    assert [by_text.tokens, by_chat.tokens] == [one.tokens for one in by_tokens]
+    with pytest.raises(ConfigError, match="expected a chat template that writes a user's message"):
+        octavo.LLM(make_model(), chat_template="{{ messages", **options)
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        octavo.LLM(make_model(), add_bos=True)
+
+
+def test_a_chat_without_a_template(llm):
+    llm.engine.tokenizer = make_tokenizer(chat_template=None)
+    with pytest.raises(ConfigError, match=r"the model has no chat template: .*chat_template=…"):
+        llm.generate([{"prompt": [{"role": "user", "content": "Hi"}]}], GREEDY)
+
+
+def test_a_folder_whose_tokenizer_drops_bos_is_warned_of(tmp_path):
+    save_decoder(tmp_path, make_model())
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
+    settings = octavo.EngineSettings(**SETTINGS)
+    with pytest.warns(UserWarning, match="text prompts start without the BOS token '<s>'"):
+        octavo.LLM(str(tmp_path), settings=settings, device="cpu").close()
+    with octavo.LLM(str(tmp_path), settings=settings, device="cpu", add_bos=True) as llm:
+        assert llm.engine.tokenizer("Hi")["input_ids"][0] == 1

@@ -16,6 +16,11 @@ EOS = 0
 class FakeTokenizer:
     """A token for each character."""
 
+    chat_template, bos_token_id = "built in", None
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict:
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
     def __len__(self) -> int:
         return 0x110000
 

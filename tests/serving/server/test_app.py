@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine  # noqa: E402
+from fake_engine import FakeEngine, FakeTokenizer  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, events, get, post, serving, with_client  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
@@ -310,3 +310,81 @@ def test_guided_answers_end_as_the_model_says():
     assert allowed >> 11 & 1
     with pytest.raises(ConfigError, match="ends an answer"):
         guided_grammar(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})
+
+
+class Deaf(FakeTokenizer):
+    """Its chat template does not know tools."""
+
+    def apply_chat_template(self, messages, tools=None, **options):
+        return super().apply_chat_template(messages, **options)
+
+
+LOOK_UP = {"type": "function", "function": {"name": "look_up"}}
+
+
+def test_tools_that_the_chat_template_ignores_are_refused():
+    asked = {"messages": HELLO, "tools": [LOOK_UP]}
+    for path, fields in ((CHAT, {}), (CHAT, {"tool_choice": "auto"}), ("/tokenize", {})):
+        response = post(path, {**asked, **fields}, FakeEngine(tokenizer=Deaf()))
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("tools", "tools_not_supported")
+        assert "leaves out tools" in error["message"] and "--chat-template" in error["message"]
+        assert post(path, {**asked, **fields}).status_code == 200  # a template that writes them
+    answer = post(CHAT, {**asked, "tool_choice": "none"}, FakeEngine(tokenizer=Deaf()))
+    assert answer.json()["choices"][0]["message"]["content"] == "hello"
+
+
+def test_a_forced_call_that_the_template_does_not_show_warns_once(caplog):
+    asked = {"messages": HELLO, "tools": [LOOK_UP], "tool_choice": "required"}
+
+    async def scenario(client):
+        return [await client.post(CHAT, json=asked) for _ in range(2)]
+
+    answers = with_client(scenario, FakeEngine(tokenizer=Deaf()))
+    for answer in answers:
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "look_up"
+    (record,) = [r for r in caplog.records if "leaves out tools" in r.getMessage()]
+    assert record.levelname == "WARNING"
+
+
+def test_a_model_without_a_chat_template():
+    pytest.importorskip("transformers")
+    sys.path.append(str(Path(__file__).parents[2] / "integrations" / "transformers"))
+    from text_models import make_tokenizer
+
+    tokenizer = make_tokenizer(chat_template=None, has_bos=False)
+    error = post(CHAT, {"messages": HELLO}, FakeEngine(tokenizer=tokenizer)).json()["error"]
+    assert error["message"] == (
+        "the model has no chat template: give it one with --chat-template FILE (octavo.LLM: "
+        "chat_template=…), or send plain text (/v1/completions)"
+    )
+    assert error["param"] == "messages"
+    answer = post(TEXT, {"prompt": "say:hello"}, FakeEngine(tokenizer=tokenizer))
+    assert answer.json()["choices"][0]["text"] == "hello"
+
+
+TRIP = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "notes": {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}},
+    },
+    "required": ["to"],
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
+def test_forced_calls_have_declared_properties_alone(choice):
+    tool = {"type": "function", "function": {"name": "go", "parameters": TRIP}}
+
+    async def scenario(client):
+        asked = {"messages": HELLO, "tools": [tool], "tool_choice": choice}
+        assert (await client.post(CHAT, json=asked)).status_code == 200
+        return client.engine.added[-1].sampling.grammar.schema
+
+    schema = with_client(scenario)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["to"]["additionalProperties"] is False
+    assert schema["properties"]["notes"] == TRIP["properties"]["notes"]  # it says otherwise

@@ -94,8 +94,9 @@ def test_the_schema_of_several_tools_keeps_their_definitions_apart():
     assert calls[0]["arguments"]["properties"] == {"x": first_ref}
     assert calls[1]["arguments"]["properties"] == {"x": {"items": [second_ref]}}
     assert calls[1]["arguments"]["definitions"] == {"t": second_ref}
-    assert calls[2]["arguments"] == {"type": "object"}
-    assert call_schema([first]) == first.function.parameters
+    none = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert calls[2]["arguments"] == none  # OpenAI's meaning of a tool without parameters
+    assert call_schema([first]) == {**first.function.parameters, "additionalProperties": False}
 
 
 def test_schemas_that_cannot_be_followed():

@@ -100,7 +100,7 @@ class EngineModel:
         self.vocab_size = int(config.vocab_size)
         self.head_dim = _one_of("head_dim", {module.head_dim for module in modules.values()})
         self.num_kv_heads = _one_of("KV heads", {layer.num_kv_heads for layer in self.attention})
-        self.max_context = _max_context(model, config)
+        self.max_context = max_context(model, config)
         self.eos_tokens = _eos_tokens(model)
         self._watch = Watch()
         self._compiled: list[Any] = []
@@ -279,7 +279,8 @@ def _granularity(layers: list[CachedAttention]) -> Granularity:
     return PerHead() if PerHead in kinds else PerTensor()
 
 
-def _max_context(model: Any, config: Any) -> int | None:
+def max_context(model: Any, config: Any) -> int | None:
+    """How many tokens a model was made for; None if its text config does not say."""
     found = [getattr(config, name, None) for name in MAX_LENGTHS]
     lengths = [int(length) for length in found if length][:1]
     for module in model.modules():

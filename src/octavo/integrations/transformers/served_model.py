@@ -19,6 +19,7 @@ from octavo.integrations.transformers.engine_images import has_vision
 from octavo.integrations.transformers.load import check_dtype, choose_device, loading
 from octavo.integrations.transformers.small_model import NAME
 from octavo.integrations.transformers.text_model import load_text_model
+from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 
 CHART_READER = "chart-reader"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -35,29 +36,35 @@ class ServedModel:
 
 
 def load_served_model(
-    name: str | None = None, *, dtype: str = "auto", device: str | None = None
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    prompts: PromptSettings = PromptSettings(),
 ) -> ServedModel:
     """A model from a folder or the hub; None is SmolLM2, "chart-reader" the one of octavo.
 
-    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
+    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one. prompts:
+    how texts and chats become tokens.
     """
     need(f"loading {name or NAME}", "transformers")
     if name is not None and (name == CHART_READER or is_chart_reader(Path(name))):
-        return _load_reader(name, check_dtype(dtype), choose_device(device))
-    loaded = load_text_model(name, dtype=dtype, device=device)
+        return _load_reader(name, check_dtype(dtype), choose_device(device), prompts)
+    loaded = load_text_model(name, dtype=dtype, device=device, prompts=prompts)
     processor = None
     if name is not None and has_vision(loaded.model):
         processor = _load_image_processor(name)
     return ServedModel(loaded.name, loaded.model, loaded.tokenizer, processor)
 
 
-def _load_reader(name: str, dtype: str, device: str) -> ServedModel:
+def _load_reader(name: str, dtype: str, device: str, prompts: PromptSettings) -> ServedModel:
     folder = FOLDER if name == CHART_READER else Path(name)
     # On a CPU float32 is both exact and the faster one.
     own = "float32" if device == "cpu" else "bfloat16"
     reader = load_chart_reader(folder, getattr(torch, own if dtype == "auto" else dtype)).to(device)
     reader.model.generation_config.eos_token_id = SPECIAL.index(END)
-    return ServedModel(name, reader.model, reader.chat_tokenizer(), reader.process_images)
+    tokenizer = prepare_tokenizer(reader.chat_tokenizer(), prompts, reader.model.config)
+    return ServedModel(name, reader.model, tokenizer, reader.process_images)
 
 
 def _load_image_processor(name: str) -> Any:

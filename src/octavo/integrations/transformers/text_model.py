@@ -22,6 +22,7 @@ from octavo.integrations.transformers.load import (
 from octavo.integrations.transformers.observe_text import observe_text
 from octavo.integrations.transformers.small_model import NAME, load_small_model
 from octavo.integrations.transformers.text import find_layers, find_uncentered
+from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.integrations.transformers.windows import Window, cut_windows, run_windows
 
 # A tokenizer needs much time and memory for a long text; a piece of it is mostly enough.
@@ -32,11 +33,12 @@ MAX_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 @dataclass(frozen=True)
 class TextModel:
-    """A decoder and its tokenizer."""
+    """A decoder and its tokenizer, which follows `prompts`."""
 
     name: str
     model: Any
     tokenizer: Any
+    prompts: PromptSettings = PromptSettings()
 
     @property
     def dtype(self) -> str:
@@ -73,7 +75,7 @@ class TextModel:
             raise ConfigError(
                 f"expected max_length up to {context}, the context of {self.name}, got {max_length}"
             )
-        return cut_windows(texts, self.tokenizer, max_length)
+        return cut_windows(texts, self.tokenizer, max_length, self.prompts.about)
 
     def windows(self, text: str, length: int, num_windows: int, start: int = 0) -> list[Tensor]:
         """Windows start, start + 1, … of a text, [length] int64 each, which do not overlap.
@@ -135,11 +137,16 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_text_model(
-    name: str | None = None, *, dtype: str = "auto", device: str | None = None
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    prompts: PromptSettings | None = PromptSettings(),
 ) -> TextModel:
     """A language model and its tokenizer, from a folder or the hub; None is SmolLM2-135M-Instruct.
 
-    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
+    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one. prompts:
+    how texts and chats become tokens; None if nobody asks the tokenizer.
     """
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -150,20 +157,25 @@ def load_text_model(
 
     dtype, device = check_dtype(dtype), choose_device(device)
     if name is None:
-        return _load_small(dtype, device)
+        return _load_small(dtype, device, prompts)
     with loading(name, "a model with a config.json"):
         config = AutoConfig.from_pretrained(name)
-    tokenizer = load_tokenizer(name)
+    tokenizer = _prepared(load_tokenizer(name), prompts, config)  # before minutes of loading
     # The class that models are served with: its layer names are those of scale files.
     has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     model = load_weights(name, kind, dtype=dtype, device=device)
     find_layers(model)
-    return TextModel(name, model, tokenizer)
+    return TextModel(name, model, tokenizer, prompts or PromptSettings())
 
 
-def _load_small(dtype: str, device: str) -> TextModel:
+def _prepared(tokenizer: Any, prompts: PromptSettings | None, config: Any) -> Any:
+    return tokenizer if prompts is None else prepare_tokenizer(tokenizer, prompts, config)
+
+
+def _load_small(dtype: str, device: str, prompts: PromptSettings | None) -> TextModel:
     # On a CPU float32 is both exact and the faster one.
     own = "float32" if device == "cpu" else "bfloat16"
     small, tokenizer = load_small_model(getattr(torch, own if dtype == "auto" else dtype))
-    return TextModel(NAME, small.to(device), tokenizer)
+    tokenizer = _prepared(tokenizer, prompts, small.config)
+    return TextModel(NAME, small.to(device), tokenizer, prompts or PromptSettings())

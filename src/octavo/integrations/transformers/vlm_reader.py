@@ -6,9 +6,10 @@ from typing import Any, Self
 
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.extras import need
 from octavo.integrations.transformers.load import register_fp8
+from octavo.integrations.transformers.tokenizer import PromptSettings, check_template
 
 PROMPT = (
     "{question}\nLook at the chart and reason step by step. End with one line of the form\n"
@@ -55,16 +56,30 @@ def _message(image: Any, question: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image", "image": image}, text]}]
 
 
-def load_vlm_reader(model: str, dtype: torch.dtype = torch.bfloat16) -> VlmReader:
+def _prepared(processor: Any, prompts: PromptSettings) -> Any:
+    """The processor with the chat template that was given; ConfigError if it has none."""
+    if (template := prompts.read_template()) is not None:
+        processor.chat_template = template
+    check_template(processor)
+    return processor
+
+
+def load_vlm_reader(
+    model: str,
+    dtype: torch.dtype = torch.bfloat16,
+    prompts: PromptSettings = PromptSettings(),
+) -> VlmReader:
     """The model and processor in a folder, or of a name that transformers can load; on the CPU."""
     need(f"loading {model}", "transformers")
     import transformers
 
     try:
         auto: Any = transformers  # its annotations say less than it does
-        processor = auto.AutoProcessor.from_pretrained(model)
+        processor = _prepared(auto.AutoProcessor.from_pretrained(model), prompts)
         register_fp8()
         loaded = auto.AutoModelForImageTextToText.from_pretrained(model, dtype=dtype)
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"expected an image-text model with its processor, got {model}: {error}"

@@ -1,27 +1,34 @@
 """Windows of tokens, cut from texts and chats by a model's own tokenizer, and run by the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.brief import brief
 from octavo.calibration.data import PromptData
 from octavo.calibration.text_data import Chat, Document, Passage, TextData
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers.text import find_decoder
+from octavo.integrations.transformers.tokenizer import chat_tokens, text_tokens
 
 Window = list[int]
 
 
-def cut_windows(texts: TextData, tokenizer: Any, max_length: int) -> PromptData[Window]:
+def cut_windows(
+    texts: TextData,
+    tokenizer: Any,
+    max_length: int,
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> PromptData[Window]:
     """Windows of at most `max_length` tokens; the same texts always give the same ones.
 
     A text becomes consecutive windows, each behind what the tokenizer puts in front of a text (BOS,
     for many); the last one of each text may be shorter. A chat is one window: the model's chat
-    template is applied, and what is beyond `max_length` is left out.
+    template is applied, and what is beyond `max_length` is left out. about: what else decides which
+    tokens they have.
     """
     prefix = _prefix(tokenizer)
     if max_length <= len(prefix):
@@ -39,7 +46,9 @@ def cut_windows(texts: TextData, tokenizer: Any, max_length: int) -> PromptData[
         # Tokenizing what was seen before takes no time beside a model's pass over it.
         return islice(chain.from_iterable(map(cut, texts.read())), start, None)
 
-    return PromptData(texts.name, f"{texts.fingerprint}, windows of {max_length}", None, read)
+    words = [texts.fingerprint, f"windows of {max_length}"]
+    words += [f"{key} {value}" for key, value in about.items()]
+    return PromptData(texts.name, ", ".join(words), None, read)
 
 
 def _passage_windows(
@@ -58,28 +67,19 @@ def _passage_windows(
 
 
 def _chat_tokens(chat: Chat, tokenizer: Any) -> Window:
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            f"{chat.where}: expected a tokenizer with a chat template for chats, got one without; "
-            "use plain text or rows of text"
-        )
     try:
-        text = tokenizer.apply_chat_template([dict(m) for m in chat.messages], tokenize=False)
-    except Exception as error:  # jinja2's kinds, and whatever a template itself raises
-        raise CheckpointError(
-            f"{chat.where}: expected messages that the chat template takes: {brief(str(error))}"
-        ) from error
-    return _tokens(tokenizer, text)
+        return list(chat_tokens(tokenizer, chat.messages, add_generation_prompt=False))
+    except ConfigError as error:
+        raise ConfigError(f"{chat.where}: {error}") from None
 
 
 def _tokens(tokenizer: Any, text: str) -> Window:
-    # verbose: a text longer than the model's context is cut by us, not a reason to warn.
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(text_tokens(tokenizer, text, add_special_tokens=False))
 
 
 def _prefix(tokenizer: Any) -> Window:
     """The tokens that a tokenizer puts in front of a text."""
-    plain, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    plain, full = _tokens(tokenizer, "a"), list(text_tokens(tokenizer, "a"))
     starts = range(len(full) - len(plain) + 1)
     start = next((s for s in starts if full[s : s + len(plain)] == plain), None)
     if start is None:

@@ -23,6 +23,7 @@ from octavo.calibration.observers import CalibrationSettings
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.calibrate_text import calibrate_kv
 from octavo.integrations.transformers.decoder import about_decoder, make_decoder
+from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.kernels.device import describe
 from octavo.layers.linear import Fp8Linear
@@ -58,6 +59,11 @@ class Subject:
         """What records say of the machine it is on."""
         described = describe(self.device)
         return Machine.current(gpu=described.gpu, capability=described.capability)
+
+    @property
+    def max_context(self) -> int | None:
+        """How many tokens the model was made for; None if its config does not say."""
+        return max_context(self.model, self.model.config.get_text_config())
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +117,7 @@ def open_subject(
     if config is None:
         if layers is not None:
             raise ConfigError("a number of layers is for random weights: leave it out, or --config")
-        loaded = load_text_model(name, dtype=dtype, device=device)
+        loaded = load_text_model(name, dtype=dtype, device=device, prompts=None)
         return Subject(loaded.model, _about(loaded.name, loaded.model), False)
     own = "bfloat16" if dtype == "auto" else dtype
     if own not in ("bfloat16", "float16", "float32"):

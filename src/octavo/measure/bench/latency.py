@@ -74,6 +74,14 @@ class LatencyCase:
             seed=self.seed,
         )
 
+    def within(self, context: int | None) -> "LatencyCase":
+        """The case without lengths that do not fit this context; None is any."""
+        if context is None:
+            return self
+        longest = max(1, context - self.output_len)
+        fitting = tuple(length for length in self.input_lens if length <= longest)
+        return replace(self, input_lens=fitting or (longest,))
+
     def settings(self, settings: EngineSettings) -> EngineSettings:
         """Those of an engine that holds the batch, and computes every prompt anew."""
         longest = max(self.input_lens) + self.output_len

@@ -5,7 +5,7 @@ Who served them, over HTTP or in this process, makes no difference here.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,13 @@ class Workload:
             _range(self.input_len, self.range_ratio)[1]
             + (_range(self.output_len, self.range_ratio)[1])
         )
+
+    def within(self, context: int | None) -> "Workload":
+        """The load with prompts that are short enough for this context; None is any."""
+        if context is None or self.max_context <= context:
+            return self
+        room = context - _range(self.output_len, self.range_ratio)[1]
+        return replace(self, input_len=max(1, int(room / (1 + self.range_ratio))))
 
     def draw(self, vocab_size: int) -> "list[RandomPrompt]":
         """The prompts, of tokens below vocab_size."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.tokenizer import text_tokens
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 Step = Callable[[int], None]  # told how many tokens of a prompt are done
@@ -72,7 +73,7 @@ def answer_text(
     on_step: Step = lambda num_tokens: None,
 ) -> str:
     """A model's greedy continuation of a text; ConfigError if it was not made for the length."""
-    prompt = torch.tensor(text_model.tokenizer(text, verbose=False)["input_ids"])
+    prompt = torch.tensor(text_tokens(text_model.tokenizer, text))
     limit = text_model.max_length
     if limit is not None and len(prompt) + max_tokens > limit:
         raise ConfigError(

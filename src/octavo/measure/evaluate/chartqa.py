@@ -12,6 +12,7 @@ from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.chart_reader import is_chart_reader, load_chart_reader
+from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.layers.encoder_attention import EncoderAttention
@@ -122,14 +123,18 @@ def recipe_rows(names: Sequence[str], scales: ScaleSet | None) -> list[RecipeRow
     return rows
 
 
-def load_reader(model: str | None, device: str | torch.device) -> Reader:
+def load_reader(
+    model: str | None,
+    device: str | torch.device,
+    prompts: PromptSettings = PromptSettings(),
+) -> Reader:
     """The chart reader that comes with octavo, one in a folder, or any image-text model."""
-    if model is None:
-        return load_chart_reader().to(device)
-    folder = Path(model)
-    if is_chart_reader(folder):
-        return load_chart_reader(folder).to(device)
-    return load_vlm_reader(model).to(device)
+    folder = None if model is None else Path(model)
+    if model is None or is_chart_reader(Path(model)):
+        if prompts != PromptSettings():
+            raise ConfigError("--chat-template is for image-text models; the chart reader has none")
+        return (load_chart_reader() if folder is None else load_chart_reader(folder)).to(device)
+    return load_vlm_reader(model, prompts=prompts).to(device)
 
 
 def chartqa_table(records: Sequence[Measurement]) -> Table:

@@ -6,7 +6,7 @@ import torch
 
 from octavo.calibration.scale_file import ScaleSet
 from octavo.integrations.transformers.text_model import TextModel
-from octavo.measure.evaluate.chat_prompt import chat_tokens
+from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.evaluate.mrcr_data import generated_questions
 from octavo.measure.evaluate.perplexity_rows import Keys, RowName
 from octavo.measure.evaluate.row_scales import Watch, calibrate_rows

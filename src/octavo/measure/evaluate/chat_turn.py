@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.chat_prompt import chat_tokens
 from octavo.measure.evaluate.perplexity import machine_of
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
 from octavo.measure.records import Measurement

@@ -22,7 +22,6 @@ from octavo.measure.evaluate.demo_stage import Sizes, Stage, Watch, one_thread
 from octavo.measure.evaluate.needle import Grid
 from octavo.measure.evaluate.perplexity import perplexity_table
 from octavo.measure.evaluate.perplexity_rows import BASELINE, recipe_rows
-from octavo.measure.evaluate.reading import Reading
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.errors import error_sections
 from octavo.measure.report.needle import needle_table
@@ -99,7 +98,7 @@ class LanguageDemo:
         request = perplexity_run.Request(
             data=path,
             context=self.sizes.context,
-            reading=Reading(chunk=self.sizes.chunk),
+            chunk=self.sizes.chunk,
             num_windows=self.sizes.num_windows,
             rows=PERPLEXITY_ROWS,
             calibration_windows=1,

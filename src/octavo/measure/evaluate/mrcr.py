@@ -11,9 +11,9 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
 from octavo.measure.evaluate.applied import applied
-from octavo.measure.evaluate.chat_prompt import chat_tokens
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import Question
 from octavo.measure.evaluate.mrcr_scores import (
@@ -122,6 +122,7 @@ def local_row(
             yield lambda questions: [answer_one(model, one) for one in questions]
 
     about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
+    about |= text_model.prompts.about
     if recipe_digest is not None:
         about["recipe_digest"] = recipe_digest
     return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)

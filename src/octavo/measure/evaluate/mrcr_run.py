@@ -10,6 +10,7 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.small_model import NAME as SMALL
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, load_tokenizer
+from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.measure import store
 from octavo.measure.evaluate import mrcr
 from octavo.measure.evaluate.chat_scales import calibrate_on_chats
@@ -57,6 +58,7 @@ class Request:
     margin: float = 1.5
     chunk: int = 2048
     dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
     is_resumed: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +85,7 @@ class Request:
             ("--num-questions", self.per_bucket),
         ):
             words += [] if number is None else [flag, str(number)]
+        words += self.prompts.command
         if self.endpoints:
             for endpoint in self.endpoints:
                 words += ["--endpoint", f"{endpoint.name}={endpoint.url}"]
@@ -110,10 +113,10 @@ def run(
     questions = load_questions(request.data, request.num_needles)
     text_model: TextModel | None = None
     if request.endpoints:
-        tokenizer = load_tokenizer(str(request.tokenizer))
+        tokenizer = prepare_tokenizer(load_tokenizer(str(request.tokenizer)), request.prompts)
     else:
         name = None if request.model == SMALL else request.model
-        text_model = load_text_model(name, dtype=request.dtype)
+        text_model = load_text_model(name, dtype=request.dtype, prompts=request.prompts)
         tokenizer = text_model.tokenizer
     limit = _limit(request, text_model)
     counted = _count(tokenizer, questions, watch)

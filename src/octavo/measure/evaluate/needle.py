@@ -95,6 +95,7 @@ def local_row(
             yield complete
 
     about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
+    about |= text_model.prompts.about
     if recipe_digest is not None:
         about["recipe_digest"] = recipe_digest
     return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)

@@ -1,7 +1,7 @@
 """A whole search for needles: model or servers, haystack, rows and cells, as one request names."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ from octavo.integrations.transformers.text_model import (
     load_text_model,
     load_tokenizer,
     read_text,
+)
+from octavo.integrations.transformers.tokenizer import (
+    PromptSettings,
+    prepare_tokenizer,
+    text_tokens,
 )
 from octavo.kernels.device import default_device
 from octavo.measure import store
@@ -55,6 +60,7 @@ CALIBRATION_LENGTH, NUM_CALIBRATION_PROMPTS = 2048, 4
 class Request:
     """What is searched.
 
+    is_fitted: whether lengths beyond the model's context are left out, instead of being an error.
     model: None is the retrieval model, "SmolLM2-135M-Instruct" that of the demo, else a folder or
     name. rows: () is the default of the model. endpoints: servers in place of a model; tokenizer:
     the folder or name of theirs, for haystacks of text. data: a text to hide needles in.
@@ -63,6 +69,7 @@ class Request:
     """
 
     grid: Grid
+    is_fitted: bool = False
     model: str | None = None
     rows: tuple[str, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
@@ -74,6 +81,7 @@ class Request:
     margin: float = 1.5
     chunk: int = 2048
     dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
     is_resumed: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +95,10 @@ class Request:
             raise ConfigError(
                 "--data is a text to hide needles in, for models that read text: expected a MODEL, "
                 "or --endpoint and --tokenizer"
+            )
+        if self.prompts != PromptSettings() and not self.has_text:
+            raise ConfigError(
+                "--add-bos is for prompts of text: expected a MODEL, or --endpoint and --tokenizer"
             )
         # Names are checked before a model is loaded.
         has_static = not self.endpoints and bool(self.rows_with_scales)
@@ -120,6 +132,7 @@ class Request:
         words += ["--repetitions", str(grid.repetitions), "--seed", str(grid.seed)]
         words += ["--data", str(self.data)] if self.data else []
         words += ["--num-keys", str(self.num_keys)] if self.has_text else []
+        words += self.prompts.command
         if self.endpoints:
             for endpoint in self.endpoints:
                 words += ["--endpoint", f"{endpoint.name}={endpoint.url}"]
@@ -164,9 +177,12 @@ def run(
         raise ConfigError("--resume goes on with the records of --output, which is not given")
     has_done = request.is_resumed and output is not None and output.exists()
     done = store.read(output) if has_done and output is not None else []
+    if not request.endpoints:
+        text_model = text_model or _load(request)
+        request = replace(request, grid=_check_lengths(request, text_model))
     num_rows = len(request.endpoints) or len(request.row_names)
     progress = _Progress(watch, num_rows * request.grid.num_tokens)
-    if request.endpoints:
+    if text_model is None:
         rows, haystack = _served(request, progress)
     else:
         rows, haystack = _local(request, progress, watch, text_model)
@@ -184,7 +200,8 @@ def run(
 def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]:
     haystack: Haystack = PairHaystack()
     if request.tokenizer is not None:
-        haystack = _text_haystack(request, load_tokenizer(request.tokenizer))
+        tokenizer = prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)
+        haystack = _text_haystack(request, tokenizer)
     grid = request.grid
     size = round(grid.num_tokens / (len(grid.cells) * grid.repetitions))
     rows = []
@@ -203,17 +220,12 @@ def _served(request: Request, progress: _Progress) -> tuple[list[Row], Haystack]
 
 
 def _local(
-    request: Request, progress: _Progress, watch: Watch, text_model: TextModel | None
+    request: Request, progress: _Progress, watch: Watch, text_model: TextModel
 ) -> tuple[list[Row], Haystack]:
-    given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
+    given = given_scales(request.scales, request.rows_with_scales)
     haystack: Haystack = PairHaystack()
-    if not request.has_text:
-        text_model = text_model or load_retrieval_model(dtype=request.dtype)
-    else:
-        model = None if request.model == SMALL else request.model
-        text_model = text_model or load_text_model(model, dtype=request.dtype)
+    if request.has_text:
         haystack = _text_haystack(request, text_model.tokenizer)
-    _check_lengths(request.grid, text_model)
     if request.rows_with_scales and not given:
         given = _calibrate(request, text_model, haystack, watch)
     found = recipe_rows(
@@ -234,6 +246,14 @@ def _local(
     return rows, haystack
 
 
+def _load(request: Request) -> TextModel:
+    given_scales(request.scales, request.rows_with_scales)  # an error before a model is loaded
+    if not request.has_text:
+        return load_retrieval_model(dtype=request.dtype)
+    name = None if request.model == SMALL else request.model
+    return load_text_model(name, dtype=request.dtype, prompts=request.prompts)
+
+
 def _digest(request: Request, name: RowName, recipe: Recipe | None) -> str | None:
     is_calibrated = name.needs_scales and request.scales is None
     calibration = [request.margin, _calibration_length(request)] if is_calibrated else None
@@ -244,12 +264,18 @@ def _calibration_length(request: Request) -> int:
     return min(CALIBRATION_LENGTH, max(request.grid.lengths))
 
 
-def _check_lengths(grid: Grid, text_model: TextModel) -> None:
-    limit, longest = text_model.max_length, max(grid.lengths)
+def _check_lengths(request: Request, text_model: TextModel) -> Grid:
+    """The request's cells, with lengths that the model was made for."""
+    grid, limit = request.grid, text_model.max_length
+    if limit is not None and request.is_fitted:
+        fitting = tuple(length for length in grid.lengths if length <= limit)
+        grid = replace(grid, lengths=fitting or (limit,))
+    longest = max(grid.lengths)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"expected lengths up to {limit}, for which {text_model.name} was made, got {longest}"
         )
+    return grid
 
 
 def _text_haystack(request: Request, tokenizer: Any) -> TextHaystack:
@@ -276,7 +302,7 @@ def _calibrate(
     windows = []
     for i in range(count):
         prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
-        windows.append(torch.tensor(text_model.tokenizer(prompt.text)["input_ids"]))
+        windows.append(torch.tensor(text_tokens(text_model.tokenizer, prompt.text)))
     return calibrate_rows(
         text_model,
         windows,

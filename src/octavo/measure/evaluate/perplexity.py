@@ -57,6 +57,7 @@ def evaluate(
                 "chunk": reading.chunk,
                 "count": reading.count,
                 "num_windows": len(windows),
+                **text_model.prompts.about,
             },
             values=_values(losses[-1], losses[0], row is rows[0]),
             machine=machine,

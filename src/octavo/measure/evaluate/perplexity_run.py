@@ -7,6 +7,7 @@ from pathlib import Path
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, read_text
+from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.measure import store
 from octavo.measure.evaluate import perplexity
 from octavo.measure.evaluate.perplexity_rows import (
@@ -16,7 +17,7 @@ from octavo.measure.evaluate.perplexity_rows import (
     check_rows,
     recipe_rows,
 )
-from octavo.measure.evaluate.reading import Reading
+from octavo.measure.evaluate.reading import DEFAULT_CHUNK, Count, Reading
 from octavo.measure.evaluate.row_scales import Watch, calibrate_rows, given_scales
 from octavo.measure.records import Measurement
 
@@ -28,6 +29,7 @@ class Request:
     """What is measured.
 
     model: None is SmolLM2-135M-Instruct. context: None is 8192, or what the model was made for.
+    chunk: None is 512, or half of a shorter context; chunk, count and batch are those of `Reading`.
     scales: a file for rows with static scales or centered keys; None calibrates them on
     calibration_data, or where that is None on the windows of `data` right after those that are
     measured.
@@ -36,7 +38,9 @@ class Request:
     data: Path
     model: str | None = None
     context: int | None = None
-    reading: Reading = Reading()
+    chunk: int | None = None
+    count: Count = "later"
+    batch: int = 1
     num_windows: int = 4
     rows: tuple[str, ...] = DEFAULT_ROWS
     kv_cache_dtype: str = "fp8"
@@ -45,6 +49,7 @@ class Request:
     calibration_windows: int = 4
     margin: float = 1.5
     dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
 
     def __post_init__(self) -> None:
         if not self.rows_with_scales and self.scales is not None:
@@ -54,12 +59,17 @@ class Request:
         if self.scales is not None and self.calibration_data is not None:
             raise ConfigError("expected --scales or --calibration-data, got both")
         if self.context is not None:
-            self.reading.check(self.context)
+            self.reading(self.context).check(self.context)
 
     @property
     def rows_with_scales(self) -> list[RowName]:
         """The rows that need scales, or the means of keys."""
         return [row for row in check_rows(self.rows) if row.needs_scales]
+
+    def reading(self, context: int) -> Reading:
+        """How windows of this many tokens are read."""
+        chunk = min(DEFAULT_CHUNK, context // 2) if self.chunk is None else self.chunk
+        return Reading(chunk=chunk, count=self.count, batch=self.batch)
 
     @property
     def command(self) -> str:
@@ -67,10 +77,12 @@ class Request:
         words = ["octavo", "eval", "perplexity", *([self.model] if self.model else [])]
         words += ["--data", str(self.data), "--num-windows", str(self.num_windows)]
         words += ["--context", str(self.context)] if self.context else []
-        words += ["--chunk", str(self.reading.chunk), "--count", self.reading.count]
-        words += ["--batch-size", str(self.reading.batch)] if self.reading.batch > 1 else []
+        words += ["--chunk", str(self.chunk)] if self.chunk else []
+        words += ["--count", self.count]
+        words += ["--batch-size", str(self.batch)] if self.batch > 1 else []
         words += [word for row in self.rows for word in ("--recipe", row)]
         words += ["--kv-cache-dtype", self.kv_cache_dtype, "--dtype", self.dtype]
+        words += self.prompts.command
         if self.scales is not None:
             words += ["--scales", str(self.scales)]
         elif self.rows_with_scales:
@@ -96,9 +108,10 @@ def run(
     text = read_text(request.data)
     given = given_scales(request.scales, request.rows_with_scales)  # before a model is loaded
     if text_model is None:
-        text_model = load_text_model(request.model, dtype=request.dtype)
+        text_model = load_text_model(request.model, dtype=request.dtype, prompts=request.prompts)
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
-    request.reading.check(context)
+    reading = request.reading(context)
+    reading.check(context)
     windows = text_model.windows(text, context, request.num_windows)
     if request.rows_with_scales and not given:
         given = _calibrate(request, text_model, text, context, watch)
@@ -116,7 +129,7 @@ def run(
         text_model,
         windows,
         rows,
-        request.reading,
+        reading,
         data=request.data.name,
         command=request.command,
         on_step=count,

@@ -16,6 +16,8 @@ LOSS_ROWS = 128
 # Passes before the one that a CUDA graph holds: the first fills the cache, the next compiles.
 NUM_WARMUPS = 3
 
+DEFAULT_CHUNK = 512
+
 Count = Literal["later", "all", "last"]
 Step = Callable[[int], None]  # told how many tokens are done
 
@@ -31,7 +33,7 @@ class Reading:
     that are read side by side.
     """
 
-    chunk: int = 512
+    chunk: int = DEFAULT_CHUNK
     count: Count = "later"
     batch: int = 1
 
@@ -48,8 +50,8 @@ class Reading:
         """ConfigError unless a window of this many tokens has predictions that count."""
         if context < 2 or not any(self._counted(chunk, context) for chunk in self.chunks(context)):
             raise ConfigError(
-                f"expected windows with predictions to count ({self.count}), got {context} tokens "
-                f"in chunks of {self.chunk}: use a smaller chunk, or count all"
+                f"a chunk of {self.chunk} tokens leaves no predictions to count ({self.count}) in "
+                f"a context of {context}: use a smaller chunk, a longer context, or count all"
             )
 
     def chunks(self, context: int) -> list[range]:

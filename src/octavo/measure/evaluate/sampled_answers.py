@@ -10,9 +10,9 @@ from typing import Any
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.bench.engine_rows import EngineRow, Subject, open_engine
 from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.chat_prompt import chat_tokens
 from octavo.measure.evaluate.endpoint import Client, Endpoint, Message, Reply
 from octavo.measure.evaluate.perplexity import machine_of
 from octavo.measure.evaluate.perplexity_rows import RecipeRow
@@ -106,6 +106,8 @@ def engine_row(
     """
     recipe = Recipe() if row.recipe is None else row.recipe
     settled = json.loads(recipe.to_json()) | ({} if scales is None else {"scales": scales})
+    prompts = text_model.prompts.about
+    identity = [text_model.name, text_model.dtype, settled, *([prompts] if prompts else [])]
     subject = Subject(text_model.model, {}, is_random=False)
     stop = tuple(sorted(stop_tokens(text_model)))
 
@@ -131,9 +133,9 @@ def engine_row(
     return Row(
         name=row.name,
         impl="engine",
-        about={"model": text_model.name, "dtype": text_model.dtype},
+        about={"model": text_model.name, "dtype": text_model.dtype, **prompts},
         machine=machine_of(text_model),
-        identity=json.dumps([text_model.name, text_model.dtype, settled], sort_keys=True),
+        identity=json.dumps(identity, sort_keys=True),
         answer=answer,
     )
 

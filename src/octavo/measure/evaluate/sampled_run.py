@@ -14,6 +14,7 @@ from octavo.integrations.transformers.generation_sampling import (
 )
 from octavo.integrations.transformers.small_model import NAME as SMALL
 from octavo.integrations.transformers.text_model import TextModel, load_text_model
+from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.measure import store
 from octavo.measure.evaluate.answer_file import AnswerFile
 from octavo.measure.evaluate.chat_scales import calibrate_on_chats
@@ -65,11 +66,14 @@ class Request:
     scales: Path | None = None
     margin: float = 1.5
     dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
     engine: EngineSettings = EngineSettings()
 
     def __post_init__(self) -> None:
         if bool(self.endpoints) == bool(self.model):
             raise ConfigError("expected a MODEL or --endpoint, one of them")
+        if self.endpoints and self.prompts != PromptSettings():
+            raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
         # Names are checked before a model is loaded.
         has_static = not self.endpoints and bool(self.rows_with_scales)
         if self.scales is not None and not has_static:
@@ -103,6 +107,7 @@ class Request:
             flags |= {"--margin": f"{self.margin:g}"} if has_margin else {"--scales": self.scales}
         for flag, value in flags.items():
             words += [] if value is None else [flag, str(value)]
+        words += self.prompts.command
         for endpoint in self.endpoints:
             words += ["--endpoint", f"{endpoint.name}={endpoint.url}"]
         if not self.endpoints:
@@ -181,7 +186,9 @@ def _local(
     request: Request, given: dict[Keys, ScaleSet], watch: Watch
 ) -> tuple[SamplingPlan, list[Row]]:
     text_model: TextModel = load_text_model(
-        None if request.model == SMALL else request.model, dtype=request.dtype
+        None if request.model == SMALL else request.model,
+        dtype=request.dtype,
+        prompts=request.prompts,
     )
     plan = _plan(request, generation_sampling(getattr(text_model.model, "generation_config", None)))
     calibrated = request.rows_with_scales if not given else []

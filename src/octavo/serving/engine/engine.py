@@ -21,6 +21,7 @@ from octavo.integrations.transformers.engine_images import (
 )
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.served_model import load_served_model
+from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.recipe import Recipe
 from octavo.serving.engine.image_store import ImageError, ImageStore
 from octavo.serving.engine.passes import Pass, Passes, open_chunks
@@ -322,6 +323,7 @@ def load_engine(
     device: str | None = None,
     vision_impl: str | None = None,
     prefill_impl: str | None = None,
+    prompts: PromptSettings = PromptSettings(),
 ) -> Engine:
     """An engine for a model: a folder or hub name, or a model that is loaded already.
 
@@ -330,17 +332,22 @@ def load_engine(
     engine is closed, and stays on its device. vision_impl: of the recipe's vision_attention,
     prefill_impl: of attention of prompts, by name. Linear layers of the recipe are quantized in
     place if the model is loaded here; beside one that was there before, whose weights stay.
+    prompts: how texts and chats become tokens.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
-    is_own = False
+    is_own, given = False, tokenizer
     if model is None or isinstance(model, str):
-        loaded = load_served_model(model, dtype=dtype, device=device)
+        loaded = load_served_model(model, dtype=dtype, device=device, prompts=prompts)
         model, name = loaded.model, loaded.name
-        tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
+        tokenizer = loaded.tokenizer if given is None else given
         image_processor = loaded.image_processor if image_processor is None else image_processor
         is_own = True
     elif dtype != "auto" or device is not None:
         raise ConfigError("dtype and device are for a model by name, got one that is loaded")
+    if given is not None:
+        tokenizer = prepare_tokenizer(given, prompts, model.config)
+    elif tokenizer is None and prompts != PromptSettings():
+        raise ConfigError("add_bos and chat_template need a tokenizer, got none")
     linear, recipe = (None, None) if recipe is None else split_linear(recipe)
     if linear is not None:
         if is_own:

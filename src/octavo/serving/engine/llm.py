@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from octavo.errors import ConfigError, OctavoError
+from octavo.integrations.transformers.tokenizer import PromptSettings, chat_tokens, text_tokens
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Completion, Delta, Request, Sampling, gather
@@ -19,7 +21,9 @@ class LLM:
     model: a folder or hub name, a model of transformers, "chart-reader", or None for
     SmolLM2-135M-Instruct. recipe: what is quantized; its kv_cache and vision_attention, which
     vision_impl runs. tokenizer, image_processor: for a model that is loaded already; a model by
-    name brings its own. engine: the step API below, for streaming and cancellation.
+    name brings its own. add_bos: whether prompts start with BOS; None follows the tokenizer, and
+    warns where that looks wrong. chat_template: a Jinja template or its file, in place of the
+    model's own. engine: the step API below, for streaming and cancellation.
     """
 
     def __init__(
@@ -33,6 +37,8 @@ class LLM:
         dtype: str = "auto",
         device: str | None = None,
         vision_impl: str | None = None,
+        add_bos: bool | None = None,
+        chat_template: str | Path | None = None,
     ) -> None:
         self.engine = load_engine(
             *(model, recipe, settings),
@@ -41,6 +47,7 @@ class LLM:
             dtype=dtype,
             device=device,
             vision_impl=vision_impl,
+            prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
         )
         self._num_requests = 0
 
@@ -128,19 +135,7 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ConfigError("expected prompts of tokens, got a text and no tokenizer for it")
-        if not is_chat:
-            return tuple(tokenizer.encode(prompt))
-        try:
-            text = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=False
-            )
-        # A template raises what its author thought of, and what its code runs into.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"expected messages that the model's chat template takes, got {reason}"
-            ) from None
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+        return chat_tokens(tokenizer, prompt) if is_chat else text_tokens(tokenizer, prompt)
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
         """What the engine has to say until all have ended; the queue is never full."""

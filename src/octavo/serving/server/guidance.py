@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.errors import OctavoError
+from octavo.serving.engine.closed_schema import close_objects
 from octavo.serving.engine.guided import tool_call_schema
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
 
 Schema = dict[str, Any]
 MakeGrammar = Callable[[Schema], Any]
-ANY_ARGUMENTS: Schema = {"type": "object"}
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}  # OpenAI's meaning of no parameters
 MAX_DEPTH = 100
 
 
@@ -51,10 +52,14 @@ def forced_tools(body: ChatRequest) -> tuple[Tool, ...]:
 
 
 def call_schema(tools: Sequence[Tool]) -> Schema:
-    """The arguments of one tool; of several, {"name": …, "arguments": …} of one of them."""
-    schemas = {tool.function.name: tool.function.parameters or ANY_ARGUMENTS for tool in tools}
+    """The arguments of one tool; of several, {"name": …, "arguments": …} of one of them.
+
+    Properties that a tool does not declare are forbidden, unless its schema allows them.
+    """
+    schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
     for schema in schemas.values():
         _check_depth(schema)
+    schemas = {name: close_objects(schema) for name, schema in schemas.items()}
     return next(iter(schemas.values())) if len(schemas) == 1 else tool_call_schema(schemas)
 
 

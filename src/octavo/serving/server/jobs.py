@@ -91,7 +91,9 @@ class Jobs:
         schema, param = self._chat_schema(body, is_forced=bool(forced))
         images = await self._images(body.messages)
         tools = [] if body.tool_choice == "none" else body.tools or []
-        prompt = await self._in_thread(self._prompts.of_chat, body.messages, tools)
+        prompt = await self._in_thread(
+            self._prompts.of_chat, body.messages, tools, is_forced=bool(forced)
+        )
         prepared: Any = ()
         if images:
             prepared = await asyncio.to_thread(self._prepare_images, prompt, images)

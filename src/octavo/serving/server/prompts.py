@@ -2,12 +2,23 @@
 
 import copy
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from octavo.brief import brief
+from octavo.errors import ConfigError
+from octavo.integrations.transformers.tokenizer import chat_text, text_tokens
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.schema import CompletionRequest, ImagePart, Message, TextPart, Tool
+
+logger = logging.getLogger(__name__)
+
+IGNORED_TOOLS = (
+    "the model's chat template leaves out tools, so the model would not see them: start the server "
+    "with a --chat-template that writes them, or describe them in a message in place of tools"
+)
 
 
 class Prompts:
@@ -20,6 +31,7 @@ class Prompts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self.vocab_size = len(tokenizer)
+        self._has_warned = False
 
     def of_chat(
         self,
@@ -27,23 +39,41 @@ class Prompts:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        is_forced: bool = False,
     ) -> tuple[int, ...]:
-        """The tokens of a conversation; each image is one place in it."""
+        """The tokens of a conversation; each image is one place in it.
+
+        Tools that the chat template leaves out are refused, unless a call is forced: the grammar
+        knows them, then.
+        """
         keeps_parts = bool(image_urls(messages))
         written = [_written(message, keeps_parts=keeps_parts) for message in messages]
+        given = [tool.model_dump(exclude_none=True) for tool in tools]
+        write = partial(
+            chat_text, self._tokenizer, written, add_generation_prompt=add_generation_prompt
+        )
         try:
-            text = self._tokenizer.apply_chat_template(
-                written,
-                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        # A template raises what its author thought of, and what its code runs into.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {brief(str(error))}"
-            message = f"the model's chat template does not take these messages: {reason}"
-            raise bad_request(message, "messages") from None
+            text = write(tools=given)
+        except ConfigError as error:
+            raise bad_request(str(error), "messages") from None
+        if tools and not self._is_changed(text, write):
+            if not is_forced:
+                raise bad_request(IGNORED_TOOLS, "tools", "tools_not_supported")
+            self._warn_of_tools()
         return self.encode(text, add_special_tokens=False, param="messages")
+
+    @staticmethod
+    def _is_changed(text: str, write: Callable[[], str]) -> bool:
+        """Whether tools have made a difference to the prompt."""
+        try:
+            return write() != text
+        except ConfigError:  # without tools it cannot be written at all
+            return True
+
+    def _warn_of_tools(self) -> None:
+        if not self._has_warned:
+            logger.warning("a call is forced by its schema alone: %s", IGNORED_TOOLS)
+            self._has_warned = True
 
     def of_completion(self, body: CompletionRequest) -> tuple[int, ...]:
         """The tokens of a prompt: a text, tokens, or a list of one of them."""
@@ -63,7 +93,7 @@ class Prompts:
             text.encode()
         except UnicodeEncodeError:
             raise bad_request("expected text, got half of a surrogate pair", param) from None
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return text_tokens(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
         """The tokens, if the model has them all."""
