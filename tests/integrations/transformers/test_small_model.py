@@ -7,7 +7,7 @@ import pytest
 
 from octavo import Recipe, apply_
 from octavo.errors import UnsupportedError
-from octavo.integrations.transformers import small_model
+from octavo.integrations.transformers import gguf_file, small_model
 
 
 def test_missing_package_names_the_command(monkeypatch):
@@ -31,8 +31,8 @@ def test_a_package_without_its_weights(monkeypatch, names):
 
 def test_missing_extra_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(small_model, "find_weights", lambda: tmp_path / "x.gguf")
-    monkeypatch.setattr(small_model, "find_spec", lambda name: None if name == "gguf" else name)
-    with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install 'octavo\[demo\]'"):
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install 'octavo\[gguf\]'"):
         small_model.load_small_model()
 
 
@@ -41,7 +41,7 @@ def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
     parsed = []
     monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or object())
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-    with pytest.raises(UnsupportedError), small_model._read_once():
+    with pytest.raises(UnsupportedError), gguf_file.read_once("x"):
         assert gguf.GGUFReader("a") is gguf.GGUFReader("a")
         gguf.GGUFReader("b")
         raise UnsupportedError("x")

@@ -5,8 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from octavo.integrations.transformers.chart_reader import (
     END,
     FOLDER,
@@ -15,7 +13,12 @@ from octavo.integrations.transformers.chart_reader import (
     load_chart_reader,
 )
 from octavo.integrations.transformers.engine_images import has_vision
-from octavo.integrations.transformers.load import check_dtype, choose_device, loading
+from octavo.integrations.transformers.load import (
+    check_dtype,
+    choose_device,
+    default_dtype,
+    loading,
+)
 from octavo.integrations.transformers.text_model import load_text_model
 
 CHART_READER = "chart-reader"
@@ -35,9 +38,10 @@ class ServedModel:
 def load_served_model(
     name: str | None = None, *, dtype: str = "auto", device: str | None = None
 ) -> ServedModel:
-    """A model from a folder or the hub; None is SmolLM2, "chart-reader" the one of octavo.
+    """A model by name, as the engine serves it; None is SmolLM2, "chart-reader" the one of octavo.
 
-    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
+    name: a folder, a hub name or a GGUF file. dtype: the checkpoint's own, or such as
+    "bfloat16". device: the GPU if there is one.
     """
     if name is not None and (name == CHART_READER or is_chart_reader(Path(name))):
         return _load_reader(name, check_dtype(dtype), choose_device(device))
@@ -50,9 +54,7 @@ def load_served_model(
 
 def _load_reader(name: str, dtype: str, device: str) -> ServedModel:
     folder = FOLDER if name == CHART_READER else Path(name)
-    # On a CPU float32 is both exact and the faster one.
-    own = "float32" if device == "cpu" else "bfloat16"
-    reader = load_chart_reader(folder, getattr(torch, own if dtype == "auto" else dtype)).to(device)
+    reader = load_chart_reader(folder, default_dtype(dtype, device)).to(device)
     reader.model.generation_config.eos_token_id = SPECIAL.index(END)
     return ServedModel(name, reader.model, reader.chat_tokenizer(), reader.process_images)
 

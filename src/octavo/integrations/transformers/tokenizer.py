@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from octavo.integrations.transformers.gguf_file import tokenizer_source
 from octavo.integrations.transformers.load import loading
 
 
@@ -11,6 +12,7 @@ def token_counter(name: str) -> Callable[[str], int]:
     from transformers import AutoTokenizer
 
     tokenizers: Any = AutoTokenizer
+    source, options = tokenizer_source(name)
     with loading(name, "a tokenizer"):
-        tokenizer = tokenizers.from_pretrained(name)
+        tokenizer = tokenizers.from_pretrained(source, **options)
     return lambda text: len(tokenizer(text).input_ids)

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from octavo.errors import CheckpointError, UnsupportedError
-from octavo.integrations.transformers.load import register_fp8
+from octavo.integrations.transformers.load import load_weights
 
 PROMPT = (
     "{question}\nLook at the chart and reason step by step. End with one line of the form\n"
@@ -65,10 +65,9 @@ def load_vlm_reader(model: str, dtype: torch.dtype = torch.bfloat16) -> VlmReade
     try:
         auto: Any = transformers  # its annotations say less than it does
         processor = auto.AutoProcessor.from_pretrained(model)
-        register_fp8()
-        loaded = auto.AutoModelForImageTextToText.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"expected an image-text model with its processor, got {model}: {error}"
         ) from None
-    return VlmReader(loaded.eval(), processor, name=model)
+    kind, name = auto.AutoModelForImageTextToText, str(dtype).removeprefix("torch.")
+    return VlmReader(load_weights(model, kind, dtype=name, device="cpu"), processor, name=model)

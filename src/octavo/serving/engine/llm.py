@@ -16,10 +16,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A language model that answers many prompts at once.
 
-    model: a folder or hub name, a model of transformers, "chart-reader", or None for
-    SmolLM2-135M-Instruct. recipe: what is quantized; its kv_cache and vision_attention, which
-    vision_impl runs. tokenizer, image_processor: for a model that is loaded already; a model by
-    name brings its own. engine: the step API below, for streaming and cancellation.
+    model: a folder, GGUF file or hub name, a model of transformers, "chart-reader", or None for
+    SmolLM2-135M-Instruct. A checkpoint in FP8 runs in FP8, with its own scales. recipe: what is
+    quantized; its kv_cache and vision_attention, which vision_impl runs. tokenizer,
+    image_processor: for a model that is loaded already; a model by name brings its own. engine: the step API below, for streaming and cancellation.
     """
 
     def __init__(
