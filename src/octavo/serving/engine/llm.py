@@ -19,7 +19,8 @@ class LLM:
     model: a folder, GGUF file or hub name, a model of transformers, "chart-reader", or None for
     SmolLM2-135M-Instruct. A checkpoint in FP8 runs in FP8, with its own scales. recipe: what is
     quantized; its kv_cache and vision_attention, which vision_impl runs. tokenizer,
-    image_processor: for a model that is loaded already; a model by name brings its own. engine: the step API below, for streaming and cancellation.
+    image_processor: for a model that is loaded already; a model by name brings its own. engine: the
+    step API below, for streaming and cancellation.
     """
 
     def __init__(
