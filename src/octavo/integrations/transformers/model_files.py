@@ -55,7 +55,7 @@ def find_weights(name: str) -> list[Path]:
 
 def read_dtypes(paths: list[Path]) -> dict[str, str]:
     """The dtype of each tensor in files of weights, without the weights: "BF16", "float8_e5m2"."""
-    found = {}
+    found: dict[str, str] = {}
     for path in paths:
         if path.suffix == ".safetensors":
             found |= {name: entry.dtype for name, entry in read_headers([path]).items()}
