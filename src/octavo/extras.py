@@ -18,7 +18,7 @@ EXTRA_OF = {
     "datasets": "data",
     "diffusers": "diffusers",
     "fastapi": "server",
-    "gguf": "demo",
+    "gguf": "gguf",
     "httpx": "server",
     "huggingface_hub": "transformers",
     "jinja2": "report",

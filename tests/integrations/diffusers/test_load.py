@@ -93,3 +93,18 @@ def test_unknown_classes_and_missing_weights_raise(tmp_path, folder_of):
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"transformer: .* got none for 'x_embedder.weight'"):
         load_pipeline(folder)
+
+
+def test_fp8_weights_without_their_scales_raise(tmp_path, folder_of):
+    folder = shutil.copytree(folder_of("flux"), tmp_path / "flux")
+    part = folder / "text_encoder"
+    path = next(part.glob("*.safetensors"))
+    weights = load_file(path)
+    name = next(n for n in weights if n.endswith("fc1.weight"))
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"text_encoder: .*no config says.*fc1.weight"):
+        load_pipeline(folder)
+    (part / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(CheckpointError, match="text_encoder: .* got ModelOpt's"):
+        load_pipeline(folder)

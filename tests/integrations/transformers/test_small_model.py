@@ -7,7 +7,7 @@ import pytest
 
 from octavo import Recipe, apply_
 from octavo.errors import UnsupportedError
-from octavo.integrations.transformers import small_model
+from octavo.integrations.transformers import gguf_file, small_model
 
 
 def test_missing_package_names_the_command(monkeypatch):
@@ -33,7 +33,7 @@ def test_missing_extra_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(small_model, "find_weights", lambda: tmp_path / "x.gguf")
     found = {"transformers": "here", "accelerate": "here"}
     monkeypatch.setattr("importlib.util.find_spec", found.get)
-    with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install .*\[demo\]'"):
+    with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install .*\[gguf\]'"):
         small_model.load_small_model()
 
 
@@ -42,7 +42,7 @@ def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
     parsed = []
     monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or object())
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-    with pytest.raises(UnsupportedError), small_model._read_once():
+    with pytest.raises(UnsupportedError), gguf_file.read_once("x"):
         assert gguf.GGUFReader("a") is gguf.GGUFReader("a")
         gguf.GGUFReader("b")
         raise UnsupportedError("x")

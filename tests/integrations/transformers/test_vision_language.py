@@ -23,7 +23,7 @@ def fake_loading(monkeypatch, missing=()):
 
     def load_model(name, *, dtype, output_loading_info):
         asked.append(("model", str(name)))
-        return torch.nn.Linear(2, 2), {"missing_keys": list(missing)}
+        return torch.nn.Linear(2, 2), {"missing_keys": list(missing), "unexpected_keys": []}
 
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", load_processor)
     monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", load_model)

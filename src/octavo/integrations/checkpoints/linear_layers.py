@@ -8,7 +8,7 @@ model.layers.0.mlp.up_proj.weight_zero_point  zeros
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,10 @@ _FOREIGN = re.compile(
     r"(?:weight|input|activation|output|pre_quant)_(?:global_)?scale\w*|\w*_zero_point|\w*_?amax"
     r"|weight_(?:packed|shape|g_idx)|qweight|qzeros|g_idx|bitmask|\w*_quantizer"
 )
-_WITHOUT_MEANING = re.compile(r"(?:F8_|F4|F6|I8|U8|I16|U16|I32|U32|BOOL).*")
+# As safetensors calls them, or torch.
+_WITHOUT_MEANING = re.compile(
+    r"(?:F8_|F4|F6|I8|U8|I16|U16|I32|U32|BOOL|float[48]|u?int(?:8|16|32)|bool).*"
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,7 @@ def find_linear(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         layer, _, leaf = name.rpartition(".")
         if (layer in found and leaf in (*COMPANIONS, "weight")) or parse_scale_name(name):
             continue
-        is_weight = leaf in ("weight", "qweight") or entry.dtype.startswith("F8")
-        if _FOREIGN.fullmatch(leaf) or (is_weight and _WITHOUT_MEANING.fullmatch(entry.dtype)):
+        if _FOREIGN.fullmatch(leaf) or _needs_scales(name, entry.dtype):
             strange.append(f"{name} ({entry.dtype})")
     if strange:
         raise CheckpointError(
@@ -76,8 +78,29 @@ def find_linear(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     return found
 
 
-def kv_scale_names(tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """The scales of the KV cache among tensors, which kv_scales.py reads."""
+def check_plain(dtypes: Mapping[str, str]) -> None:
+    """Raise CheckpointError for weights, by name, in a dtype that means nothing without scales."""
+    strange = [f"{name} ({dtype})" for name, dtype in dtypes.items() if _needs_scales(name, dtype)]
+    if strange:
+        raise CheckpointError(
+            "expected weights in a plain dtype, as no config says how they are quantized, got "
+            f"{list_names(strange)}: add the quantization_config that its writer used to "
+            "config.json, or take the checkpoint in BF16"
+        )
+
+
+def find_scales(names: Iterable[str]) -> list[str]:
+    """The names that are parts of a quantized weight: scales, zero points, packed numbers."""
+    return [name for name in names if _FOREIGN.fullmatch(name.rpartition(".")[2])]
+
+
+def _needs_scales(name: str, dtype: str) -> bool:
+    is_weight = name.endswith((".weight", ".qweight")) or dtype.lower().startswith(("f8", "float8"))
+    return is_weight and _WITHOUT_MEANING.fullmatch(dtype) is not None
+
+
+def kv_scale_names(tensors: Iterable[str]) -> list[str]:
+    """The scales of the KV cache among names of tensors, which kv_scales.py reads."""
     return [name for name in tensors if parse_scale_name(name)]
 
 

@@ -7,7 +7,7 @@ memory than the model has may refuse. Here a file's header is read, and then onl
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,7 @@ class CheckpointFiles:
             raise CheckpointError(f"expected {CONFIG_NAME} in {folder}, got {names or 'nothing'}")
         index = read_json(folder / INDEX_NAME)
         paths = _weight_paths(folder, index)
-        tensors: dict[str, TensorEntry] = {}
-        for path in paths:
-            for entry in read_header(path):
-                if entry.name in tensors:
-                    first = tensors[entry.name].path.name
-                    raise CheckpointError(
-                        f"expected {brief(entry.name)} once, got it in {first} and {path.name}"
-                    )
-                tensors[entry.name] = entry
+        tensors = read_headers(paths)
         _check_index(index, tensors)
         hf_quant_config = read_json(folder / HF_QUANT_CONFIG_NAME)
         return cls(folder, config, hf_quant_config, index, paths, tensors)
@@ -134,6 +126,18 @@ def read_header(path: Path) -> Iterator[TensorEntry]:
         if not 8 + header_size <= start <= stop <= file_size:
             raise CheckpointError(f"{path.name}: {brief(name)} goes beyond the end of the file")
         yield TensorEntry(name, path, dtype, shape, start, stop)
+
+
+def read_headers(paths: Iterable[Path]) -> dict[str, TensorEntry]:
+    """The tensors of several safetensors files by name, each of which must be in one file only."""
+    tensors: dict[str, TensorEntry] = {}
+    for path in paths:
+        for entry in read_header(path):
+            if entry.name in tensors:
+                names = list_names([tensors[entry.name].path.name, path.name])
+                raise CheckpointError(f"expected {brief(entry.name)} once, got it in {names}")
+            tensors[entry.name] = entry
+    return tensors
 
 
 def read_tensor(entry: TensorEntry) -> Tensor:

@@ -9,8 +9,16 @@ from torch import nn
 
 from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
+from octavo.integrations.checkpoints.linear_layers import check_plain
+from octavo.integrations.checkpoints.tensor_files import (
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    read_json,
+)
 from octavo.integrations.diffusers.small_image import MARK, load_small_image_model
 from octavo.integrations.transformers.load import choose_device, register_fp8
+from octavo.integrations.transformers.model_files import read_dtypes
 
 SMALL_IMAGE = "small-image"
 INDEX = "model_index.json"
@@ -35,6 +43,7 @@ def load_pipeline(
         pipe = load_small_image_model(Path(name), dtype)
     else:
         _check_folder(name)
+        _check_components(Path(name))
         pipe = _from_pretrained(name, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
@@ -59,6 +68,23 @@ def _check_folder(name: str) -> None:
             f"{name}: expected {INDEX}, of a pipeline of diffusers, or {MARK}, of a small image "
             f"model; got {found}"
         )
+
+
+def _check_components(folder: Path) -> None:
+    """Raise for FP8 weights whose scales neither diffusers nor transformers would take."""
+    for path in sorted(folder.glob(f"*/{CONFIG_NAME}")):
+        part, settings = path.parent, find_quantization_config(read_json(path) or {}) or {}
+        is_modelopt = str(settings.get("quant_method", "")).startswith("modelopt")
+        if is_modelopt or (part / HF_QUANT_CONFIG_NAME).is_file():
+            raise CheckpointError(
+                f"{part}: expected plain weights, or such as octavo saves, got ModelOpt's: take "
+                "the pipeline in BF16"
+            )
+        if not settings:
+            try:
+                check_plain(read_dtypes(sorted(part.glob("*.safetensors"))))
+            except CheckpointError as error:
+                raise CheckpointError(f"{part}: {error}") from None
 
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> Any:

@@ -10,6 +10,7 @@ import torch
 from octavo.brief import brief
 from octavo.errors import CheckpointError
 from octavo.integrations.transformers import text
+from octavo.integrations.transformers.gguf_file import model_name, pretrained_source
 from octavo.integrations.transformers.paged_cache import WINDOW_COLUMNS
 from octavo.integrations.transformers.paged_steps import PAGE_SIZE
 from octavo.patterns import Layer
@@ -52,18 +53,19 @@ class CachedModel:
 
 
 def read_cached_model(name: str) -> CachedModel:
-    """The model of a folder, a config.json or a name on the hub; no weights are loaded."""
+    """The model of a folder, a config.json, a GGUF file or a hub name; no weights are loaded."""
     from transformers import AutoConfig
 
+    source, options = pretrained_source(name)
     try:
-        config: Any = AutoConfig.from_pretrained(name)
+        config: Any = AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{name}: expected a model's config.json, got {type(error).__name__}: "
             f"{brief(str(error))}"
         ) from error
     files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
-    return cached_model(config, name, sum(file.stat().st_size for file in files))
+    return cached_model(config, model_name(name), sum(file.stat().st_size for file in files))
 
 
 def cached_model(config: Any, name: str, weight_bytes: int = 0) -> CachedModel:

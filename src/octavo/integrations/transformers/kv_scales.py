@@ -10,7 +10,9 @@ from torch import nn
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
+from octavo.integrations.checkpoints.linear_layers import kv_scale_names
 from octavo.integrations.transformers import text
+from octavo.integrations.transformers.model_files import find_weights, read_dtypes
 from octavo.recipe import KvCacheSettings
 
 
@@ -45,6 +47,12 @@ def find_kv_scales(
             "and set scaling='static'"
         )
     return {} if brought is None else kv_scales(brought, names)
+
+
+def brings_kv_scales(model: nn.Module) -> bool:
+    """Whether the checkpoint that a model came from has scales for an FP8 cache."""
+    folder = _folder(model)
+    return folder is not None and bool(kv_scale_names(read_dtypes(find_weights(str(folder)))))
 
 
 def check_keys(
@@ -85,8 +93,8 @@ def _folder(model: Any) -> Path | None:
     from transformers.utils import cached_file
 
     name = model.config.name_or_path
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
+    if not name or Path(name).exists():
+        return Path(name) if name and Path(name).is_dir() else None  # a GGUF file has no scales
     try:
         file = cached_file(name, "config.json", local_files_only=True)
     except OSError:

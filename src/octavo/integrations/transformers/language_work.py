@@ -14,6 +14,7 @@ from octavo.integrations.linear import plan_linear
 from octavo.integrations.traced_work import LinearWork
 from octavo.integrations.transformers import decoder, text
 from octavo.integrations.transformers.cache_layers import CacheLayer
+from octavo.integrations.transformers.gguf_file import pretrained_source
 
 # The language models of vision_tower.CONFIGS, which has their towers.
 _QWEN3 = {"head_dim": 128, "vocab_size": 151936, "num_attention_heads": 32}
@@ -187,22 +188,14 @@ def _experts(model: nn.Module, config: Any) -> ExpertWork | None:
 
 
 def read_config(folder: Path) -> Any:
-    """The config of a model's folder."""
+    """The config of a model's folder or GGUF file."""
     from transformers import AutoConfig
 
+    source, options = pretrained_source(str(folder))
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{folder}: expected a model's config.json, got {type(error).__name__}: "
             f"{brief(str(error))}"
         ) from error
-
-
-def quantization_method(config: Any) -> str | None:
-    """How a checkpoint of this config is quantized, in its own words; None if it is not."""
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    as_dict = found if isinstance(found, Mapping) else vars(found)
-    return str(as_dict.get("quant_method", "quantized"))

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.brief import brief, list_names
+from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.transformers.gguf_file import find_gguf, load_gguf
+from octavo.integrations.transformers.load_stored import load_stored
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -25,6 +27,14 @@ def torch_dtype(dtype: str) -> torch.dtype:
     """A dtype by its name, for what is loaded in one that is said: "auto" is bfloat16."""
     name = check_dtype(dtype)
     found: torch.dtype = getattr(torch, "bfloat16" if name == "auto" else name)
+    return found
+
+
+def default_dtype(dtype: str, device: str) -> torch.dtype:
+    """A dtype by its name, for weights without one of their own: "auto" depends on the device."""
+    # On a CPU float32 is both exact and the faster one.
+    own = "float32" if device == "cpu" else "bfloat16"
+    found: torch.dtype = getattr(torch, own if dtype == "auto" else dtype)
     return found
 
 
@@ -62,16 +72,19 @@ def load_weights(
 ) -> nn.Module:
     """The model of an auto class in evaluation mode, all of its weights from the checkpoint.
 
-    unused: modules that are not needed, which checkpoints may lack.
+    Every command and API loads models here: plain ones, those in FP8, which run in FP8, and GGUF
+    files; weights never come without their scales. dtype "auto" is the checkpoint's own; a GGUF
+    file has none: float32 on a CPU, else bfloat16. unused: modules that are not needed, which
+    checkpoints may lack.
     """
     register_fp8()
-    with loading(name, "weights"):
-        model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    # transformers fills in random numbers and goes on.
-    missing = [k for k in info["missing_keys"] if not any(u in k.split(".") for u in unused)]
-    if missing:
-        raise CheckpointError(
-            f"{name}: expected all of the model's weights, got none for {list_names(missing)}"
-        )
+    try:
+        with loading(name, "weights"):
+            if (file := find_gguf(name)) is not None:
+                model = load_gguf(kind, file, default_dtype(dtype, device))
+            else:
+                model = load_stored(kind, name, unused=unused, dtype=dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
     loaded: nn.Module = model.eval().to(device)
     return loaded

@@ -1,25 +1,22 @@
 """load_fp8: a checkpoint whose linear layers are FP8 already, whoever wrote it, running in FP8."""
 
 import os
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError, ConfigError
 from octavo.extras import need
 from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
 from octavo.integrations.checkpoints.linear_scheme import read_linear_scheme
-from octavo.integrations.checkpoints.tensor_files import (
-    CONFIG_NAME,
-    HF_QUANT_CONFIG_NAME,
-    read_json,
-)
-from octavo.internals import require
+from octavo.integrations.checkpoints.tensor_files import CONFIG_NAME, HF_QUANT_CONFIG_NAME
+from octavo.integrations.transformers.loading_info import check_taken
+from octavo.integrations.transformers.model_files import find_json
 
 if TYPE_CHECKING:
     from octavo.integrations.transformers.octavo_config import OctavoConfig
 
 
+_SETTINGS = ("quantization_config", "compression_config")
 # Options of from_pretrained that say where files are.
 _WHERE = ("subfolder", "revision", "cache_dir", "local_files_only", "token")
 
@@ -33,45 +30,50 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     wait for `apply_`. Raises CheckpointError for all that is not understood or not there.
     """
     need("octavo.load_fp8", "transformers")
-    from transformers import AutoConfig
+    wants_info = options.pop("output_loading_info", False)
+    try:
+        model, info = load_with_scales(kind, os.fspath(name), (), options)
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(name)}: {error}") from None
+    return (model, info) if wants_info else model
 
-    name = os.fspath(name)
+
+def load_with_scales(
+    kind: Any, name: str, unused: Collection[str], options: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """(model, loading info) of an FP8 checkpoint; unused: modules that it may lack."""
     if "quantization_config" in options or "config" in options:
         raise ConfigError("expected the checkpoint to say how it is quantized, got a config beside")
-    wants_info = options.pop("output_loading_info", False)
     where = {key: options[key] for key in _WHERE if key in options}
-    try:
-        settings = read_config(name, **where)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from None
-    config_class = getattr(kind, "config_class", None) or AutoConfig
     trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
-    config = config_class.from_pretrained(name, **where, **trust)
+    config = config_with(kind, name, read_config(name, **where).to_dict(), **where, **trust)
+    model, info = kind.from_pretrained(
+        name, config=config, output_loading_info=True, **{"dtype": "auto", **options}
+    )
+    check_taken(info, unused)
+    return model, info
+
+
+def config_with(kind: Any, name: str, settings: Mapping[str, Any] | None, **options: Any) -> Any:
+    """A checkpoint's config with these quantization settings in place of its own."""
+    from transformers import AutoConfig
+
+    config_class = getattr(kind, "config_class", None) or AutoConfig
+    config = config_class.from_pretrained(name, **options)
     for part in (config, config.get_text_config()):
-        for key in ("quantization_config", "compression_config"):
+        for key in _SETTINGS:
             if hasattr(part, key):
                 delattr(part, key)
-    config.quantization_config = settings.to_dict()
-    try:
-        model, info = kind.from_pretrained(
-            name, config=config, output_loading_info=True, **{"dtype": "auto", **options}
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from None
-    # transformers fills in random numbers and goes on.
-    if info["missing_keys"]:
-        raise CheckpointError(
-            f"{name}: expected all of the model's weights, got none for "
-            f"{list_names(sorted(info['missing_keys']))}"
-        )
-    return (model, info) if wants_info else model
+    if settings is not None:
+        config.quantization_config = dict(settings)
+    return config
 
 
 def read_config(name: str, **where: Any) -> "OctavoConfig":
     """What the JSON files of an FP8 checkpoint mean in octavo's words."""
     from octavo.integrations.transformers.quantizer import OctavoConfig
 
-    config = _read_json(name, CONFIG_NAME, where)
+    config = find_json(name, CONFIG_NAME, **where)
     if config is None:
         raise CheckpointError(f"expected a folder or a hub name with {CONFIG_NAME}, got none")
     said = find_quantization_config(config)
@@ -80,18 +82,5 @@ def read_config(name: str, **where: Any) -> "OctavoConfig":
             return OctavoConfig(**said)
         except (ConfigError, TypeError) as error:
             raise CheckpointError(f"{CONFIG_NAME}: {error}") from None
-    hf_quant_config = _read_json(name, HF_QUANT_CONFIG_NAME, where)
+    hf_quant_config = find_json(name, HF_QUANT_CONFIG_NAME, **where)
     return OctavoConfig(read_linear_scheme(config, hf_quant_config))
-
-
-def _read_json(name: str, file_name: str, where: dict[str, Any]) -> dict[str, Any] | None:
-    if Path(name).is_dir():
-        return read_json(Path(name) / where.get("subfolder", "") / file_name)
-    from transformers.utils import cached_file
-
-    require("transformers.utils.hub.cached_files._raise_exceptions_for_missing_entries")
-    try:
-        path = cached_file(name, file_name, **where, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise CheckpointError(f"{file_name}: {brief(str(error))}") from None
-    return None if path is None else read_json(Path(path))

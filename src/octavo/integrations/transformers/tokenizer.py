@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.brief import brief
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers.gguf_file import tokenizer_source
 from octavo.integrations.transformers.load import loading
 
 # Families whose models were trained with BOS in front of every text, if their config names one.
@@ -140,8 +141,9 @@ def token_counter(name: str) -> Callable[[str], int]:
     from transformers import AutoTokenizer
 
     tokenizers: Any = AutoTokenizer
+    source, options = tokenizer_source(name)
     with loading(name, "a tokenizer"):
-        tokenizer = tokenizers.from_pretrained(name)
+        tokenizer = tokenizers.from_pretrained(source, **options)
     return lambda text: len(tokenizer(text).input_ids)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES
 from octavo.internals import internals, require
 from octavo.numerics.attention import Packing
 
@@ -172,6 +174,11 @@ def _load(tower: nn.Module, files: Sequence[Path]) -> None:
                 name = next((name for name in _endings(key) if name in wanted), None)
                 if name is not None:
                     found[name] = opened.get_tensor(key)
+    if quantized := [n for n, x in found.items() if x.dtype not in FLOAT_DTYPES.values()]:
+        raise CheckpointError(
+            "expected a vision tower whose weights are plain, got "
+            f"{found[quantized[0]].dtype} without its scales for {list_names(quantized)}"
+        )
     if missing := sorted(wanted.keys() - found.keys()):
         raise CheckpointError(
             f"expected weights of the vision tower such as {first}, got none for "

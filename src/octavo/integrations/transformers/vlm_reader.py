@@ -8,7 +8,7 @@ import torch
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.extras import need
-from octavo.integrations.transformers.load import register_fp8
+from octavo.integrations.transformers.load import load_weights
 from octavo.integrations.transformers.tokenizer import PromptSettings, check_template
 
 PROMPT = (
@@ -76,12 +76,11 @@ def load_vlm_reader(
     try:
         auto: Any = transformers  # its annotations say less than it does
         processor = _prepared(auto.AutoProcessor.from_pretrained(model), prompts)
-        register_fp8()
-        loaded = auto.AutoModelForImageTextToText.from_pretrained(model, dtype=dtype)
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"expected an image-text model with its processor, got {model}: {error}"
-        ) from error
-    return VlmReader(loaded.eval(), processor, name=model)
+        ) from None
+    kind, name = auto.AutoModelForImageTextToText, str(dtype).removeprefix("torch.")
+    return VlmReader(load_weights(model, kind, dtype=name, device="cpu"), processor, name=model)

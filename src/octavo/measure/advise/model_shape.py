@@ -64,7 +64,7 @@ def _diffusion_names() -> Sequence[str]:
 
 
 def find_model(name: str) -> ModelShape:
-    """The shape of a name, or of a folder of transformers or diffusers with a config.json."""
+    """The shape of a name, a folder of transformers or diffusers, or a GGUF file."""
     from octavo.integrations.transformers import decoder, language_work, tower_work, vision_tower
 
     wanted = ALIASES.get(name.lower(), name.lower())
@@ -83,7 +83,7 @@ def find_model(name: str) -> ModelShape:
 
         return ModelShape(wanted, step=named_step(wanted))
     raise ConfigError(
-        f"expected a model's folder with a config.json, or a name of {', '.join(known_models())}; "
+        f"expected a model's folder or GGUF file, or a name of {', '.join(known_models())}; "
         f"got {name!r}{_missing_names()}"
     )
 
@@ -100,6 +100,10 @@ def _read_folder(folder: Path) -> ModelShape:
     name = folder.resolve().name
     if (folder / "model_index.json").is_file():
         return _read_diffusion(folder, name)
+    from octavo.integrations.transformers.gguf_file import find_gguf
+
+    if (gguf := find_gguf(str(folder))) is not None:
+        return _read_transformers(gguf, gguf.stem)
     file = folder / "config.json" if folder.is_dir() else folder
     try:
         config = json.loads(file.read_text("utf-8"))
@@ -120,13 +124,13 @@ def _read_diffusion(folder: Path, name: str) -> ModelShape:
 def _read_transformers(folder: Path, name: str) -> ModelShape:
     from octavo.integrations.transformers.language_work import (
         decoder_of_config,
-        quantization_method,
         read_config,
     )
+    from octavo.integrations.transformers.load_stored import quantization_method
     from octavo.integrations.transformers.tower_work import tower_of_config
 
     config: Any = read_config(folder)
-    vision, method = getattr(config, "vision_config", None), quantization_method(config)
+    vision, method = getattr(config, "vision_config", None), quantization_method(str(folder))
     try:
         language = decoder_of_config(config)
     except ValueError as error:

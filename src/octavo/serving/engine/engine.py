@@ -20,6 +20,7 @@ from octavo.integrations.transformers.engine_images import (
     check_places,
 )
 from octavo.integrations.transformers.engine_model import EngineModel
+from octavo.integrations.transformers.kv_scales import brings_kv_scales
 from octavo.integrations.transformers.served_model import load_served_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.recipe import Recipe
@@ -325,7 +326,7 @@ def load_engine(
     prefill_impl: str | None = None,
     prompts: PromptSettings = PromptSettings(),
 ) -> Engine:
-    """An engine for a model: a folder or hub name, or a model that is loaded already.
+    """An engine for a model: a folder, GGUF file or hub name, or a model that is loaded already.
 
     None is SmolLM2-135M-Instruct, "chart-reader" the chart reader that comes with octavo. dtype,
     device: of a model that is loaded here. A model that was loaded already is changed until the
@@ -355,6 +356,12 @@ def load_engine(
         else:
             model, changes = quantized_twin(model, linear)
         logger.info("%s: %s", name, changes)
+    if is_own and (recipe is None or recipe.kv_cache is None) and brings_kv_scales(model):
+        logger.warning(
+            "%s brings scales for an FP8 KV cache, which are not used: --kv-cache-dtype fp8, or "
+            "Recipe(kv_cache='fp8'), uses them",
+            name,
+        )
     prepared = EngineModel(model, recipe, vision_impl=vision_impl, prefill_impl=prefill_impl)
     try:
         return Engine(

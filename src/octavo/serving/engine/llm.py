@@ -18,12 +18,13 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A language model that answers many prompts at once.
 
-    model: a folder or hub name, a model of transformers, "chart-reader", or None for
-    SmolLM2-135M-Instruct. recipe: what is quantized; its kv_cache and vision_attention, which
-    vision_impl runs. tokenizer, image_processor: for a model that is loaded already; a model by
-    name brings its own. add_bos: whether prompts start with BOS; None follows the tokenizer, and
-    warns where that looks wrong. chat_template: a Jinja template or its file, in place of the
-    model's own. engine: the step API below, for streaming and cancellation.
+    model: a folder, GGUF file or hub name, a model of transformers, "chart-reader", or None for
+    SmolLM2-135M-Instruct. A checkpoint in FP8 runs in FP8, with its own scales. recipe: what is
+    quantized; its kv_cache and vision_attention, which vision_impl runs. tokenizer,
+    image_processor: for a model that is loaded already; a model by name brings its own. add_bos:
+    whether prompts start with BOS; None follows the tokenizer, and warns where that looks wrong.
+    chat_template: a Jinja template or its file, in place of the model's own. engine: the step API
+    below, for streaming and cancellation.
     """
 
     def __init__(
