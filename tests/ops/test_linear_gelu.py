@@ -80,7 +80,8 @@ def test_of_nothing():
 
 
 def test_what_is_not_finite():
-    x = torch.tensor([[torch.nan], [torch.inf], [3e38], [-3e38]]).bfloat16()
+    # Not larger: torch's own GELU doubles values on the way, on some CPUs.
+    x = torch.tensor([[torch.nan], [torch.inf], [1.5e38], [-1.5e38]]).bfloat16()
     out = ops.linear_gelu(x, torch.ones(1, 1).bfloat16(), torch.zeros(1).bfloat16()).flatten()
     assert out[0].isnan() and out[1] == torch.inf and out[2] == x[2, 0] and out[3] == 0
 
