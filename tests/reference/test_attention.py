@@ -60,13 +60,22 @@ def assert_close(actual, truth, v, tolerance):
     assert float(error.max() if error.numel() else 0.0) <= tolerance * 10
 
 
+def float32_tolerance(q, k, spec, **_) -> float:
+    """What float32 may lose, of the largest value: the error of a logit grows with its size."""
+    if not q.numel() or not k.numel():
+        return 1e-6
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+    logits = torch.einsum("...ihd,...jhd->...hij", q, k) * spec.scale_for(q.shape[-1])
+    return 1e-6 * max(1.0, float(logits.abs().max()))
+
+
 def check_dense(case: AttentionCase, seed: int = 0) -> None:
     inputs = make_attention_inputs(case, seed=seed, dtype=torch.float32)
     truth = softmax_attention(**inputs)
     assert_close(attention(**inputs, compute=torch.float64), truth, inputs["v"], 1e-12)
     out, lse = attention(**inputs)
     assert out.dtype == lse.dtype == torch.float32
-    assert_close((out, lse), truth, inputs["v"], 1e-6)
+    assert_close((out, lse), truth, inputs["v"], float32_tolerance(**inputs))
 
 
 def check_packed(case: PackedCase, seed: int = 0) -> None:
@@ -86,7 +95,8 @@ def check_packed(case: PackedCase, seed: int = 0) -> None:
         truth = softmax_attention(q, k, v, spec, sinks=sinks)
         truth = truth[0][0], truth[1][0]
         assert_close(tuple(x[slice(*queries)] for x in precise), truth, v, 1e-12)
-        assert_close(tuple(x[slice(*queries)] for x in result), truth, v, 1e-6)
+        tolerance = float32_tolerance(q, k, spec)
+        assert_close(tuple(x[slice(*queries)] for x in result), truth, v, tolerance)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"heads={heads[0]}/{heads[1]}")
