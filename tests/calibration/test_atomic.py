@@ -130,8 +130,6 @@ AT = {"frames": "Path.rename = stop"}  # where what was written gets its name
 def stopped_writer(folder, what):
     """A process that was stopped when its temporary file was whole and had no name yet."""
     code = "\n".join([STOP, AT.get(what, "os.replace = stop"), WRITERS[what]])
-    if what == "frames":  # single frames get their names
-        code = code.replace("os.replace = stop", "")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE
