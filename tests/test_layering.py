@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"calibration.scale_values"}
     | SETTINGS,
     "calibration.scale_values": set(),
-    "calibration.scale_file": {"calibration.scale_values"} | SETTINGS,
+    "calibration.scale_document": {"calibration.scale_values"},
+    "calibration.scale_file": {"calibration.scale_document", "calibration.scale_values"} | SETTINGS,
     "integrations": {"numerics", "cache", "ops", "layers", "calibration", "calibration.scale_file"}
     | {"calibration.scale_values"}
     | SETTINGS,

@@ -94,11 +94,12 @@ def run_answers(
     memory_fraction: float,
     num_pages: int | None,
     resume: bool,
+    strict: bool,
     **settings: Any,
 ) -> None:
     """Run what the flags ask for, each by the name of its parameter, and print the table.
 
-    settings: fields of `sampled_run.Request`.
+    strict has taken effect by itself. settings: fields of `sampled_run.Request`.
     """
     from octavo.measure.evaluate import sampled_run
     from octavo.measure.evaluate.pass_at_1 import pass_table

@@ -14,7 +14,7 @@ from octavo.cli.encoder_flags import (
     ScaleSaveMargin,
     ScaleSavePath,
 )
-from octavo.cli.options import check_folder
+from octavo.cli.options import Strict, check_folder
 from octavo.cli.tables import print_table
 
 
@@ -64,6 +64,7 @@ def mm_processor(
     attn_dtype: AttnDtype = None,
     attn_backend: AttnBackend = None,
     scale_path: ScalePath = None,
+    strict: Strict = False,
     scale_save_path: ScaleSavePath = None,
     margin: ScaleSaveMargin = None,
     graph_budgets: Annotated[

@@ -7,6 +7,7 @@ import typer
 from octavo.cli import answer_flags as flags
 from octavo.cli import eval_flags as shared
 from octavo.cli.engine_flags import MemoryFraction, NumPages
+from octavo.cli.options import Strict
 
 
 def choice(
@@ -38,6 +39,7 @@ def choice(
     max_concurrency: flags.MaxConcurrency = 16,
     kv_cache_dtype: shared.KvCacheDtype = "fp8",
     scales: shared.ChatScales = None,
+    strict: Strict = False,
     margin: shared.Margin = 1.5,
     dtype: shared.Dtype = "auto",
     memory_fraction: MemoryFraction = 0.9,

@@ -8,7 +8,7 @@ import typer
 
 from octavo.cli.console import err, out
 from octavo.cli.omni_flags import need_diffusers
-from octavo.cli.options import RecordsFile, check_folder
+from octavo.cli.options import RecordsFile, Strict, check_folder
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def images(
             show_default=False,
         ),
     ] = None,
+    strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
     """Draw the same pictures in BF16 and in FP8, and compare them.
