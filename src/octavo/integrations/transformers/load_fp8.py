@@ -13,6 +13,7 @@ from octavo.integrations.checkpoints.tensor_files import (
     HF_QUANT_CONFIG_NAME,
     read_json,
 )
+from octavo.integrations.transformers.load import loading
 
 if TYPE_CHECKING:
     from octavo.integrations.transformers.octavo_config import OctavoConfig
@@ -42,19 +43,22 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     config_class = getattr(kind, "config_class", None) or AutoConfig
-    trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
-    config = config_class.from_pretrained(name, **where, **trust)
+    trust = options.pop("trust_remote_code", False)
+    with loading(name, "a model's config.json"):
+        config = config_class.from_pretrained(name, **where, trust_remote_code=trust)
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             if hasattr(part, key):
                 delattr(part, key)
     config.quantization_config = settings.to_dict()
-    try:
-        model, info = kind.from_pretrained(
-            name, config=config, output_loading_info=True, **{"dtype": "auto", **options}
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from None
+    options = {"dtype": "auto", "config": config, **options}
+    with loading(name, "weights in FP8"):
+        try:
+            model, info = kind.from_pretrained(
+                name, output_loading_info=True, trust_remote_code=trust, **options
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
     # transformers fills in random numbers and goes on.
     if info["missing_keys"]:
         raise CheckpointError(

