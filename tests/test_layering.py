@@ -100,6 +100,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/evaluate/image_scores.py": {"lpips"},
     "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
+    "integrations/checkpoints/damage.py": {"gguf"},
     "integrations/transformers/small_model.py": {"accelerate", "gguf"},
     "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},
     "integrations/transformers/retrieval_model.py": {"tokenizers"},
