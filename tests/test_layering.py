@@ -31,9 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "atomic": {"errors"},
     "brief": set(),
+    "bounded_regex": set(),
     "internals": {"errors"},
     "extras": {"errors"},
-    "patterns": set(),
+    "patterns": {"bounded_regex"},
     "settings": set(),
     "inline_scales": {"settings"},
     "recipe": {"inline_scales", "patterns", "settings"},
@@ -47,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"calibration.scale_values"}
     | SETTINGS,
     "calibration.scale_values": set(),
-    "calibration.scale_file": {"calibration.scale_values"} | SETTINGS,
+    "calibration.scale_document": {"calibration.scale_values"},
+    "calibration.scale_file": {"calibration.scale_document", "calibration.scale_values"} | SETTINGS,
     "integrations": {"numerics", "cache", "ops", "layers", "calibration", "calibration.scale_file"}
     | {"calibration.scale_values"}
     | SETTINGS,
@@ -100,6 +102,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/evaluate/image_scores.py": {"lpips"},
     "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
+    "integrations/checkpoints/damage.py": {"gguf"},
     "integrations/transformers/gguf_file.py": {"gguf"},
     "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},
     "integrations/transformers/retrieval_model.py": {"tokenizers"},

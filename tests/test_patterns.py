@@ -1,6 +1,9 @@
 """Layer patterns: what each kind matches, what is malformed, and what a mismatch says."""
 
 import fnmatch
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -255,3 +258,15 @@ def test_modulation_is_a_kind_of_layer_and_a_component_like_others():
         ConfigError, match="none of them is modulation.*the layers are .blocks.0.ml"
     ):
         match_layers(["modulation"], layers[1:2])
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "^(a|a)*$", "(a|aa)+$", "^(.*)*x", r"^(\w+\w*)+\."])
+def test_no_regular_expression_can_hang(pattern):
+    # In a process of its own: Python's re holds the interpreter until it is done.
+    code = f"""
+from octavo.patterns import Layer, parse_pattern
+print(parse_pattern({"re:" + pattern!r}).matches(Layer("a" * 199 + "!")))"""
+    run = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=10)
+    assert done.stdout == "False\n", done.stderr

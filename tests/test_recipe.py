@@ -1,5 +1,6 @@
 """Recipe: shorthands, components, and how it describes itself."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales
 from octavo.errors import ConfigError
 from octavo.recipe import (
     AttentionSettings,
@@ -229,6 +231,27 @@ def test_bf16_quantizes_nothing():
     only = Recipe(components={"visual": {"vision_attention": "bf16"}})
     assert list(only.settings()) == ["visual.vision_attention"] and not only.quantized()
     assert only.for_component("visual") == Recipe(vision_attention="bf16")
+
+
+@pytest.mark.parametrize("is_whole_file", [False, True])
+def test_scales_of_a_kv_cache_without_q_are_inline_as_in_a_file(is_whole_file, tmp_path):
+    scales = ScaleSet({"a": LayerScales(q=None, k=0.5, v=(0.25, 0.125))})
+    save_scales(tmp_path / "scales.json", scales)
+    document = json.loads((tmp_path / "scales.json").read_text())
+    document = document if is_whole_file else document["layers"]
+    fields = {"kv_cache": {"granularity": "head", "scaling": "static"}, "scales": document}
+    recipe = Recipe(**fields)
+    assert Recipe.from_json(json.dumps(fields)) == recipe
+    for again in (recipe, Recipe.from_json(recipe.to_json()), Recipe.from_toml(recipe.to_toml())):
+        assert again == recipe and hash(again) == hash(recipe)
+        assert ScaleSet.from_dict(again.scales).layers == scales.layers
+
+
+@pytest.mark.parametrize("key", ["k", "v", "k_heads", "q_scale", "input"])
+def test_only_q_may_be_none(key):
+    entry = {"q": None, "k": 0.5, "v": 0.25, key: None}
+    with pytest.raises(ConfigError, match="layer 'a': expected positive finite scales"):
+        Recipe(kv_cache={"scaling": "static"}, scales={"a": entry})
 
 
 def test_describe_counts_inline_scales():

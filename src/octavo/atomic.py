@@ -1,11 +1,22 @@
-"""Writing a file so that a crash leaves the old one or the new one, never half of either."""
+"""Writing a file so that a crash leaves the old one or the new one, never half of either.
 
+A temporary file stays locked as long as its process lives. One without a lock was left by a process
+that was killed, and the next write into the same folder removes it.
+"""
+
+import contextlib
+import fcntl
 import os
+import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.errors import ConfigError
+
+# .mp4 and no ending at all: temporary videos and folders of octavo 0.1.
+_TEMPORARY = re.compile(r"\.octavo-[0-9a-f]{16}(\.tmp|\.mp4)?")
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
@@ -20,19 +31,14 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         )
     if target.is_dir():
         raise ConfigError(f"expected the path of a file, got the folder {path}")
-    # Renaming replaces a file in one step only within one file system: same folder.
-    temporary = target.with_name(f".octavo-{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
+    with _temporary(target.parent, is_folder=False) as temporary:
+        with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
             shutil.copymode(target, temporary)
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     sync_folder(target.parent)
 
 
@@ -43,3 +49,64 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def temporary_folder(parent: Path) -> contextlib.AbstractContextManager[Path]:
+    """A new folder in `parent`, for what is renamed when it is whole; removed with what is left."""
+    return _temporary(parent, is_folder=True)
+
+
+@contextlib.contextmanager
+def _temporary(parent: Path, *, is_folder: bool) -> Iterator[Path]:
+    # In the same folder as the target: renaming is one step only within one file system.
+    _remove_abandoned(parent)
+    path, descriptor = _make_locked(parent, is_folder)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        os.close(descriptor)
+
+
+def _make_locked(parent: Path, is_folder: bool) -> tuple[Path, int]:
+    while True:
+        path = parent / f".octavo-{secrets.token_hex(8)}.tmp"
+        if is_folder:
+            path.mkdir()
+        else:
+            path.touch(exist_ok=False)
+        # Another process may have found it before it was locked, and removed it.
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = _open(path)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files and folders of processes that are gone."""
+    with os.scandir(folder) as entries:
+        found = [Path(entry.path) for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    for path in found:
+        with contextlib.suppress(OSError):  # in use, gone by now, or somebody else's
+            descriptor = _open(path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(path)
+            finally:
+                os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    # NFS locks only what is open for writing, which a folder cannot be.
+    mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
+    return os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

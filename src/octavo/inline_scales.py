@@ -10,8 +10,9 @@ from octavo.brief import brief
 from octavo.errors import ConfigError
 from octavo.settings import read_none
 
-# What a layer has in a scale file: a scale, one for each head, or a mean key of each head.
-LayerEntry = Mapping[str, float | tuple[float, ...] | tuple[tuple[float, ...], ...]]
+# What a layer has in a scale file: a scale, one for each head, or a mean key of each head; None is
+# for a q without a scale.
+LayerEntry = Mapping[str, float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None]
 InlineScales = Mapping[str, Any]
 
 
@@ -36,6 +37,9 @@ def _read_layer(layer: object, entry: object) -> LayerEntry:
     for key, value in entry.items() if isinstance(entry, Mapping) else [("", None)]:
         if key == "k_mean":
             scales[key] = _read_mean(layer, value)
+            continue
+        if key == "q" and read_none(value) is None:  # recipes write None as "none"
+            scales[key] = None
             continue
         numbers = value if isinstance(value, list | tuple) else (value,)
         if not all(type(n) in (int, float) and 0 < n <= sys.float_info.max for n in numbers):

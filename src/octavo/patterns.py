@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from octavo.bounded_regex import bounded_search
 from octavo.brief import brief, list_names
 from octavo.errors import ConfigError
 
@@ -87,19 +88,23 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def _regex_pattern(text: str) -> Pattern:
+    expression = text.removeprefix("re:")
+    if not expression:
+        raise ConfigError("expected a regular expression after re:, got nothing")
     try:
-        regex = re.compile(text.removeprefix("re:"))
-    except (re.error, OverflowError, RecursionError) as error:
+        search = bounded_search(expression)
+    except (ConfigError, re.error, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"expected a regular expression after re:, got {brief(text)}: {error}"
         ) from None
-    if not regex.pattern:
-        raise ConfigError("expected a regular expression after re:, got nothing")
-    return Pattern(
-        text,
-        lambda layer: regex.search(layer.name) is not None,
-        lambda layers: "the expression is searched for in the whole name",
-    )
+
+    def matches(layer: Layer) -> bool:
+        try:
+            return search(layer.name)
+        except ConfigError as error:
+            raise ConfigError(f"pattern {brief(text)}: {error}") from None
+
+    return Pattern(text, matches, lambda layers: "the expression is searched for in the whole name")
 
 
 def _index_pattern(text: str) -> Pattern:

@@ -1,7 +1,11 @@
 """Atomic writes: the old content or the new one, nothing in between and nothing left over."""
 
 import os
+import signal
 import stat
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,3 +95,91 @@ def test_no_folder(tmp_path):
 def test_a_folder_is_not_a_file(tmp_path):
     with pytest.raises(ConfigError, match="expected the path of a file, got the folder"):
         write_atomically(tmp_path, b"")
+
+
+WRITERS = {
+    "a file": """
+from octavo.atomic import write_atomically
+write_atomically("file", b"x" * 100_000)""",
+    "frames": """
+from PIL import Image
+from octavo.integrations.diffusers.picture_files import write_video
+write_video([Image.new("RGB", (16, 16))], Path("frames"), 8)""",
+    "a video": """
+import diffusers.utils
+diffusers.utils.export_to_video = lambda frames, path, **options: Path(path).write_bytes(b"video")
+from octavo.integrations.diffusers.picture_files import write_video
+write_video([], Path("video.mp4"), 8)""",
+    "a library": """
+import lzma
+from octavo.measure.bench.peers import _unpacked
+Path("a.so.xz").write_bytes(lzma.compress(b"library"))
+_unpacked(Path("."), ".so")""",
+}
+STOP = """
+import os, sys, time
+from pathlib import Path
+def stop(*args):
+    print("written", flush=True)
+    time.sleep(60)
+"""
+AT = {"frames": "Path.rename = stop"}  # where what was written gets its name
+
+
+@contextmanager
+def stopped_writer(folder, what):
+    """A process that was stopped when its temporary file was whole and had no name yet."""
+    code = "\n".join([STOP, AT.get(what, "os.replace = stop"), WRITERS[what]])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout.readline() == b"written\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "what",  # the others take the time that importing torch and diffusers takes
+    [pytest.param(what, marks=[pytest.mark.slow] * (what != "a file")) for what in WRITERS],
+)
+def test_what_a_killed_process_leaves_is_removed_by_the_next_write(what, tmp_path):
+    if what in ("a video", "frames"):
+        pytest.importorskip("diffusers")
+    with stopped_writer(tmp_path, what) as process:
+        left = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+        assert len(left) == 1
+        write_atomically(tmp_path / "other", b"one")
+        assert left[0].exists()  # its process lives
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    write_atomically(tmp_path / "other", b"two")
+    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".xz"] == ["other"]
+
+
+def test_files_of_others_stay(tmp_path):
+    for name in (".octavo-notes.tmp", "octavo-0123456789abcdef.tmp", ".other.tmp"):
+        (tmp_path / name).touch()
+    (tmp_path / ".octavo-0123456789abcdef.tmp").symlink_to(tmp_path / ".other.tmp")
+    write_atomically(tmp_path / "file", b"one")
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_temporary_file_that_was_removed_before_it_was_locked_is_made_again(
+    tmp_path, monkeypatch
+):
+    import fcntl
+
+    flock, removed = fcntl.flock, []
+
+    def remove(descriptor, operation):
+        if not removed:
+            removed.extend(tmp_path.glob(".octavo-*"))
+            removed[0].unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove)
+    write_atomically(tmp_path / "file", b"one")
+    assert removed and os.listdir(tmp_path) == ["file"]

@@ -76,7 +76,7 @@ def path(tmp_path):
 def load_error(path, document):
     """The message of the CheckpointError that this file raises; short, and with the file's name."""
     with pytest.raises(CheckpointError) as caught:
-        load_scales(write(path, document))
+        load_scales(write(path, document), strict=True)
     message = str(caught.value)
     assert path.name in message
     assert len(message) < 3000
@@ -531,12 +531,12 @@ def test_another_word_for_an_input_scale(path):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"input": 0.0}, "layer 'a': input to be a positive finite number"),
-        ({"input": -1}, "layer 'a': input to be a positive finite number"),
-        ({"input": None}, "layer 'a': input to be a positive finite number"),
-        ({"input": True}, "layer 'a': input to be a positive finite number"),
-        ({"input": [1.0]}, "layer 'a': input to be a positive finite number"),
-        ({"input": "1"}, "layer 'a': input to be a positive finite number"),
+        ({"input": 0.0}, "layer 'a': expected input to be a positive finite number"),
+        ({"input": -1}, "layer 'a': expected input to be a positive finite number"),
+        ({"input": None}, "layer 'a': expected input to be a positive finite number"),
+        ({"input": True}, "layer 'a': expected input to be a positive finite number"),
+        ({"input": [1.0]}, "layer 'a': expected input to be a positive finite number"),
+        ({"input": "1"}, "layer 'a': expected input to be a positive finite number"),
         ({"input": 1.0, "input_scale": 1.0}, "layer 'a': expected input alone, got 'input'"),
         ({**ENTRY, "input": 1.0}, "layer 'a': expected input alone, got 'q'"),
     ],

@@ -4,12 +4,13 @@ import json
 import os
 import time
 import tracemalloc
+import warnings
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.calibration import scale_file
+from octavo.calibration import scale_document, scale_file
 from octavo.calibration.scale_file import (
     MAX_FILE_BYTES,
     MAX_FILE_VALUES,
@@ -30,7 +31,7 @@ def path(tmp_path):
 
 def load_error(path):
     with pytest.raises(CheckpointError) as caught:
-        load_scales(path)
+        load_scales(path, strict=True)
     assert len(str(caught.value)) < 3000
     return str(caught.value)
 
@@ -186,7 +187,7 @@ VALID = json.dumps(
 ).encode()
 
 NUMBERS = st.integers() | st.floats() | st.sampled_from([0, 1, 0.5, 10**400])
-KEYS = st.text(max_size=4) | st.sampled_from(sorted(scale_file._ALL_KEYS))
+KEYS = st.text(max_size=4) | st.sampled_from(sorted(scale_document._ALL_KEYS))
 ENTRIES = st.fixed_dictionaries(
     {"q": NUMBERS, "k": NUMBERS, "v": NUMBERS}, optional={"q_heads": st.lists(NUMBERS, max_size=3)}
 )
@@ -221,9 +222,18 @@ MUTATIONS = st.lists(
 
 def check_content(path, content):
     """A ScaleSet that survives another round, or a CheckpointError of bounded length."""
+    for strict in (True, False):
+        check_reading(path, content, strict)
+
+
+def check_reading(path, content, strict):
     path.write_bytes(content)
     try:
-        scales = load_scales(path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scales = load_scales(path, strict=strict)
+        assert all(len(str(each.message)) < 4000 for each in caught)
+        assert not (strict and caught)
     except CheckpointError as error:
         assert 0 < len(str(error)) < 4000
         return

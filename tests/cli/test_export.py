@@ -1,11 +1,17 @@
 """octavo export, from a scale file to a folder with the scales in it."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales
+from octavo.calibration.scale_file import (
+    LayerScales,
+    ScaleFileWarning,
+    ScaleSet,
+    save_scales,
+)
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
 
@@ -59,3 +65,33 @@ def test_what_is_missing_is_said(paths, capsys):
 
 def test_unknown_formats_are_wrong_usage(paths):
     assert export(*paths, "--format", "gguf") == 2
+
+
+def test_strict_refuses_what_is_a_warning_otherwise(paths, capsys):
+    model, scales, out = paths
+    layers = SCALES.to_dict()["layers"]
+    scales.write_text(json.dumps({"layers": {**layers, "other": {"q": 1.0}}, "by": "hand"}))
+    assert export(*paths, "--strict") == 1 and not out.exists()
+    assert "expected nothing beside layers, got 'by'" in " ".join(capsys.readouterr().err.split())
+    with pytest.warns(ScaleFileWarning) as caught:  # and --strict is over with its command
+        assert export(*paths) == 0
+    said = " ".join(str(each.message) for each in caught)
+    assert "keys beside layers: 'by'" in said and "incomplete entries of layers: 'other'" in said
+    assert dict(read_kv_scales(out).layers) == dict(SCALES.layers)
+    scales.write_text(json.dumps({LAYERS[0]: layers[LAYERS[0]], LAYERS[1]: {"q": 1.0}}))
+    with pytest.warns(ScaleFileWarning, match=LAYERS[1]):
+        assert export(model, scales, out.with_name("other")) == 1
+    assert LAYERS[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "image", "export", "bench mm-processor", "bench throughput", "bench latency"]
+    + [
+        f"eval {n}"
+        for n in (["chartqa", "perplexity", "needle", "mrcr", "choice", "math", "images"])
+    ],
+)
+def test_every_command_that_reads_scale_files_can_be_strict(command, capsys):
+    assert run(make_app(COMMANDS), [*command.split(), "--help"]) == 0
+    assert "--strict" in capsys.readouterr().out

@@ -22,4 +22,8 @@ def of_component(scales: ScaleSet, component: str) -> ScaleSet:
             f"expected scales of layers named {prefix}…, got {list_names(names)}: octavo calibrate "
             "--pipeline finds them"
         )
-    return ScaleSet(layers, replace(scales.header, kind=None), inputs)
+    incomplete = {
+        n.removeprefix(prefix): x for n, x in scales.incomplete.items() if n.startswith(prefix)
+    }
+    header = replace(scales.header, kind=None)
+    return ScaleSet(layers, header, inputs, incomplete=incomplete)

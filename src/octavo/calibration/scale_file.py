@@ -11,9 +11,9 @@
 vLLM's loader takes "layers" where there is one, and of each layer q, k and v; it looks at nothing
 else. So the header stands beside "layers", and scales per head stand beside q, k and v, which then
 are the largest of them: the scales that serve all heads. Reading also accepts layers without
-"layers" around them, and q_scale, k_scale and v_scale for q, k and v. Whatever it does not
-understand it refuses, where vLLM's loader passes over it. "q": null says that there is no scale for
-Q, as in most checkpoints with scales of the KV cache; vLLM's loader fails on it.
+"layers" around them, and q_scale, k_scale and v_scale for q, k and v. What vLLM's loader passes
+over is a warning here, and an error in strict reading. "q": null says that there is no scale for Q,
+as in most checkpoints with scales of the KV cache; vLLM's loader fails on it.
 
 Scales of a KV cache may be those of keys to which something was done first: "rotate_keys": true in
 the header says that keys and queries were multiplied by a Hadamard matrix, and "k_mean" in a layer
@@ -29,11 +29,12 @@ In a file for a diffusion pipeline (kind "pipeline") names begin with that of th
 
 import difflib
 import json
-import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from itertools import islice
@@ -42,6 +43,7 @@ from typing import Any, Literal, get_args
 
 from octavo.atomic import write_atomically
 from octavo.brief import brief, list_names, unique_keys
+from octavo.calibration.scale_document import FORMAT_VERSION, read_document
 from octavo.calibration.scale_values import (
     KeyMean,
     Scale,
@@ -53,15 +55,11 @@ from octavo.calibration.scale_values import (
 )
 from octavo.errors import CheckpointError, ConfigError
 
-FORMAT_VERSION = 1
 MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
 MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
 # What scales are for, in the words of a recipe.
 Kind = Literal["vision_attention", "kv_cache", "linear", "pipeline"]
 
-_KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
-_ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
-_INPUT_KEYS = frozenset({"input", "input_scale"})
 _COMMANDS: dict[Kind, str] = {
     "vision_attention": "octavo calibrate",
     "kv_cache": "octavo calibrate --kv",
@@ -69,6 +67,24 @@ _COMMANDS: dict[Kind, str] = {
     "pipeline": "octavo calibrate --pipeline",
 }
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
+
+
+_is_strict = False
+
+
+@contextmanager
+def strict_reading() -> Iterator[None]:
+    """Inside, scale files are read strictly unless the caller says otherwise, in all threads."""
+    global _is_strict
+    before, _is_strict = _is_strict, True
+    try:
+        yield
+    finally:
+        _is_strict = before
+
+
+class ScaleFileWarning(UserWarning):
+    """A scale file has something that octavo does not write and vLLM's loader tolerates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +160,14 @@ class ScaleHeader:
 class ScaleSet:
     """The static scales of a model's layers, by layer name, and where they come from.
 
-    layers: of attention. inputs: of the activations that linear layers are given.
+    layers: of attention. inputs: of the activations that linear layers are given. incomplete:
+    layers that a file names without all of q, k and v, and what is missing.
     """
 
     layers: Mapping[str, LayerScales]
     header: ScaleHeader = ScaleHeader()
     inputs: Mapping[str, float] = field(default_factory=dict)
+    incomplete: Mapping[str, str] = field(default_factory=dict, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.layers and not self.inputs:
@@ -173,7 +191,7 @@ class ScaleSet:
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless there are scales for every one of these layers."""
-        _require(self.layers, names, "scales")
+        _require(self.layers, names, "scales", self.incomplete)
 
     def require_inputs(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless there are input scales for all of these linear layers."""
@@ -200,27 +218,14 @@ class ScaleSet:
             )
 
     @classmethod
-    def from_dict(cls, document: object) -> "ScaleSet":
-        """The scales in the decoded JSON of a scale file; CheckpointError if it is none."""
-        try:
-            if not isinstance(document, Mapping):
-                raise ConfigError(f"expected an object of layers, got {brief(document)}")
-            header = _read_header(document["octavo"]) if "octavo" in document else ScaleHeader()
-            layers = {key: value for key, value in document.items() if key != "octavo"}
-            if "layers" in layers:
-                unknown = [key for key in layers if key != "layers"]
-                if unknown:
-                    raise ConfigError(f"expected nothing beside layers, got {list_names(unknown)}")
-                layers = layers["layers"]
-                if not isinstance(layers, Mapping):
-                    raise ConfigError(f"expected layers to be an object, got {brief(layers)}")
-            inputs = {name: _read_input(name, x) for name, x in layers.items() if _is_input(x)}
-            attention = [name for name in layers if name not in inputs]
-            return cls(
-                {name: _read_layer(name, layers[name]) for name in attention}, header, inputs
-            )
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from None
+    def from_dict(cls, document: object, *, strict: bool | None = None) -> "ScaleSet":
+        """The scales in the decoded JSON of a scale file; CheckpointError if it is none.
+
+        What vLLM's loader tolerates is a ScaleFileWarning, or an error if `strict`.
+        """
+        found, notes = _from_document(document, strict)
+        _warn(notes)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a scale file, which `from_dict` reads."""
@@ -240,11 +245,47 @@ class ScaleSet:
         return ScaleSet, (dict(self.layers), self.header, dict(self.inputs))
 
 
-def _require(found: Mapping[str, object], names: Iterable[str], what: str) -> None:
+def _from_document(document: object, strict: bool | None) -> tuple[ScaleSet, list[str]]:
+    """The scales of a decoded file, and what in it strict reading would refuse."""
+    try:
+        found = read_document(document, strict=_is_strict if strict is None else strict)
+        known = [each.name for each in fields(ScaleHeader)]
+        if unknown := [key for key in found.header if key not in known]:
+            raise ConfigError(
+                f"expected only {', '.join(known)} in the header, got {list_names(unknown)}"
+            )
+        layers = {name: _layer_scales(name, entry) for name, entry in found.layers.items()}
+        header = ScaleHeader(**found.header)
+        incomplete = MappingProxyType(found.incomplete)
+        return ScaleSet(layers, header, found.inputs, incomplete=incomplete), found.notes()
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _layer_scales(name: str, entry: dict[str, Any]) -> LayerScales:
+    try:
+        return LayerScales(**entry)
+    except ConfigError as error:
+        raise ConfigError(f"layer {brief(name)}: {error}") from None
+
+
+def _warn(notes: Iterable[str], file: str = "scales") -> None:
+    for note in notes:
+        warnings.warn(f"{file}: {note}", ScaleFileWarning, stacklevel=3)
+
+
+def _require(
+    found: Mapping[str, object],
+    names: Iterable[str],
+    what: str,
+    incomplete: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     missing = [name for name in names if name not in found]
     if missing:
+        reason = incomplete.get(missing[0])
+        got = "none" if reason is None else f"an incomplete entry ({reason})"
         raise CheckpointError(
-            f"expected {what} for {list_names(missing)}, got none; the {len(found)} layers with "
+            f"expected {what} for {list_names(missing)}, got {got}; the {len(found)} layers with "
             f"{what} are {list_names(_closest_first(missing[0], found))}"
         )
 
@@ -255,16 +296,22 @@ def _closest_first(name: str, found: Mapping[str, object]) -> list[str]:
     return [*close, *(other for other in found if other not in close)]
 
 
-def load_scales(path: str | os.PathLike[str]) -> ScaleSet:
-    """The scales in a file; CheckpointError, in bounded time and memory, if it is no scale file."""
+def load_scales(path: str | os.PathLike[str], *, strict: bool | None = None) -> ScaleSet:
+    """The scales in a file; CheckpointError, in bounded time and memory, if it is no scale file.
+
+    What vLLM's loader tolerates is a ScaleFileWarning, or an error if `strict`.
+    """
     try:
         content = _read_content(path)
         document = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
-        return ScaleSet.from_dict(document)
+        found, notes = _from_document(document, strict)
     except CheckpointError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"expected JSON in UTF-8: {error}"
+    else:
+        _warn(notes, brief(os.fspath(path)))
+        return found
     raise CheckpointError(f"{brief(os.fspath(path))}: {problem}")
 
 
@@ -301,75 +348,6 @@ def _check_size(num_bytes: int, num_commas: int = 0) -> None:
         raise CheckpointError(f"expected at most {MAX_FILE_BYTES} bytes, got {num_bytes}")
     if num_commas >= MAX_FILE_VALUES:
         raise CheckpointError(f"expected at most {MAX_FILE_VALUES} values, got {num_commas + 1}")
-
-
-def _read_header(entry: object) -> ScaleHeader:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
-    version = checked_count("format_version", entry.get("format_version"))
-    if version > FORMAT_VERSION:
-        raise ConfigError(
-            f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
-        )
-    values = {key: value for key, value in entry.items() if key != "format_version"}
-    known = [each.name for each in fields(ScaleHeader)]
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise ConfigError(
-            f"expected only {', '.join(known)} in the header, got {list_names(unknown)}"
-        )
-    return ScaleHeader(**values)
-
-
-def _is_input(entry: object) -> bool:
-    """Whether an entry is that of a linear layer."""
-    return isinstance(entry, Mapping) and bool(entry.keys() & _INPUT_KEYS)
-
-
-def _read_input(name: object, entry: Mapping[str, Any]) -> float:
-    if len(entry) > 1:
-        raise ConfigError(f"layer {brief(name)}: expected input alone, got {list_names([*entry])}")
-    (scale,) = entry.values()
-    return checked_number(f"layer {brief(name)}: input", scale)
-
-
-def _read_layer(name: object, entry: object) -> LayerScales:
-    try:
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"expected an object with q, k and v, got {brief(entry)}")
-        if not entry.keys() <= _ALL_KEYS:
-            unknown = [key for key in entry if key not in _ALL_KEYS]
-            raise ConfigError(
-                f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
-            )
-        if "q" in entry and entry["q"] is None and not entry.keys() & {"q_scale", "q_heads"}:
-            q = None
-        else:
-            q = _read_scale(entry, *_KEYS[0])
-        others = [_read_scale(entry, *keys) for keys in _KEYS[1:]]
-        if "k_mean" in entry and entry["k_mean"] is None:
-            raise ConfigError("expected k_mean to be a list for each head, got null")
-        return LayerScales(q, *others, k_mean=entry.get("k_mean"))
-    except ConfigError as error:
-        raise ConfigError(f"layer {brief(name)}: {error}") from None
-
-
-def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:
-    if (key in entry) == (alias in entry):
-        got = "both" if key in entry else f"only {list_names(list(entry)) or 'nothing'}"
-        raise ConfigError(f"expected {key} or {alias}, got {got}")
-    scale = entry[key] if key in entry else entry[alias]
-    if isinstance(scale, list | tuple):
-        raise ConfigError(f"expected {key} to be one number, got a list; move it to {heads_key}")
-    if heads_key not in entry:
-        return scale  # type: ignore[no-any-return]  # LayerScales checks it
-    heads = checked_scale(heads_key, entry[heads_key])
-    if not isinstance(heads, tuple):
-        raise ConfigError(f"expected {heads_key} to be a list, got {heads}")
-    # Not equal to the bit: another program may have rounded the file's numbers.
-    if not math.isclose(checked_number(key, scale), max(heads), rel_tol=1e-6):
-        raise ConfigError(f"expected {key} to be the largest of {heads_key}, got {scale}")
-    return heads
 
 
 def _layer_entry(scales: LayerScales) -> dict[str, Any]:

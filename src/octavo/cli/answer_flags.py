@@ -97,11 +97,12 @@ def run_answers(
     chat_template: str | None,
     add_bos: bool | None,
     resume: bool,
+    strict: bool,
     **settings: Any,
 ) -> None:
     """Run what the flags ask for, each by the name of its parameter, and print the table.
 
-    settings: fields of `sampled_run.Request`.
+    strict has taken effect by itself. settings: fields of `sampled_run.Request`.
     """
     from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import sampled_run

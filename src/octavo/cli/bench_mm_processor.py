@@ -15,7 +15,7 @@ from octavo.cli.encoder_flags import (
     ScaleSavePath,
     encoder_options,
 )
-from octavo.cli.options import check_folder
+from octavo.cli.options import Strict, check_folder
 from octavo.cli.tables import print_table
 from octavo.extras import need
 
@@ -66,6 +66,7 @@ def mm_processor(
     attn_dtype: AttnDtype = None,
     attn_backend: AttnBackend = None,
     scale_path: ScalePath = None,
+    strict: Strict = False,
     scale_save_path: ScaleSavePath = None,
     margin: ScaleSaveMargin = None,
     graph_budgets: Annotated[

@@ -31,7 +31,7 @@ from octavo.cli.engine_flags import (
     command_line,
     make_settings,
 )
-from octavo.cli.options import AsJson, RecordsFile, check_folder, row_file
+from octavo.cli.options import AsJson, RecordsFile, Strict, check_folder, row_file
 from octavo.cli.records import print_file, print_json
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
@@ -107,6 +107,7 @@ def throughput(
     enforce_eager: EnforceEager = False,
     compile: Compile = False,
     seed: Seed = 0,
+    strict: Strict = False,
     output: RecordsFile = None,
     as_json: AsJson = False,
     output_json: Annotated[

@@ -13,7 +13,7 @@ from octavo.cli.eval_math import math
 from octavo.cli.eval_mrcr import mrcr
 from octavo.cli.eval_needle import needle
 from octavo.cli.eval_perplexity import perplexity
-from octavo.cli.options import RecordsFile
+from octavo.cli.options import RecordsFile, Strict
 from octavo.cli.prompt_flags import ChatTemplate
 from octavo.cli.records import print_file
 from octavo.cli.tables import print_table
@@ -81,6 +81,7 @@ def chartqa(
         int, typer.Option("--batch-size", min=1, help="Questions in one call of the model.")
     ] = 16,
     chat_template: ChatTemplate = None,
+    strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
     """Ask a model about charts, in BF16 and with FP8 vision attention.

@@ -7,6 +7,7 @@ import typer
 from octavo.cli import answer_flags as flags
 from octavo.cli import eval_flags as shared
 from octavo.cli.engine_flags import MemoryFraction, NumPages
+from octavo.cli.options import Strict
 from octavo.cli.prompt_flags import AddBos, ChatTemplate
 
 
@@ -39,6 +40,7 @@ def choice(
     max_concurrency: flags.MaxConcurrency = 16,
     kv_cache_dtype: shared.KvCacheDtype = "fp8",
     scales: shared.ChatScales = None,
+    strict: Strict = False,
     margin: shared.Margin = 1.5,
     dtype: shared.Dtype = "auto",
     chat_template: ChatTemplate = None,

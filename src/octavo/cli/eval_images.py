@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import RecordsFile, check_folder
+from octavo.cli.options import RecordsFile, Strict, check_folder
 from octavo.cli.tables import print_table
 from octavo.extras import need
 
@@ -105,6 +105,7 @@ def images(
             show_default=False,
         ),
     ] = None,
+    strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
     """Draw the same pictures in BF16 and in FP8, and compare them.

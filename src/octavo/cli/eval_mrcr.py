@@ -7,6 +7,7 @@ import typer
 
 from octavo.cli import eval_flags as flags
 from octavo.cli.eval_run import run_and_print
+from octavo.cli.options import Strict
 from octavo.cli.prompt_flags import AddBos, ChatTemplate
 
 
@@ -61,6 +62,7 @@ def mrcr(
     max_concurrency: flags.MaxConcurrency = 4,
     kv_cache_dtype: flags.KvCacheDtype = "fp8",
     scales: flags.ChatScales = None,
+    strict: Strict = False,
     margin: flags.Margin = 1.5,
     chunk: flags.Chunk = 2048,
     dtype: flags.Dtype = "auto",

@@ -8,7 +8,7 @@ import typer
 from octavo.cli import eval_flags as flags
 from octavo.cli.console import out
 from octavo.cli.eval_run import run_and_print
-from octavo.cli.options import check_folder
+from octavo.cli.options import Strict, check_folder
 from octavo.cli.prompt_flags import AddBos
 from octavo.errors import ConfigError
 
@@ -88,6 +88,7 @@ def needle(
             show_default=False,
         ),
     ] = None,
+    strict: Strict = False,
     margin: flags.Margin = 1.5,
     chunk: flags.Chunk = 2048,
     dtype: flags.Dtype = "auto",

@@ -8,6 +8,7 @@ import typer
 
 from octavo.cli import eval_flags as flags
 from octavo.cli.eval_run import run_and_print
+from octavo.cli.options import Strict
 from octavo.cli.prompt_flags import AddBos
 
 
@@ -108,6 +109,7 @@ def perplexity(
     calibration_windows: Annotated[
         int, typer.Option("--calibration-windows", min=1, help="How many windows for that.")
     ] = 4,
+    strict: Strict = False,
     margin: flags.Margin = 1.5,
     dtype: Annotated[
         str,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.options import Strict
 
 
 class FormatName(StrEnum):
@@ -33,6 +34,7 @@ def export(
             help="Names and config of the scales. ModelOpt's has no scales per head or for Q.",
         ),
     ] = FormatName.compressed_tensors,
+    strict: Strict = False,
 ) -> None:
     """Write a checkpoint that carries the scales of its KV cache.
 

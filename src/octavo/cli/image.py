@@ -22,6 +22,7 @@ from octavo.cli.omni_flags import (
     quantization_words,
     read_object,
 )
+from octavo.cli.options import Strict
 from octavo.errors import ConfigError
 from octavo.extras import need
 
@@ -53,6 +54,7 @@ def image(
     quantization_config: QuantizationConfig = None,
     attention: Attention = None,
     scale_path: ScalePath = None,
+    strict: Strict = False,
     recipe_path: RecipePath = None,
     cache_backend: CacheBackend = None,
     cache_config: CacheConfig = None,

@@ -17,6 +17,25 @@ AsJson = Annotated[
 ]
 
 
+def _read_strictly(context: typer.Context, strict: bool) -> bool:
+    if strict:
+        from octavo.calibration.scale_file import strict_reading
+
+        context.with_resource(strict_reading())  # until the command ends
+    return strict
+
+
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        callback=_read_strictly,
+        help="Refuse scale files with anything that octavo does not write. Left out, what vLLM's "
+        "loader tolerates is a warning.",
+    ),
+]
+
+
 def check_folder(path: Path | None) -> None:
     """Raise ConfigError if a file could not be written there, before anything has run for it."""
     if path is None:

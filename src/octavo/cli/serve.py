@@ -36,6 +36,7 @@ from octavo.cli.omni_flags import (
     read_object,
 )
 from octavo.cli.omni_flags import ScalePath as LinearScalePath
+from octavo.cli.options import Strict
 from octavo.cli.prompt_flags import AddBos, ChatTemplate
 from octavo.cli.serve_omni import check_flags, serve_omni
 from octavo.cli.server_flags import (
@@ -137,6 +138,7 @@ def serve(
     quantization_config: QuantizationConfig = None,
     attention: Attention = None,
     linear_scale_path: LinearScalePath = None,
+    strict: Strict = False,
     cache_backend: CacheBackend = None,
     cache_config: CacheConfig = None,
     chat_template: ChatTemplate = None,

@@ -1,4 +1,4 @@
-"""Append and read measurements: JSON Lines, one row per line, never rewritten.
+"""Append and read measurements, and other JSON Lines: one row per line, never rewritten.
 
 A row reaches the file in one write under a lock, so appenders in different processes do not mix.
 What a crash can leave is a last line without its end: reading skips it with a warning, and the next
@@ -8,15 +8,31 @@ append removes it.
 import fcntl
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from octavo.atomic import sync_folder
 from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.records import Measurement
 
-_ROW_START = b'{"schema": '
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class RowFormat(Generic[Row]):
+    """How a row is read from its line, and the bytes that every line begins with.
+
+    parse raises CheckpointError if a line is no row.
+    """
+
+    parse: Callable[[str], Row]
+    start: bytes
+
+
+MEASUREMENTS = RowFormat(Measurement.from_json, start=b'{"schema": ')
 
 
 class TornLineWarning(UserWarning):
@@ -28,11 +44,16 @@ def append(path: str | os.PathLike[str], rows: Iterable[Measurement]) -> None:
 
     Raises ConfigError if its folder does not exist, CheckpointError if the last line is no row.
     """
-    lines = [row.to_json().encode("ascii") + b"\n" for row in rows]
+    append_lines(path, [row.to_json() for row in rows], MEASUREMENTS)
+
+
+def append_lines(path: str | os.PathLike[str], rows: Iterable[str], format: RowFormat[Row]) -> None:
+    """Add rows, which are lines of JSON already, as `append` does."""
+    lines = [row.encode("ascii") + b"\n" for row in rows]
     check_folder(path)
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
-        _repair_end(file, path)
+        _repair_end(file, path, format)
         for line in lines:
             _write_whole(file, line)
         os.fsync(file.fileno())
@@ -59,31 +80,38 @@ def read(path: str | os.PathLike[str]) -> list[Measurement]:
 def _read_file(path: Path) -> list[Measurement]:
     if not path.is_file():
         raise CheckpointError(f"expected a file or folder of measurements, found none at {path}")
+    return read_lines(path, MEASUREMENTS)
+
+
+def read_lines(path: Path, format: RowFormat[Row]) -> list[Row]:
+    """The rows of one file; a last line without its end is skipped with a warning."""
     with open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # waits for a row that is being written
         *lines, end = file.read().split(b"\n")
-    rows = [_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
-    if end.strip() and not _is_torn(end, path, len(lines) + 1):
-        rows.append(_parse(end, path, len(lines) + 1))
+    rows = [
+        _parse(line, path, number, format) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if end.strip() and not _is_torn(end, path, len(lines) + 1, format):
+        rows.append(_parse(end, path, len(lines) + 1, format))
     return rows
 
 
-def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> Measurement:
+def _parse(line: bytes, path: str | os.PathLike[str], number: int, format: RowFormat[Row]) -> Row:
     try:
-        return Measurement.from_json(line.decode("utf-8"))
+        return format.parse(line.decode("utf-8"))
     except (CheckpointError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{os.fspath(path)}:{number}: {error}") from error
 
 
-def _is_torn(end: bytes, path: str | os.PathLike[str], number: int) -> bool:
+def _is_torn(end: bytes, path: str | os.PathLike[str], number: int, format: RowFormat[Row]) -> bool:
     """Whether the text after the last newline is the beginning of a row; warns if so."""
     try:
-        _parse(end, path, number)
+        _parse(end, path, number, format)
         return False
     except CheckpointError:
         # A file that grew before its data arrived ends in zeros.
-        start = end.rstrip(b"\0")[: len(_ROW_START)]
-        if not _ROW_START.startswith(start):
+        start = end.rstrip(b"\0")[: len(format.start)]
+        if not format.start.startswith(start):
             raise
     warnings.warn(
         f"{os.fspath(path)}:{number}: the last line is incomplete, its writer was stopped; skipped",
@@ -93,7 +121,7 @@ def _is_torn(end: bytes, path: str | os.PathLike[str], number: int) -> bool:
     return True
 
 
-def _repair_end(file: RawIOBase, path: str | os.PathLike[str]) -> None:
+def _repair_end(file: RawIOBase, path: str | os.PathLike[str], format: RowFormat[Row]) -> None:
     """Let the file end in a newline: complete the last row, or remove what a crash left of it."""
     if file.seek(0, os.SEEK_END) == 0:
         return
@@ -103,7 +131,7 @@ def _repair_end(file: RawIOBase, path: str | os.PathLike[str]) -> None:
     file.seek(0)
     content = file.readall()
     start = content.rfind(b"\n") + 1
-    if _is_torn(content[start:], path, content.count(b"\n") + 1):
+    if _is_torn(content[start:], path, content.count(b"\n") + 1, format):
         file.truncate(start)
     else:
         _write_whole(file, b"\n")

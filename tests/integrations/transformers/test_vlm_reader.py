@@ -45,7 +45,9 @@ def test_a_folder_answers_questions_of_several_lengths(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_a_processor_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=f"with its processor, got {tmp_path}"):
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path}: expected an image-text model with its processor, got"
+    ):
         load_vlm_reader(str(tmp_path))
 
 

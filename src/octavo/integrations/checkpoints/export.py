@@ -5,7 +5,6 @@ scales in a file of their own, an index that names it, and a config that announc
 """
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.atomic import write_atomically
+from octavo.atomic import temporary_folder, write_atomically
 from octavo.brief import brief, list_names
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
@@ -89,17 +88,12 @@ def export_checkpoint(
     _check_target(source, target)
     scale_set.require_plain_keys("a checkpoint")
     plan = _make_plan(source, scale_set, format)
-    temporary = target.absolute().with_name(f".octavo-{secrets.token_hex(8)}.tmp")
-    temporary.mkdir()
-    try:
+    with temporary_folder(target.absolute().parent) as temporary:
         num_linked = _write(plan, temporary, on_file)
         found = read_kv_scales(temporary)
         if found is None or dict(found.layers) != dict(plan.scales):
             raise CheckpointError(f"{temporary}: the scales that were written are not read back")
         os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return Exported(
         folder=target,
         strategy=plan.strategy,

@@ -100,6 +100,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return document
 
 
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error of a weight file that is not what it should be."""
+    return CheckpointError(f"{path} is damaged: {what}; download or copy it again")
+
+
 def read_header(path: Path) -> Iterator[TensorEntry]:
     """The tensors of a safetensors file; nothing but its header is read."""
     try:
@@ -108,23 +113,27 @@ def read_header(path: Path) -> Iterator[TensorEntry]:
             prefix = file.read(8)
             header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES
             if header_size > min(MAX_HEADER_BYTES, file_size - 8):
-                raise CheckpointError(f"{path.name}: expected a safetensors file, got another one")
+                raise damaged(path, _not_safetensors(prefix))
             header = json.loads(file.read(header_size), object_pairs_hook=unique_keys)
         if not isinstance(header, dict):
-            raise CheckpointError(f"{path.name}: expected a header of tensors, got {brief(header)}")
+            raise damaged(path, f"expected a header of tensors, got {brief(header)}")
     except OSError as error:
-        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+        raise CheckpointError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name}: expected a safetensors header: {error}") from None
+        raise damaged(path, f"expected a safetensors header: {error}") from None
     header.pop("__metadata__", None)
     for name, row in header.items():
         try:
             start, stop = (8 + header_size + int(offset) for offset in row["data_offsets"])
             dtype, shape = str(row["dtype"]), tuple(int(size) for size in row["shape"])
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{path.name}: {brief(name)}: got {brief(row)}") from None
+            raise damaged(path, f"{brief(name)}: got {brief(row)}") from None
         if not 8 + header_size <= start <= stop <= file_size:
-            raise CheckpointError(f"{path.name}: {brief(name)} goes beyond the end of the file")
+            raise damaged(
+                path,
+                f"{brief(name)} goes beyond the end of the file, which has {file_size:,} of "
+                f"{stop:,} bytes",
+            )
         yield TensorEntry(name, path, dtype, shape, start, stop)
 
 
@@ -138,6 +147,14 @@ def read_headers(paths: Iterable[Path]) -> dict[str, TensorEntry]:
                 raise CheckpointError(f"expected {brief(entry.name)} once, got it in {names}")
             tensors[entry.name] = entry
     return tensors
+
+
+def _not_safetensors(prefix: bytes) -> str:
+    if not prefix:
+        return "the file is empty"
+    if prefix == b"version ":  # https://git-lfs.github.com/spec/v1
+        return "expected weights, got a pointer of Git LFS to them (git lfs pull)"
+    return f"expected a safetensors file, got one that begins with {brief(prefix)}"
 
 
 def read_tensor(entry: TensorEntry) -> Tensor:

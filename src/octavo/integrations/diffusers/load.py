@@ -17,7 +17,7 @@ from octavo.integrations.checkpoints.tensor_files import (
     read_json,
 )
 from octavo.integrations.diffusers.small_image import MARK, load_small_image_model
-from octavo.integrations.transformers.load import choose_device, register_fp8
+from octavo.integrations.transformers.load import choose_device, loading, register_fp8
 from octavo.integrations.transformers.model_files import read_dtypes
 
 SMALL_IMAGE = "small-image"
@@ -90,9 +90,10 @@ def _check_components(folder: Path) -> None:
 def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
     register_fp8()  # text encoders are transformers' own
     try:
-        pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype)
-    # A class that diffusers does not have is an AttributeError, a damaged file any of the others.
-    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
+        with loading(name, "a pipeline of diffusers"):
+            pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    # A class that diffusers does not have is an AttributeError.
+    except (AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{name}: expected a pipeline of diffusers, got {type(error).__name__}: "
             f"{brief(str(error))}"

@@ -2,14 +2,12 @@
 
 import io
 import os
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.atomic import write_atomically
+from octavo.atomic import temporary_folder, write_atomically
 from octavo.brief import list_names
 from octavo.errors import ConfigError, UnsupportedError
 
@@ -90,22 +88,15 @@ def _write_mp4(frames: Sequence[Any], path: Path, fps: float) -> None:
     from diffusers.utils import export_to_video
 
     # The writer takes a path: a file of its own, which then takes the place of the other.
-    temporary = path.with_name(f".octavo-{secrets.token_hex(8)}.mp4")
-    try:
+    with temporary_folder(path.absolute().parent) as folder:
         # Sides are multiples of 2 at least; by default it would scale to multiples of 16.
-        export_to_video(list(frames), str(temporary), fps=fps, macro_block_size=2)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        video = folder / path.name
+        export_to_video(list(frames), str(video), fps=fps, macro_block_size=2)
+        os.replace(video, path)
 
 
 def _write_folder(frames: Sequence[Any], path: Path) -> None:
-    temporary = path.with_name(f".octavo-{secrets.token_hex(8)}")
-    temporary.mkdir()
-    try:
+    with temporary_folder(path.absolute().parent) as folder:
         for index, frame in enumerate(frames):
-            write_atomically(temporary / f"frame-{index:04d}.png", png_bytes(frame))
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            write_atomically(folder / f"frame-{index:04d}.png", png_bytes(frame))
+        folder.rename(path)

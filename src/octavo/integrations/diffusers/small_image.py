@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from octavo.atomic import write_atomically
 from octavo.brief import NUM_NAMES_SHOWN, list_names
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.checkpoints.damage import find_damage
 
 FOLDER = Path(__file__).parents[2] / "assets" / "small_image"
 FORMAT_VERSION = 1
@@ -317,7 +318,8 @@ def _load_part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
         state = {name: tensor.to(dtype) for name, tensor in load_file(folder / WEIGHTS).items()}
         module.load_state_dict(state, assign=True)
     except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / WEIGHTS}: {error}") from None
+        damage = find_damage(folder / WEIGHTS)
+        raise CheckpointError(damage or f"{folder / WEIGHTS}: {error}") from None
     return module.eval()
 
 

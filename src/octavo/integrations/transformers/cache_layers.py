@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from octavo.brief import brief
 from octavo.errors import CheckpointError
 from octavo.integrations.transformers import text
 from octavo.integrations.transformers.gguf_file import model_name, pretrained_source
+from octavo.integrations.transformers.load import loading
 from octavo.integrations.transformers.paged_cache import WINDOW_COLUMNS
 from octavo.integrations.transformers.paged_steps import PAGE_SIZE
 from octavo.patterns import Layer
@@ -57,13 +57,8 @@ def read_cached_model(name: str) -> CachedModel:
     from transformers import AutoConfig
 
     source, options = pretrained_source(name)
-    try:
-        config: Any = AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{name}: expected a model's config.json, got {type(error).__name__}: "
-            f"{brief(str(error))}"
-        ) from error
+    with loading(name, "a model's config.json"):
+        config: Any = AutoConfig.from_pretrained(source, **options, trust_remote_code=False)
     files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     return cached_model(config, model_name(name), sum(file.stat().st_size for file in files))
 
@@ -81,7 +76,7 @@ def cached_model(config: Any, name: str, weight_bytes: int = 0) -> CachedModel:
     # The classes know their layers best; on the meta device their weights take no memory.
     with torch.device("meta"):
         try:
-            model = kind.from_config(config)
+            model = kind.from_config(config, trust_remote_code=False)
         except ValueError as error:
             raise CheckpointError(f"{name}: expected a decoder's config: {error}") from error
     windows = text.find_windows(model)

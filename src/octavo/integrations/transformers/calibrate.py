@@ -134,9 +134,9 @@ def _load_from_transformers(name: str, dtype: str, device: str) -> ImageModel:
 
     image_processors: Any = AutoImageProcessor
     with loading(name, "a model with a config.json"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with loading(name, "an image processor (preprocessor_config.json) beside the model"):
-        processor = image_processors.from_pretrained(name)
+        processor = image_processors.from_pretrained(name, trust_remote_code=False)
     # The class that models are served with: its layer names are those of scale files.
     has_text = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_text else AutoModel

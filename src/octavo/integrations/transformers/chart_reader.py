@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.atomic import write_atomically
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.checkpoints.damage import find_damage
 
 FOLDER = Path(__file__).parents[2] / "assets" / "chart_reader"
 FORMAT_VERSION = 1
@@ -330,7 +331,8 @@ def load_chart_reader(folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16
         state = load_file(folder / WEIGHTS)
         result = model.load_state_dict(state, strict=False)
     except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / WEIGHTS}: {error}") from None
+        damage = find_damage(folder / WEIGHTS)
+        raise CheckpointError(damage or f"{folder / WEIGHTS}: {error}") from None
     if wrong := [
         *(k for k in result.missing_keys if k != "lm_head.weight"),
         *result.unexpected_keys,

@@ -47,6 +47,6 @@ def load_clip_scorer(folder: str, device: str = "cpu") -> ClipScorer:
 
     model = load_weights(folder, CLIPModel, dtype="float32", device=device)
     with loading(folder, "a CLIP model's image processor and tokenizer"):
-        processor = AutoImageProcessor.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return ClipScorer(model, processor, tokenizer, folder)

@@ -106,7 +106,7 @@ def make_decoder(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         family: Any = AutoModelForCausalLM
-        model = family.from_config(config, dtype=dtype).eval()
+        model = family.from_config(config, dtype=dtype, trust_remote_code=False).eval()
         if dense_size is not None:
             for layer in model.model.layers:
                 layer.mlp = DenseMlp(config, dense_size, dtype).eval()

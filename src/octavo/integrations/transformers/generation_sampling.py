@@ -29,4 +29,4 @@ def load_generation_sampling(name: str) -> dict[str, float]:
     from transformers import GenerationConfig
 
     with loading(name, "a generation_config.json"):
-        return generation_sampling(GenerationConfig.from_pretrained(name))
+        return generation_sampling(GenerationConfig.from_pretrained(name, trust_remote_code=False))

@@ -94,7 +94,11 @@ def load_gguf(kind: Any, path: Path, dtype: torch.dtype) -> Any:
     options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
     with read_once(path.name):
         model, info = kind.from_pretrained(
-            path.parent, output_loading_info=True, **options, **_dequantized()
+            path.parent,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
+            **_dequantized(),
         )
         check_taken(info)
         _rotate_as_stored(model, path)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import ConfigError
 from octavo.integrations.linear import plan_linear
 from octavo.integrations.traced_work import LinearWork
 from octavo.integrations.transformers import decoder, text
 from octavo.integrations.transformers.cache_layers import CacheLayer
 from octavo.integrations.transformers.gguf_file import pretrained_source
+from octavo.integrations.transformers.load import loading
 
 # The language models of vision_tower.CONFIGS, which has their towers.
 _QWEN3 = {"head_dim": 128, "vocab_size": 151936, "num_attention_heads": 32}
@@ -117,7 +117,7 @@ def _make(config: Any) -> Any:
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     with torch.device("meta"):
-        return kind.from_config(config, dtype=torch.bfloat16)
+        return kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
 
 
 def decoder_work(model: Any) -> DecoderWork:
@@ -192,10 +192,5 @@ def read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     source, options = pretrained_source(str(folder))
-    try:
-        return AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{folder}: expected a model's config.json, got {type(error).__name__}: "
-            f"{brief(str(error))}"
-        ) from error
+    with loading(folder, "a model's config.json"):
+        return AutoConfig.from_pretrained(source, **options, trust_remote_code=False)

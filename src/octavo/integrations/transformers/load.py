@@ -1,15 +1,18 @@
 """Loading models from a folder or the hub, with errors that say what is missing."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from octavo.brief import brief
-from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedError
+from octavo.integrations.checkpoints.damage import find_damage
 from octavo.integrations.transformers.gguf_file import find_gguf, load_gguf
 from octavo.integrations.transformers.load_stored import load_stored
 
@@ -57,14 +60,43 @@ def register_fp8() -> None:
 
 
 @contextmanager
-def loading(name: str, expected: str) -> Iterator[None]:
-    """Whatever transformers raises on the way becomes one error with the model's name."""
+def loading(name: str | os.PathLike[str], expected: str) -> Iterator[None]:
+    """Whatever goes wrong on the way becomes one error with the model's name and what to do.
+
+    Damaged weight files are named, whatever the library that stumbled over them raised.
+    """
     try:
         yield
-    except (ImportError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{name}: expected {expected}, got {type(error).__name__}: {brief(str(error))}"
-        ) from error
+    except OctavoError:
+        raise
+    except Exception as error:
+        place = local_place(os.fspath(name))
+        damage = None if place is None else find_damage(place)
+        if damage is not None:
+            raise CheckpointError(f"{name}: {damage}") from error
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{name}: expected {expected} of a kind that transformers and diffusers know, got "
+                "one that needs Python code of its own (auto_map), which octavo does not run"
+            ) from error
+        if isinstance(error, ImportError | KeyError | OSError | ValueError):
+            raise CheckpointError(
+                f"{name}: expected {expected}, got {type(error).__name__}: {brief(str(error))}"
+            ) from error
+        raise
+
+
+def local_place(name: str) -> Path | None:
+    """Where a folder, a file or a model of the hub lies on this machine, if it does."""
+    from transformers.utils.hub import cached_file
+
+    if Path(name).exists():
+        return Path(name)
+    try:
+        file = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return None if file is None else Path(file).parent
 
 
 def load_weights(
@@ -78,13 +110,13 @@ def load_weights(
     checkpoints may lack.
     """
     register_fp8()
-    try:
-        with loading(name, "weights"):
+    with loading(name, "weights"):
+        try:
             if (file := find_gguf(name)) is not None:
                 model = load_gguf(kind, file, default_dtype(dtype, device))
             else:
                 model = load_stored(kind, name, unused=unused, dtype=dtype)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
     loaded: nn.Module = model.eval().to(device)
     return loaded

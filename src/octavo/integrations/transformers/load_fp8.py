@@ -30,11 +30,14 @@ def load_fp8(kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
     wait for `apply_`. Raises CheckpointError for all that is not understood or not there.
     """
     need("octavo.load_fp8", "transformers")
-    wants_info = options.pop("output_loading_info", False)
-    try:
-        model, info = load_with_scales(kind, os.fspath(name), (), options)
-    except CheckpointError as error:
-        raise CheckpointError(f"{os.fspath(name)}: {error}") from None
+    from octavo.integrations.transformers.load import loading  # which loads FP8 models from here
+
+    name, wants_info = os.fspath(name), options.pop("output_loading_info", False)
+    with loading(name, "weights in FP8"):
+        try:
+            model, info = load_with_scales(kind, name, (), options)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
     return (model, info) if wants_info else model
 
 
@@ -45,21 +48,28 @@ def load_with_scales(
     if "quantization_config" in options or "config" in options:
         raise ConfigError("expected the checkpoint to say how it is quantized, got a config beside")
     where = {key: options[key] for key in _WHERE if key in options}
-    trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
-    config = config_with(kind, name, read_config(name, **where).to_dict(), **where, **trust)
-    model, info = kind.from_pretrained(
-        name, config=config, output_loading_info=True, **{"dtype": "auto", **options}
-    )
+    trust = options.get("trust_remote_code", False)
+    settings = read_config(name, **where).to_dict()
+    config = config_with(kind, name, settings, trust_remote_code=trust, **where)
+    options = {"dtype": "auto", **options, "config": config, "trust_remote_code": trust}
+    model, info = kind.from_pretrained(name, output_loading_info=True, **options)
     check_taken(info, unused)
     return model, info
 
 
-def config_with(kind: Any, name: str, settings: Mapping[str, Any] | None, **options: Any) -> Any:
+def config_with(
+    kind: Any,
+    name: str,
+    settings: Mapping[str, Any] | None,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
     """A checkpoint's config with these quantization settings in place of its own."""
     from transformers import AutoConfig
 
     config_class = getattr(kind, "config_class", None) or AutoConfig
-    config = config_class.from_pretrained(name, **options)
+    config = config_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     for part in (config, config.get_text_config()):
         for key in _SETTINGS:
             if hasattr(part, key):

@@ -31,7 +31,9 @@ def load_stored(kind: Any, name: str, *, unused: Collection[str] = (), **options
     if settings is not None:
         changed = None if found == "plain" else {**settings, "dequantize": True}
         options["config"] = config_with(kind, name, changed)
-    model, info = kind.from_pretrained(name, output_loading_info=True, **options)
+    model, info = kind.from_pretrained(
+        name, output_loading_info=True, trust_remote_code=False, **options
+    )
     # A config that is about the KV cache announces scales, which `apply_` reads from the files.
     has_announcement = settings is not None or hf_quant_config is not None
     check_taken(info, unused, has_kv_scales=has_announcement)

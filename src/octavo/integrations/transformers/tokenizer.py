@@ -143,7 +143,7 @@ def token_counter(name: str) -> Callable[[str], int]:
     tokenizers: Any = AutoTokenizer
     source, options = tokenizer_source(name)
     with loading(name, "a tokenizer"):
-        tokenizer = tokenizers.from_pretrained(source, **options)
+        tokenizer = tokenizers.from_pretrained(source, **options, trust_remote_code=False)
     return lambda text: len(tokenizer(text).input_ids)
 
 

@@ -66,9 +66,9 @@ def tower_of_config(config: Any) -> TowerWork:
     config.depth, config._attn_implementation = 1, "sdpa"
     if indexes:
         config.deepstack_visual_indexes = [0]
-    make: Any = AutoModel.from_config
+    towers: Any = AutoModel
     with torch.device("meta"):
-        tower = make(config, dtype=torch.bfloat16).eval()
+        tower = towers.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
     if type(tower).__name__ not in PACKED_TOWERS:
         raise UnsupportedError(
             f"expected a tower of packed images, one of {', '.join(PACKED_TOWERS)}; got "

@@ -167,9 +167,9 @@ class NamedModel:
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise CheckpointError(f"expected a model's folder with a config.json, got {model}")
         self.name = folder.resolve().name if folder.is_dir() else model
-        load_processor: Any = AutoProcessor.from_pretrained
+        processors: Any = AutoProcessor
         with loading(model, "an image-text model with its processor"):
-            self.processor = load_processor(model)
+            self.processor = processors.from_pretrained(model, trust_remote_code=False)
         kind: Any = AutoModelForImageTextToText
         self.model: Any = load_weights(model, kind, dtype="bfloat16", device=str(device))
 

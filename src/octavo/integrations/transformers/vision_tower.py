@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES
+from octavo.integrations.transformers.load import loading
 from octavo.internals import internals, require
 from octavo.numerics.attention import Packing
 
@@ -105,7 +106,8 @@ def open_tower(
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"expected a model's folder with a config.json, got {folder}")
-    config = AutoConfig.from_pretrained(folder)
+    with loading(folder, "a model's config.json"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     vision = getattr(config, "vision_config", config)
     files = sorted(folder.glob("*.safetensors"))
     if files and num_layers is not None:
@@ -114,7 +116,8 @@ def open_tower(
         )
     module = _build(vision, device, num_layers, seed, is_sharpened=not files)
     if files:
-        _load(module, files)
+        with loading(folder, "weights of a vision tower"):
+            _load(module, files)
     return Tower(folder.resolve().name, module, "checkpoint" if files else "random")
 
 
@@ -137,8 +140,8 @@ def _build(
             config.deepstack_visual_indexes = kept
     with torch.random.fork_rng(), device:
         torch.manual_seed(seed)
-        make: Any = AutoModel.from_config
-        tower = make(config, dtype=torch.bfloat16).eval()
+        towers: Any = AutoModel
+        tower = towers.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
     if type(tower).__name__ not in PACKED_TOWERS:
         raise UnsupportedError(
             f"expected a tower of packed images, one of {', '.join(PACKED_TOWERS)}; got "

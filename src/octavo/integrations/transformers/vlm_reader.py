@@ -6,9 +6,8 @@ from typing import Any, Self
 
 import torch
 
-from octavo.errors import CheckpointError, ConfigError
 from octavo.extras import need
-from octavo.integrations.transformers.load import load_weights
+from octavo.integrations.transformers.load import load_weights, loading
 from octavo.integrations.transformers.tokenizer import PromptSettings, check_template
 
 PROMPT = (
@@ -73,14 +72,9 @@ def load_vlm_reader(
     need(f"loading {model}", "transformers")
     import transformers
 
-    try:
-        auto: Any = transformers  # its annotations say less than it does
-        processor = _prepared(auto.AutoProcessor.from_pretrained(model), prompts)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"expected an image-text model with its processor, got {model}: {error}"
-        ) from None
+    auto: Any = transformers  # its annotations say less than it does
+    with loading(model, "an image-text model with its processor"):
+        processor = auto.AutoProcessor.from_pretrained(model, trust_remote_code=False)
+    processor = _prepared(processor, prompts)
     kind, name = auto.AutoModelForImageTextToText, str(dtype).removeprefix("torch.")
     return VlmReader(load_weights(model, kind, dtype=name, device="cpu"), processor, name=model)

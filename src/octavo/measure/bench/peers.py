@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from octavo.atomic import temporary_folder
 from octavo.cache.view import PagedView
 from octavo.errors import UnsupportedError
 from octavo.measure.bench.cudnn import Fp8Graph
@@ -59,10 +60,10 @@ def _unpacked(root: Path, ending: str) -> list[Path]:
     for packed in sorted(root.rglob(f"*{ending}.xz")):
         path = packed.with_suffix("")
         # Renamed when whole: other processes may be looking for it.
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with lzma.open(packed) as source, open(temporary, "wb") as target:
-            shutil.copyfileobj(source, target)
-        os.replace(temporary, path)
+        with temporary_folder(path.parent) as folder:
+            with lzma.open(packed) as source, open(folder / path.name, "wb") as target:
+                shutil.copyfileobj(source, target)
+            os.replace(folder / path.name, path)
         found.append(path)
     return found
 

@@ -1,7 +1,8 @@
 """The file of single answers: what each row said to each question, and whether it was right.
 
-JSON Lines, appended as answers come. A run that is resumed takes the answers that are there
-already; their keys say by what they were made.
+JSON Lines, appended as answers come, with the lock and the care of records (measure/store.py): more
+than one run may write to a file. A run that is resumed takes the answers that are there already;
+their keys say by what they were made.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
+from octavo.measure import store
 from octavo.measure.evaluate.endpoint import Reply
 
 
@@ -38,45 +40,34 @@ class AnswerFile:
             if is_resumed:
                 raise ConfigError("--resume goes on with the file of --answers, which is not given")
             return
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"expected an existing folder for {path}; create {path.parent}")
+        store.check_folder(path)
         if not path.exists():
             return
         if not is_resumed:
             raise ConfigError(f"{path} is there already: add --resume to go on with it")
-        self._replies = _read(path)
+        self._replies = dict(store.read_lines(path, ANSWERS))
 
     def reply(self, key: str) -> Reply | None:
         """The reply of before with this key."""
         return self._replies.get(key)
 
     def append(self, answer: StoredAnswer) -> None:
-        """Write an answer at the end of the file."""
+        """Write an answer at the end of the file; it is on disk when this returns."""
         if self._path is None:
             return
         fields: dict[str, Any] = {**vars(answer), **vars(answer.reply)}
         del fields["reply"]
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(fields) + "\n")
+        store.append_lines(self._path, [json.dumps(fields)], ANSWERS)
 
 
-def _read(path: Path) -> dict[str, Reply]:
-    """The replies of a file; what a crash left of its last line is cut off."""
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with open(path, "r+b") as file:
-            file.truncate(len(whole))
-    replies = {}
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            row = json.loads(line)
-            key, text, is_cut, tokens = (
-                row[name] for name in ("key", "text", "is_cut", "num_tokens")
-            )
-        except (LookupError, TypeError, ValueError):
-            raise CheckpointError(
-                f"{path}:{number}: expected an answer, got {brief(line)}"
-            ) from None
-        replies[str(key)] = Reply(str(text), bool(is_cut), tokens)
-    return replies
+def _parse(line: str) -> tuple[str, Reply]:
+    """The key and the reply of one line."""
+    try:
+        row = json.loads(line)
+        key, text, is_cut, tokens = (row[name] for name in ("key", "text", "is_cut", "num_tokens"))
+    except (LookupError, TypeError, ValueError):
+        raise CheckpointError(f"expected an answer, got {brief(line)}") from None
+    return str(key), Reply(str(text), bool(is_cut), tokens)
+
+
+ANSWERS = store.RowFormat(_parse, start=b'{"key": ')

@@ -1,0 +1,170 @@
+"""Reading the decoded JSON of a scale file, with or without the tolerance of vLLM's loader.
+
+vLLM's loader passes over what it does not know. Reading does the same unless it is strict, and
+notes all that it passed over.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.brief import brief, list_names
+from octavo.calibration.scale_values import Scale, checked_count, checked_number, checked_scale
+from octavo.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+_KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
+_ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
+_INPUT_KEYS = frozenset({"input", "input_scale"})
+
+
+class _Incomplete(ConfigError):
+    """An entry without q, k or v."""
+
+
+@dataclass
+class ScaleDocument:
+    """The content of a scale file: fields of its header, of each attention layer, and input scales.
+
+    incomplete: layers whose entry was passed over, with the reason. The other lists name what else
+    was passed over or read although it is not as octavo writes it.
+    """
+
+    header: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    inputs: dict[str, float] = field(default_factory=dict)
+    incomplete: dict[str, str] = field(default_factory=dict)
+    extra_keys: list[str] = field(default_factory=list)
+    no_objects: list[str] = field(default_factory=list)
+    with_unknown_keys: list[str] = field(default_factory=list)
+    with_strings: list[str] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """A sentence for each kind of thing that strict reading refuses."""
+        kinds: dict[str, Sequence[str]] = {
+            "ignored keys beside layers": self.extra_keys,
+            "ignored entries that are no objects": self.no_objects,
+            "ignored unknown keys of layers": self.with_unknown_keys,
+            "read strings as numbers in layers": self.with_strings,
+            "ignored incomplete entries of layers": [*self.incomplete],
+        }
+        notes = [f"{what}: {list_names(names)}" for what, names in kinds.items() if names]
+        if self.incomplete:
+            notes[-1] += f" ({next(iter(self.incomplete.values()))})"
+        return notes
+
+
+def read_document(document: object, *, strict: bool) -> ScaleDocument:
+    """What a decoded scale file says; ConfigError if it is none, or is not as strict wants it."""
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"expected an object of layers, got {brief(document)}")
+    found = ScaleDocument()
+    if "octavo" in document:
+        found.header = _read_header(document["octavo"])
+    layers = {key: value for key, value in document.items() if key != "octavo"}
+    if "layers" in layers:
+        found.extra_keys = [key for key in layers if key != "layers"]
+        if found.extra_keys and strict:
+            raise ConfigError(f"expected nothing beside layers, got {list_names(found.extra_keys)}")
+        layers = layers["layers"]
+        if not isinstance(layers, Mapping):
+            raise ConfigError(f"expected layers to be an object, got {brief(layers)}")
+    for name, entry in layers.items():
+        try:
+            _read_entry(found, name, entry, strict)
+        except ConfigError as error:
+            raise ConfigError(f"layer {brief(name)}: {error}") from None
+    return found
+
+
+def _read_entry(found: ScaleDocument, name: str, entry: object, strict: bool) -> None:
+    if not isinstance(entry, Mapping):
+        if strict:
+            raise ConfigError(f"expected an object with q, k and v, got {brief(entry)}")
+        found.no_objects.append(name)
+        return
+    if not strict:
+        known = {key: entry[key] for key in entry if key in _ALL_KEYS or key in _INPUT_KEYS}
+        unknown = (f"{name}.{key}" for key in entry if key not in known)
+        found.with_unknown_keys.extend(unknown)
+        entry = {key: _number_of(value) for key, value in known.items()}
+        if any(entry[key] is not known[key] for key in known):
+            found.with_strings.append(name)
+    if entry.keys() & _INPUT_KEYS:
+        found.inputs[name] = _read_input(entry)
+        return
+    try:
+        found.layers[name] = _read_layer(entry)
+    except _Incomplete as error:
+        if strict:
+            raise
+        found.incomplete[name] = str(error)
+
+
+def _number_of(value: object) -> object:
+    """The number that a string spells, or `value`."""
+    if isinstance(value, list) and any(isinstance(number, str) for number in value):
+        return [_number_of(number) for number in value]
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    return value
+
+
+def _read_header(entry: object) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
+    version = checked_count("format_version", entry.get("format_version"))
+    if version > FORMAT_VERSION:
+        raise ConfigError(
+            f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
+        )
+    return {key: value for key, value in entry.items() if key != "format_version"}
+
+
+def _read_input(entry: Mapping[str, Any]) -> float:
+    if len(entry) > 1:
+        raise ConfigError(f"expected input alone, got {list_names([*entry])}")
+    (scale,) = entry.values()
+    return checked_number("input", scale)
+
+
+def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
+    if not entry.keys() <= _ALL_KEYS:
+        unknown = [key for key in entry if key not in _ALL_KEYS]
+        raise ConfigError(
+            f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
+        )
+    fields: dict[str, Any] = {}
+    if "q" in entry and entry["q"] is None and not entry.keys() & {"q_scale", "q_heads"}:
+        fields["q"] = None
+    else:
+        fields["q"] = _read_scale(entry, *_KEYS[0])
+    fields |= {keys[0]: _read_scale(entry, *keys) for keys in _KEYS[1:]}
+    if "k_mean" in entry and entry["k_mean"] is None:
+        raise ConfigError("expected k_mean to be a list for each head, got null")
+    return {**fields, "k_mean": entry.get("k_mean")}
+
+
+def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:
+    if key not in entry and alias not in entry:
+        got = f"only {list_names(list(entry)) or 'nothing'}"
+        raise _Incomplete(f"expected {key} or {alias}, got {got}")
+    if key in entry and alias in entry:
+        raise ConfigError(f"expected {key} or {alias}, got both")
+    scale = entry[key] if key in entry else entry[alias]
+    if isinstance(scale, list | tuple):
+        raise ConfigError(f"expected {key} to be one number, got a list; move it to {heads_key}")
+    if heads_key not in entry:
+        return scale  # type: ignore[no-any-return]  # LayerScales checks it
+    heads = checked_scale(heads_key, entry[heads_key])
+    if not isinstance(heads, tuple):
+        raise ConfigError(f"expected {heads_key} to be a list, got {heads}")
+    # Not equal to the bit: another program may have rounded the file's numbers.
+    if not math.isclose(checked_number(key, scale), max(heads), rel_tol=1e-6):
+        raise ConfigError(f"expected {key} to be the largest of {heads_key}, got {scale}")
+    return heads
