@@ -9,7 +9,7 @@ import typer
 from octavo import env
 from octavo.cli.console import err, out
 from octavo.cli.omni_flags import need_diffusers
-from octavo.cli.report import RESULTS, report
+from octavo.cli.report import report
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
@@ -53,6 +53,7 @@ def demo(
     """
     need_diffusers("octavo demo", "demo")
     env.let_threads_sleep()
+    from octavo.measure import store
     from octavo.measure.evaluate.demo import make_stages
     from octavo.measure.evaluate.demo_summary import summary_table
     from octavo.measure.report.html import check_packages
@@ -62,7 +63,7 @@ def demo(
     _check_earlier(output, is_forced=force)
     began = time.monotonic()
     err.print("Loading the models")  # transformers has bars of its own
-    stages = make_stages(records, RESULTS)
+    stages = make_stages(records, store.shipped())
     # Only now: what is missing here costs nobody the demo of before.
     _clear(output)
     output.mkdir(parents=True, exist_ok=True)

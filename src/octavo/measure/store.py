@@ -9,6 +9,7 @@ import fcntl
 import os
 import warnings
 from collections.abc import Iterable
+from importlib.resources import files
 from io import RawIOBase
 from pathlib import Path
 
@@ -21,6 +22,13 @@ _ROW_START = b'{"schema": '
 
 class TornLineWarning(UserWarning):
     """The last line of a file has no end: its writer was stopped in the middle."""
+
+
+def shipped() -> Path:
+    """The folder of the records that come with octavo: in the package, or in its checkout."""
+    package = Path(str(files("octavo")))
+    own = package / "results"
+    return package.parents[1] / "results" if package.parent.name == "src" else own
 
 
 def append(path: str | os.PathLike[str], rows: Iterable[Measurement]) -> None:
