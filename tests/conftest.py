@@ -35,6 +35,10 @@ def is_narrow(x):
     return isinstance(x, torch.Tensor) and x.dtype in NARROW
 
 
+def widened(x):
+    return x.float() if is_narrow(x) else x
+
+
 def compute_in_float32(library, name):
     """Have torch compute 16-bit products in float32 and round the result."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
@@ -43,8 +47,8 @@ def compute_in_float32(library, name):
         narrow = next((x for x in args if is_narrow(x)), None)
         if narrow is None:
             return kernel.call_boxed(keys, *args, **options)
-        wide = [x.float() if is_narrow(x) else x for x in args]
-        result = kernel.call_boxed(keys, *wide, **options)
+        options = {name: widened(x) for name, x in options.items()}
+        result = kernel.call_boxed(keys, *map(widened, args), **options)
         if isinstance(result, tuple):  # attention's, and its logarithms in float32
             return result[0].to(narrow.dtype), *result[1:]
         return result.to(narrow.dtype)

@@ -17,7 +17,7 @@ from transformers import (
 
 import octavo
 from octavo.errors import UnsupportedError
-from octavo.integrations.transformers.engine_model import EngineModel, why_not_served
+from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.measure.advise import words
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
@@ -165,7 +165,7 @@ def test_what_the_engine_refuses_is_not_recommended(family, tmp_path):
     found, model = advice_of(family, tmp_path), make_model(family)
     with pytest.raises(UnsupportedError, match=REFUSED[family][1]) as error:
         EngineModel(model)
-    assert found.refused == str(error.value) and found.command is None
+    assert found.command is None and found.refused == str(error.value)
     assert '"command": null' in found.to_json()
     told = "\n".join(words.how_to_run(found))
     assert "octavo serve a/model" not in told and found.refused in told
@@ -177,6 +177,8 @@ def test_what_the_engine_refuses_is_not_recommended(family, tmp_path):
 
 
 def test_a_model_that_is_refused_stays_as_it_was():
+    from octavo.integrations.transformers.engine_model import why_not_served
+
     model = make_model("stablelm")
     before = model(input_ids=torch.tensor([[3, 4, 5]])).logits
     assert "drops keywords" in why_not_served(model)
