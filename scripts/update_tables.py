@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "structures": kernels.structures,
     "throughput": serving.throughput,
     "towers": vision.towers,
+    "tried": advice.tried,
 }
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 

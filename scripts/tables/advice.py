@@ -8,6 +8,7 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.advise.compared import Compared, compare_all
 from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.advise.tried import tried_table
 from octavo.measure.report.markdown import to_markdown
 from octavo.measure.report.tables import Table
 
@@ -26,6 +27,11 @@ def advice(results: Path) -> str:
         line for line, before in zip(lines, ["x", *lines], strict=False) if line or before
     )
     return f"```text\n$ octavo advise {' '.join(EXAMPLE)}\n{text}\n```\n"
+
+
+def tried(results: Path) -> str:
+    """Versions and GPUs by how far octavo was tried with them; a test compares the records."""
+    return f"{to_markdown(tried_table()).rstrip()}\n"
 
 
 def predictions(results: Path) -> str:

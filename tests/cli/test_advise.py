@@ -1,6 +1,10 @@
 """octavo advise on the command line."""
 
 import json
+import os
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,8 @@ pytest.importorskip("transformers")
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.recipe import Recipe
 
-RESULTS = Path(__file__).parents[2] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
 
 
 @pytest.fixture
@@ -35,18 +40,72 @@ def test_a_recipe_with_reasons(advise):
     assert command in out
 
 
-def test_json_without_records(advise, tmp_path, monkeypatch):
+def test_records_are_found_from_any_folder(advise, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, _ = advise("tiny", "--json", "--gpu", "l40s", "--context", "1k")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "of_something_else.jsonl").write_text("{}")
+    code, out, _ = advise("llama-3.1-8b", "--json", "--gpu", "h200", "--context", "1k")
     document = json.loads(out)
-    assert code == 0 and document["gpu"] == "l40s" and document["workload"]["context"] == 1024
-    assert any("No records of kernels" in text for text in document["warnings"])
+    assert code == 0 and document["gpu"] == "h200" and document["workload"]["context"] == 1024
+    assert not any("No records of kernels" in text for text in document["warnings"])
+    assert "llama-3.1-8b" in document["expectations"][0]["based_on"]
+
+
+def test_records_are_found_in_an_installed_package(tmp_path):
+    """The files of a wheel, by links: the package, and what pyproject.toml puts into it."""
+    site, elsewhere = tmp_path / "site-packages", tmp_path / "elsewhere"
+    (site / "octavo").mkdir(parents=True)
+    elsewhere.mkdir()
+    for path in (ROOT / "src" / "octavo").iterdir():
+        (site / "octavo" / path.name).symlink_to(path)
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]
+    for source, place in wheel["targets"]["wheel"].get("force-include", {}).items():
+        (site / place).symlink_to(ROOT / source)
+    code = (
+        "from octavo.measure import store; rows = store.read(store.shipped()); "
+        "print(store.shipped(), sum(row.op == 'scaled_mm' for row in rows))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    folder, number = ran.stdout.split()
+    assert folder == str(site / "octavo" / "results") and int(number) > 100
+
+
+def test_hub_names_are_in_the_command(advise):
+    code, out, _ = advise("openai/gpt-oss-20b", "--context", "32k", "--gpu", "hopper")
+    assert code == 0 and "gpt-oss-20b (a language model) on NVIDIA H200" in out
+    assert "octavo serve openai/gpt-oss-20b --kv-cache-dtype fp8" in out
+    assert "octavo was never run" not in out
+
+
+@pytest.mark.parametrize("gpu", ["ada", "blackwell", "ampere"])
+def test_gpus_that_octavo_never_ran_on_are_marked(advise, gpu):
+    code, out, _ = advise("tiny", "--gpu", gpu)
+    out = " ".join(out.split())  # the caption of a narrow table is wrapped
+    assert code == 0 and "(predicted: octavo was never run on this GPU)" in out
+    assert f"nor on any other GPU of {gpu.capitalize()}" in out
+    assert "are compiled for it in tests" in out
+
+
+def test_what_serve_refuses_has_no_command_of_it(advise, tmp_path):
+    from transformers import Qwen3NextConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 100, "num_experts": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    Qwen3NextConfig(**sizes).save_pretrained(tmp_path)
+    code, out, _ = advise(str(tmp_path))
+    assert code == 0 and f"octavo serve {tmp_path}" not in out
+    assert "octavo serve cannot run this model: Qwen3NextForCausalLM" in out
+    assert f"vllm serve {tmp_path}" in out
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["nope"], "or a name of llama-3.1-8b"),
+        (["qwen3-vl-9b"], "Did you mean qwen3-vl-8b"),
         (["tiny", "--gpu", "v100"], "expected a GPU of h200"),
         (["tiny", "--context", "many"], "expected a number of tokens"),
         (["tiny", "-o", "x.jsonl"], "-o is for the records of --measure"),

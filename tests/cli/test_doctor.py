@@ -25,6 +25,26 @@ def test_names_versions_and_every_op(capsys):
     assert "plain torch runs on any device" in text
 
 
+def test_says_what_was_run_on_a_gpu_and_what_was_only_compiled(capsys, monkeypatch):
+    from octavo.measure.advise import tried
+
+    monkeypatch.setattr(tried, "packages", lambda: {"torch": {"0.1": "gpu", "0.2": "compiled"}})
+    text = " ".join(doctor(capsys).split())
+    assert "what here run on a GPU run on a CPU only compiled only" in text
+    assert f"torch {torch.__version__} 0.1 0.2" in text
+    assert "Hopper (sm_90): NVIDIA H200" in text and "Ada (sm_89), Blackwell (sm_100)" in text
+    assert f"never tried with torch {torch.__version__}; it was with 0.1 (run on a GPU)" in text
+
+
+def test_a_gpu_that_octavo_never_ran_on(capsys, monkeypatch):
+    from octavo.kernels import device
+
+    l4 = device.Device("cuda", "NVIDIA L4", (8, 9), 58, 24 * 2**30)
+    monkeypatch.setattr(device, "default_device", lambda: l4)
+    text = " ".join(doctor(capsys).split())
+    assert "octavo was never run on NVIDIA L4, nor on any other GPU of Ada (sm_89)" in text
+
+
 def test_reports_a_misspelt_variable(capsys, monkeypatch):
     monkeypatch.setenv("OCTAVO_DEBUGG", "1")
     text = doctor(capsys)

@@ -15,21 +15,24 @@ if TYPE_CHECKING:
     from octavo.measure.advise.workload import Workload
     from octavo.measure.records import Measurement
 
-RESULTS = Path("results")
-
 
 def advise(
     model: Annotated[
         str,
         typer.Argument(
             help="A model's folder of transformers or diffusers (its config.json is enough), or "
-            "the name of its sizes: llama-3.1-8b, gpt-oss-like, qwen3-vl-30b-a3b, flux.1-dev, …",
+            "the name of a model that octavo knows: openai/gpt-oss-20b, llama-3.1-8b, qwen3-vl, "
+            "flux.1-dev, …",
             show_default=False,
         ),
     ],
     gpu: Annotated[
         str,
-        typer.Option("--gpu", help="h200, h100, b200, l40s or a100; it need not be here."),
+        typer.Option(
+            "--gpu",
+            help="h200, h100, b200, l40s or a100, or hopper, blackwell, ada, ampere; it need not "
+            "be here.",
+        ),
     ] = "h200",
     context: Annotated[
         str, typer.Option("--context", help="Tokens of a prompt (8192, 32k).")
@@ -48,8 +51,8 @@ def advise(
         Path | None,
         typer.Option(
             "--results",
-            help="Records to take speeds from: a JSON Lines file or a folder of them; results/ if "
-            "it is there.",
+            help="Records to take speeds from, a JSON Lines file or a folder of them; left out, "
+            "those that come with octavo.",
             show_default=False,
         ),
     ] = None,
@@ -66,7 +69,7 @@ def advise(
 ) -> None:
     """Say what to quantize in a model on a GPU for a workload: a recipe, with reasons.
 
-    octavo advise llama-3.1-8b --gpu h200 --context 32k --concurrency 8
+    octavo advise meta-llama/Llama-3.1-8B-Instruct --gpu h200 --context 32k --concurrency 8
 
     Times are a sum of parts: each linear layer and each attention at the speed that records of
     kernels say (--results), corrected by records of whole models. No GPU is needed, and no
@@ -94,30 +97,37 @@ def advise(
     records = _read(results)
     if is_measured:
         records += _measure(model, shape, found_gpu, workload, output)
-    served = model if Path(model).exists() else "MODEL"
-    advice = make_advice(shape, found_gpu, workload, records, served=served)
+    advice = make_advice(shape, found_gpu, workload, records, served=_served(model, shape))
     if as_json:
         typer.echo(advice.to_json())
         return
     from octavo.measure.advise import words
 
     out.print(words.title(advice), soft_wrap=True)
-    print_table(words.expectation_table(advice))
+    if advice.expectations:
+        print_table(words.expectation_table(advice))
     if advice.memory:
         print_table(words.memory_table(advice))
     for line in words.sentences(advice):
         out.print(line, soft_wrap=True)
     out.print("\nRecipe (recipe.toml)", soft_wrap=True)
     out.print(words.recipe_text(advice), soft_wrap=True)
-    out.print(advice.command, soft_wrap=True)
+    for line in words.how_to_run(advice):
+        out.print(line, soft_wrap=True)
 
 
 def _read(results: Path | None) -> "list[Measurement]":
     from octavo.measure import store
 
-    if results is None:
-        return store.read(RESULTS) if any(RESULTS.glob("*.jsonl")) else []
-    return store.read(results)
+    return store.read(store.shipped() if results is None else results)
+
+
+def _served(name: str, shape: "ModelShape") -> str:
+    """What the model is called in commands: as it was given, if they can find it by that."""
+    path = Path(name)
+    if shape.step is not None and path.exists() and not (path / "model_index.json").is_file():
+        return "PIPELINE"  # the folder has its transformer alone
+    return name if path.exists() or "/" in name else "MODEL"
 
 
 def _measure(

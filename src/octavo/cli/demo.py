@@ -8,7 +8,7 @@ import typer
 
 from octavo import env
 from octavo.cli.console import err, out
-from octavo.cli.report import RESULTS, report
+from octavo.cli.report import report
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
@@ -53,6 +53,7 @@ def demo(
     """
     need("octavo demo", "PIL", "diffusers", "jinja2", "plotly", "transformers", extra="demo")
     env.let_threads_sleep()
+    from octavo.measure import store
     from octavo.measure.evaluate.demo import make_stages
     from octavo.measure.evaluate.demo_summary import summary_table
 
@@ -60,7 +61,7 @@ def demo(
     _check_earlier(output, is_forced=force)
     began = time.monotonic()
     err.print("Loading the models")  # transformers has bars of its own
-    stages = make_stages(records, RESULTS)
+    stages = make_stages(records, store.shipped())
     # Only now: what is missing here costs nobody the demo of before.
     _clear(output)
     output.mkdir(parents=True, exist_ok=True)

@@ -92,9 +92,10 @@ def doctor(
 ) -> None:
     """Show what this machine has, or what a model's KV cache takes and bears.
 
-    Alone: GPU, versions and environment, and which implementation each op would use and why. With
-    a MODEL: --context counts the cache's bytes in BF16 and FP8 from config.json alone; --kv finds
-    layers whose keys and values break at scales of 1.0, before traffic does.
+    Alone: GPU, versions and environment, what octavo was run with on a GPU and what it was only
+    compiled for, and which implementation each op would use and why. With a MODEL: --context counts
+    the cache's bytes in BF16 and FP8 from config.json alone; --kv finds layers whose keys and
+    values break at scales of 1.0, before traffic does.
     """
     from octavo.errors import ConfigError
 
@@ -172,6 +173,7 @@ def _describe_machine() -> None:
     from octavo import env
     from octavo.internals import SUPPORTED, version_warning
     from octavo.kernels.device import default_device
+    from octavo.measure.advise.tried import caution_of_gpu, cautions_of_versions, tried_table
     from octavo.measure.records import Machine
     from octavo.measure.report.tables import Table
     from octavo.ops.explain import explain
@@ -185,6 +187,12 @@ def _describe_machine() -> None:
         **machine.versions,
     }
     print_table(Table(caption="This machine", header=("what", "found"), rows=tuple(facts.items())))
+    has_gpu = device.capability is not None
+    print_table(tried_table({**machine.versions, "GPU": device.name if has_gpu else "none"}))
+    if device.capability is not None and (text := caution_of_gpu(device.name, device.capability)):
+        out.print(text, style="yellow", soft_wrap=True)
+    for text in cautions_of_versions(machine.versions, has_gpu=has_gpu):
+        out.print(text, style="yellow", soft_wrap=True)
     print_table(
         Table(
             caption="What each op runs here",

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 from io import RawIOBase
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -37,6 +38,13 @@ MEASUREMENTS = RowFormat(Measurement.from_json, start=b'{"schema": ')
 
 class TornLineWarning(UserWarning):
     """The last line of a file has no end: its writer was stopped in the middle."""
+
+
+def shipped() -> Path:
+    """The folder of the records that come with octavo: in the package, or in its checkout."""
+    package = Path(str(files("octavo")))
+    own = package / "results"
+    return package.parents[1] / "results" if package.parent.name == "src" else own
 
 
 def append(path: str | os.PathLike[str], rows: Iterable[Measurement]) -> None:

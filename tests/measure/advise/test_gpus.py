@@ -38,6 +38,11 @@ def test_a_gpu_without_fp8_multiplies_in_bf16():
     assert not a100.has_fp8 and a100.ceilings.tflops("FP8") == a100.ceilings.tflops("BF16")
 
 
+def test_an_architecture_is_its_first_gpu():
+    found = {name: find_gpu(name).key for name in ("Ada", "blackwell", "hopper", "ampere")}
+    assert found == {"Ada": "l40s", "blackwell": "b200", "hopper": "h200", "ampere": "a100"}
+
+
 def test_an_unknown_gpu_is_an_error_that_lists_them():
-    with pytest.raises(ConfigError, match="h200, h100, b200, l40s, a100; got 'v100'"):
+    with pytest.raises(ConfigError, match="h200, h100, b200, l40s, a100, hopper, .*; got 'v100'"):
         find_gpu("v100")

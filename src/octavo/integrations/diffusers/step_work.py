@@ -33,6 +33,7 @@ class StepWork:
     attention: tuple[AttentionWork, ...]
     weight_bytes: int  # in BF16
     kept: dict[str, str]  # linear layers that stay by default: why
+    makes_video: bool = False
 
     @property
     def fp8_weight_bytes(self) -> int:
@@ -103,4 +104,6 @@ def _step_work(model: Any, size: FullSize, counts: Sequence[int] | None) -> Step
     for call in seen.attention:
         attention += [call] * count(call.place)
     num_weights = sum(p.numel() * count(name) for name, p in model.named_parameters())
-    return StepWork(size.about, tuple(linear), tuple(attention), 2 * num_weights, kept)
+    # So diffusers calls all transformers of videos, and no others.
+    makes_video = type(model).__name__.endswith("Transformer3DModel")
+    return StepWork(size.about, tuple(linear), tuple(attention), 2 * num_weights, kept, makes_video)

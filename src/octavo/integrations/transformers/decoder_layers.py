@@ -121,6 +121,11 @@ def _check_config(decoder: Any) -> None:
         raise UnsupportedError(
             f"{type(decoder).__name__}: expected a cache for every layer, got layers that share one"
         )
+    if "chunked_attention" in (getattr(decoder.config, "layer_types", None) or ()):
+        raise UnsupportedError(
+            f"{type(decoder).__name__}: expected layers that see all keys or a sliding window of "
+            "them, got attention in chunks"
+        )
 
 
 def _make_layer(

@@ -6,16 +6,17 @@ transformers hands down to every attention function (`attend`).
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from octavo.brief import list_names
+from octavo.brief import brief, list_names
 from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import apply_vision_, read_scales, skipped_layers
-from octavo.integrations.transformers import engine_images, text, vision
+from octavo.integrations.transformers import engine_images, kv_cache, text, vision
 from octavo.integrations.transformers.decoder_layers import (
     CHILD,
     CachedAttention,
@@ -76,11 +77,9 @@ class EngineModel:
         vision_impl: str | None = None,
         prefill_impl: str | None = None,
     ) -> None:
-        from transformers import AttentionInterface
-
         recipe = Recipe() if recipe is None else recipe
         _check_recipe(recipe, model)
-        _check_model(model)
+        check_served(model)
         made = make_layers(
             model,
             recipe.kv_cache,
@@ -98,17 +97,15 @@ class EngineModel:
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
-        self.head_dim = _one_of("head_dim", {module.head_dim for module in modules.values()})
-        self.num_kv_heads = _one_of("KV heads", {layer.num_kv_heads for layer in self.attention})
+        self.head_dim = int(next(iter(modules.values())).head_dim)
+        self.num_kv_heads = self.attention[0].num_kv_heads
         self.max_context = max_context(model, config)
         self.eos_tokens = _eos_tokens(model)
         self._watch = Watch()
         self._compiled: list[Any] = []
         self._linears: list[nn.Linear] = []
         apply_vision_(model, recipe, vision_impl=vision_impl)
-        # A compiled layer is two parts, before and after attention, which picks its kernels itself.
-        AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
-        install(model, made, IMPLEMENTATION)
+        _install(model, made)
         # Last: a model that something above refuses stays as it was.
         if self.device.type == "cuda":
             for part in self._parts():
@@ -214,8 +211,9 @@ def attend(
     layer, step = getattr(module, CHILD, None), kwargs.get(STEP)
     if step is None or not isinstance(layer, CachedAttention):
         raise UnsupportedError(
-            f"{type(module).__name__}: expected a call by the engine that has this model, got "
-            "another: close the engine first"
+            f"{type(module).__name__}: expected a call by the engine that has this model, got one "
+            "without its step: this attention drops keywords, or the model was called by another "
+            "(close the engine first)"
         )
     check_call(layer, attention_mask, dropout, is_causal, (scaling, softcap, sliding_window))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -231,7 +229,30 @@ def _check_recipe(recipe: Recipe, model: Any) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
+def why_not_served(model: Any) -> str | None:
+    """Why the engine refuses a model, which may be on the meta device; None if it runs it."""
+    return _refusal(check_served, model)
+
+
+def why_not_paged(model: Any) -> str | None:
+    """Why `apply_` cannot give a model an FP8 cache; None if it can. It may be on meta."""
+    return _refusal(kv_cache.check_stock_cache, model) or _refusal(_try_attention, model)
+
+
+def _refusal(check: Callable[[Any], None], model: Any) -> str | None:
+    try:
+        check(model)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def check_served(model: Any) -> None:
+    """UnsupportedError unless the engine can run a model; it is on its device, or on meta.
+
+    The only judge: the engine asks it when it takes a model, `octavo advise` before it recommends
+    to serve one.
+    """
     kind = type(model).__name__
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise UnsupportedError(f"expected a model of transformers, got {kind}")
@@ -246,11 +267,75 @@ def _check_model(model: Any) -> None:
             f"{kind}: expected attention over keys and values in every layer, got "
             f"{list_names(sorted(set(others.values())))}, whose state no page holds"
         )
-    indices = [module.layer_idx for module in text.find_layers(model).values()]
+    modules: dict[str, Any] = dict(text.find_layers(model))
+    indices = [module.layer_idx for module in modules.values()]
     if indices != list(range(len(indices))):
         raise UnsupportedError(f"{kind}: expected layers numbered from 0, got {indices}")
     if model.dtype not in PLAIN_DTYPES:
         raise UnsupportedError(f"{kind}: expected bf16, fp16 or fp32 weights, got {model.dtype}")
+    _check_same("head_dim", {module.head_dim for module in modules.values()})
+    _check_same("KV heads", {module.config.num_key_value_heads for module in modules.values()})
+    _one_device(modules)
+    _try_attention(model)
+
+
+class _Trial:
+    """A step that attends to nothing, and refuses what no page could store."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def attend(
+        self,
+        attention: DecoderAttention,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Zeros like q."""
+        expected = (len(q), attention.num_kv_heads, q.shape[-1])
+        if layer in self.layers or k.shape != expected or v.shape != expected:
+            raise UnsupportedError(
+                f"{attention.name}: expected one call with keys and values of shape "
+                f"{list(expected)}, got {list(k.shape)} and {list(v.shape)} in call "
+                f"{self.layers.count(layer) + 1}"
+            )
+        self.layers.append(layer)
+        return torch.zeros_like(q)
+
+
+@torch.inference_mode()
+def _try_attention(model: Any) -> None:
+    """Run one token through a model: only its code knows how it calls attention."""
+    kind, made = type(model).__name__, make_layers(model, None)
+    trial, device = _Trial(), model.get_input_embeddings().weight.device
+    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    _install(model, made)
+    try:
+        model(input_ids=token, position_ids=token, use_cache=False, **{STEP: trial})
+    except (OctavoError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{kind}: expected to run one token on {device}, got {type(error).__name__}: "
+            f"{brief(str(error))}"
+        ) from error
+    finally:
+        uninstall(model, IMPLEMENTATION)
+    if len(trial.layers) != len(made):
+        raise UnsupportedError(
+            f"{kind}: expected a call of attention in {len(made)} layers, got {len(trial.layers)}"
+        )
+
+
+def _install(model: Any, made: dict[str, CachedAttention]) -> None:
+    from transformers import AttentionInterface
+
+    # A compiled layer is two parts, before and after attention, which picks its kernels itself.
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
+    install(model, made, IMPLEMENTATION)
 
 
 def _one_device(modules: dict[str, Any]) -> torch.device:
@@ -258,6 +343,8 @@ def _one_device(modules: dict[str, Any]) -> torch.device:
     devices: set[torch.device] = {
         x.device for m in modules.values() for part in (m.parameters(), m.buffers()) for x in part
     }
+    if torch.device("meta") in devices:  # some constants are on the CPU even then
+        return torch.device("meta")
     if len(devices) > 1:
         raise UnsupportedError(
             f"expected a model on one device, got {', '.join(sorted(map(str, devices)))}"
@@ -265,10 +352,9 @@ def _one_device(modules: dict[str, Any]) -> torch.device:
     return devices.pop()
 
 
-def _one_of(what: str, found: set[int]) -> int:
+def _check_same(what: str, found: set[int]) -> None:
     if len(found) > 1:
         raise UnsupportedError(f"expected layers with one number of {what}, got {sorted(found)}")
-    return int(found.pop())
 
 
 def _granularity(layers: list[CachedAttention]) -> Granularity:

@@ -47,6 +47,7 @@ def attach(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    check_stock_cache(model)
     _, decoder = text.find_decoder(model)
     made = make_layers(
         model, settings, skip_layers=skip_layers, scales=scales, promote_every=promote_every
@@ -121,6 +122,16 @@ def convert(cache: Any, decoder: Any) -> Any:
             max_length=max_lengths[index],
         )
     return sequences
+
+
+def check_stock_cache(model: nn.Module) -> None:
+    """UnsupportedError unless the layers of the cache that transformers makes can have pages."""
+    from transformers import DynamicCache
+
+    _, decoder = text.find_decoder(model)
+    cache: Any = DynamicCache(config=decoder.config)
+    for module in text.find_layers(model).values():
+        _static_length(cache.layers[module.layer_idx], cache)
 
 
 def _static_length(layer: Any, cache: Any) -> int | None:

@@ -8,17 +8,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.linear import plan_linear
 from octavo.integrations.traced_work import LinearWork
-from octavo.integrations.transformers import decoder, text
+from octavo.integrations.transformers import decoder, text, vision_tower
 from octavo.integrations.transformers.cache_layers import CacheLayer
+from octavo.integrations.transformers.engine_images import has_vision
+from octavo.integrations.transformers.engine_model import why_not_paged, why_not_served
 from octavo.integrations.transformers.gguf_file import pretrained_source
 from octavo.integrations.transformers.load import loading
 
-# The language models of vision_tower.CONFIGS, which has their towers.
+# Beside those of decoder.CONFIGS, which benchmarks can make; towers are in vision_tower.CONFIGS.
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+}
 _QWEN3 = {"head_dim": 128, "vocab_size": 151936, "num_attention_heads": 32}
 LANGUAGE_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "qwen3-vl-30b-a3b": {
         **_QWEN3,
         "model_type": "qwen3_moe",
@@ -88,6 +104,23 @@ class DecoderWork:
         return self.weight_bytes - sum(one.num_weights - 4 * one.outputs for one in reached)
 
 
+@dataclass(frozen=True)
+class LanguageWork:
+    """A language model, and what octavo can do with it.
+
+    decoder: None if its layers have no keys and values of their own, which times are computed from.
+    refused: why the engine does not run it, uncached: why `apply_` cannot give it an FP8 cache;
+    None if they can. reads_images: whether the engine does, for such a model.
+    """
+
+    decoder: DecoderWork | None
+    weight_bytes: int  # in BF16
+    fp8_weight_bytes: int
+    refused: str | None
+    uncached: str | None
+    reads_images: bool
+
+
 def named_decoder(name: str) -> DecoderWork:
     """That of a name of `decoder.CONFIGS` or `LANGUAGE_MODELS`."""
     if name in decoder.CONFIGS:
@@ -99,12 +132,31 @@ def named_decoder(name: str) -> DecoderWork:
 
     sizes = dict(LANGUAGE_MODELS[name])
     work = decoder_work(_make(AutoConfig.for_model(sizes.pop("model_type"), **sizes)))
-    return replace(work, other_parts=("visual",))
+    return replace(work, other_parts=("visual",)) if name in vision_tower.CONFIGS else work
 
 
-def decoder_of_config(config: Any) -> DecoderWork:
+def language_of_config(config: Any) -> LanguageWork:
     """That of a config of transformers."""
-    return decoder_work(_make(config))
+    model = _make(config)
+    refused, decoder, uncached = why_not_served(model), None, None
+    try:
+        decoder = decoder_work(model)
+    except UnsupportedError as error:
+        uncached = str(error)
+    if refused is not None and decoder is not None:
+        uncached = why_not_paged(model)
+    return LanguageWork(decoder, *_weight_bytes(model), refused, uncached, has_vision(model))
+
+
+def _weight_bytes(model: Any) -> tuple[int, int]:
+    """In BF16, and with linear layers in FP8 where a recipe reaches."""
+    num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    try:
+        chosen = plan_linear(model).chosen
+    except ConfigError:  # nothing to quantize: GPT-2's layers are no nn.Linear
+        return num_bytes, num_bytes
+    weights = [model.get_submodule(name).weight for name in chosen]
+    return num_bytes, num_bytes - sum(weight.numel() - 4 * len(weight) for weight in weights)
 
 
 def _make(config: Any) -> Any:
@@ -117,7 +169,10 @@ def _make(config: Any) -> Any:
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     with torch.device("meta"):
-        return kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+    # Others look at which experts the tokens chose, which the meta device cannot say.
+    model.set_experts_implementation("batched_mm")
+    return model
 
 
 def decoder_work(model: Any) -> DecoderWork:

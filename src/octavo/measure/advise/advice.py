@@ -55,7 +55,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to quantize in a model on a GPU for a workload; served: its name in commands."""
+    """What to quantize in a model on a GPU for a workload; served: its name in commands.
+
+    refused: why `octavo serve` does not run the model; None if it does. has_images: whether the
+    model has a vision tower.
+    """
 
     model: str
     served: str
@@ -68,11 +72,21 @@ class Advice:
     memory: tuple[MemoryRow, ...]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
+    refused: str | None = None
+    has_images: bool = False
 
     @property
-    def command(self) -> str:
-        """The command that serves the model with this recipe."""
-        return serve_command(self.served, self.recipe, is_omni=self.is_omni)
+    def command(self) -> str | None:
+        """The command that serves the model with this recipe; of videos, the one that makes one.
+
+        None if octavo has no such command for the model.
+        """
+        if self.refused is None:
+            return serve_command(self.served, self.recipe, is_omni=self.is_omni)
+        if not self.is_omni:
+            return None
+        words = ["octavo", "image", "--model", self.served, "--prompt", "PROMPT"]
+        return shlex.join([*words, *_step_flags(self.recipe)])
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
@@ -84,6 +98,7 @@ class Advice:
             "workload": asdict(self.workload),
             "recipe": json.loads(self.recipe.to_json()),
             "command": self.command,
+            "refused": self.refused,
             "expectations": expectations,
             "memory": [asdict(row) for row in self.memory],
             "reasons": self.reasons,
@@ -103,10 +118,16 @@ def serve_command(model: str, recipe: Recipe, *, is_omni: bool = False) -> str:
             words += ["--kv-cache-dtype-skip-layers", pattern]
     if recipe.vision_attention is not None:
         words += ["--mm-encoder-attn-dtype", "fp8"]
+    return shlex.join([*words, *_step_flags(recipe)])
+
+
+def _step_flags(recipe: Recipe) -> list[str]:
+    """The flags that `octavo serve` and `octavo image` share."""
+    words = []
     if recipe.linear is not None:
         words += ["--quantization", "fp8"]
         for pattern in recipe.ignored_layers:
             words += ["--ignored-layers", pattern]
     if recipe.attention is not None:
         words += ["--attention", "fp8"]
-    return shlex.join(words)
+    return words

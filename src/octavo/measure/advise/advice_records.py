@@ -22,7 +22,7 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
         "concurrency": workload.concurrency,
         "output_len": workload.output_len,
         "recipe": words.recipe_text(advice),
-        "serve": advice.command,
+        "serve": "\n".join(words.how_to_run(advice)),
         "reasons": "\n".join(advice.reasons),
         "warnings": "\n".join(advice.warnings),
     }

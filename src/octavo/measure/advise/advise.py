@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.measure.advise import cautions
 from octavo.measure.advise.advice import Advice, Part
-from octavo.measure.advise.choose_decoder import choose_decoder
+from octavo.measure.advise.choose_decoder import choose_decoder, choose_other
 from octavo.measure.advise.choose_encoder import choose_step, choose_tower
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.model_shape import ModelShape
@@ -37,10 +37,13 @@ def advise(
         parts.append(choose_tower(predictor, model, workload))
     if model.step is not None:
         parts.append(choose_step(predictor, model))
+    if model.other is not None:
+        parts.append(choose_other(predictor, model, model.other))
     fields: dict[str, Any] = {}
     for part in parts:
         fields |= part.fields
-    warnings = [text for part in parts for text in part.warnings]
+    warnings = [text for text in (model.note, gpu.caution) if text is not None]
+    warnings += [text for part in parts for text in part.warnings]
     return Advice(
         model=model.name,
         served=served,
@@ -53,4 +56,6 @@ def advise(
         memory=tuple(row for part in parts for row in part.memory),
         reasons=tuple(text for part in parts for text in part.reasons),
         warnings=(*warnings, *cautions.of_records(predictor, model, fields)),
+        refused=model.refused,
+        has_images=model.tower is not None or model.unknown_tower is not None,
     )

@@ -1,7 +1,7 @@
 """What to quantize in a language model: its cache, and its linear layers."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.measure.advise import cautions
 from octavo.measure.advise.advice import Expectation, MemoryRow, Part
@@ -12,6 +12,9 @@ from octavo.measure.advise.predict import Prediction, Predictor
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.advise.workload import Workload
 from octavo.recipe import KvCacheSettings
+
+if TYPE_CHECKING:
+    from octavo.integrations.transformers.language_work import LanguageWork
 
 # A recipe that quantizes more must be faster by this share; less is noise between machines.
 MIN_GAIN = 0.01
@@ -65,12 +68,17 @@ def _candidates(speeds: Speeds, model: ModelShape) -> Iterator[DecoderPlan]:
     )
     own = {speeds.selected(op, operands, head_dim) for op, operands in needed}
     caches = [(False, False)]
-    if not own & {"reference", "none"}:
+    if model.uncached is None and not own & {"reference", "none"}:
         caches += [(True, True)] * bool(model.decoder.windows) + [(True, False)]
-    for is_linear in (False, True):
+    for is_linear in (False, True) if _has_plain_linear(model) else (False,):
         for is_kv, skips in caches:
             if is_kv or is_linear:
                 yield DecoderPlan(is_kv, skips, is_linear, "fastest")
+
+
+def _has_plain_linear(model: ModelShape) -> bool:
+    """Whether a checkpoint has linear layers for FP8; MXFP4 ones have them beside experts."""
+    return model.quantized in (None, "mxfp4")
 
 
 def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:
@@ -210,6 +218,8 @@ def _kv_reasons(
         f"Reading keys and values is {100 * share:.0f} % of a token's time in BF16 at "
         f"{workload.concurrency} × {workload.context:,} tokens"
     )
+    if model.uncached is not None:
+        return [f"{text}; octavo has no FP8 cache for the model: {model.uncached}."]
     if not any(plan.is_kv_fp8 for plan in plans):
         return [f"{text}; octavo has no FP8 cache for {predictor.gpu.name}."]
     if not chosen.is_kv_fp8:
@@ -228,7 +238,9 @@ def _linear_reasons(model: ModelShape, chosen: DecoderPlan, predictor: Predictor
     assert model.decoder is not None
     work = model.decoder
     if not predictor.gpu.has_fp8:
-        return [f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has)."]
+        return [_without_fp8(predictor)]
+    if not _has_plain_linear(model):
+        return [f"Linear layers stay as the checkpoint has them: {model.quantized}."]
     if not chosen.is_linear_fp8:
         return ["FP8 linear layers would gain less than 1 % here."]
     before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
@@ -239,3 +251,24 @@ def _linear_reasons(model: ModelShape, chosen: DecoderPlan, predictor: Predictor
     if work.experts is not None:
         found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
     return found
+
+
+def choose_other(predictor: Predictor, model: ModelShape, work: "LanguageWork") -> Part:
+    """Linear layers alone, of a language model whose times octavo cannot compute."""
+    has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(model)
+    is_fp8 = has_linear and predictor.gpu.has_fp8
+    after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
+    reasons = [f"Times are not predicted, and the cache stays as it is: {work.uncached}."]
+    if is_fp8:
+        reasons.append("Linear layers in FP8 take half of their memory, which tokens read.")
+    elif has_linear:
+        reasons.append(_without_fp8(predictor))
+    return Part(
+        {"linear": "fp8"} if is_fp8 else {},
+        memory=(MemoryRow("weights", work.weight_bytes, after),),
+        reasons=tuple(reasons),
+    )
+
+
+def _without_fp8(predictor: Predictor) -> str:
+    return f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has)."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+from octavo.measure.advise.tried import architectures, caution_of_gpu
 
 if TYPE_CHECKING:
     from octavo.kernels.device import Device
@@ -49,6 +50,16 @@ class Gpu:
         return self.capability >= (8, 9)
 
     @property
+    def architecture(self) -> str:
+        """What NVIDIA calls its kind (Hopper)."""
+        return architectures()[self.capability].name
+
+    @property
+    def caution(self) -> str | None:
+        """What to know if octavo never ran on it; None if it did."""
+        return caution_of_gpu(self.name, self.capability)
+
+    @property
     def device(self) -> "Device":
         """The GPU as the selection of implementations sees it."""
         from octavo.kernels.device import Device  # by torch, which reports go without
@@ -80,13 +91,16 @@ def all_gpus() -> Mapping[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a short name (h200) or of the name that it has itself (NVIDIA H200)."""
+    """The GPU of a short name (h200), of the name that it has itself (NVIDIA H200), or of an
+    architecture (ada): the first one in the file.
+    """
     found = all_gpus()
     wanted = name.strip().lower()
     for gpu in found.values():
-        if wanted in (gpu.key, gpu.name.lower()):
+        if wanted in (gpu.key, gpu.name.lower(), gpu.architecture.lower()):
             return gpu
-    raise ConfigError(f"expected a GPU of {', '.join(found)}; got {name!r}")
+    kinds = dict.fromkeys(gpu.architecture.lower() for gpu in found.values())
+    raise ConfigError(f"expected a GPU of {', '.join([*found, *kinds])}; got {name!r}")
 
 
 def _read(key: str, row: Mapping[str, Any]) -> Gpu:

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.measure.advise import cost
 from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu
-from octavo.measure.advise.model_shape import ModelShape, find_model
+from octavo.measure.advise.model_shape import ModelShape, named_model
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.records import Measurement
 
@@ -249,7 +249,7 @@ def plan_of(row: Measurement) -> DecoderPlan:
 def shape_of(name: str) -> ModelShape | None:
     """The shape of a model that records name, if it is known here."""
     try:
-        return find_model(name)
+        return named_model(name)
     except ConfigError:
         return None
 

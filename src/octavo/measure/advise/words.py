@@ -1,5 +1,7 @@
 """Advice as text for a terminal: tables, and sentences under headings."""
 
+import shlex
+
 from octavo.measure.advise.advice import Advice, Expectation
 from octavo.measure.report.tables import Table
 
@@ -19,7 +21,8 @@ def title(advice: Advice) -> str:
 def expectation_table(advice: Advice) -> Table:
     """Times before and after."""
     return Table(
-        caption="What to expect, in milliseconds",
+        caption="What to expect, in milliseconds"
+        + (" (predicted: octavo was never run on this GPU)" if advice.gpu.caution else ""),
         header=("what", "BF16", "recipe", "speed-up"),
         rows=tuple(_row(one) for one in advice.expectations),
     )
@@ -72,6 +75,25 @@ def sentences(advice: Advice) -> list[str]:
     if advice.warnings:
         lines += ["", "Mind", *(f"- {text}" for text in advice.warnings)]
     return lines
+
+
+def how_to_run(advice: Advice) -> list[str]:
+    """The command that serves the model; where octavo cannot, why, and what can."""
+    if advice.refused is None:
+        assert advice.command is not None
+        return [advice.command]
+    lines = [f"octavo serve cannot run this model: {advice.refused}."]
+    if advice.command is not None:
+        return [*lines, advice.command]
+    kind = "AutoModelForImageTextToText" if advice.has_images else "AutoModelForCausalLM"
+    lines += [
+        "It runs in transformers:",
+        f"    model = {kind}.from_pretrained({advice.served!r}, dtype='bfloat16', "
+        "device_map='cuda')",
+    ]
+    if advice.recipe.settings():
+        lines.append("    octavo.apply_(model, octavo.Recipe.load('recipe.toml'))")
+    return [*lines, f"To serve it, try vLLM: vllm serve {shlex.quote(advice.served)}"]
 
 
 def recipe_text(advice: Advice) -> str:

@@ -134,7 +134,7 @@ def advice_stage(records: Path, results: Path) -> Stage:
             words.memory_table(advice),
             "\n".join(words.sentences(advice)),
             f"\nRecipe (recipe.toml)\n{words.recipe_text(advice)}",
-            advice.command,
+            "\n".join(words.how_to_run(advice)),
         ]
 
     return Stage(f"Advice: {MODEL} on an {GPU.upper()}, {CONTEXT // 1024}k tokens", run, tell)
