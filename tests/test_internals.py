@@ -327,7 +327,7 @@ def sentence(user: str, name: str, library: str) -> str:
     first, end = internals.SUPPORTED[library]
     wanted = f"{library}>={first},<{end}"
     return (
-        f"{user} needs {name}, which {library} 99.1 lacks: octavo supports {wanted}; "
+        f"{library} 99.1 has no {name}, needed for {user}: octavo supports {wanted}; "
         f"run: pip install '{wanted}'"
     )
 
@@ -394,7 +394,7 @@ def test_a_module_says_what_it_misses(owner, member, module):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     library = owner.split(".")[0]
-    assert f"needs {owner}.{member}, which {library} " in done.stdout
+    assert f" has no {owner}.{member}, needed for " in done.stdout
     assert done.stdout.endswith(f"although octavo supports that version: reinstall {library}\n")
 
 

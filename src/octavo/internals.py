@@ -290,10 +290,10 @@ def _sentence(name: str) -> str:
     library = name.split(".")[0]
     version = import_module(library).__version__
     users = [row.user for row in INTERNALS if name in (row.owner, *_full_names(row))]
-    needed = f"{users[0] if users else 'octavo'} needs {name}, which {library} {version} lacks"
+    gone = f"{library} {version} has no {name}, needed for {users[0] if users else 'octavo'}"
     if version_warning(library, version) is None:
-        return f"{needed} although octavo supports that version: reinstall {library}"
-    return f"{needed}: octavo supports {_requirement(library)}; {_install(library)}"
+        return f"{gone}, although octavo supports that version: reinstall {library}"
+    return f"{gone}: octavo supports {_requirement(library)}; {_install(library)}"
 
 
 def _requirement(library: str) -> str:
