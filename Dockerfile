@@ -4,6 +4,7 @@ FROM python:3.12.11-slim-bookworm AS build
 WORKDIR /source
 COPY LICENSE README.md pyproject.toml ./
 COPY src ./src
+COPY results ./results
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12.11-slim-bookworm

@@ -139,6 +139,11 @@ INTERNALS = (
         "FP8 attention in transformers",
     ),
     _row(
+        "transformers.models.auto.tokenization_auto",
+        "get_tokenizer_config",
+        "octavo's check of BOS tokens",
+    ),
+    _row(
         "transformers.Qwen3VLTextModel",
         "_deepstack_process",
         "training of the chart reader",

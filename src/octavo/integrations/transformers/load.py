@@ -88,7 +88,7 @@ def loading(name: str | os.PathLike[str], expected: str) -> Iterator[None]:
 
 def local_place(name: str) -> Path | None:
     """Where a folder, a file or a model of the hub lies on this machine, if it does."""
-    from transformers.utils.hub import cached_file
+    from transformers.utils import cached_file
 
     if Path(name).exists():
         return Path(name)

@@ -13,6 +13,7 @@ from octavo.brief import brief
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.gguf_file import tokenizer_source
 from octavo.integrations.transformers.load import loading
+from octavo.internals import internals
 
 # Families whose models were trained with BOS in front of every text, if their config names one.
 BOS_FAMILIES = ("llama", "mistral", "ministral", "mixtral", "gemma", "cohere", "deepseek")
@@ -222,7 +223,8 @@ def _bos_reason(tokenizer: Any, config: Any) -> str | None:
 def _declared_bos(tokenizer: Any) -> bool | None:
     """add_bos_token of the tokenizer's files or its maker; None if they do not say."""
     # transformers drops it from what it loads where there is a tokenizer.json.
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    with internals("transformers"):
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     declared = tokenizer.init_kwargs.get("add_bos_token")
     if declared is None and tokenizer.name_or_path:
