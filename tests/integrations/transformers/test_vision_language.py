@@ -17,11 +17,13 @@ def fake_loading(monkeypatch, missing=()):
     """Lets transformers load a stand-in of every name; returns the names that it was asked for."""
     asked = []
 
-    def load_processor(name):
+    def load_processor(name, *, trust_remote_code):
+        assert trust_remote_code is False
         asked.append(("processor", str(name)))
         return SimpleNamespace()
 
-    def load_model(name, *, dtype, output_loading_info):
+    def load_model(name, *, dtype, output_loading_info, trust_remote_code):
+        assert trust_remote_code is False
         asked.append(("model", str(name)))
         return torch.nn.Linear(2, 2), {"missing_keys": list(missing), "unexpected_keys": []}
 
@@ -51,7 +53,7 @@ def test_what_cannot_be_loaded_is_named(monkeypatch, tmp_path):
     with pytest.raises(CheckpointError, match=r"some/name: .* none for .*qkv\.weight"):
         open_vision_language("some/name", CPU)
 
-    def fail(name):
+    def fail(name, **options):
         raise OSError("no such model")
 
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", fail)

@@ -74,7 +74,7 @@ def loading(name: str | os.PathLike[str], expected: str) -> Iterator[None]:
         damage = None if place is None else find_damage(place)
         if damage is not None:
             raise CheckpointError(f"{name}: {damage}") from error
-        if "trust_remote_code" in str(error):
+        if isinstance(error, ValueError) and "trust_remote_code=True" in str(error):
             raise CheckpointError(
                 f"{name}: expected {expected} of a kind that transformers and diffusers know, got "
                 "one that needs Python code of its own (auto_map), which octavo does not run"
