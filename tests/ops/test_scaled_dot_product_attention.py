@@ -333,3 +333,31 @@ def test_scales_of_the_wrong_number_of_heads():
     scales = QkvScales(torch.ones(3), torch.ones(4), torch.ones(4))
     with pytest.raises(ConfigError, match=r"q scale of shape \[\] or \[4\]"):
         octavo.scaled_dot_product_attention(*draw(1, 4, 8, 64), scales=scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "options", "call"),
+    [
+        ((2, 4, 300, 128), {}, {}),
+        ((1, 3, 257, 72), {}, {"is_causal": True}),
+        ((2, 8, 100, 64), {"kv_heads": 2, "kv_len": 333}, {"enable_gqa": True}),
+        ((1, 4, 333, 64), {"kv_len": 100}, {"is_causal": True}),
+        ((1, 2, 40, 16), {}, {"scale": 0.3}),
+    ],
+    ids=str,
+)
+def test_kernels_have_the_layout_of_torch(shape, options, call):
+    """On a GPU, without a copy of what lies as torch's layers leave it."""
+    qkv = [x.transpose(-3, -2).contiguous().transpose(-3, -2) for x in draw(*shape, **options)]
+    out = octavo.scaled_dot_product_attention(*(x.cuda() for x in qkv), **call)
+    assert out.is_cuda and out.dtype == torch.bfloat16
+    check_budget(out.cpu(), *qkv, **call)
+
+
+@pytest.mark.gpu
+def test_padding_masks_on_a_gpu():
+    qkv = draw(2, 4, 130, 64)
+    mask = torch.arange(130)[None, None, None] < torch.tensor([70, 130]).view(2, 1, 1, 1)
+    out = octavo.scaled_dot_product_attention(*(x.cuda() for x in qkv), attn_mask=mask.cuda())
+    check_budget(out.cpu(), *qkv, attn_mask=mask)

@@ -5,7 +5,8 @@ compiled or captured ones, which replay the same work every time.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ class SaturationCounter:
     @torch.no_grad()
     def see(self, x: Tensor, scale: Tensor) -> None:
         """Take note of one call, and of its input x if it is one that counts."""
+        if WATCH.is_paused:
+            return
         call = self.num_calls
         self.num_calls += 1
         if call >= FIRST and call % self.every:
@@ -79,7 +82,17 @@ class SaturationWatch:
     """Reads counters after each pass of a model, and warns once of each layer that saturates."""
 
     def __init__(self) -> None:
+        self.is_paused = False
         self.forget()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no layer counts: for passes over made-up inputs."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def forget(self) -> None:
         """Drop what has not been told yet."""

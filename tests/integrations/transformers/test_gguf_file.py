@@ -141,7 +141,7 @@ def test_several_files_are_listed(tmp_path):
     [
         ("nothing.gguf", "expected a GGUF file, got no file"),
         ("x-00001-of-00003.gguf", "got a part of one: llama-gguf-split --merge"),
-        ("broken.gguf", "expected a model with a config.json, got"),
+        ("broken.gguf", "is damaged: its content ends too early or is no GGUF"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, message):

@@ -314,7 +314,8 @@ def _try_attention(model: Any) -> None:
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     _install(model, made)
     try:
-        model(input_ids=token, position_ids=token, use_cache=False, **{STEP: trial})
+        with WATCH.paused():
+            model(input_ids=token, position_ids=token, use_cache=False, **{STEP: trial})
     except (OctavoError, torch.OutOfMemoryError):
         raise
     except Exception as error:

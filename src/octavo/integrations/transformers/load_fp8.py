@@ -47,12 +47,15 @@ def load_with_scales(
     """(model, loading info) of an FP8 checkpoint; unused: modules that it may lack."""
     if "quantization_config" in options or "config" in options:
         raise ConfigError("expected the checkpoint to say how it is quantized, got a config beside")
+    options = dict(options)
     where = {key: options[key] for key in _WHERE if key in options}
-    trust = options.get("trust_remote_code", False)
+    trust = options.pop("trust_remote_code", False)
     settings = read_config(name, **where).to_dict()
     config = config_with(kind, name, settings, trust_remote_code=trust, **where)
-    options = {"dtype": "auto", **options, "config": config, "trust_remote_code": trust}
-    model, info = kind.from_pretrained(name, output_loading_info=True, **options)
+    options = {"dtype": "auto", **options, "config": config}
+    model, info = kind.from_pretrained(
+        name, output_loading_info=True, trust_remote_code=trust, **options
+    )
     check_taken(info, unused)
     return model, info
 

@@ -80,5 +80,5 @@ def _load_image_processor(name: str) -> Any:
     of_pillow: Any = Qwen2VLImageProcessorPil
     has_torchvision = find_spec("torchvision") is not None
     with loading(name, "an image processor (preprocessor_config.json) beside the model"):
-        kind = automatic if has_torchvision else of_pillow
-        return kind.from_pretrained(name, trust_remote_code=False)
+        processors = automatic if has_torchvision else of_pillow
+        return processors.from_pretrained(name, trust_remote_code=False)
