@@ -119,3 +119,13 @@ def test_threads_sleep_unless_set_otherwise_or_too_late(monkeypatch):
     env.let_threads_sleep()
     assert os.environ[name] == "PASSIVE"
     monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_products_are_fused_unless_triton_is_told_otherwise(monkeypatch, given):
+    name = "TRITON_DEFAULT_FP_FUSION"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    env.use_fused_products()
+    assert os.environ[name] == (given or "1")

@@ -58,6 +58,14 @@ def use_cache_dir() -> None:
         os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.expanduser(folder), "triton")
 
 
+def use_fused_products() -> None:
+    """Have Triton fuse a product with the sum behind it, as octavo's kernels are tested.
+
+    That is the default until Triton 3.9, which warns where nobody says so; 3.10 will change it.
+    """
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
 def compiled_dir() -> str:
     """The folder in which Triton keeps what it compiles, once octavo's ops are there."""
     return os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")

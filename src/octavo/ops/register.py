@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from octavo.env import use_cache_dir
+from octavo.env import use_cache_dir, use_fused_products
 from octavo.errors import UnsupportedError
 from octavo.internals import internals, require
 
@@ -16,7 +16,9 @@ with internals("torch"):
 
 require("torch._C.DispatchKey")
 
-use_cache_dir()  # before any op imports its kernels
+# Before any op imports its kernels.
+use_cache_dir()
+use_fused_products()
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
 # What torch has between autograd and an implementation, for some tensors: it notes a call, finds
