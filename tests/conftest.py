@@ -1,15 +1,15 @@
 """What every test gets: fixed seeds, NaN in fresh memory, a clean environment, the gpu marker."""
 
 import os
-import platform
 import random
 import sys
-import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.deterministic
+
+from octavo.numerics.narrow_products import use_float32_products
 
 try:
     from hypothesis import settings
@@ -27,43 +27,7 @@ if settings is not None:
     settings.load_profile("ci")  # another one: pytest --hypothesis-profile=slow
 
 
-# Products that torch computes one value at a time where the CPU has no BF16 instructions.
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
-NARROW = (torch.bfloat16, torch.float16)
-
-
-def is_narrow(x):
-    return isinstance(x, torch.Tensor) and x.dtype in NARROW
-
-
-def widened(x):
-    return x.float() if is_narrow(x) else x
-
-
-def compute_in_float32(library, name):
-    """Have torch compute 16-bit products in float32 and round the result."""
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-
-    def call(keys, *args, **options):
-        narrow = next((x for x in args if is_narrow(x)), None)
-        if narrow is None:
-            return kernel.call_boxed(keys, *args, **options)
-        options = {name: widened(x) for name, x in options.items()}
-        result = kernel.call_boxed(keys, *map(widened, args), **options)
-        if isinstance(result, tuple):  # attention's, and its logarithms in float32
-            return result[0].to(narrow.dtype), *result[1:]
-        return result.to(narrow.dtype)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel of torch's is replaced
-        library.impl(name, call, "CPU", with_keyset=True, allow_override=True)
-
-
-if platform.machine() == "aarch64" and not torch.cpu.get_capabilities()["bf16"]:
-    # Else BF16 takes 80 times as long as float32 (Neoverse N1, torch 2.13): hours for all tests.
-    FLOAT32_PRODUCTS = torch.library.Library("aten", "IMPL")
-    for product in PRODUCTS:
-        compute_in_float32(FLOAT32_PRODUCTS, product)
+use_float32_products()  # else tests of BF16 models take hours on some ARM CPUs
 
 
 def pytest_configure(config):

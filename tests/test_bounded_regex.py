@@ -65,9 +65,9 @@ EVIL = {  # and in which of these names there is a match
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("expression", EVIL)
 def test_evil_expressions_are_answered_at_once(expression, name):
-    start = time.perf_counter()
+    start = time.process_time()  # other programs may keep the machine busy
     assert bounded_search(expression)(NAMES[name]) == (name in EVIL[expression])
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_patterns_of_layers_use_it():

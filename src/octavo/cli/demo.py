@@ -56,7 +56,9 @@ def demo(
     from octavo.measure import store
     from octavo.measure.evaluate.demo import make_stages
     from octavo.measure.evaluate.demo_summary import summary_table
+    from octavo.numerics.narrow_products import use_float32_products
 
+    use_float32_products()
     records = output / RECORDS
     _check_earlier(output, is_forced=force)
     began = time.monotonic()
