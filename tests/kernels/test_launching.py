@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("launching.py")
-# How many of the 27 calls launch a kernel at least: the reference runs FP8 on sm_80, which has none;
+# How many of the 27 calls launch a kernel at least. On sm_80 the reference runs FP8;
 # elsewhere two large products are torch's own.
 NUM_LAUNCHING = {80: 8, 89: 25, 90: 25, 100: 25}
 
