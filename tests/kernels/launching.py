@@ -61,8 +61,11 @@ class Driver:
 
 
 def _kind(x):
-    """What a launch may not change: for all but a tensor, the value."""
-    return str(x.dtype) if isinstance(x, torch.Tensor) else repr(x)
+    """What a launch may not change: a tensor's dtype, a plain value, of all else the type."""
+    if isinstance(x, torch.Tensor):
+        return str(x.dtype)
+    is_plain = x is None or isinstance(x, bool | int | float | str | tuple | list)
+    return repr(x) if is_plain else type(x).__name__
 
 
 def install(capability):
