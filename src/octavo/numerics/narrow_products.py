@@ -1,6 +1,6 @@
 """BF16 products on CPUs without BF16 instructions: in float32, and rounded, as others do it.
 
-torch computes them one value at a time there, far slower than in float32 (seen on a Neoverse N1 with
+torch computes them one value at a time there, far slower than in float32 (seen on a Neoverse N1,
 torch 2.13).
 """
 
