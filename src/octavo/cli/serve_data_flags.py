@@ -1,7 +1,8 @@
 """Flags of octavo bench serve that say what is sent, and how fast; names are vLLM's."""
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -180,9 +181,13 @@ def choose_data(
         return custom_data(path, count, output_len=custom_output_len, seed=seed)
     counter = None
     if tokenizer is not None:
-        from octavo.integrations.transformers.tokenizer import token_counter
+        from octavo.integrations.transformers.text_model import load_tokenizer
 
-        counter = token_counter(tokenizer)
+        counter = partial(_count_tokens, load_tokenizer(tokenizer))
     return sharegpt_data(
         path, count, output_len=sharegpt_output_len, count_tokens=counter, seed=seed
     )
+
+
+def _count_tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text).input_ids)

@@ -289,3 +289,11 @@ def test_a_forced_answer_beats_the_likeliest_token():
     sampled = Sampler(size, "cpu").sample(logits, [row])[0]
     assert BYTE_LEVEL.decode([sampled.token]) in ("a", "ab")
     assert sampled.logprobs.logprob < -5
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}])
+def test_a_schema_that_only_refers_to_itself(schema):
+    with pytest.raises(ConfigError, match="that none can"):
+        Grammar.from_json_schema(schema, BYTE_LEVEL, eos_tokens=[EOS])
+    other = {"anyOf": [schema, {"const": 7}]}
+    assert Grammar.from_json_schema(other, BYTE_LEVEL, eos_tokens=[EOS]).start() is not None

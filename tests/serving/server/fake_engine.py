@@ -17,6 +17,7 @@ class FakeTokenizer:
     """A token for each character."""
 
     chat_template, bos_token_id = "built in", None
+    s_per_mib = 0.0
 
     def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict:
         return {"input_ids": self.encode(text, add_special_tokens)}
@@ -25,6 +26,7 @@ class FakeTokenizer:
         return 0x110000
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        time.sleep(self.s_per_mib * (len(text) >> 20))
         return [ord(character) for character in text.encode().decode()]
 
     def decode(self, tokens: list[int]) -> str:
@@ -53,8 +55,11 @@ class FakeGrammar:
     schema: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.schema.get("type") == "impossible":
-            raise ConfigError("expected a type of JSON, got 'impossible'")
+        match self.schema.get("type"):
+            case "impossible":
+                raise ConfigError("expected a type of JSON, got 'impossible'")
+            case "endless":
+                time.sleep(1000)
 
 
 def instance(schema: dict[str, Any], root: dict[str, Any] | None = None) -> Any:

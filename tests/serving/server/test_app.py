@@ -15,7 +15,8 @@ from fake_engine import FakeEngine, FakeTokenizer  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, events, get, post, serving, with_client  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server.app import create_app, guided_grammar  # noqa: E402
+from octavo.serving.server.app import create_app  # noqa: E402
+from octavo.serving.server.guidance import GuidedGrammars  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 
@@ -303,13 +304,13 @@ def test_guided_answers_end_as_the_model_says():
     tokenizer = byte_level()
     assert tokenizer.eos_token_id is None
     engine = SimpleNamespace(tokenizer=tokenizer, eos_tokens=(9, 11, 5000))
-    state = guided_grammar(engine)({"type": "integer"}).start()
+    state = GuidedGrammars(engine)({"type": "integer"}).start()
     state.advance(*tokenizer.encode("7", add_special_tokens=False))
     allowed = state.allowed("cpu")[0].item()
     assert allowed >> 9 & 1
     assert allowed >> 11 & 1
     with pytest.raises(ConfigError, match="ends an answer"):
-        guided_grammar(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})
+        GuidedGrammars(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})
 
 
 class Deaf(FakeTokenizer):

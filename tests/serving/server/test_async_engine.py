@@ -189,8 +189,10 @@ def test_draining_lets_requests_finish_or_aborts_them(grace_s):
         await wait_for(lambda: fake.running)
         assert await engine.drain(grace_s) is (grace_s > 0)
         with pytest.raises(ApiError, match="no new requests"):
-            await engine.submit(ask("say:late", "late"))
+            await engine.slot().__aenter__()
         await engine.close()
+        with pytest.raises(ApiError, match="has ended"):
+            await engine.submit(ask("say:late", "late"))
         if grace_s:
             assert (await running).finish_reason == "length"
         else:
@@ -200,3 +202,29 @@ def test_draining_lets_requests_finish_or_aborts_them(grace_s):
         assert len(fake.ended) == 1
 
     with_engine(scenario, fake)
+
+
+def test_a_request_that_came_in_before_the_end_is_waited_for_and_taken():
+    async def scenario(engine):
+        async with engine.slot():
+            draining = asyncio.ensure_future(engine.drain(10.0))
+            await asyncio.sleep(0.01)
+            assert not draining.done()
+            answer = await read(engine, ask("say:in time"))
+            assert answer.finish_reason == "stop"
+            assert not draining.done()
+        assert await draining
+
+    with_engine(scenario, FakeEngine())
+
+
+def test_slots_are_as_many_as_may_be_open():
+    async def scenario(engine):
+        async with engine.slot(), engine.slot():
+            assert engine.num_open == 2
+            with pytest.raises(ApiError) as caught:
+                await engine.slot().__aenter__()
+            assert caught.value.status == 429
+        assert engine.num_open == 0
+
+    with_engine(scenario, FakeEngine(), max_open=2)

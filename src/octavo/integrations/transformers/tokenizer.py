@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Any
 
 from octavo.brief import brief
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.transformers.gguf_file import tokenizer_source
-from octavo.integrations.transformers.load import loading
 from octavo.internals import internals
 
 # Families whose models were trained with BOS in front of every text, if their config names one.
@@ -135,17 +133,6 @@ def chat_tokens(
     """The tokens of a conversation: special tokens are those that the chat template writes."""
     text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     return text_tokens(tokenizer, text, add_special_tokens=False)
-
-
-def token_counter(name: str) -> Callable[[str], int]:
-    """How many tokens a text has, by the tokenizer in this folder or of this hub name."""
-    from transformers import AutoTokenizer
-
-    tokenizers: Any = AutoTokenizer
-    source, options = tokenizer_source(name)
-    with loading(name, "a tokenizer"):
-        tokenizer = tokenizers.from_pretrained(source, **options, trust_remote_code=False)
-    return lambda text: len(tokenizer(text).input_ids)
 
 
 def check_template(tokenizer: Any) -> None:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from torch import Tensor
-
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.extras import need
 
 if TYPE_CHECKING:
+    import torch
     from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
 
 # A weak model writes spaces for ever where any number of them may stand.
 WHITESPACE = r"[ \n\t\r]{0,16}"
@@ -117,6 +116,10 @@ class Grammar:
         matcher = library.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise ConfigError(f"expected a {what} that can be enforced, got {matcher.get_error()}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # a schema that is nothing but a reference to itself, for instance
+            raise ConfigError(f"expected a {what} that an answer can follow, got one that none can")
         return cls(vocabulary.vocab_size, matcher)
 
     def start(self) -> "GrammarState":
@@ -130,12 +133,14 @@ class GrammarState:
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher, self._num_words = matcher, -(-vocab_size // 32)
 
-    def allowed(self, device: torch.device | str) -> Tensor:
+    def allowed(self, device: "torch.device | str") -> "Tensor":
         """The tokens that may come next: int32 [ceil(vocab / 32)], a bit each, lowest first.
 
         `SamplerRow.allowed` takes it. Where the answer is finished it is the EOS tokens alone. On
         "cpu" the sampler moves the masks of a batch at once.
         """
+        import torch  # not at the top: processes that only compile grammars do without
+
         mask = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
             raise UnsupportedError(f"the grammar is too complex: {self._matcher.get_error()}")

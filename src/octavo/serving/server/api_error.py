@@ -27,6 +27,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> Any:
+        """How pickle takes the error from one process to another."""
+        return _restore, (self.status, self.message), self.__dict__
+
     def body(self) -> dict[str, Any]:
         """The error as OpenAI writes it."""
         return {
@@ -37,6 +41,10 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def _restore(status: int, message: str) -> ApiError:
+    return ApiError(status, message)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,7 +1,7 @@
 """The routes: OpenAI's, and the server's own."""
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.serving.engine.request import gather
 from octavo.serving.server.async_engine import AsyncEngine, Engine
 from octavo.serving.server.bare_app import ERRORS, add_page, add_status_routes, bare_app
-from octavo.serving.server.guidance import MakeGrammar
+from octavo.serving.server.guidance import GuidedGrammars, MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
 from octavo.serving.server.metrics import Metrics
 from octavo.serving.server.request_log import RequestRecord
@@ -33,23 +33,28 @@ PAGE_FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 class Server:
     """What the routes share."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar) -> None:
+    def __init__(
+        self, engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar | None
+    ) -> None:
         if engine.tokenizer is None:
             raise ConfigError("a server needs an engine with a tokenizer, got one without")
-        self.settings = settings
         self.metrics = Metrics()
-        self.engine = AsyncEngine(engine, settings)
         self.models = ServedModels(
             settings.model_names or (engine.model_name,), max_model_len=engine.max_context
         )
-        self.jobs = Jobs(engine, settings, make_grammar, self.models)
+        self.jobs = Jobs(engine, settings, make_grammar or GuidedGrammars(engine), self.models)
+        most = min(settings.max_body_bytes, self.jobs.most_body_bytes)
+        self.settings = dataclasses.replace(settings, max_body_bytes=int(most))
+        self.engine = AsyncEngine(engine, self.settings)
 
-    async def answer(self, request: Request, job: Job) -> Response:
+    async def answer(self, request: Request, making: Coroutine[Any, Any, Job]) -> Response:
         """The whole answer, or the beginning of a stream; the request ends if its client leaves."""
         record: RequestRecord = request.state.record
+        job = await until_client_leaves(request.receive, making)
         record.answer_id = job.request.request_id
-        submit = self.engine.submit(job.request)
+        submit = self.engine.submit(job.request, record.deadline)
         answer = await until_client_leaves(request.receive, submit)
+        record.hand_over()
         if job.is_stream:
             return EventStream(answer, job, record)
         async with answer:
@@ -86,25 +91,11 @@ class Server:
         return (503, "shutting down") if self.engine.is_closing else (200, "ok")
 
 
-def guided_grammar(engine: Engine) -> MakeGrammar:
-    """What makes the engine's grammars; its library is imported when the first one is asked for."""
-
-    def make(schema: dict[str, Any]) -> Any:
-        from octavo.serving.engine.guided import Grammar
-
-        # The model's own: a tokenizer may name another end, or none. It must know them, though.
-        num_texts = len(engine.tokenizer)
-        eos_tokens = [token for token in getattr(engine, "eos_tokens", ()) if token < num_texts]
-        return Grammar.from_json_schema(schema, engine.tokenizer, eos_tokens=eos_tokens or None)
-
-    return make
-
-
 def create_app(
     engine: Engine, settings: ServerSettings, make_grammar: MakeGrammar | None = None
 ) -> FastAPI:
     """The application; its lifespan starts and ends the engine's thread."""
-    server = Server(engine, settings, make_grammar or guided_grammar(engine))
+    server = Server(engine, settings, make_grammar)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -128,14 +119,12 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", responses=ERRORS, response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        server.engine.check_open()
-        return await server.answer(request, await server.jobs.chat(body))
+        return await server.answer(request, server.jobs.chat(body))
 
     @app.post("/v1/completions", responses=ERRORS, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text."""
-        server.engine.check_open()
-        return await server.answer(request, await server.jobs.completion(body))
+        return await server.answer(request, server.jobs.completion(body))
 
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:

@@ -21,7 +21,7 @@ from octavo.serving.server.api_error import (
     too_many_requests,
     unavailable,
 )
-from octavo.serving.server.request_thread import RequestThread
+from octavo.serving.server.request_thread import ENDED_FIRST, RequestThread
 from octavo.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,14 @@ class AsyncEngine(RequestThread):
         self._open: dict[str, Answer] = {}
         self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
-    async def submit(self, request: Request) -> Answer:
-        """Give a request to the engine; ApiError if it is refused."""
-        self.check_open()
+    async def submit(self, request: Request, deadline: float | None = None) -> Answer:
+        """Give a request to the engine; ApiError if it is refused.
+
+        deadline: when it must have ended, by the event loop's clock. None counts the settings'
+        timeout from now. A request that came in before the server began to end is still taken.
+        """
+        self.check_works()
+        self.check_room(len(self._open))
         assert self._loop is not None, "start() comes first"
         request_id = request.request_id
         if request_id in self._open:
@@ -107,7 +112,8 @@ class AsyncEngine(RequestThread):
         self._idle.clear()
         self._commands.put(lambda: self._add(request, answer))
         if self.settings.timeout_s is not None:
-            answer.timer = self._loop.call_later(self.settings.timeout_s, self._time_out, answer)
+            at = self._loop.time() + self.settings.timeout_s if deadline is None else deadline
+            answer.timer = self._loop.call_at(at, self._time_out, answer)
         try:
             await answer.admitted
         except BaseException:  # refused, or the caller was cancelled while it waited
@@ -124,7 +130,7 @@ class AsyncEngine(RequestThread):
         """End the thread; requests that are still open end with an error."""
         self.is_closing = True
         await self._end_thread(lambda: self._commands.put(lambda: False))
-        self._end_all(unavailable("the server has ended before the answer did", "aborted"))
+        self._end_all(unavailable(ENDED_FIRST, "aborted"))
 
     def _end_all(self, error: ApiError) -> None:
         for request_id in list(self._open):
@@ -143,8 +149,7 @@ class AsyncEngine(RequestThread):
         answer = self._open.pop(request_id, None)
         if answer is not None and answer.timer is not None:
             answer.timer.cancel()
-        if not self._open:
-            self._idle.set()
+        self._note_idle()
         return answer
 
     def _time_out(self, answer: Answer) -> None:
@@ -168,7 +173,7 @@ class AsyncEngine(RequestThread):
                 case "error":
                     self._end(delta.request_id, server_error(delta.error or "the engine failed"))
                 case "abort":
-                    message = delta.error or "the server has ended before the answer did"
+                    message = delta.error or ENDED_FIRST
                     self._end(delta.request_id, unavailable(message, "aborted"))
                 case None:
                     answer.put(delta)

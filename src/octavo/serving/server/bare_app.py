@@ -1,5 +1,6 @@
 """What the applications of octavo share: keys, limits, errors as OpenAI writes them, a page."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
@@ -35,6 +36,7 @@ class Answering(Protocol):
 
     @property
     def num_open(self) -> int: ...
+    def slot(self) -> AbstractAsyncContextManager[asyncio.Timeout]: ...
     async def drain(self, grace_s: float) -> bool: ...
     def stop_waiting(self) -> None: ...
     async def close(self) -> None: ...
@@ -66,7 +68,7 @@ def bare_app(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_middleware(Gate, settings=settings, metrics=server.metrics)
+    app.add_middleware(Gate, settings=settings, metrics=server.metrics, slot=server.engine.slot)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -125,10 +127,16 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    code = {
+        404: "not_found",
+        405: "method_not_allowed",
+        413: "body_too_large",
+        429: "queue_full",
+    }
     refusal = ApiError(
         error.status_code,
         str(error.detail),
+        kind="rate_limit_error" if error.status_code == 429 else "invalid_request_error",
         code=code.get(error.status_code),
         headers=error.headers,
     )

@@ -4,7 +4,8 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,20 +19,65 @@ from octavo.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+LARGE_BODY_BYTES = 64 * 1024
+MAX_VALUES = 500_000
 # The page asks for the key itself; a probe has none.
 OPEN_PATHS: Collection[str] = ("/", "/page.js", "/page.css", "/health")
 
 
-class BodyTooLarge(HTTPException):
-    """A body that grew past the limit while it was read; FastAPI hands on HTTP exceptions."""
+class Body:
+    """Counts what comes of a request's body, and refuses more than the settings allow."""
+
+    def __init__(self, settings: ServerSettings, headers: Headers) -> None:
+        self._settings = settings
+        self._num_bytes = self._num_values = 0
+        self.is_whole = False
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > settings.max_body_bytes:
+            raise ApiError(413, self._too_large, code="body_too_large")
+
+    @property
+    def _too_large(self) -> str:
+        return f"expected a body of at most {self._settings.max_body_bytes} bytes, got more"
+
+    @property
+    def num_large_bytes(self) -> int:
+        """The bytes so far of a large body, 0 of another: small ones are not limited in sum."""
+        return self._num_bytes if self._num_bytes > LARGE_BODY_BYTES else 0
+
+    def add(self, message: Message) -> None:
+        """Count a part; an HTTPException, which FastAPI hands on, if it is too much."""
+        part: bytes = message.get("body", b"")
+        self.is_whole = self.is_whole or not message.get("more_body", False)
+        self._num_bytes += len(part)
+        if self._num_bytes > self._settings.max_body_bytes:
+            raise HTTPException(413, self._too_large)
+        # Many tiny values take a parser far more time and memory than one long text does.
+        self._num_values += sum(map(part.count, (b",", b"[", b"{")))
+        if self._num_values > MAX_VALUES:
+            raise HTTPException(
+                413, f"expected at most {MAX_VALUES:,} commas and brackets in a body, got more"
+            )
 
 
 class Gate:
-    """ASGI middleware: a record of each request, and refusals that need no route."""
+    """ASGI middleware: a record of each request, and refusals that need no route.
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    A POST takes a slot and its clock starts before its body is read, so that nobody's work comes
+    before its admission.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        metrics: Metrics,
+        slot: Callable[[], AbstractAsyncContextManager[asyncio.Timeout]],
+    ) -> None:
         self.app = app
         self._settings = settings
+        self._slot = slot
+        self._num_large_bytes = 0  # of all large bodies of open requests
         self._metrics = metrics
         self._keys = [key.encode() for key in settings.api_keys]
 
@@ -53,8 +99,7 @@ class Gate:
 
         try:
             self._check_key(scope["path"], headers)
-            limited = self._limited(headers, receive, record)
-            await self.app(scope, limited, send_with_id)
+            await self._admit(scope, headers, receive, send_with_id, record)
         except ApiError as error:
             await self._refuse(error, record, send_with_id)
         except asyncio.CancelledError:  # a server that is made to end at once
@@ -84,24 +129,33 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def _limited(self, headers: Headers, receive: Receive, record: RequestRecord) -> Receive:
-        """`receive` that stops at the largest body allowed; a length that says more ends now."""
-        limit = self._settings.max_body_bytes
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > limit:
-            raise too_large(limit)
-        num_bytes = 0
-        is_whole = False
+    async def _admit(
+        self, scope: Scope, headers: Headers, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
+        """Let the application have the request, in a slot and in time if it asks for work."""
+        body = Body(self._settings, headers)
+        if scope["method"] != "POST":
+            await self.app(scope, self._limited(body, receive, record), send)
+            return
+        try:
+            async with self._slot() as record.clock:
+                await self.app(scope, self._limited(body, receive, record), send)
+        finally:
+            self._num_large_bytes -= body.num_large_bytes
+
+    def _limited(self, body: "Body", receive: Receive, record: RequestRecord) -> Receive:
+        """`receive` that stops at the first part of a body that is too much."""
 
         async def receive_limited() -> Message:
-            nonlocal num_bytes, is_whole
             message = await receive()
-            if message["type"] == "http.disconnect" and not is_whole:
+            if message["type"] == "http.disconnect" and not body.is_whole:
                 record.left()  # FastAPI makes a 400 of it
-            is_whole = is_whole or not message.get("more_body", False)
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > limit:
-                raise BodyTooLarge(413, too_large(limit).message)
+            before = body.num_large_bytes
+            body.add(message)
+            self._num_large_bytes += body.num_large_bytes - before
+            if self._num_large_bytes > self._settings.max_open_body_bytes:
+                retry = {"Retry-After": str(self._settings.retry_after_s)}
+                raise HTTPException(429, "too many large requests are open: try later", retry)
             return message
 
         return receive_limited
@@ -115,9 +169,3 @@ class Gate:
         start = {"type": "http.response.start", "status": error.status, "headers": raw}
         await send(start)
         await send({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
-
-
-def too_large(limit: int) -> ApiError:
-    """The body is larger than the server reads."""
-    message = f"expected a body of at most {limit} bytes, got more"
-    return ApiError(413, message, code="body_too_large")

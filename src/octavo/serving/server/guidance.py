@@ -1,18 +1,32 @@
-"""JSON schemas from response_format and tool_choice."""
+"""JSON schemas from response_format and tool_choice, and their grammars."""
 
+import asyncio
+import hashlib
+import json
+import math
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.serving.engine.closed_schema import close_objects
-from octavo.serving.engine.guided import tool_call_schema
+from octavo.serving.engine.guided import Grammar, tool_call_schema
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
+from octavo.serving.server.workers import WorkerError, Workers
 
 Schema = dict[str, Any]
 MakeGrammar = Callable[[Schema], Any]
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}  # OpenAI's meaning of no parameters
 MAX_DEPTH = 100
+# The time to compile grows with the square of the properties: 2000 take 0.5 s of a slow core.
+MAX_PROPERTIES = 2000
+MAX_SCHEMA_CHARS = 128 * 1024
+LARGE_SCHEMA_CHARS = 8 * 1024
+COMPILE_S = 5.0
+RETRY_S = 60.0
+NUM_KEPT = 64
 
 
 def format_schema(asked: ResponseFormat | None) -> Schema | None:
@@ -57,24 +71,93 @@ def call_schema(tools: Sequence[Tool]) -> Schema:
     Properties that a tool does not declare are forbidden, unless its schema allows them.
     """
     schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
-    for schema in schemas.values():
-        _check_depth(schema)
+    check_size(schemas, "tools")
     schemas = {name: close_objects(schema) for name, schema in schemas.items()}
     return next(iter(schemas.values())) if len(schemas) == 1 else tool_call_schema(schemas)
 
 
-def _check_depth(value: Any, depth: int = 0) -> None:
-    if depth > MAX_DEPTH:
-        raise bad_request(f"expected parameters at most {MAX_DEPTH} levels deep, got more", "tools")
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, dict | list):
-            _check_depth(item, depth + 1)
+def check_size(schema: Any, param: str) -> int:
+    """The characters of a schema; ApiError if it is larger or deeper than this server compiles."""
+    num_chars = num_properties = depth = 0
+    level = [schema]
+    while level and num_chars <= MAX_SCHEMA_CHARS and depth <= MAX_DEPTH:
+        below: list[Any] = []
+        for value in level:
+            match value:
+                case dict():
+                    num_chars += sum(map(len, value)) + 6 * len(value)
+                    properties = value.get("properties")
+                    num_properties += len(properties) if isinstance(properties, dict) else 0
+                    below += value.values()
+                case list():
+                    num_chars += 2 * len(value)
+                    below += value
+                case str():
+                    num_chars += len(value) + 2
+                case _:
+                    num_chars += 4
+        level, depth = below, depth + 1
+    for what, found, limit in (
+        ("characters", num_chars, MAX_SCHEMA_CHARS),
+        ("levels", depth, MAX_DEPTH),
+        ("properties", num_properties, MAX_PROPERTIES),
+    ):
+        if found > limit:
+            message = f"the JSON schema is too large: {limit:,} {what} at most"
+            raise bad_request(message, param, "schema_too_large")
+    return num_chars
 
 
-def grammar_of(schema: Schema, make_grammar: MakeGrammar, param: str) -> Any:
-    """The grammar of a schema; ApiError for a schema that cannot be followed."""
-    try:
-        return make_grammar(schema)
-    except (OctavoError, ValueError, RecursionError) as error:
-        message = str(error) or type(error).__name__
-        raise bad_request(f"this JSON schema cannot be followed: {message}", param) from None
+class GuidedGrammars:
+    """Makes the grammars of one model's answers; pickle takes it to other processes."""
+
+    def __init__(self, engine: Any) -> None:
+        self._tokenizer = engine.tokenizer
+        # The model's own: a tokenizer may name another end, or none. It must know them, though.
+        own = getattr(engine, "eos_tokens", ())
+        self._eos_tokens = [token for token in own if token < len(self._tokenizer)] or None
+
+    def __call__(self, schema: Schema) -> Grammar:
+        return Grammar.from_json_schema(schema, self._tokenizer, eos_tokens=self._eos_tokens)
+
+
+class GrammarCache:
+    """The grammars of schemas that clients send: each is tried in a worker before it is made here.
+
+    A schema may take a compiler minutes, gigabytes, or its life. The last ones are kept, refused
+    ones too; what failed for want of time is tried again later.
+    """
+
+    def __init__(self, make: MakeGrammar, workers: Workers) -> None:
+        self._make, self._workers = make, workers
+        self._kept: OrderedDict[bytes, tuple[Any, float]] = OrderedDict()  # and until when
+
+    async def get(self, schema: Schema, param: str) -> Any:
+        """The grammar of a schema; ApiError for one that is too large or cannot be followed."""
+        num_chars = check_size(schema, param)
+        key = hashlib.sha256(json.dumps(schema).encode()).digest()
+        found, until = self._kept.get(key, (None, 0.0))
+        if time.monotonic() >= until:
+            found, keep_s = await self._try(schema, is_large=num_chars > LARGE_SCHEMA_CHARS)
+            self._kept[key] = found, time.monotonic() + keep_s
+        self._kept.move_to_end(key)
+        while len(self._kept) > NUM_KEPT:
+            self._kept.popitem(last=False)
+        if isinstance(found, str):
+            raise bad_request(f"this JSON schema cannot be followed: {found}", param)
+        return found
+
+    async def _try(self, schema: Schema, *, is_large: bool) -> tuple[Any, float]:
+        """(the grammar or why there is none, for how many seconds that holds)."""
+        try:
+            await self._workers.run(try_schema, schema, limit_s=COMPILE_S, is_large=is_large)
+            return await asyncio.to_thread(self._make, schema), math.inf
+        except WorkerError as error:
+            return str(error), RETRY_S
+        except (OctavoError, ValueError, RecursionError) as error:
+            return str(error) or type(error).__name__, math.inf
+
+
+def try_schema(made: Any, schema: Schema) -> None:
+    """Make a schema's grammar in a worker, to see that it can be made."""
+    made.make_grammar(schema)

@@ -162,7 +162,6 @@ def _add_openai_routes(app: FastAPI, server: ImageServer) -> None:
     @app.post("/v1/images/generations", responses=ERRORS, response_model=None)
     async def generations(body: ImageRequest, request: Request) -> Response:
         """Draw pictures from a prompt."""
-        server.engine.check_open()
         sampling = server.sampling(body)
         record: RequestRecord = request.state.record
         record.answer_id = f"img-{uuid.uuid4().hex}"

@@ -101,8 +101,7 @@ class ImageQueue(RequestThread):
 
     def _forget(self, job: _Job) -> None:
         self._open.discard(job)
-        if not self._open:
-            self._idle.set()
+        self._note_idle()
 
     def _end(self, job: _Job, outcome: ImageResult | ApiError) -> None:
         self._forget(job)

@@ -1,11 +1,12 @@
 """Requests as the engine takes them, from requests as clients write them."""
 
 import asyncio
+import math
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.request import Request, Sampling
@@ -13,12 +14,12 @@ from octavo.serving.server.answer_body import ChatWriter, CompletionWriter, Toke
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.async_engine import Engine
 from octavo.serving.server.guidance import (
+    GrammarCache,
     MakeGrammar,
     Schema,
     call_schema,
     forced_tools,
     format_schema,
-    grammar_of,
 )
 from octavo.serving.server.images import read_image
 from octavo.serving.server.message_reader import (
@@ -29,7 +30,7 @@ from octavo.serving.server.message_reader import (
     NamedCallReader,
     PlainReader,
 )
-from octavo.serving.server.prompts import Prompts, image_urls
+from octavo.serving.server.prompts import Prompts, chat_size, image_urls, num_chars
 from octavo.serving.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -39,10 +40,13 @@ from octavo.serving.server.schema import (
 )
 from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
+from octavo.serving.server.workers import WorkerError, Workers
 
-P = ParamSpec("P")
-T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+NUM_WORKERS = 2
+# Encoding takes about 1 ms for 1000 characters of a slow core.
+LARGE_PROMPT_CHARS = 8 * 1024
+ENCODE_S = 60.0
 # Fields whose names and values are Sampling's own.
 SAME_NAMES = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -60,8 +64,37 @@ class Job:
     has_usage_chunk: bool
 
 
+@dataclass(frozen=True)
+class WorkerSetUp:
+    """What a worker process works with, made from what pickle can take there."""
+
+    tokenizer: Any
+    max_context: int
+    make_grammar: MakeGrammar
+
+    def __call__(self) -> "WorkerTools":
+        return WorkerTools(Prompts(self.tokenizer, self.max_context), self.make_grammar)
+
+
+@dataclass(frozen=True)
+class WorkerTools:
+    """What tasks in a worker process use."""
+
+    prompts: Prompts
+    make_grammar: MakeGrammar
+
+
+def call_prompts(tools: WorkerTools, method: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of `Prompts` in a worker process."""
+    return getattr(tools.prompts, method)(*args, **kwargs)
+
+
 class Jobs:
-    """Makes jobs; slow work (templates, tokens, images, grammars) stays off the event loop."""
+    """Makes jobs; slow work (templates, tokens, images, grammars) stays off the event loop.
+
+    Short prompts are encoded in a thread, within milliseconds; long ones, and grammars, in worker
+    processes, which are killed if the client leaves.
+    """
 
     def __init__(
         self,
@@ -74,15 +107,29 @@ class Jobs:
         self._settings = settings
         self._max_context = engine.max_context
         self._engine = engine  # only what any thread may call
-        self._make_grammar = make_grammar
-        self._prompts = Prompts(engine.tokenizer)
+        self._prompts = Prompts(engine.tokenizer, engine.max_context)
         self._token_texts = TokenTexts(engine.tokenizer)
         # One thread: a tokenizer is not to be used by two.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
+        set_up = WorkerSetUp(engine.tokenizer, engine.max_context, make_grammar)
+        self._workers = Workers(NUM_WORKERS, set_up)
+        self._grammars = GrammarCache(make_grammar, self._workers)
+
+    @property
+    def most_body_bytes(self) -> float:
+        """The largest body that can be of use: a text that fits the context, all of it escaped."""
+        if self._engine.has_images:
+            return math.inf
+        return 6 * self._prompts.max_chars + 2**20
+
+    def start_workers(self) -> None:
+        """Start a worker process now; left out, the first long prompt waits for it."""
+        self._workers.start()
 
     def close(self) -> None:
-        """End the tokenizer's thread."""
+        """End the tokenizer's thread and the worker processes."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
     async def chat(self, body: ChatRequest) -> Job:
         """The job of a chat completion."""
@@ -91,9 +138,9 @@ class Jobs:
         schema, param = self._chat_schema(body, is_forced=bool(forced))
         images = await self._images(body.messages)
         tools = [] if body.tool_choice == "none" else body.tools or []
-        prompt = await self._in_thread(
-            self._prompts.of_chat, body.messages, tools, is_forced=bool(forced)
-        )
+        self._prompts.check_length(num_chars(body.messages), "messages")
+        size = chat_size(body.messages, tools)
+        prompt = await self._encoded("of_chat", size, body.messages, tools, is_forced=bool(forced))
         prepared: Any = ()
         if images:
             prepared = await asyncio.to_thread(self._prepare_images, prompt, images)
@@ -119,7 +166,9 @@ class Jobs:
         """The job of a completion."""
         self._models.check(body.model)
         schema = format_schema(body.response_format)
-        prompt = await self._in_thread(self._prompts.of_completion, body)
+        size = _prompt_size(body.prompt)
+        self._prompts.check_length(size, "prompt")
+        prompt = await self._encoded("of_completion", size, body)
         request_id = f"cmpl-{uuid.uuid4().hex}"
         sampling = await self._sampling(
             body,
@@ -137,16 +186,23 @@ class Jobs:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("expected either prompt or messages, got both or neither")
         if body.messages is not None:
-            tokens = await self._in_thread(
-                self._prompts.of_chat,
+            tools = body.tools or []
+            self._prompts.check_length(num_chars(body.messages), "messages")
+            size = chat_size(body.messages, tools)
+            tokens = await self._encoded(
+                "of_chat",
+                size,
                 body.messages,
-                body.tools or [],
+                tools,
                 add_generation_prompt=body.add_generation_prompt,
             )
         else:
-            tokens = await self._in_thread(
-                self._prompts.encode,
-                body.prompt or "",
+            prompt = body.prompt or ""
+            self._prompts.check_length(len(prompt), "prompt")
+            tokens = await self._encoded(
+                "encode",
+                len(prompt),
+                prompt,
                 param="prompt",
                 add_special_tokens=body.add_special_tokens,
             )
@@ -154,7 +210,7 @@ class Jobs:
 
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         """The text of tokens."""
-        return {"prompt": await self._in_thread(self._prompts.decode, tokens)}
+        return {"prompt": await self._encoded("decode", len(tokens), tokens)}
 
     def _name(self, body: SamplingFields) -> str:
         return body.model or self._models.names[0]
@@ -205,7 +261,7 @@ class Jobs:
     ) -> Sampling:
         grammar = None
         if schema is not None:
-            grammar = await self._in_thread(grammar_of, schema, self._make_grammar, param)
+            grammar = await self._grammars.get(schema, param)
         given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         try:
@@ -236,9 +292,23 @@ class Jobs:
             raise bad_request(f"{message}; got {asked}", "max_tokens")
         return asked or min(default, room, limit or room)
 
-    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _encoded(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> Any:
+        """What a method of `Prompts` returns; size: about the characters that it looks at."""
+        if size > LARGE_PROMPT_CHARS:
+            call = (call_prompts, method, args, kwargs)
+            try:
+                return await self._workers.run(*call, limit_s=ENCODE_S, is_large=True)
+            except WorkerError as error:
+                raise bad_request(f"the prompt could not be encoded: {error}") from None
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        function = partial(getattr(self._prompts, method), *args, **kwargs)
+        return await loop.run_in_executor(self._executor, function)
+
+
+def _prompt_size(prompt: Any) -> int:
+    """The characters or tokens of a prompt, or of the largest of several."""
+    is_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return max(map(len, prompt)) if is_several else len(prompt)
 
 
 def _asked_tokens(body: ChatRequest) -> int | None:

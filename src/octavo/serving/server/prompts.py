@@ -1,16 +1,17 @@
-"""Messages and prompts to tokens; runs in a thread of its own, with its own tokenizer."""
+"""Messages and prompts to tokens, in a thread or a process with a tokenizer of its own."""
 
 import copy
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from octavo.brief import brief
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.tokenizer import chat_text, text_tokens
-from octavo.serving.server.api_error import bad_request
+from octavo.serving.server.api_error import ApiError, bad_request
 from octavo.serving.server.schema import CompletionRequest, ImagePart, Message, TextPart, Tool
 
 logger = logging.getLogger(__name__)
@@ -28,10 +29,25 @@ class Prompts:
     and the engine has one too.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_context: int) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self.vocab_size = len(tokenizer)
+        self._max_context = max_context
+        self.max_chars = max_context * _longest_token(tokenizer)
         self._has_warned = False
+
+    def check_length(self, num_chars: int, param: str) -> None:
+        """ApiError for a text that cannot fit the context, whatever its tokens are."""
+        if num_chars > self.max_chars:
+            raise self._too_long(num_chars, param)
+
+    def _too_long(self, num_chars: int, param: str) -> ApiError:
+        return bad_request(
+            f"a prompt of {num_chars:,} characters exceeds the context of {self._max_context:,} "
+            "tokens",
+            param,
+            "context_length_exceeded",
+        )
 
     def of_chat(
         self,
@@ -88,11 +104,18 @@ class Prompts:
         return self.check_tokens(prompt, "prompt")
 
     def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The tokens of a text; ApiError for what is not text."""
+        """The tokens of a text; ApiError for what is not text, or cannot fit the context."""
+        self.check_length(len(text), param)
         try:
             text.encode()
         except UnicodeEncodeError:
             raise bad_request("expected text, got half of a surrogate pair", param) from None
+        # The beginning of a long text shows cheaply that it does not fit, by a wide margin.
+        num_first = 16 * self._max_context
+        if len(text) > 2 * num_first:
+            first = text_tokens(self._tokenizer, text[:num_first])
+            if len(first) > 2 * self._max_context:
+                raise self._too_long(len(text), param)
         return text_tokens(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
@@ -108,6 +131,19 @@ class Prompts:
         return text
 
 
+def _longest_token(tokenizer: Any) -> float:
+    """The most characters that one token can stand for; infinity if nobody can tell."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return math.inf
+    # Other models make one unknown token of a long word, or of a run of unknown characters.
+    if type(backend.model).__name__ != "BPE" or backend.model.fuse_unk:
+        return math.inf
+    longest = max(map(len, tokenizer.get_vocab()))
+    # Normalizers may join characters: NFC and NFKC make one of up to four.
+    return longest if backend.normalizer is None else 4 * longest
+
+
 def image_urls(messages: Sequence[Message]) -> list[str]:
     """The addresses of all images in a conversation, in order."""
     return [
@@ -116,6 +152,29 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
         for part in (message.content if isinstance(message.content, list) else ())
         if isinstance(part, ImagePart)
     ]
+
+
+def num_chars(messages: Sequence[Message]) -> int:
+    """The characters that a prompt has at least; templates may shorten what assistants said."""
+    return sum(
+        len(text) for message in messages if message.role != "assistant" for text in _texts(message)
+    )
+
+
+def chat_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+    """About how many characters a chat template looks at."""
+    texts = sum(64 + sum(map(len, _texts(message))) for message in messages)
+    # Descriptions and schemas, as the template writes them.
+    return texts + sum(len(tool.model_dump_json()) for tool in tools)
+
+
+def _texts(message: Message) -> Iterator[str]:
+    content = message.content or ""
+    if isinstance(content, str):
+        yield content
+    else:
+        yield from (part.text for part in content if isinstance(part, TextPart))
+    yield from (call.function.arguments for call in message.tool_calls or ())
 
 
 def _written(message: Message, *, keeps_parts: bool) -> dict[str, Any]:

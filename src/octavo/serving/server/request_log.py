@@ -1,5 +1,6 @@
 """One record for each HTTP request: a JSON line when it ends, and its part in the metrics."""
 
+import asyncio
 import json
 import logging
 import re
@@ -43,6 +44,17 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     is_sent: bool = False  # all that there is to say has gone out
+    clock: asyncio.Timeout | None = None  # runs until the engine has the request
+
+    @property
+    def deadline(self) -> float | None:
+        """When the request must have ended, by the event loop's clock."""
+        return None if self.clock is None else self.clock.when()
+
+    def hand_over(self) -> None:
+        """Stop the clock: from here on the engine watches the deadline."""
+        if self.clock is not None:
+            self.clock.reschedule(None)
 
     def saw(self, delta: Delta) -> None:
         """Note a delta: its tokens, its time, and how the answer ended if it did."""

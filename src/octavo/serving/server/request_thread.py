@@ -4,20 +4,23 @@ import asyncio
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
-from octavo.serving.server.api_error import too_many_requests, unavailable
+from octavo.serving.server.api_error import timed_out, too_many_requests, unavailable
 from octavo.serving.server.settings import ServerSettings
 
 THREAD_END_S = 10.0
+NO_LIMIT_S = 1e9
+ENDED_FIRST = "the server has ended before the answer did"
 
 
 class RequestThread(ABC):
     """What the event loop knows of the thread; `_run` alone is the thread's.
 
-    worker: what does the work, as errors say it. A subclass keeps `_open`, its open requests, and
-    `_idle` in step with them.
+    A request holds a slot from its arrival to the end of its answer, whatever happens in between.
+    worker: what does the work, as errors say it. A subclass keeps `_open`, the requests that the
+    thread has, and calls `_note_idle` when one has gone.
     """
 
     _open: Collection[Any]
@@ -26,7 +29,9 @@ class RequestThread(ABC):
         self.settings = settings
         self.problem: str | None = None  # why the worker has failed for good
         self.is_closing = False
+        self._has_ended = False
         self._worker = worker
+        self._clocks: set[asyncio.Timeout] = set()  # one for each slot in use
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -34,23 +39,61 @@ class RequestThread(ABC):
 
     @property
     def num_open(self) -> int:
-        """Requests that have been submitted and have not ended."""
-        return len(self._open)
+        """Requests that have come in and have not ended."""
+        return max(len(self._open), len(self._clocks))
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[asyncio.Timeout]:
+        """Inside, a request counts as open and its clock runs; ApiError if there is no room for it.
+
+        The clock ends it with an ApiError: in time, or when the server ends. Whoever watches over
+        the request from then on stops the clock: `clock.reschedule(None)`.
+        """
+        self.check_open()
+        clock = asyncio.timeout(self.settings.timeout_s or NO_LIMIT_S)
+        self._clocks.add(clock)
+        self._idle.clear()
+        try:
+            async with clock:
+                yield clock
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            if self._has_ended:
+                raise unavailable(ENDED_FIRST, "aborted") from None
+            raise timed_out(self.settings.timeout_s or NO_LIMIT_S) from None
+        finally:
+            self._clocks.discard(clock)
+            self._note_idle()
 
     def start(self) -> None:
         """Start the thread; its results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def _note_idle(self) -> None:
+        if not self._open and not self._clocks:
+            self._idle.set()
+
     def check_open(self) -> None:
         """ApiError if a request would be refused now, whatever it asks for."""
-        if self.problem is not None:
-            raise unavailable(f"the {self._worker} has failed: {self.problem}", "engine_failed")
+        self.check_works()
         if self.is_closing:
             raise unavailable("the server is ending and takes no new requests", "shutting_down")
-        if self.num_open >= self.settings.max_open:
+        self.check_room(self.num_open)
+
+    def check_works(self) -> None:
+        """ApiError if the worker has failed or has ended."""
+        if self.problem is not None:
+            raise unavailable(f"the {self._worker} has failed: {self.problem}", "engine_failed")
+        if self._has_ended:
+            raise unavailable("the server has ended", "shutting_down")
+
+    def check_room(self, num_open: int) -> None:
+        """ApiError if so many open requests leave no room for another."""
+        if num_open >= self.settings.max_open:
             raise too_many_requests(
-                f"{self.num_open} requests are open, which is all this server takes: try later",
+                f"{num_open} requests are open, which is all this server takes: try later",
                 self.settings.retry_after_s,
             )
 
@@ -59,7 +102,7 @@ class RequestThread(ABC):
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
-        return not self._open
+        return not self.num_open
 
     def stop_waiting(self) -> None:
         """Make `drain` return now, whatever is open."""
@@ -67,6 +110,10 @@ class RequestThread(ABC):
 
     async def _end_thread(self, ask: Callable[[], None]) -> None:
         """Wait for the thread's end, after asking for it, if it runs."""
+        self._has_ended = True
+        for clock in self._clocks:
+            if clock.when() is not None:
+                clock.reschedule(0.0)
         if self._thread.is_alive():
             ask()
             await asyncio.to_thread(self._thread.join, THREAD_END_S)

@@ -22,14 +22,17 @@ class ServerSettings:
 
     model_names: what `model` may be in a request; the first is what answers say; empty is the
     engine's own name. max_tokens: the most that one request may ask for, None for the context.
-    max_open: requests inside the engine, running and waiting; more are refused. timeout_s: from
-    accepting a request to its last token, None for ever. grace_s: what open requests get when the
-    server ends. cors_origins: pages of other origins that may ask; none by default.
+    max_open: requests inside the server, from arrival to end; more are refused. timeout_s: from
+    arrival to the last token, None for no limit. max_open_body_bytes: of the bodies of all open
+    requests together, not counting those below 64 KiB; more are refused. grace_s: what open
+    requests get when the server ends. cors_origins: pages of other origins that may ask; none by
+    default.
     """
 
     model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_body_bytes: int = 32 * 2**20
+    max_open_body_bytes: int = 512 * 2**20
     max_tokens: int | None = None
     max_open: int = 1024
     timeout_s: float | None = 600.0
@@ -41,6 +44,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         positive = {
             "max_body_bytes": self.max_body_bytes,
+            "max_open_body_bytes": self.max_open_body_bytes,
             "max_tokens": self.max_tokens,
             "max_open": self.max_open,
             "timeout_s": self.timeout_s,

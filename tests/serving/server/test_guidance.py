@@ -1,0 +1,143 @@
+"""Schemas of clients: what is too large, what cannot be followed, what is kept."""
+
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fastapi")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from octavo.errors import ConfigError  # noqa: E402
+from octavo.serving.server import guidance  # noqa: E402
+from octavo.serving.server.api_error import ApiError  # noqa: E402
+from octavo.serving.server.guidance import GrammarCache, call_schema, check_size  # noqa: E402
+from octavo.serving.server.schema import Tool  # noqa: E402
+from octavo.serving.server.workers import WorkerError  # noqa: E402
+
+
+class InProcess:
+    """Workers whose tasks run here; the next one fails with `error`."""
+
+    def __init__(self, make):
+        self.made = SimpleNamespace(make_grammar=make)
+        self.num_tasks, self.error, self.were_large = 0, None, []
+
+    async def run(self, task, *args, limit_s, is_large):
+        self.num_tasks += 1
+        self.were_large.append(is_large)
+        if self.error is not None:
+            raise self.error
+        return task(self.made, *args)
+
+
+def make(schema):
+    if schema.get("type") == "impossible":
+        raise ConfigError("expected a type of JSON")
+    if schema.get("type") == "endless":
+        raise RecursionError
+    return object()
+
+
+def cache():
+    workers = InProcess(make)
+    return GrammarCache(make, workers), workers
+
+
+def get(grammars, schema):
+    return asyncio.run(grammars.get(schema, "response_format"))
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        (nested(200), "100 levels"),
+        (nested(20_000), "100 levels"),
+        ({"const": "x" * 10**6}, "131,072 characters"),
+        ({"enum": list(range(10**5))}, "131,072 characters"),
+        ({"properties": {f"p{i}": {} for i in range(2001)}}, "2,000 properties"),
+        ({"anyOf": [{"properties": {f"p{i}": {} for i in range(1001)}}] * 2}, "2,000 properties"),
+    ],
+)
+def test_what_is_too_large(schema, what):
+    with pytest.raises(ApiError, match=what) as caught:
+        check_size(schema, "tools")
+    error = caught.value
+    assert (error.status, error.param, error.code) == (400, "tools", "schema_too_large")
+
+
+def test_tools_are_measured_together():
+    parameters = {"properties": {f"p{i}": {} for i in range(1500)}}
+    tools = [
+        Tool.model_validate(
+            {"type": "function", "function": {"name": name, "parameters": parameters}}
+        )
+        for name in "ab"
+    ]
+    assert call_schema(tools[:1])["properties"].keys() == parameters["properties"].keys()
+    with pytest.raises(ApiError, match="2,000 properties"):
+        call_schema(tools)
+
+
+def test_grammars_are_kept_the_last_used_ones(monkeypatch):
+    monkeypatch.setattr(guidance, "NUM_KEPT", 2)
+    grammars, workers = cache()
+    first = get(grammars, {"const": 1})
+    assert get(grammars, {"const": 1}) is first
+    assert workers.num_tasks == 1
+    get(grammars, {"const": 2})
+    get(grammars, {"const": 1})
+    get(grammars, {"const": 3})  # 2 goes
+    assert get(grammars, {"const": 1}) is first
+    assert workers.num_tasks == 3
+    get(grammars, {"const": 2})
+    assert workers.num_tasks == 4
+
+
+def test_the_order_of_properties_makes_another_grammar():
+    grammars, _ = cache()
+    one = {"properties": {"a": {}, "b": {}}}
+    other = {"properties": {"b": {}, "a": {}}}
+    assert get(grammars, one) is not get(grammars, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("impossible", "a type of JSON"), ("endless", "RecursionError")]
+)
+def test_refusals_are_kept_too(kind, reason):
+    grammars, workers = cache()
+    for _ in range(2):
+        with pytest.raises(ApiError, match=reason) as caught:
+            get(grammars, {"type": kind})
+        assert (caught.value.status, caught.value.param) == (400, "response_format")
+    assert workers.num_tasks == 1
+
+
+def test_what_took_too_long_is_tried_again_later(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(guidance.time, "monotonic", lambda: now[0])
+    grammars, workers = cache()
+    workers.error = WorkerError("it took longer than 5 s")
+    for _ in range(2):
+        with pytest.raises(ApiError, match="longer than 5 s"):
+            get(grammars, {"const": 1})
+    assert workers.num_tasks == 1
+    now[0] += guidance.RETRY_S
+    workers.error = None
+    assert get(grammars, {"const": 1}) is not None
+
+
+def test_large_schemas_go_where_they_do_not_hold_up_small_ones():
+    grammars, workers = cache()
+    get(grammars, {"const": "x" * 10_000})
+    get(grammars, {"const": "x"})
+    assert workers.were_large == [True, False]
