@@ -74,7 +74,8 @@ class ImageQueue(RequestThread):
 
     async def generate(self, prompt: str, sampling: ImageSampling) -> ImageResult:
         """What a prompt became; ApiError if it did not, or not in time."""
-        self.check_open()
+        self.check_works()
+        self.check_room(len(self._open))
         assert self._loop is not None, "start() comes first"
         job = _Job(prompt, sampling, self._loop.create_future())
         self._open.add(job)

@@ -12,6 +12,7 @@ import os
 import pickle
 import resource
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -105,14 +106,18 @@ class _Worker:
     """One child process; it starts with its first task."""
 
     def __init__(self, set_up: Callable[[], bytes]) -> None:
-        self.is_dead = False
+        self._killed = threading.Event()
         self._set_up = set_up
         self._process: Any = None
         self._connection: Connection | None = None
 
+    @property
+    def is_dead(self) -> bool:
+        return self._killed.is_set()
+
     def start(self) -> None:
         """Start the process unless it runs; called in a thread."""
-        if self._process is not None or self.is_dead:
+        if self._process is not None:
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -146,7 +151,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process now."""
-        self.is_dead = True
+        self._killed.set()
         if self._process is not None:
             self._process.kill()
 
