@@ -14,7 +14,7 @@ from octavo.serving.server.async_engine import AsyncEngine, Engine
 from octavo.serving.server.bare_app import ERRORS, add_page, add_status_routes, bare_app
 from octavo.serving.server.guidance import MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
-from octavo.serving.server.metrics import Metrics
+from octavo.serving.server.metrics import TokenMetrics, engine_families, sum_and_count
 from octavo.serving.server.request_log import RequestRecord
 from octavo.serving.server.schema import (
     ChatRequest,
@@ -37,8 +37,9 @@ class Server:
         if engine.tokenizer is None:
             raise ConfigError("a server needs an engine with a tokenizer, got one without")
         self.settings = settings
-        self.metrics = Metrics()
         self.engine = AsyncEngine(engine, settings)
+        self.metrics = TokenMetrics()
+        self.metrics.add(lambda: engine_families(self.engine))
         self.models = ServedModels(
             settings.model_names or (engine.model_name,), max_model_len=engine.max_context
         )
@@ -65,18 +66,22 @@ class Server:
 
     def numbers(self) -> dict[str, Any]:
         """What the page shows; times as sums and counts, so that it can take differences."""
-        times = {
+        self.engine.ask_for_saturation()
+        histograms = {
+            "queue": self.metrics.queue_time,
             "ttft": self.metrics.time_to_first_token,
             "itl": self.metrics.inter_token,
             "request": self.metrics.request_time,
         }
+        times = {name: sum_and_count(histogram) for name, histogram in histograms.items()}
         return {
             "model": self.models.names[0],
             "max_model_len": self.engine.engine.max_context,
             "status": self.status()[1],
             "num_open": self.engine.num_open,
             "engine": dataclasses.asdict(self.engine.last_stats),
-            "times": {name: {"sum_s": h.total, "count": h.num_values} for name, h in times.items()},
+            "precision": self.engine.engine.precision.words(),
+            "times": {name: {"sum_s": sum_s, "count": n} for name, (sum_s, n) in times.items()},
         }
 
     def status(self) -> tuple[int, str]:
@@ -117,9 +122,7 @@ def create_app(
     _add_openai_routes(app, server)
     server.models.add_routes(app)
     _add_own_routes(app, server)
-    add_status_routes(
-        app, server, lambda: server.metrics.expose(server.engine.last_stats, server.engine.num_open)
-    )
+    add_status_routes(app, server)
     add_page(app, PAGE_FILES)
     return app
 
