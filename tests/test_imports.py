@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-OPTIONAL = ["triton", "transformers", "diffusers", "vllm", "fastapi", "uvicorn", "plotly", "jinja2"]
+OPTIONAL = ["triton", "transformers", "diffusers", "vllm", "fastapi", "uvicorn"]
+OPTIONAL += ["prometheus_client", "plotly", "jinja2"]
 OPTIONAL += ["typer", "rich", "gguf", "datasets", "PIL", "llguidance"]
 WITHOUT_TORCH = [
     "octavo",

@@ -26,6 +26,7 @@ EXTRA_OF = {
     "lm_eval": "lm-eval",
     "math_verify": "math",
     "plotly": "report",
+    "prometheus_client": "server",
     "pyarrow": "data",
     "starlette": "server",
     "tokenizers": "transformers",

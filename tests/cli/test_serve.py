@@ -11,7 +11,17 @@ pytest.importorskip("uvicorn")
 
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.recipe import Recipe  # noqa: E402
+from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision  # noqa: E402
 from octavo.serving.engine.scheduler import SchedulerSettings  # noqa: E402
+
+PRECISION = Precision(
+    (
+        LayerPrecision(kind="kv_cache", num_fp8=28, others={"0": "BF16", "1": "BF16"}),
+        LayerPrecision(kind="linear", num_fp8=196, others={"lm_head": "BF16"}),
+        LayerPrecision(kind="vision_attention", num_fp8=0, others={"blocks.0.attn": "BF16"}),
+    ),
+    (CachePart(kind="full_attention", dtype="bfloat16", part="pages", num_bytes=2040109466),),
+)
 
 
 @pytest.fixture
@@ -21,7 +31,9 @@ def calls(monkeypatch):
 
     def load_engine(model, recipe, settings, **options):
         found.model, found.recipe, found.engine, found.options = model, recipe, settings, options
-        return SimpleNamespace(model_name="some model", warm_up=lambda progress: None)
+        return SimpleNamespace(
+            model_name="some model", warm_up=lambda progress: None, precision=PRECISION
+        )
 
     def create_app(engine, settings):
         found.server = settings
@@ -29,7 +41,7 @@ def calls(monkeypatch):
 
     def omni(model, **options):
         found.model, found.omni = model, options
-        return SimpleNamespace(model_name="some pipeline", recipe=Recipe())
+        return SimpleNamespace(model_name="some pipeline", precision=PRECISION)
 
     def run_app(app, host, port, *, log_level):
         found.ran = (app, host, port, log_level)
@@ -51,6 +63,15 @@ def calls(monkeypatch):
 
 def octavo(*args):
     return run(make_app(COMMANDS), ["serve", *args])
+
+
+@pytest.mark.parametrize("args", [[], ["--omni"]], ids=["language", "omni"])
+def test_the_log_says_what_is_in_fp8(calls, capsys, args):
+    assert octavo(*args) == 0
+    assert (
+        "KV cache: FP8 in 28 of 30 layers (2 in BF16), 1.9 GiB; linear layers: FP8 in 196 of 197 "
+        "(lm_head in BF16); vision attention: BF16\n"
+    ) in capsys.readouterr().err
 
 
 def test_defaults(calls):
@@ -198,15 +219,16 @@ def test_without_the_small_model_the_command_to_get_it_is_printed(calls, monkeyp
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ([], r"needs fastapi, uvicorn, transformers, .*pip install .*\[server,transformers\]'"),
-        (["--omni"], r"needs fastapi, uvicorn, diffusers, .*pip install .*\[diffusers,server\]'"),
+        ([], r"transformers, .*pip install .*\[server,transformers\]'"),
+        (["--omni"], r"diffusers, .*pip install .*\[diffusers,server\]'"),
     ],
     ids=["language", "omni"],
 )
 def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, args, expected):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert octavo(*args) == 1
-    assert re.search(expected, capsys.readouterr().err)
+    needed = "needs fastapi, uvicorn, prometheus_client, "
+    assert re.search(needed + expected, capsys.readouterr().err)
 
 
 def test_bos_and_the_chat_template(calls):

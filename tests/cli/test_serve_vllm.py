@@ -29,7 +29,9 @@ def calls(monkeypatch):
 
     def load_engine(model, recipe, settings, **options):
         found.model, found.recipe, found.options = model, recipe, options
-        return SimpleNamespace(model_name="some model", warm_up=lambda progress: None)
+        return SimpleNamespace(
+            model_name="some model", warm_up=lambda progress: None, precision="KV cache: FP8"
+        )
 
     stubs = {
         "octavo.serving.engine.engine": {"load_engine": load_engine},

@@ -215,7 +215,8 @@ def serve(
     /metrics; with --omni, /v1/images/generations in place of those for texts. SIGTERM lets open
     requests finish for --grace seconds; new ones get 503.
     """
-    need("octavo serve", "fastapi", "uvicorn", "diffusers" if omni else "transformers")
+    library = "diffusers" if omni else "transformers"
+    need("octavo serve", "fastapi", "uvicorn", "prometheus_client", library)
     from octavo import env
     from octavo.measure.advise.memory import parse_tokens
     from octavo.serving.server.settings import ImageLimits, ServerSettings
@@ -277,7 +278,7 @@ def serve(
         compile=compile,
     )
     _capture_graphs(engine)
-    err.print(f"{engine.model_name}: {recipe}", soft_wrap=True)
+    err.print(f"{engine.model_name}: {engine.precision}", soft_wrap=True)
     shown = f"[{host}]" if ":" in host else host
     if port:  # a free one is chosen later, and logged
         err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")

@@ -57,7 +57,7 @@ def serve_omni(
     with err.status("loading the pipeline"):
         omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
     app = create_image_app(omni, settings)
-    err.print(f"{omni.model_name}: {omni.recipe}", soft_wrap=True)
+    err.print(f"{omni.model_name}: {omni.precision}", soft_wrap=True)
     shown = f"[{host}]" if ":" in host else host
     if port:  # a free one is chosen later, and logged
         err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")

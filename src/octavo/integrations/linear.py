@@ -178,6 +178,11 @@ def find_converted(model: nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) and m.is_converted]
 
 
+def find_linear(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with weights like a linear layer's, by name: FP8 layers and experts as well."""
+    return {n: m for n, m in model.named_modules() if _other_kind(m) is not None}
+
+
 def _places(model: nn.Module) -> list[tuple[str, ...]]:
     """Every module inside a model, with all names that it has there."""
     places: dict[int, list[str]] = {}

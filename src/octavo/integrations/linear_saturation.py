@@ -16,13 +16,13 @@ def read_saturation(model: nn.Module) -> dict[str, Saturation]:
     only where the model runs eagerly: compiled and captured calls are not counted. Layers that
     are one product of the same input count together.
     """
-    return {name: counter.read() for name, counter in _counters(model).items()}
+    return {name: counter.read() for name, counter in find_counters(model).items()}
 
 
 @contextmanager
 def count_every_call(model: nn.Module) -> Iterator[None]:
     """Count afresh, and in every call; warns of layers that saturate at the end, if not before."""
-    counters = list(_counters(model).values())
+    counters = list(find_counters(model).values())
     for counter in counters:
         counter.reset(every=1)
     try:
@@ -33,7 +33,8 @@ def count_every_call(model: nn.Module) -> Iterator[None]:
             counter.every = EVERY
 
 
-def _counters(model: nn.Module) -> dict[str, SaturationCounter]:
+def find_counters(model: nn.Module) -> dict[str, SaturationCounter]:
+    """The counter of each layer with a static input scale; layers may share one."""
     return {
         name: module.saturation
         for name, module in model.named_modules()

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,20 @@ def test_an_answer_follows_its_grammar(engine):
     assert all(re.fullmatch("[0-9]{3}-(yes|no)", done.text) for done in answers[:3])
     assert [done.finish_reason for done in answers] == ["stop"] * 3 + ["length"]
     assert len({done.text for done in answers[:3]}) > 1
+
+
+def test_a_delta_says_when_the_first_pass_over_its_request_began():
+    """A prompt of two passes; the other request waits for the first to end."""
+    engine = make_engine(max_num_seqs=1)
+    times = [time.perf_counter()]
+    engine.add(make_request("long", length=100, max_tokens=3))
+    engine.add(make_request("late", max_tokens=2))
+    engine.abort("late")
+    (ended,) = engine.step()  # the first pass of the prompt gives it no token
+    assert (ended.request_id, ended.begun_s) == ("late", None)
+    times.append(time.perf_counter())
+    deltas = [delta for _ in range(3) for delta in engine.step()]
+    assert [delta.request_id for delta in deltas] == ["long"] * 3
+    (begun_s,) = {delta.begun_s for delta in deltas}
+    assert times[0] < begun_s < times[1]
+    engine.close()

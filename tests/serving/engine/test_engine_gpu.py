@@ -75,3 +75,19 @@ def test_single_tokens_are_products_with_a_vector():
     assert answers(engine)
     engine.close()
     assert {type(part) for part in linears} == {torch.nn.Linear}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_counters_of_saturation_are_read_without_waiting():
+    engine = make_engine(octavo.Recipe(kv_cache={"scaling": "unit"}))
+    answers(engine)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.read_saturation()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    engine.read_saturation()
+    found = engine.stats().saturated
+    assert found.keys is not None and found.values is not None
+    engine.close()

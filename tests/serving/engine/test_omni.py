@@ -346,3 +346,20 @@ def test_a_size_that_the_pipeline_rounds_raises(omni, monkeypatch):
     monkeypatch.setattr(type(omni.pipe), "__call__", signed)
     with pytest.raises(UnsupportedError, match="height: expected 50 pixels, got 48"):
         omni.generate("cat", ImageSampling(height=50))
+
+
+def test_it_says_what_is_in_fp8(small):
+    plain = Omni(small, dtype="bfloat16", device="cpu")
+    assert plain.precision.words() == {"attention": "BF16", "linear layers": "BF16"}
+    omni = Omni(small, quantization="fp8", attention="fp8", dtype="bfloat16", device="cpu")
+    attention, linear = omni.precision.layers
+    assert (attention.kind, linear.kind) == ("attention", "linear")
+    assert attention.num_fp8 == len(omni.changes.layers["transformer.attention"]) > 0
+    assert linear.num_fp8 == num_fp8(omni) > 0
+    assert linear.num_layers == sum(
+        isinstance(part, torch.nn.Linear)
+        for model in omni.pipe.components.values()
+        if isinstance(model, torch.nn.Module)
+        for part in model.modules()
+    )
+    assert str(omni.precision).startswith(f"attention: FP8 in all {attention.num_fp8} layers; ")

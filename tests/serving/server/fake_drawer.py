@@ -7,10 +7,12 @@ from PIL import Image
 
 from octavo.errors import CapacityError, ConfigError, UnsupportedError
 from octavo.serving.engine.image_request import ImageResult, nth_seed
+from octavo.serving.engine.precision import LayerPrecision, Precision
 
 
 class FakeDrawer:
     model_name = "fake"
+    precision = Precision((LayerPrecision(kind="linear", num_fp8=3, others={"norm_out": "BF16"}),))
     makes_video = False
 
     def __init__(self, step_s=0.0):

@@ -8,9 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import CapacityError, ConfigError
-from octavo.serving.engine.request import Delta, Request, Stats, TokenLogprobs, Usage
+from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision
+from octavo.serving.engine.request import Delta, Request, Saturated, Stats, TokenLogprobs, Usage
 
 EOS = 0
+PRECISION = Precision(
+    (
+        LayerPrecision(kind="kv_cache", num_fp8=28, others={"first": "BF16", "last": "BF16"}),
+        LayerPrecision(kind="linear", num_fp8=196, others={"lm_head": "BF16"}),
+    ),
+    (
+        CachePart(kind="full_attention", dtype="float8_e4m3fn", part="pages", num_bytes=28 * 2**20),
+        CachePart(kind="full_attention", dtype="bfloat16", part="pages", num_bytes=4 * 2**20),
+    ),
+)
 
 
 class FakeTokenizer:
@@ -95,6 +106,7 @@ class _Running:
     stops: bool
     num_done: int = 0
     deltas: int = 0
+    begun_s: float | None = None
 
 
 class FakeImages(tuple):
@@ -117,6 +129,7 @@ class FakeEngine:
     max_queue: int = 1000
     step_s: float = 0.0
     has_images: bool = False
+    precision: Precision = PRECISION
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
 
     def __post_init__(self) -> None:
@@ -125,6 +138,8 @@ class FakeEngine:
         self.ended: dict[str, str] = {}
         self.added: list[Request] = []
         self.is_closed = False
+        self.num_readings = 0
+        self.saturated = Saturated()
         self.totals = {"prompt_tokens": 0, "completion_tokens": 0, "num_steps": 0}
 
     @property
@@ -190,6 +205,7 @@ class FakeEngine:
             return [self._end(one, "abort") for one in everyone]
         while self.waiting and len(self.running) < self.max_num_seqs:
             self.running.append(self.waiting.popleft())
+            self.running[-1].begun_s = time.perf_counter()
         deltas = [self._advance(one) for one in self.running]
         self.running = [o for o in self.running if o.request.request_id not in self.ended]
         return deltas
@@ -227,6 +243,7 @@ class FakeEngine:
             logprobs=logprobs,
             finish_reason=reason,
             error=error,
+            begun_s=one.begun_s,
             usage=Usage(prompt_tokens=len(one.request.prompt), completion_tokens=one.num_done),
         )
 
@@ -237,7 +254,14 @@ class FakeEngine:
             num_pages=100,
             num_pages_in_use=min(self.num_open, 100),
             num_finished=len(self.ended),
+            saturated=self.saturated,
             **self.totals,
+        )
+
+    def read_saturation(self) -> None:
+        self.num_readings += 1
+        self.saturated = Saturated(
+            keys=self.num_readings, values=0, linear_inputs=3, checked_linear_inputs=400
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_server import CHAT, HELLO, TEXT, get, post, with_client  # noqa: E402
+from metrics_text import samples  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -58,21 +59,21 @@ def test_metrics_and_stats():
 
     metrics, stats = with_client(scenario)
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = metrics.text.splitlines()
-    for line in (
-        'octavo_requests_total{route="/v1/chat/completions",outcome="stop"} 1',
-        'octavo_requests_total{route="/v1/chat/completions",outcome="refused"} 1',
-        'octavo_requests_total{route="/v1/completions",outcome="length"} 1',
-        'octavo_requests_total{route="unmatched",outcome="refused"} 1',
-        "octavo_completion_tokens_total 9",
-        "octavo_pages 100",
-        "octavo_requests_waiting 0",
-        "octavo_time_to_first_token_seconds_count 2",
-        'octavo_time_to_first_token_seconds_bucket{le="+Inf"} 2',
-        "octavo_inter_token_latency_seconds_count 7",
-        "octavo_request_seconds_count 2",
+    found = samples(metrics.text)
+    for name, labels, value in (
+        ("octavo_requests_total", {"route": CHAT, "outcome": "stop"}, 1),
+        ("octavo_requests_total", {"route": CHAT, "outcome": "refused"}, 1),
+        ("octavo_requests_total", {"route": TEXT, "outcome": "length"}, 1),
+        ("octavo_requests_total", {"route": "unmatched", "outcome": "refused"}, 1),
+        ("octavo_completion_tokens_total", {}, 9),
+        ("octavo_pages", {}, 100),
+        ("octavo_requests_waiting", {}, 0),
+        ("octavo_time_to_first_token_seconds_count", {}, 2),
+        ("octavo_time_to_first_token_seconds_bucket", {"le": "+Inf"}, 2),
+        ("octavo_inter_token_latency_seconds_count", {}, 7),
+        ("octavo_request_seconds_count", {}, 2),
     ):
-        assert line in lines
+        assert found[name, frozenset(labels.items())] == value
     assert stats["engine"]["completion_tokens"] == 9
     assert stats["times"]["itl"]["count"] == 7
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "diffusers")
 
 import uvicorn  # noqa: E402
 from fake_drawer import FakeDrawer  # noqa: E402
+from metrics_text import samples, series  # noqa: E402
 from PIL import Image  # noqa: E402
 from tiny_small_image import write_small_image  # noqa: E402
 
@@ -146,15 +147,24 @@ def test_models_health_metrics_and_the_page():
     assert [model["id"] for model in models.json()["data"]] == ["first", "second"]
     assert other.status_code == 404 and other.json()["error"]["code"] == "model_not_found"
     assert health.json() == {"status": "ok"}
-    lines = metrics.text.splitlines()
-    assert "octavo_images_total 3" in lines and "octavo_steps_total 2" in lines
-    assert f'octavo_requests_total{{route="{PATH}",outcome="stop"}} 1' in lines
-    assert f'octavo_requests_total{{route="{PATH}",outcome="refused"}} 1' in lines
-    assert "octavo_request_seconds_count 1" in lines and "octavo_requests_open 0" in lines
+    found = samples(metrics.text)
+    for name, labels, value in (
+        ("octavo_images_total", {}, 3),
+        ("octavo_steps_total", {}, 2),
+        ("octavo_requests_total", {"route": PATH, "outcome": "stop"}, 1),
+        ("octavo_requests_total", {"route": PATH, "outcome": "refused"}, 1),
+        ("octavo_request_seconds_count", {}, 1),
+        ("octavo_queue_seconds_count", {}, 1),
+        ("octavo_requests_open", {}, 0),
+        ("octavo_layers", {"kind": "linear"}, 4),
+        ("octavo_fp8_layers", {"kind": "linear"}, 3),
+    ):
+        assert found[name, frozenset(labels.items())] == value
     assert "img-src data:" in page.headers["content-security-policy"]
     assert "<textarea" in page.text and "http" not in page.text.replace("https", "http")
     assert "v1/images/generations" in script.text
     assert stats.json()["num_images"] == 3 and stats.json()["model"] == "first"
+    assert stats.json()["precision"] == {"linear layers": "FP8 in 3 of 4 (norm_out in BF16)"}
 
 
 def test_keys():
@@ -270,8 +280,8 @@ def test_a_client_that_leaves_ends_its_picture():
         assert httpx.post(url + PATH, json=asked, timeout=20).status_code == 200
         assert drawer.num_steps == 2
         assert [prompt for prompt, _ in drawer.drawn] == ["a", "a"]
-        outcomes = {outcome for _, outcome in server.metrics.requests}
-        assert outcomes == {"cancelled", "stop"}
+        found = series(server.metrics.expose().decode(), "octavo_requests_total")
+        assert {outcome for outcome, _ in found} == {"cancelled", "stop"}
 
 
 @pytest.mark.parametrize(("grace_s", "status"), [(10.0, 200), (0.1, 503)])

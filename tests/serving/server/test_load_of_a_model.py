@@ -171,7 +171,7 @@ def outcomes_of(found):
     """How many requests had each outcome."""
     counts = Counter()
     for name, value in found.items():
-        if match := re.search(r'^octavo_requests_total{route="/v1.*outcome="(\w+)"', name):
+        if match := re.search(r'^octavo_requests_total{outcome="(\w+)",route="/v1', name):
             counts[match[1]] += int(value)
     return counts
 

@@ -20,14 +20,15 @@ def read_saturation(model: nn.Module) -> dict[str, tuple[int, int]]:
 
     Only layers that count are there: those with scales of 1.0 that nobody calibrated.
     """
-    found = _counting(model)
+    found = find_counting(model)
     if not found:
         return {}
     counts = torch.stack([layer.saturated for layer in found.values()]).tolist()
     return {name: (keys, values) for name, (keys, values) in zip(found, counts, strict=True)}
 
 
-def _counting(model: nn.Module) -> dict[str, DecoderAttention]:
+def find_counting(model: nn.Module) -> dict[str, DecoderAttention]:
+    """The layers that count what saturates in their cache, by name."""
     return {
         module.name: module
         for module in model.modules()
@@ -53,7 +54,7 @@ class Watch:
                 self.pending = None
                 self._tell(names, counts)
         if self.pending is None and self.num_passes % EVERY == 1:
-            self._begin(_counting(decoder))
+            self._begin(find_counting(decoder))
         self.num_passes += 1
 
     def _begin(self, layers: dict[str, DecoderAttention]) -> None:

@@ -24,11 +24,13 @@ from octavo.integrations.transformers.kv_scales import brings_kv_scales
 from octavo.integrations.transformers.served_model import load_served_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.recipe import Recipe
+from octavo.serving.engine.describe_precision import describe_engine
 from octavo.serving.engine.image_store import ImageError, ImageStore
 from octavo.serving.engine.passes import Pass, Passes, open_chunks
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
 from octavo.serving.engine.runner import Runner
 from octavo.serving.engine.sampler import Sampled, Sampler
+from octavo.serving.engine.saturation_totals import SaturationTotals
 from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
 from octavo.serving.engine.settings import EngineSettings
@@ -53,6 +55,7 @@ class Engine:
     end an answer (EOS, stop_token_ids, those of a stop text) are among its tokens, without text.
     tokenizer: as transformers' are; None if prompts are tokens and nobody needs text.
     image_processor: as transformers' are, for prompts with images; None refuses them.
+    precision: what is in FP8.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Engine:
         self._scheduler = Scheduler(self._allocator, self.settings)
         store = None if self._images is None else ImageStore(self._images)
         self._runner: Runner | None = Runner(model, spec, num_pages, store)
+        self.precision = describe_engine(model, self._runner.storage)
+        self._saturation = SaturationTotals(model)
         if settings.cuda_graphs is not False:
             self._runner.use_graphs(
                 max_batch=settings.max_num_seqs,
@@ -248,7 +253,16 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_finished=self._num_finished,
             num_steps=self._num_steps,
+            saturated=self._saturation.last,
         )
+
+    def read_saturation(self) -> None:
+        """Ask the device how many values have saturated; `stats` has the answer of the last call.
+
+        Waits for nothing.
+        """
+        if self._runner is not None:
+            self._saturation.read()
 
     def close(self) -> None:
         """End every request, free the cache and give the model back as it was.
@@ -309,6 +323,7 @@ class Engine:
             text=text,
             finish_reason=sequence.finish_reason,
             usage=sequence.usage,
+            begun_s=sequence.begun_s,
             **others,
         )
 

@@ -14,6 +14,7 @@ from octavo.brief import brief
 from octavo.errors import CapacityError, ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
+from octavo.integrations.diffusers import attention as attention_layers
 from octavo.integrations.diffusers.call import (
     OnStep,
     check_options,
@@ -23,11 +24,13 @@ from octavo.integrations.diffusers.call import (
     watched,
 )
 from octavo.integrations.diffusers.load import SMALL_IMAGE, load_pipeline
-from octavo.integrations.diffusers.pipeline import find_components
+from octavo.integrations.diffusers.pipeline import TRANSFORMER, find_components
 from octavo.integrations.diffusers.quantization_config import make_recipe
 from octavo.integrations.diffusers.step_cache import check_step_cache, use_step_cache_
 from octavo.recipe import Recipe
+from octavo.serving.engine.describe_precision import describe_linear, dtype_word
 from octavo.serving.engine.image_request import ImageResult, ImageSampling, nth_seed
+from octavo.serving.engine.precision import LayerPrecision, Precision
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -95,6 +98,7 @@ class Omni:
         if cache_backend is not None:
             use_step_cache_(self.pipe, cache_backend, cache_config)
             self.cache = {"backend": cache_backend, **(cache_config or {})}
+        self.precision = _describe(self.pipe, self.changes)
 
     @property
     def makes_video(self) -> bool:
@@ -231,6 +235,21 @@ def _load(model: Any, dtype: str | None, device: str | None) -> tuple[Any, str]:
     find_components(model)
     name = getattr(model, "name_or_path", None) or type(model).__name__
     return model if device is None else model.to(device), str(name)
+
+
+def _describe(pipe: Any, changes: Changes | None) -> Precision:
+    """What of a pipeline is in FP8: attention of its transformers, linear layers of all models."""
+    components, num_fp8 = find_components(pipe), 0
+    others: dict[str, str] = {}
+    for component in (name for name in components if name.startswith(TRANSFORMER)):
+        model: Any = components[component]
+        found = {*attention_layers.find_layers(model), *attention_layers.find_others(model)}
+        fp8 = found & set(changes.layers.get(f"{component}.attention", ()) if changes else ())
+        num_fp8 += len(fp8)
+        others |= {f"{component}.{name}": dtype_word(model.dtype) for name in sorted(found - fp8)}
+    attention = LayerPrecision(kind="attention", num_fp8=num_fp8, others=others)
+    linear = describe_linear(components)
+    return Precision(tuple(kind for kind in (attention, linear) if kind.num_layers))
 
 
 def _pictures(texts: Sequence[str], sampling: ImageSampling) -> list[_Picture]:

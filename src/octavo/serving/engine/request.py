@@ -111,6 +111,7 @@ class Delta:
 
     text: what can be shown already; a part of a character or of a stop text waits. finish_reason:
     None while there is more to come; "error" comes with `error`, a sentence for the caller.
+    begun_s: when the request's first pass was scheduled, by time.perf_counter(); None if none was.
     """
 
     request_id: str
@@ -119,7 +120,21 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    begun_s: float | None = None
     usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saturated:
+    """Values beyond the range of their static FP8 scale so far; None where no layer counts them.
+
+    checked_linear_inputs: how many inputs of linear layers were looked at.
+    """
+
+    keys: int | None = None
+    values: int | None = None
+    linear_inputs: int | None = None
+    checked_linear_inputs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +151,7 @@ class Stats:
     num_preemptions: int = 0
     num_finished: int = 0
     num_steps: int = 0
+    saturated: Saturated = Saturated()
 
 
 @dataclass(frozen=True, kw_only=True)

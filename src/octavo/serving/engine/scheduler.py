@@ -11,6 +11,7 @@ its pages are still there). Layers with a sliding window keep all of their token
 table serves every layer, and what a window does not see is not read.
 """
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Sequence as AnySequence
@@ -313,6 +314,7 @@ class Scheduler:
         sequence.state = "running"
         self.running.append(sequence)
         if sequence.num_cached is None:
+            sequence.begun_s = time.perf_counter()
             sequence.num_cached = sequence.num_computed
             self.prompt_tokens += sequence.num_prompt_tokens
             self.cached_tokens += sequence.num_cached

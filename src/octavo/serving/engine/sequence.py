@@ -29,7 +29,8 @@ class Sequence:
     them, both 0 without. Tokens in between have positions of three parts, those before have their
     index, and those after it their index + position_offset.
     num_computed: how many tokens have their keys and values in pages. num_cached: how many of the
-    prompt others had filled when it first ran. hashes: of its full pages, as far as they were
+    prompt others had filled when it first ran. begun_s: when that was, by time.perf_counter().
+    hashes: of its full pages, as far as they were
     needed; the first num_published of them can be found.
     """
 
@@ -46,6 +47,7 @@ class Sequence:
         self.num_computed = 0
         self.num_published = 0
         self.num_cached: int | None = None
+        self.begun_s: float | None = None
         self.state: State = "waiting"
         self.finish_reason: FinishReason | None = None
 

@@ -6,6 +6,7 @@ from octavo.cache.spec import CacheSpec
 from octavo.errors import CapacityError, ConfigError
 from octavo.integrations.transformers.engine_images import EngineImages
 from octavo.integrations.transformers.engine_model import EngineModel
+from octavo.layers.saturation import WATCH
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.engine.runner import Runner
 from octavo.serving.engine.scheduler import Batch, Chunk
@@ -85,7 +86,7 @@ def _free_bytes(
 
 
 def try_pass(model: EngineModel, spec: CacheSpec, *, num_tokens: int, num_seqs: int) -> None:
-    """A pass over tokens of several sequences, over pages of its own."""
+    """A pass over tokens of several sequences, over pages of its own; no saturation is counted."""
     page = iter(range(num_tokens + num_seqs))
     chunks = []
     for index in range(num_seqs):
@@ -95,4 +96,7 @@ def try_pass(model: EngineModel, spec: CacheSpec, *, num_tokens: int, num_seqs: 
         sequence.pages.extend(next(page) for _ in range(spec.num_pages_for(length)))
         chunks.append(Chunk(sequence, 0, length, True))
     chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-    Runner(model, spec, next(page)).run(Batch(tuple(chunks)))
+    with WATCH.paused():
+        Runner(model, spec, next(page)).run(Batch(tuple(chunks)))
+    for layer in model.attention:
+        layer.saturated.zero_()

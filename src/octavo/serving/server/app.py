@@ -14,7 +14,7 @@ from octavo.serving.server.async_engine import AsyncEngine, Engine
 from octavo.serving.server.bare_app import ERRORS, add_page, add_status_routes, bare_app
 from octavo.serving.server.guidance import GuidedGrammars, MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
-from octavo.serving.server.metrics import Metrics
+from octavo.serving.server.metrics import TokenMetrics, engine_families, sum_and_count
 from octavo.serving.server.request_log import RequestRecord
 from octavo.serving.server.schema import (
     ChatRequest,
@@ -38,7 +38,6 @@ class Server:
     ) -> None:
         if engine.tokenizer is None:
             raise ConfigError("a server needs an engine with a tokenizer, got one without")
-        self.metrics = Metrics()
         self.models = ServedModels(
             settings.model_names or (engine.model_name,), max_model_len=engine.max_context
         )
@@ -46,6 +45,8 @@ class Server:
         most = min(settings.max_body_bytes, self.jobs.most_body_bytes)
         self.settings = dataclasses.replace(settings, max_body_bytes=int(most))
         self.engine = AsyncEngine(engine, self.settings)
+        self.metrics = TokenMetrics()
+        self.metrics.add(lambda: engine_families(self.engine))
 
     async def answer(self, request: Request, making: Coroutine[Any, Any, Job]) -> Response:
         """The whole answer, or the beginning of a stream; the request ends if its client leaves."""
@@ -70,18 +71,22 @@ class Server:
 
     def numbers(self) -> dict[str, Any]:
         """What the page shows; times as sums and counts, so that it can take differences."""
-        times = {
+        self.engine.ask_for_saturation()
+        histograms = {
+            "queue": self.metrics.queue_time,
             "ttft": self.metrics.time_to_first_token,
             "itl": self.metrics.inter_token,
             "request": self.metrics.request_time,
         }
+        times = {name: sum_and_count(histogram) for name, histogram in histograms.items()}
         return {
             "model": self.models.names[0],
             "max_model_len": self.engine.engine.max_context,
             "status": self.status()[1],
             "num_open": self.engine.num_open,
             "engine": dataclasses.asdict(self.engine.last_stats),
-            "times": {name: {"sum_s": h.total, "count": h.num_values} for name, h in times.items()},
+            "precision": self.engine.engine.precision.words(),
+            "times": {name: {"sum_s": sum_s, "count": n} for name, (sum_s, n) in times.items()},
         }
 
     def status(self) -> tuple[int, str]:
@@ -108,9 +113,7 @@ def create_app(
     _add_openai_routes(app, server)
     server.models.add_routes(app)
     _add_own_routes(app, server)
-    add_status_routes(
-        app, server, lambda: server.metrics.expose(server.engine.last_stats, server.engine.num_open)
-    )
+    add_status_routes(app, server)
     add_page(app, PAGE_FILES)
     return app
 

@@ -8,10 +8,12 @@ to loop). A request that was submitted ends exactly once: with its last delta, o
 import asyncio
 import logging
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 from octavo.errors import CapacityError, OctavoError
+from octavo.serving.engine.precision import Precision
 from octavo.serving.engine.request import Delta, Request, Stats
 from octavo.serving.server.api_error import (
     ApiError,
@@ -26,6 +28,8 @@ from octavo.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+SATURATION_EVERY_S = 5.0
+
 
 class Engine(Protocol):
     """What the server asks of an engine; one thread calls it, `prepare_images` any."""
@@ -33,6 +37,7 @@ class Engine(Protocol):
     model_name: str
     max_context: int
     tokenizer: Any
+    precision: Precision
 
     @property
     def has_work(self) -> bool: ...
@@ -43,6 +48,7 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...
     def stats(self) -> Stats: ...
+    def read_saturation(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -92,6 +98,7 @@ class AsyncEngine(RequestThread):
         super().__init__(settings, worker="engine", thread_name="octavo-engine")
         self.engine = engine
         self.last_stats = engine.stats()
+        self._saturation_due_s = 0.0
         self._open: dict[str, Answer] = {}
         self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
@@ -125,6 +132,16 @@ class AsyncEngine(RequestThread):
         """End a request that nobody waits for any more; one that has ended is left alone."""
         if self._forget(request_id) is not None:
             self._commands.put(lambda: self._call(self.engine.abort, request_id))
+
+    def ask_for_saturation(self) -> None:
+        """Have the engine read its counters of saturated values, at most every 5 s.
+
+        `last_stats` has them as soon as they have come from the device.
+        """
+        now_s = time.monotonic()
+        if self._thread.is_alive() and now_s >= self._saturation_due_s:
+            self._saturation_due_s = now_s + SATURATION_EVERY_S
+            self._commands.put(lambda: self._call(self.engine.read_saturation))
 
     async def close(self) -> None:
         """End the thread; requests that are still open end with an error."""
@@ -228,8 +245,8 @@ class AsyncEngine(RequestThread):
             return server_error(f"{type(error).__name__}: {error}")
         return None
 
-    def _call(self, function: Callable[[str], None], request_id: str) -> bool:
-        function(request_id)
+    def _call(self, function: Callable[..., None], *args: str) -> bool:
+        function(*args)
         # An aborted request frees its pages at once; the page at / shows it without another step.
         self._post(self._deliver, [], self.engine.stats())
         return True

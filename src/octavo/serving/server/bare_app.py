@@ -80,8 +80,8 @@ def bare_app(
     return app
 
 
-def add_status_routes(app: FastAPI, server: Serving, expose: Callable[[], str]) -> None:
-    """How the server is; expose: its metrics as text."""
+def add_status_routes(app: FastAPI, server: Serving) -> None:
+    """How the server is."""
 
     @app.get("/health", responses={503: {"description": "It answers nobody."}})
     async def health() -> JSONResponse:
@@ -92,7 +92,7 @@ def add_status_routes(app: FastAPI, server: Serving, expose: Callable[[], str]) 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters and histograms for Prometheus."""
-        return Response(expose(), media_type=CONTENT_TYPE)
+        return Response(server.metrics.expose(), media_type=CONTENT_TYPE)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:

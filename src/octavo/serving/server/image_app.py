@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import Metric
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.image_request import ImageResult, ImageSampling
@@ -24,7 +25,13 @@ from octavo.serving.server.bare_app import (
 )
 from octavo.serving.server.image_queue import Drawer, ImageQueue, param_of
 from octavo.serving.server.image_schema import ImageRequest
-from octavo.serving.server.metrics import Metrics, Value
+from octavo.serving.server.metrics import (
+    Metrics,
+    counter,
+    gauge,
+    precision_families,
+    sum_and_count,
+)
 from octavo.serving.server.request_log import RequestRecord
 from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
@@ -47,23 +54,14 @@ class DrawingLimits:
 LIMITS = DrawingLimits()
 
 
-class ImageMetrics(Metrics):
-    """What a server that draws counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_images = 0
-
-    def expose_images(self, engine: ImageQueue) -> str:
-        """All of it as text."""
-        return self.text(self._values(engine), [self.request_time])
-
-    def _values(self, engine: ImageQueue) -> Iterator[Value]:
-        num_open, num_waiting = engine.num_open, engine.num_waiting
-        yield "octavo_requests_open", "gauge", num_open, "Requests inside the server."
-        yield "octavo_requests_waiting", "gauge", num_waiting, "Requests that have not begun."
-        yield "octavo_images_total", "counter", self.num_images, "Pictures in answers."
-        yield "octavo_steps_total", "counter", engine.num_steps, "Denoising steps."
+def _families(server: "ImageServer") -> Iterator[Metric]:
+    """The numbers of a server that draws."""
+    queue = server.engine
+    yield gauge("octavo_requests_open", "Requests inside the server.", queue.num_open)
+    yield gauge("octavo_requests_waiting", "Requests that have not begun.", queue.num_waiting)
+    yield counter("octavo_images", "Pictures in answers.", server.num_images)
+    yield counter("octavo_steps", "Denoising steps.", queue.num_steps)
+    yield from precision_families(queue.drawer.precision)
 
 
 class ImageServer:
@@ -77,8 +75,10 @@ class ImageServer:
             )
         self.settings = settings
         self.limits = limits
-        self.metrics = ImageMetrics()
-        self.engine = ImageQueue(drawer, settings)
+        self.metrics = Metrics()
+        self.num_images = 0
+        self.engine = ImageQueue(drawer, settings, on_begin=self.metrics.queue_time.observe)
+        self.metrics.add(lambda: _families(self))
         self.models = ServedModels(settings.model_names or (drawer.model_name,))
 
     def sampling(self, body: ImageRequest) -> ImageSampling:
@@ -128,13 +128,15 @@ class ImageServer:
 
     def numbers(self) -> dict[str, Any]:
         """What the page shows."""
+        sum_s, count = sum_and_count(self.metrics.request_time)
         return {
             "model": self.models.names[0],
             "status": self.status()[1],
             "num_open": self.engine.num_open,
             "num_waiting": self.engine.num_waiting,
-            "num_images": self.metrics.num_images,
-            "mean_s": self.metrics.request_time.mean(),
+            "num_images": self.num_images,
+            "mean_s": sum_s / count if count else None,
+            "precision": self.engine.drawer.precision.words(),
         }
 
 
@@ -153,7 +155,7 @@ def create_image_app(
     app = bare_app(server, lifespan)
     _add_openai_routes(app, server)
     server.models.add_routes(app)
-    add_status_routes(app, server, lambda: server.metrics.expose_images(server.engine))
+    add_status_routes(app, server)
     add_page(app, PAGE_FILES, IMAGE_POLICY)
     return app
 
@@ -169,7 +171,7 @@ def _add_openai_routes(app: FastAPI, server: ImageServer) -> None:
         result = await until_client_leaves(request.receive, drawing)
         content = await asyncio.to_thread(_content, result)
         record.outcome = "stop"
-        server.metrics.num_images += len(result.images)
+        server.num_images += len(result.images)
         return JSONResponse(content)
 
 

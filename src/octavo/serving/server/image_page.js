@@ -88,8 +88,20 @@ function showStatus(text, isBad) {
   status.classList.toggle("bad", isBad);
 }
 
+// What is in FP8; it stays the same while the server runs.
+function showPrecision(precision) {
+  const list = byId("precision");
+  if (list.childElementCount) return;
+  for (const [title, phrase] of Object.entries(precision)) {
+    const fact = document.createElement("li");
+    fact.textContent = `${title}: ${phrase}`;
+    list.append(fact);
+  }
+}
+
 function showNumbers(stats) {
   byId("model").textContent = stats.model;
+  showPrecision(stats.precision);
   byId("open").textContent = stats.num_open;
   byId("waiting").textContent = `${stats.num_waiting} of them wait`;
   byId("images").textContent = stats.num_images;

@@ -8,12 +8,14 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from octavo.errors import CapacityError, OctavoError
 from octavo.serving.engine.image_request import ImageResult, ImageSampling
+from octavo.serving.engine.precision import Precision
 from octavo.serving.server.api_error import (
     ApiError,
     bad_request,
@@ -31,6 +33,7 @@ class Drawer(Protocol):
     """What the server asks of an `Omni`; one thread calls it, `check` any."""
 
     model_name: str
+    precision: Precision
 
     @property
     def makes_video(self) -> bool: ...
@@ -53,16 +56,22 @@ class _Job:
     prompt: str
     sampling: ImageSampling
     answer: asyncio.Future[ImageResult]
+    arrival_s: float = field(default_factory=time.perf_counter)
     stop: threading.Event = field(default_factory=threading.Event)
     has_begun: bool = False
 
 
 class ImageQueue(RequestThread):
-    """Requests of many coroutines for one pipeline."""
+    """Requests of many coroutines for one pipeline.
 
-    def __init__(self, drawer: Drawer, settings: ServerSettings) -> None:
+    on_begin: called in the thread with the seconds that a request has waited.
+    """
+
+    def __init__(
+        self, drawer: Drawer, settings: ServerSettings, on_begin: Callable[[float], None]
+    ) -> None:
         super().__init__(settings, worker="pipeline", thread_name="octavo-images")
-        self.drawer = drawer
+        self.drawer, self._on_begin = drawer, on_begin
         self.num_steps = 0
         self._open: set[_Job] = set()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -120,6 +129,7 @@ class ImageQueue(RequestThread):
             if job.stop.is_set():
                 continue
             job.has_begun = True
+            self._on_begin(time.perf_counter() - job.arrival_s)
             self._post(self._end, job, self._draw(job))
 
     def _draw(self, job: _Job) -> ImageResult | ApiError:

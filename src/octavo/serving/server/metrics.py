@@ -1,123 +1,198 @@
-"""What the server counts, in Prometheus' text format."""
+"""What a server counts, as Prometheus reads it."""
 
-import bisect
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
-from octavo.serving.engine.request import Stats
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Seconds; a token takes 1 ms to 1 s, a first token or an answer up to minutes.
+from octavo.serving.engine.precision import Precision
+from octavo.serving.engine.request import Saturated, Stats
+from octavo.serving.server.async_engine import AsyncEngine
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+# Seconds; a token takes 1 ms to 1 s, a first token or an answer up to minutes. A request need not
+# wait at all.
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 ANSWER_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+QUEUE_BUCKETS = (0.001, 0.005, *ANSWER_BUCKETS)
+FRESHNESS = "As of the scrape before this one, or older by up to 5 s."
 
-Value = tuple[str, str, int, str]  # name, kind, number, help
+
+class _Registry(CollectorRegistry):
+    """Leaves out the `…_created` series, which tell when each of the others began."""
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they are now."""
+        for family in super().collect():
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+            yield family
 
 
-class Histogram:
-    """How many values were at most as large as each bound."""
+class _Collector(Collector):
+    """Metrics that are asked for when Prometheus reads them."""
 
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self.name, self.help, self.bounds = name, help, tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, or the same one several times."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    @property
-    def num_values(self) -> int:
-        return sum(self.counts)
-
-    def mean(self) -> float | None:
-        """The mean of all values, None without any."""
-        return self.total / self.num_values if self.num_values else None
-
-    def lines(self) -> Iterator[str]:
-        """The histogram as Prometheus reads it."""
-        yield from _head(self.name, self.help, "histogram")
-        so_far = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            so_far += count
-            yield f'{self.name}_bucket{{le="{bound}"}} {so_far}'
-        yield f"{self.name}_sum {self.total}"
-        yield f"{self.name}_count {so_far}"
+    def collect(self) -> Iterable[Metric]:
+        """The metrics now."""
+        return self._families()
 
 
 class Metrics:
-    """Everything that is counted since the server started; the engine's own counts come as Stats.
-
-    Only the event loop writes here.
-    """
+    """Counts and times of all requests of one server, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str]] = Counter()  # (route, outcome)
-        self.time_to_first_token = Histogram(
+        self.registry = _Registry()
+        self.requests = Counter(
+            "octavo_requests",
+            "Requests that have ended.",
+            ("route", "outcome"),
+            registry=self.registry,
+        )
+        self.request_time = self.histogram(
+            "octavo_request_seconds", "From accepting a request to its last token.", ANSWER_BUCKETS
+        )
+        self.queue_time = self.histogram(
+            "octavo_queue_seconds",
+            "From accepting a request to the engine's first pass over it; requests that end "
+            "without a token are left out.",
+            QUEUE_BUCKETS,
+        )
+
+    def histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        """A new histogram of this server's."""
+        return Histogram(name, help, buckets=buckets, registry=self.registry)
+
+    def add(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Expose metrics that are computed at each scrape."""
+        self.registry.register(_Collector(families))
+
+    def expose(self) -> bytes:
+        """All of them, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class TokenMetrics(Metrics):
+    """Metrics of a server whose answers are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time_to_first_token = self.histogram(
             "octavo_time_to_first_token_seconds",
             "From accepting a request to its first token.",
             ANSWER_BUCKETS,
         )
-        self.inter_token = Histogram(
+        self.inter_token = self.histogram(
             "octavo_inter_token_latency_seconds",
             "Between two tokens of a request.",
             TOKEN_BUCKETS,
         )
-        self.request_time = Histogram(
-            "octavo_request_seconds",
-            "From accepting a request to its last token.",
-            ANSWER_BUCKETS,
-        )
 
-    def expose(self, stats: Stats, num_open: int) -> str:
-        """All of it as text."""
-        times = (self.time_to_first_token, self.inter_token, self.request_time)
-        return self.text(_of_engine(stats, num_open), times)
-
-    def text(self, values: Iterable[Value], histograms: Iterable[Histogram]) -> str:
-        """The requests, these values and these histograms as Prometheus reads them."""
-        lines = list(_head("octavo_requests_total", "Requests that have ended.", "counter"))
-        for (route, outcome), count in sorted(self.requests.items()):
-            labels = f'route="{_escaped(route)}",outcome="{_escaped(outcome)}"'
-            lines.append(f"octavo_requests_total{{{labels}}} {count}")
-        for name, kind, value, help in values:
-            lines += [*_head(name, help, kind), f"{name} {value}"]
-        for histogram in histograms:
-            lines += histogram.lines()
-        return "\n".join(lines) + "\n"
+    def saw_tokens(self, seconds: float, num_tokens: int) -> None:
+        """Count tokens that came together, this long after those before them."""
+        for each_s in repeat(seconds / num_tokens, num_tokens):
+            self.inter_token.observe(each_s)
 
 
-def _of_engine(stats: Stats, num_open: int) -> Iterator[Value]:
-    gauges = {
-        "octavo_requests_open": (num_open, "Requests inside the server."),
-        "octavo_requests_running": (stats.num_running, "Requests in the engine's batch."),
-        "octavo_requests_waiting": (stats.num_waiting, "Requests in the engine's queue."),
-        "octavo_pages": (stats.num_pages, "Pages of the KV cache."),
-        "octavo_pages_in_use": (stats.num_pages_in_use, "Pages that requests hold."),
+def sum_and_count(histogram: Histogram) -> tuple[float, int]:
+    """The sum of all values of a histogram without labels, and how many they are."""
+    (family,) = histogram.collect()
+    found = {one.name.removeprefix(family.name): one.value for one in family.samples}
+    return found["_sum"], int(found["_count"])
+
+
+def engine_families(engine: AsyncEngine) -> Iterator[Metric]:
+    """The engine's own numbers at its last step."""
+    stats = engine.last_stats
+    engine.ask_for_saturation()
+    yield gauge("octavo_requests_open", "Requests inside the server.", engine.num_open)
+    yield from _load(stats)
+    yield from _totals(stats)
+    yield from _saturation(stats.saturated)
+    yield from precision_families(engine.engine.precision)
+
+
+def gauge(name: str, help: str, value: float) -> Metric:
+    """A number that goes up and down."""
+    return GaugeMetricFamily(name, help, value=value)
+
+
+def counter(name: str, help: str, value: float) -> Metric:
+    """A number that only grows; its series is called `…_total`."""
+    return CounterMetricFamily(name, help, value=value)
+
+
+def _load(stats: Stats) -> Iterator[Metric]:
+    yield gauge("octavo_requests_running", "Requests in the engine's batch.", stats.num_running)
+    yield gauge("octavo_requests_waiting", "Requests in the engine's queue.", stats.num_waiting)
+    yield gauge("octavo_pages", "Pages of the KV cache.", stats.num_pages)
+    yield gauge("octavo_pages_in_use", "Pages that requests hold.", stats.num_pages_in_use)
+
+
+def _totals(stats: Stats) -> Iterator[Metric]:
+    yield counter("octavo_prompt_tokens", "Tokens of prompts.", stats.prompt_tokens)
+    yield counter("octavo_completion_tokens", "Tokens of answers.", stats.completion_tokens)
+    yield counter(
+        "octavo_cached_tokens",
+        "Tokens of prompts whose pages were filled already.",
+        stats.cached_tokens,
+    )
+    yield counter(
+        "octavo_preemptions", "Requests put back for want of pages.", stats.num_preemptions
+    )
+    yield counter("octavo_steps", "Forward passes.", stats.num_steps)
+
+
+def _saturation(saturated: Saturated) -> Iterator[Metric]:
+    """What no layer counts has no series: 0 would say that nothing saturated."""
+    family = CounterMetricFamily(
+        "octavo_saturated_values",
+        "Values beyond the range of their static FP8 scale: keys and values of the KV cache, in "
+        f"layers without calibrated scales, and inputs of linear layers where checked. {FRESHNESS}",
+        labels=("kind",),
+    )
+    kinds = {
+        "key": saturated.keys,
+        "value": saturated.values,
+        "linear_input": saturated.linear_inputs,
     }
-    counters = {
-        "octavo_prompt_tokens_total": (stats.prompt_tokens, "Tokens of prompts."),
-        "octavo_completion_tokens_total": (stats.completion_tokens, "Tokens of answers."),
-        "octavo_cached_tokens_total": (
-            stats.cached_tokens,
-            "Tokens of prompts whose pages were filled already.",
-        ),
-        "octavo_preemptions_total": (
-            stats.num_preemptions,
-            "Requests put back for want of pages.",
-        ),
-        "octavo_steps_total": (stats.num_steps, "Forward passes."),
-    }
-    for kind, values in (("gauge", gauges), ("counter", counters)):
-        for name, (value, help) in values.items():
-            yield name, kind, value, help
+    for kind, total in kinds.items():
+        if total is not None:
+            family.add_metric((kind,), total)
+    yield family
+    checked = CounterMetricFamily(
+        "octavo_saturation_checked_values",
+        "Inputs of linear layers that were checked for saturation: those of a layer's first 16 "
+        f"calls and of every 64th after them, outside CUDA graphs. {FRESHNESS}",
+        labels=("kind",),
+    )
+    if saturated.linear_inputs is not None:
+        checked.add_metric(("linear_input",), saturated.checked_linear_inputs)
+    yield checked
 
 
-def _head(name: str, help: str, kind: str) -> Iterator[str]:
-    yield f"# HELP {name} {help}"
-    yield f"# TYPE {name} {kind}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+def precision_families(precision: Precision) -> Iterator[Metric]:
+    """How many layers are in FP8, and the bytes of the KV cache."""
+    every = GaugeMetricFamily("octavo_layers", "Layers of the model.", labels=("kind",))
+    fp8 = GaugeMetricFamily("octavo_fp8_layers", "Layers that are in FP8.", labels=("kind",))
+    for layers in precision.layers:
+        every.add_metric((layers.kind,), layers.num_layers)
+        fp8.add_metric((layers.kind,), layers.num_fp8)
+    yield every
+    yield fp8
+    if precision.cache:
+        labels = ("kind", "dtype", "part")
+        size = GaugeMetricFamily("octavo_kv_cache_bytes", "Memory of the KV cache.", labels=labels)
+        for part in precision.cache:
+            size.add_metric((part.kind, part.dtype, part.part), part.num_bytes)
+        yield size

@@ -142,10 +142,22 @@ function plot() {
   });
 }
 
+// What is in FP8; it stays the same while the server runs.
+function showPrecision(precision) {
+  const list = byId("precision");
+  if (list.childElementCount) return;
+  for (const [title, phrase] of Object.entries(precision)) {
+    const fact = document.createElement("li");
+    fact.textContent = `${title}: ${phrase}`;
+    list.append(fact);
+  }
+}
+
 function showNumbers(stats) {
   samples.push({ ...stats, time: performance.now() });
   if (samples.length > NUM_SAMPLES + 1) samples.shift();
   const { engine, times } = stats;
+  showPrecision(stats.precision);
   const share = engine.num_pages ? engine.num_pages_in_use / engine.num_pages : 0;
   byId("model").textContent = `${stats.model} · context ${stats.max_model_len.toLocaleString()} tokens`;
   byId("pages-share").textContent = `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
@@ -155,7 +167,7 @@ function showNumbers(stats) {
   byId("cached").textContent = `${cached.toFixed(0)} % of prompt tokens were in the cache`;
   byId("requests").textContent = `${engine.num_running} running, ${engine.num_waiting} waiting`;
   const before = samples[Math.max(0, samples.length - 1 - WINDOW)];
-  for (const name of ["ttft", "itl", "request"]) showTime(name, times[name], before.times[name]);
+  for (const name of ["queue", "ttft", "itl", "request"]) showTime(name, times[name], before.times[name]);
   if (samples.length > 1) byId("rate").textContent = rateAt(samples.length - 1).toFixed(1);
   plot();
 }

@@ -11,7 +11,7 @@ from typing import Literal
 
 from octavo.serving.engine.request import Delta, Usage
 from octavo.serving.server.api_error import CLIENT_LEFT_STATUS, ApiError
-from octavo.serving.server.metrics import Metrics
+from octavo.serving.server.metrics import Metrics, TokenMetrics
 
 logger = logging.getLogger("octavo.requests")
 
@@ -41,6 +41,7 @@ class RequestRecord:
     answer_id: str | None = None
     error: str | None = None
     usage: Usage | None = None
+    queue_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     is_sent: bool = False  # all that there is to say has gone out
@@ -60,17 +61,23 @@ class RequestRecord:
         """Note a delta: its tokens, its time, and how the answer ended if it did."""
         elapsed_s = time.perf_counter() - self.start
         self.usage = delta.usage
-        num_tokens = len(delta.tokens)
-        if num_tokens and self.last_token_s is None:
-            self.first_token_s = elapsed_s
-            self.metrics.time_to_first_token.observe(elapsed_s)
-        elif num_tokens and self.last_token_s is not None:
-            each_s = (elapsed_s - self.last_token_s) / num_tokens
-            self.metrics.inter_token.observe(each_s, num_tokens)
-        if num_tokens:
-            self.last_token_s = elapsed_s
+        if delta.tokens:
+            self._saw_tokens(delta, elapsed_s)
         if delta.finish_reason == "stop" or delta.finish_reason == "length":
             self.outcome = delta.finish_reason
+
+    def _saw_tokens(self, delta: Delta, elapsed_s: float) -> None:
+        metrics = self.metrics
+        assert isinstance(metrics, TokenMetrics)  # no other server has deltas
+        if self.last_token_s is None:
+            self.first_token_s = elapsed_s
+            metrics.time_to_first_token.observe(elapsed_s)
+            if delta.begun_s is not None:
+                self.queue_s = delta.begun_s - self.start
+                metrics.queue_time.observe(self.queue_s)
+        else:
+            metrics.saw_tokens(elapsed_s - self.last_token_s, len(delta.tokens))
+        self.last_token_s = elapsed_s
 
     def failed(self, error: ApiError) -> None:
         """Note an error; it decides the outcome unless the answer was complete."""
@@ -89,7 +96,7 @@ class RequestRecord:
         if self.outcome is None:
             status = self.status or 500
             self.outcome = "ok" if status < 400 else "refused" if status < 500 else "error"
-        self.metrics.requests[self.route, self.outcome] += 1
+        self.metrics.requests.labels(self.route, self.outcome).inc()
         if self.outcome in ("stop", "length"):
             self.metrics.request_time.observe(duration_s)
         # Pages, health and metrics are asked for every second; what they say is seen anyway.
@@ -109,6 +116,7 @@ class RequestRecord:
             "prompt_tokens": usage and usage.prompt_tokens,
             "completion_tokens": usage and usage.completion_tokens,
             "cached_tokens": usage and usage.cached_tokens,
+            "queue_s": self.queue_s and round(self.queue_s, 6),
             "ttft_s": self.first_token_s and round(self.first_token_s, 6),
             "duration_s": round(duration_s, 6),
             "error": self.error,
