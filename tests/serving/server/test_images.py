@@ -19,7 +19,7 @@ from fake_engine import FakeEngine  # noqa: E402
 from fake_server import serving  # noqa: E402
 
 from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.images import read_image  # noqa: E402
+from octavo.serving.server.images import decode, read_file  # noqa: E402
 from octavo.serving.server.settings import ImageLimits, ServerSettings  # noqa: E402
 
 
@@ -33,6 +33,10 @@ def data_url(data, media_type="image/png"):
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
+def read_image(url, limits):
+    return decode(read_file(url, limits), limits)
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_data_urls(kind):
     image = read_image(data_url(encoded(kind=kind)), ImageLimits())
@@ -42,7 +46,8 @@ def test_data_urls(kind):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64", "expected data:image/…;base64"),
+        ("data:,%89PNG", "expected data:image/…;base64"),
         ("data:image/png;base64,!!!!", "expected base64"),
         (data_url(b"no image"), "expected an image"),
         (data_url(encoded()[:40]), "expected an image"),
@@ -50,7 +55,6 @@ def test_data_urls(kind):
         (data_url(encoded((100, 101))), "at most 10000 pixels, got 100x101"),
         (data_url(b"x" * 2001), "at most 2000 bytes"),
         (data_url(b"x" * 9000), "at most 2000 bytes"),
-        ("data:," + "x" * 2001, "at most 2000 bytes"),
         ("file:///etc/passwd", "expected a data:"),
         ("ftp://host/x.png", "expected a data:"),
         ("", "expected a data:"),

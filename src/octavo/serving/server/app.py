@@ -129,7 +129,8 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         server.engine.check_open()
-        return await server.answer(request, await server.jobs.chat(body))
+        job = await server.jobs.chat(body, request.state.at_end)
+        return await server.answer(request, job)
 
     @app.post("/v1/completions", responses=ERRORS, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
