@@ -119,6 +119,18 @@ def test_tokens_are_counted_from_sizes_alone(images):
         images.count_tokens(1, 300)
 
 
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_what_the_model_sees_of_a_reduced_image_is_nearly_the_same(images, factor):
+    random = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    whole = Image.fromarray(random).resize((1200, 800), Image.Resampling.BICUBIC)
+    assert images.choose_reduction(*whole.size, [factor]) == factor
+    seen, reduced = (
+        images.prepare((IMAGE,), [image]).pixels[0] for image in (whole, whole.reduce(factor))
+    )
+    difference = (seen - reduced).abs().mean() / seen.std()
+    assert float(difference) < 0.05
+
+
 def test_a_processor_that_does_not_count_reduces_nothing(images, monkeypatch):
     monkeypatch.setattr(images, "_processor", lambda **_: None)
     assert images.count_tokens(900, 900) is None

@@ -16,8 +16,8 @@ from octavo.serving.server.images import PARAM, ImageFile, decode, read_file, re
 from octavo.serving.server.pixel_budget import Hold, PixelBudget
 from octavo.serving.server.settings import ImageLimits
 
-# Each may need a large image's memory: 16 bytes a pixel to decode WebP, 5 to 8 the other formats,
-# and some 60 bytes for a pixel that the model sees, while it is prepared.
+# Each may need the memory of a large image: 4 bytes a pixel to decode it (16 for WebP), as much
+# again for its copy in RGB, and some 60 bytes for a pixel that the model sees, to prepare it.
 NUM_THREADS = max(2, min(4, (os.cpu_count() or 1) // 2))
 JPEG_REDUCTIONS = (8, 4, 2)  # that its decoder has
 REDUCTIONS = range(2, 65)
@@ -88,7 +88,8 @@ class ImageReader:
         at_end: closed when the request has ended; gives back the pixels.
         """
         loop = asyncio.get_running_loop()
-        hold = await self.budget.hold(sum(file.num_pixels for file in files))
+        num_pixels = sum(file.num_pixels_to_decode for file in files)
+        hold = await self.budget.hold(min(num_pixels, self.budget.size))
         is_left = threading.Event()
         work = self._executor.submit(self._prepare, prompt, files, is_left)
         try:

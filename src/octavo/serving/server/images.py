@@ -41,6 +41,14 @@ class ImageFile:
         """Of the whole image."""
         return self.width * self.height
 
+    @property
+    def num_pixels_to_decode(self) -> int:
+        """How many pixels there are in memory while it is decoded: WebP's decoder has four of each.
+
+        A pixel is 4 bytes, or 1 without colour.
+        """
+        return self.num_pixels * (4 if self.format == "WEBP" else 1)
+
 
 def read_file(url: str, limits: ImageLimits) -> ImageFile:
     """The file that a URL means; ApiError if it is not allowed, too large or no image."""
