@@ -166,7 +166,8 @@ def _opened(data: bytes, limits: ImageLimits) -> Iterator[Any]:
     except ImportError:
         raise refused("this server cannot read images: it has no pillow") from None
 
-    Image.core.set_block_size(BLOCK_BYTES)
+    untyped: Any = Image
+    untyped.core.set_block_size(BLOCK_BYTES)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
