@@ -17,6 +17,7 @@ from octavo.integrations.transformers.chart_reader import (
     IMAGE,
     MERGE,
     SPECIAL,
+    ChartProcessor,
     fit_image,
     flatten_patches,
     load_chart_reader,
@@ -100,6 +101,13 @@ def test_images_that_cannot_be_cut(image):
 def test_fit_image(size, expected):
     fitted = fit_image(Image.new("L", size))
     assert fitted.shape == (expected[1], expected[0], 3) and fitted.dtype == np.uint8
+
+
+@pytest.mark.parametrize("size", [(1, 1), (250, 40), (640, 480), (3000, 700), (4096, 64)])
+def test_the_processor_counts_patches_without_an_image(reader, size):
+    processor = ChartProcessor(reader)
+    found = processor(images=[Image.new("L", size)])["pixel_values"]
+    assert processor.get_number_of_image_patches(height=size[1], width=size[0]) == len(found)
 
 
 def test_the_tower_has_heads_of_72_and_the_whole_is_small(reader):

@@ -71,6 +71,95 @@ def test_hashes_are_of_content_and_grid(images):
     assert digest(flat) != digest(flat.reshape(32, 8, 3)) != digest(flat.reshape(16, 16, 3))
 
 
+def test_images_are_asked_for_one_after_another(images):
+    seen = []
+
+    def made():
+        for number in (1, 2, 6):
+            seen.append(number)
+            yield make_image(number)
+            gone.append(len(seen))
+
+    gone = []
+    prompt = (IMAGE, STOP, IMAGE, STOP, IMAGE)
+    lazily = images.prepare(prompt, made())
+    assert (seen, gone) == ([1, 2, 6], [1, 2, 3])
+    whole = images.prepare(prompt, [make_image(n) for n in (1, 2, 6)])
+    assert (lazily.tokens, lazily.spans) == (whole.tokens, whole.spans)
+    # As the processor makes them all at once.
+    found = make_processor()(images=[make_image(n) for n in (1, 2, 6)], return_tensors="pt")
+    assert torch.equal(torch.cat(lazily.pixels), torch.as_tensor(found["pixel_values"]))
+    assert lazily.grids.tolist() == torch.as_tensor(found["image_grid_thw"]).tolist()
+    assert lazily.num_pixels == (15 + 6 + 15) * 8**2
+
+
+def odd_sizes():
+    """Sizes around the model's own and far beyond it, among them narrow ones."""
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        width, height = (int(side) for side in random.integers(1, 700, 2))
+        yield width, height
+        yield 10 * width, max(1, height // 20, width // 15)
+    yield from [(64, 64), (255, 256), (256, 256), (4000, 24), (24, 4000), (1600, 8), (8, 1600)]
+
+
+def is_taken(images, size):
+    try:
+        return images.count_tokens(*size) is not None
+    except ConfigError:
+        return False
+
+
+def test_tokens_are_counted_from_sizes_alone(images):
+    for size in list(odd_sizes())[:80]:
+        if is_taken(images, size):
+            (span,) = images.prepare((IMAGE,), [Image.new("RGB", size)]).spans
+            assert images.count_tokens(*size) == span.stop, size
+    with pytest.raises(ConfigError, match=r"processor takes, got ValueError: .*aspect ratio"):
+        images.count_tokens(1, 300)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_what_the_model_sees_of_a_reduced_image_is_nearly_the_same(images, factor):
+    random = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    whole = Image.fromarray(random).resize((1200, 800), Image.Resampling.BICUBIC)
+    assert images.choose_reduction(*whole.size, [factor]) == factor
+    seen, reduced = (
+        images.prepare((IMAGE,), [image]).pixels[0] for image in (whole, whole.reduce(factor))
+    )
+    difference = (seen - reduced).abs().mean() / seen.std()
+    assert float(difference) < 0.05
+
+
+def test_a_processor_that_does_not_count_reduces_nothing(images, monkeypatch):
+    monkeypatch.setattr(images, "_processor", lambda **_: None)
+    assert images.count_tokens(900, 900) is None
+    assert images.choose_reduction(900, 900, range(2, 65)) == 1
+
+
+@pytest.mark.parametrize("factors", [(8, 4, 2), range(2, 65)], ids=["jpeg", "others"])
+def test_a_reduction_leaves_the_grid_as_it_is_and_more_than_the_model_sees(images, factors):
+    chosen = []
+    for width, height in filter(lambda size: is_taken(images, size), odd_sizes()):
+        factor = images.choose_reduction(width, height, factors)
+        chosen.append(factor)
+        if factor == 1:
+            continue
+        whole, reduced = (
+            images.prepare((IMAGE,), [Image.new("RGB", (-(-width // by), -(-height // by)))])
+            for by in (1, factor)
+        )
+        assert reduced.grids.tolist() == whole.grids.tolist(), (width, height, factor)
+        _, rows, columns = (side * vision_families.PATCH for side in whole.grids[0].tolist())
+        assert width / factor >= 1.4 * columns, (width, height, factor)
+        assert height / factor >= 1.4 * rows, (width, height, factor)
+        assert (width / factor) * (height / factor) >= 4 * whole.num_pixels
+    assert len(set(chosen)) > 2
+    # Within four times the side that the model sees, nothing is touched.
+    assert {images.choose_reduction(side, side, factors) for side in range(1, 256)} == {1}
+    assert images.choose_reduction(256, 256, factors) == 2
+
+
 def test_the_tower_gives_the_same_alone_and_together():
     # float64: products of another size round otherwise, and these weights make much of it.
     model = vision_families.make_model("qwen3_vl").double()
@@ -141,7 +230,7 @@ def test_a_processor_with_other_patches_is_refused(images, monkeypatch):
         return {**found, "pixel_values": found["pixel_values"][:-1]}
 
     monkeypatch.setattr(images, "_processor", halved)
-    with pytest.raises(ConfigError, match="expected patches of 1 images, got 59"):
+    with pytest.raises(ConfigError, match="expected the patches of one image, got 59"):
         images.prepare((IMAGE,), [make_image(1)])
 
 

@@ -113,6 +113,7 @@ class FakeImages(tuple):
     """Images and the prompt they are in, whose places stay as they are."""
 
     tokens: tuple[int, ...]
+    num_pixels: int
 
 
 @dataclass
@@ -150,11 +151,17 @@ class FakeEngine:
     def num_open(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def count_image_tokens(self, width, height) -> int:
+        return width * height // 10_000
+
+    def choose_image_reduction(self, width, height, factors) -> int:
+        return 1
+
     def prepare_images(self, prompt, images) -> FakeImages:
-        if any(image.size == (13, 13) for image in images):
-            raise ConfigError("an image of bad luck")
         made = FakeImages(images)
-        made.tokens = prompt
+        if any(image.size == (13, 13) for image in made):
+            raise ConfigError("an image of bad luck")
+        made.tokens, made.num_pixels = prompt, sum(x.width * x.height for x in made)
         return made
 
     def add(self, request: Request) -> None:

@@ -116,14 +116,20 @@ def cut_patches(images: Tensor) -> Tensor:
 
 def fit_image(image: Any) -> np.ndarray[Any, Any]:
     """A pillow image as uint8 [height, width, 3] with sides that the reader takes, near its own."""
-    if min(image.size) < 1:
-        raise ConfigError(f"expected an image, got one of {image.size[0]} × {image.size[1]}")
-    shrink = min(1.0, MAX_SIDE / max(image.size))
-    width, height = (max(1, round(side * shrink / UNIT)) * UNIT for side in image.size)
+    size = fit_size(*image.size)
     rgb = image.convert("RGB")
-    if rgb.size != (width, height):
-        rgb = rgb.resize((width, height))
+    if rgb.size != size:
+        rgb = rgb.resize(size)
     return np.asarray(rgb)
+
+
+def fit_size(width: int, height: int) -> tuple[int, int]:
+    """The width and height at which the reader sees an image of this size."""
+    if min(width, height) < 1:
+        raise ConfigError(f"expected an image, got one of {width} × {height}")
+    shrink = min(1.0, MAX_SIDE / max(width, height))
+    seen_width, seen_height = (max(1, round(x * shrink / UNIT)) * UNIT for x in (width, height))
+    return seen_width, seen_height
 
 
 def make_tokenizer(words: Sequence[str]) -> Any:
@@ -269,6 +275,24 @@ class ChartReader:
                 pad_token_id=SPECIAL.index(PAD),
             )
         return [self.decode(row.tolist()) for row in ids[:, inputs["input_ids"].shape[1] :]]
+
+
+@dataclass(frozen=True)
+class ChartProcessor:
+    """A reader's image processor, with what the engine uses of transformers' own."""
+
+    reader: ChartReader
+
+    def __call__(
+        self, images: Sequence[Any], return_tensors: Literal["pt"] = "pt"
+    ) -> dict[str, Tensor]:
+        """Patches and grids of pillow images."""
+        return self.reader.process_images(images, return_tensors)
+
+    def get_number_of_image_patches(self, height: int, width: int) -> int:
+        """The patches of an image of this size."""
+        seen_width, seen_height = fit_size(width, height)
+        return (seen_width // PATCH) * (seen_height // PATCH)
 
 
 def make_chart_reader(words: Sequence[str], seed: int = 0) -> ChartReader:

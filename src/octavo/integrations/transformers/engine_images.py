@@ -6,7 +6,8 @@ follows an image is not at the position of its index.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -36,6 +37,7 @@ class PromptImages:
     tokens: the whole prompt, every image at its full length. pixels: the patches of each image, in
     the tower's dtype; grids: [images, 3], how many there are (frames, rows, columns). positions:
     [3, tokens] int64. offset: what the position of a token after the last image is off its index.
+    num_pixels: of all images, in the size that the model sees.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +46,7 @@ class PromptImages:
     grids: Tensor
     positions: Tensor
     offset: int
+    num_pixels: int
 
     def positions_of(self, start: int, stop: int) -> Tensor:
         """[3, stop - start]: of these tokens of the prompt and of what was generated after it."""
@@ -82,7 +85,8 @@ class EngineImages:
     """How one model takes images.
 
     processor: an image processor as transformers' are: called with images=[…], return_tensors="pt"
-    it gives pixel_values and image_grid_thw.
+    it gives pixel_values and image_grid_thw. With get_number_of_image_patches, as transformers'
+    have it, the number of an image's tokens is known from its size alone.
     """
 
     def __init__(self, model: Any, processor: Any) -> None:
@@ -92,38 +96,77 @@ class EngineImages:
         vision = model.config.vision_config
         self._merge = int(vision.spatial_merge_size)
         self._patch_size = 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+        self._token_side = self._merge * int(vision.patch_size)  # in pixels
         self._tower_dtype = next(_tower(model).parameters()).dtype
 
-    def prepare(self, prompt: Sequence[int], images: Sequence[Any]) -> PromptImages:
+    def count_tokens(self, width: int, height: int) -> int | None:
+        """The tokens of an image of this size; None if the processor does not tell.
+
+        ConfigError if the processor takes no image of this size.
+        """
+        count = getattr(self._processor, "get_number_of_image_patches", None)
+        if count is None or not getattr(self._processor, "do_resize", True):
+            return None
+        try:
+            return int(count(height, width)) // self._merge**2
+        except ValueError as error:
+            raise _not_taken(error) from None
+
+    def choose_reduction(self, width: int, height: int, factors: Iterable[int]) -> int:
+        """The largest of these factors by which an image may be made smaller while it is decoded.
+
+        1 if none will do. What is left has about twice the resolution of what the processor will
+        make of it, so that the processor's own resampling decides what the model sees, and as many
+        tokens as the whole image.
+        """
+        num_tokens = self.count_tokens(width, height)
+        if num_tokens is None:
+            return 1
+        side = self._token_side
+        shrinks = math.sqrt(width * height / (num_tokens * side**2))
+        # A narrow side is not made smaller than one token, however long the other one is.
+        limit = min(shrinks, min(width, height) / side) / 2
+        fitting = (
+            factor
+            for factor in factors
+            if factor <= limit
+            and self.count_tokens(-(-width // factor), -(-height // factor)) == num_tokens
+        )
+        return max(fitting, default=1)
+
+    def prepare(self, prompt: Sequence[int], images: Iterable[Any]) -> PromptImages:
         """The images of a prompt; any thread may call it, nothing here changes.
 
         The prompt has one image token for each image, or all of them already. Text must stand
-        between two images.
+        between two images. The next image is not asked for before the patches of one are cut.
         """
-        if not images:
+        patches = [self._cut(image) for image in images]
+        if not patches:
             raise ConfigError("expected one image or more, got none")
-        # What a processor raises for an image it cannot take, by its own words.
-        try:
-            found = self._processor(images=list(images), return_tensors="pt")
-            grids = torch.as_tensor(found["image_grid_thw"]).cpu()
-            pixels = torch.as_tensor(found["pixel_values"]).to("cpu", self._tower_dtype)
-        except (TypeError, ValueError, OSError, KeyError) as error:
-            raise ConfigError(
-                f"expected images that the model's processor takes, got {type(error).__name__}: "
-                f"{error}"
-            ) from None
-        sizes = grids.prod(-1).tolist()
-        if len(sizes) != len(images) or sum(sizes) != len(pixels):
-            raise ConfigError(
-                f"expected patches of {len(images)} images, got {len(pixels)} of {len(sizes)} grids"
-            )
-        parts = tuple(part.contiguous() for part in pixels.split(sizes))
-        lengths = [size // self._merge**2 for size in sizes]
+        parts, rows = zip(*patches, strict=True)
+        grids = torch.cat(rows)
+        lengths = [size // self._merge**2 for size in grids.prod(-1).tolist()]
         tokens = self._expand(prompt, lengths)
         digests = [_digest(*image) for image in zip(parts, grids, strict=True)]
         spans = self._find_spans(tokens, lengths, digests)
         positions, offset = self._positions(tokens, grids)
-        return PromptImages(tokens, spans, parts, grids, positions, offset)
+        num_pixels = sum(lengths) * self._token_side**2
+        return PromptImages(tokens, spans, parts, grids, positions, offset, num_pixels)
+
+    def _cut(self, image: Any) -> tuple[Tensor, Tensor]:
+        """The patches of an image, and its grid [1, 3]."""
+        # What a processor raises for an image it cannot take, by its own words.
+        try:
+            found = self._processor(images=[image], return_tensors="pt")
+            grid = torch.as_tensor(found["image_grid_thw"]).cpu()
+            pixels = torch.as_tensor(found["pixel_values"]).to("cpu", self._tower_dtype)
+        except (TypeError, ValueError, OSError, KeyError) as error:
+            raise _not_taken(error) from None
+        if len(grid) != 1 or int(grid.prod()) != len(pixels):
+            raise ConfigError(
+                f"expected the patches of one image, got {len(pixels)} of {len(grid)} grids"
+            )
+        return pixels.contiguous(), grid
 
     @torch.inference_mode()
     def encode(self, images: PromptImages, which: Sequence[int]) -> list[ImageFeatures]:
@@ -153,7 +196,7 @@ class EngineImages:
         grid = torch.tensor([[1, side, side]])
         pixels = torch.zeros(side**2, self._patch_size, dtype=self._tower_dtype)
         span = ImageSpan(0, (side // self._merge) ** 2, b"")
-        blank = PromptImages((), (span,), (pixels,), grid, torch.empty(3, 0), 0)
+        blank = PromptImages((), (span,), (pixels,), grid, torch.empty(3, 0), 0, 0)
         with history_kept(_tower(self._model)):
             self.encode(blank, [0])
 
@@ -253,6 +296,12 @@ def forward(
     )
     logits: Tensor = model.get_output_embeddings()(out.last_hidden_state[0, rows])
     return logits
+
+
+def _not_taken(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"expected images that the model's processor takes, got {type(error).__name__}: {error}"
+    )
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:

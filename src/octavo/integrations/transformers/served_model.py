@@ -10,6 +10,7 @@ from octavo.integrations.transformers.chart_reader import (
     END,
     FOLDER,
     SPECIAL,
+    ChartProcessor,
     is_chart_reader,
     load_chart_reader,
 )
@@ -65,7 +66,7 @@ def _load_reader(name: str, dtype: str, device: str, prompts: PromptSettings) ->
     reader = load_chart_reader(folder, default_dtype(dtype, device)).to(device)
     reader.model.generation_config.eos_token_id = SPECIAL.index(END)
     tokenizer = prepare_tokenizer(reader.chat_tokenizer(), prompts, reader.model.config)
-    return ServedModel(name, reader.model, tokenizer, reader.process_images)
+    return ServedModel(name, reader.model, tokenizer, ChartProcessor(reader))
 
 
 def _load_image_processor(name: str) -> Any:

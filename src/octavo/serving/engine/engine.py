@@ -127,17 +127,29 @@ class Engine:
         """The model, with the engine's attention until it is closed."""
         return self._model.model
 
-    def prepare_images(self, prompt: AnySequence[int], images: AnySequence[Any]) -> PromptImages:
+    def prepare_images(self, prompt: AnySequence[int], images: Iterable[Any]) -> PromptImages:
         """Images as a request may have them, with the whole prompt as `tokens`.
 
         prompt: with one image token for each of them. `add` does it, too; this any thread may call.
+        Images that are made while they are asked for are in memory one after another.
         """
+        return self._need_images().prepare(prompt, images)
+
+    def count_image_tokens(self, width: int, height: int) -> int | None:
+        """The tokens of an image of this size; None if the image processor does not tell."""
+        return self._need_images().count_tokens(width, height)
+
+    def choose_image_reduction(self, width: int, height: int, factors: Iterable[int]) -> int:
+        """The largest factor by which an image may be made smaller before it is prepared, or 1."""
+        return self._need_images().choose_reduction(width, height, factors)
+
+    def _need_images(self) -> EngineImages:
         if self._images is None:
             raise UnsupportedError(
                 f"expected a prompt of text, got images: {self.model_name} came without an image "
                 f"processor, or is none of the models they are read for ({', '.join(FAMILIES)})"
             )
-        return self._images.prepare(prompt, images)
+        return self._images
 
     def check(self, request: Request) -> None:
         """Raise ConfigError or UnsupportedError for a request that can never run here."""

@@ -122,7 +122,7 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", responses=ERRORS, response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await server.answer(request, server.jobs.chat(body))
+        return await server.answer(request, server.jobs.chat(body, request.state.at_end))
 
     @app.post("/v1/completions", responses=ERRORS, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 from octavo.errors import CapacityError, OctavoError
@@ -32,7 +32,7 @@ SATURATION_EVERY_S = 5.0
 
 
 class Engine(Protocol):
-    """What the server asks of an engine; one thread calls it, `prepare_images` any."""
+    """What the server asks of an engine; one thread calls it, what is about images any."""
 
     model_name: str
     max_context: int
@@ -43,7 +43,9 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     @property
     def has_images(self) -> bool: ...
-    def prepare_images(self, prompt: Sequence[int], images: Sequence[Any]) -> Any: ...
+    def count_image_tokens(self, width: int, height: int) -> int | None: ...
+    def choose_image_reduction(self, width: int, height: int, factors: Iterable[int]) -> int: ...
+    def prepare_images(self, prompt: Sequence[int], images: Iterable[Any]) -> Any: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...
@@ -224,6 +226,7 @@ class AsyncEngine(RequestThread):
                 return True
             if not command():
                 return False
+            del command  # it has the request, and with it its images
 
     def _step(self) -> None:
         deltas = self.engine.step()

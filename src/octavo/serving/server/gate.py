@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 from collections.abc import Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -89,7 +89,8 @@ class Gate:
         record = RequestRecord(
             choose_id(headers.get("x-request-id")), scope["method"], scope["path"], self._metrics
         )
-        scope.setdefault("state", {})["record"] = record
+        at_end = ExitStack()  # what the request holds until it has ended, however it ends
+        scope.setdefault("state", {}).update(record=record, at_end=at_end)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -110,6 +111,7 @@ class Gate:
             failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
             await self._refuse(failure, record, send_with_id)
         finally:
+            at_end.close()
             route: Any = scope.get("route")
             record.route = getattr(route, "path", record.route)
             record.end()

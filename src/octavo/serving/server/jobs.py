@@ -4,11 +4,12 @@ import asyncio
 import math
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.server.answer_body import ChatWriter, CompletionWriter, TokenTexts, Writer
 from octavo.serving.server.api_error import bad_request
@@ -21,7 +22,7 @@ from octavo.serving.server.guidance import (
     forced_tools,
     format_schema,
 )
-from octavo.serving.server.images import read_image
+from octavo.serving.server.image_reader import ImageReader
 from octavo.serving.server.message_reader import (
     CLOSING,
     AnyCallReader,
@@ -34,7 +35,6 @@ from octavo.serving.server.prompts import Prompts, chat_size, image_urls, num_ch
 from octavo.serving.server.schema import (
     ChatRequest,
     CompletionRequest,
-    Message,
     SamplingFields,
     TokenizeRequest,
 )
@@ -107,6 +107,7 @@ class Jobs:
         self._settings = settings
         self._max_context = engine.max_context
         self._engine = engine  # only what any thread may call
+        self.images = ImageReader(engine, settings.images)
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
         self._token_texts = TokenTexts(engine.tokenizer)
         # One thread: a tokenizer is not to be used by two.
@@ -127,23 +128,24 @@ class Jobs:
         self._workers.start()
 
     def close(self) -> None:
-        """End the tokenizer's thread and the worker processes."""
+        """End the threads of the tokenizer and of images, and the worker processes."""
+        self.images.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
 
-    async def chat(self, body: ChatRequest) -> Job:
-        """The job of a chat completion."""
+    async def chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
+        """The job of a chat completion; at_end: what is to be done when its request has ended."""
         self._models.check(body.model)
         forced = forced_tools(body)
         schema, param = self._chat_schema(body, is_forced=bool(forced))
-        images = await self._images(body.messages)
+        files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
         self._prompts.check_length(num_chars(body.messages), "messages")
         size = chat_size(body.messages, tools)
         prompt = await self._encoded("of_chat", size, body.messages, tools, is_forced=bool(forced))
         prepared: Any = ()
-        if images:
-            prepared = await asyncio.to_thread(self._prepare_images, prompt, images)
+        if files:
+            prepared = await self.images.prepare(prompt, files, at_end)
             prompt = prepared.tokens
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -232,22 +234,6 @@ class Jobs:
         if is_forced:
             return call_schema(forced_tools(body)), "tools"
         return schema, "response_format"
-
-    async def _images(self, messages: list[Message]) -> tuple[Any, ...]:
-        urls = image_urls(messages)
-        limits = self._settings.images
-        if urls and not self._engine.has_images:
-            raise bad_request("this model reads no images", "messages", "images_not_supported")
-        if len(urls) > limits.max_images:
-            message = f"expected at most {limits.max_images} images, got {len(urls)}"
-            raise bad_request(message, "messages")
-        return tuple([await asyncio.to_thread(read_image, url, limits) for url in urls])
-
-    def _prepare_images(self, prompt: tuple[int, ...], images: tuple[Any, ...]) -> Any:
-        try:
-            return self._engine.prepare_images(prompt, images)
-        except OctavoError as error:
-            raise bad_request(str(error), "messages", "invalid_image") from None
 
     async def _sampling(
         self,

@@ -7,13 +7,32 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """What an image_url may be; without allowed hosts only data: URLs are read."""
+    """What images may be; without allowed hosts only data: URLs are read.
+
+    max_images, max_request_bytes, max_request_pixels: of all images of a request. max_bytes,
+    max_pixels: of one image; pixels are those that its file declares. max_server_pixels: of all
+    requests whose images are being decoded or wait for their answer; more wait for room.
+    """
 
     max_images: int = 16
     max_bytes: int = 16 * 2**20
+    max_request_bytes: int = 32 * 2**20  # as much as a body may have
     max_pixels: int = 32 * 10**6
+    max_request_pixels: int = 64 * 10**6  # two of the largest, or 16 of 2000 x 2000
+    # Four of the largest requests. Prepared for the model in BF16, they are 3 GB.
+    max_server_pixels: int = 256 * 10**6
     allowed_hosts: tuple[str, ...] = ()
     fetch_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "allowed_hosts" and not value > 0:
+                raise ConfigError(f"expected {name} above 0, got {value}")
+        if not self.max_pixels <= self.max_request_pixels <= self.max_server_pixels:
+            raise ConfigError(
+                "expected max_pixels <= max_request_pixels <= max_server_pixels, got "
+                f"{self.max_pixels:,}, {self.max_request_pixels:,} and {self.max_server_pixels:,}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +67,6 @@ class ServerSettings:
             "max_tokens": self.max_tokens,
             "max_open": self.max_open,
             "timeout_s": self.timeout_s,
-            "max_images": self.images.max_images,
-            "max_bytes": self.images.max_bytes,
-            "max_pixels": self.images.max_pixels,
-            "fetch_timeout_s": self.images.fetch_timeout_s,
         }
         for name, value in positive.items():
             if value is not None and not value > 0:
