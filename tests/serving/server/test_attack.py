@@ -1,0 +1,124 @@
+"""A hundred clients who chat, and one who means harm: nobody but that one notices."""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+pytest.importorskip("llguidance")
+pytest.importorskip("PIL")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from child_server import child_server  # noqa: E402
+from test_load_of_a_model import settled  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+NUM_CLIENTS, NUM_ROUNDS, ROUND_S, THINK_S = 100, 3, 14.0, 8.0
+ATTACKS_PER_S = 8.0
+MAX_STALL_S = 0.25
+MAX_SLOWDOWN = 2.0
+MAX_GROWN_BYTES = 300 * 2**20
+HERE = Path(__file__).parent
+
+
+async def ask(host, port, index):
+    """Seconds to the first token of a streamed answer, which is read to its end."""
+    body = {"prompt": f"{index}: hello, server", "max_tokens": 8, "stream": True}
+    content = json.dumps({**body, "ignore_eos": True}).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    start_s = time.monotonic()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode())
+    writer.write(content)
+    answer = await reader.readuntil(b"data: ")
+    first_s = time.monotonic() - start_s
+    answer += await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+    assert b"data: [DONE]" in answer and b'"error"' not in answer, answer
+    return first_s
+
+
+async def chat(host, port, index, until_s):
+    """The times to the first token of one client, who thinks before each question."""
+    thinking, times = random.Random(index), []
+    await asyncio.sleep(thinking.uniform(0, THINK_S))
+    while time.monotonic() < until_s:
+        times.append(await ask(host, port, index))
+        await asyncio.sleep(thinking.uniform(0, 2 * THINK_S))
+    return times
+
+
+async def crowd(host, port):
+    until_s = time.monotonic() + ROUND_S
+    clients = (chat(host, port, index, until_s) for index in range(NUM_CLIENTS))
+    return sorted(sum(await asyncio.gather(*clients), []))
+
+
+def p95(times):
+    return times[int(0.95 * (len(times) - 1))]
+
+
+@contextmanager
+def attacking(host, port):
+    """Inside, a process attacks; yields what its requests got, afterwards."""
+    command = [sys.executable, str(HERE / "attacker.py"), host, str(port)]
+    command += [str(ATTACKS_PER_S), str(ROUND_S + 4)]
+    statuses = {}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(5)
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(2)
+        yield statuses
+        statuses |= json.loads(process.stdout.readline())
+
+
+def test_an_attack_disturbs_nobody():
+    with child_server("chart") as server:
+        url = urlsplit(server.base_url)
+        place = url.hostname, url.port
+        asyncio.run(crowd(*place))  # warms up
+        ratios, stalls_s, memory = [], [], [server.memory()]
+        for _ in range(NUM_ROUNDS):
+            calm = asyncio.run(crowd(*place))
+            server.memory()  # starts to measure anew
+            with attacking(*place) as statuses:
+                disturbed = asyncio.run(crowd(*place))
+            settled(server.base_url, 60)
+            memory.append(server.memory())
+            stalls_s.append(memory[-1]["max_stall_s"])
+            ratios.append(p95(disturbed) / p95(calm))
+            print(p95(calm), p95(disturbed), stalls_s[-1], statuses, memory[-1])
+            assert len(disturbed) >= 0.7 * len(calm)
+            check(statuses)
+        assert max(stalls_s) <= MAX_STALL_S, stalls_s
+        assert statistics.median(ratios) < MAX_SLOWDOWN, ratios
+        peak = max(one["peak_bytes"] for one in memory[1:])
+        assert peak - memory[0]["rss_bytes"] < MAX_GROWN_BYTES, memory
+        # The first round fills caches; what the last ones add would be a leak.
+        assert memory[-1]["rss_bytes"] - memory[1]["rss_bytes"] < 60 * 2**20, memory
+        assert memory[-1]["num_files"] <= memory[0]["num_files"] + 8, memory
+        assert memory[-1]["num_tasks"] <= memory[0]["num_tasks"] + 2, memory
+        log = server.log()
+        assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
+
+
+def check(statuses):
+    """Each attack was refused, cut off, or is legal and was answered."""
+    legal = {"2,000 properties", "heavy pattern", "one huge image"}
+    for name, counts in statuses.items():
+        allowed = {"left", "400", "413", "429", "504"} | ({"200"} if name in legal else set())
+        assert set(counts) <= allowed, (name, counts)
