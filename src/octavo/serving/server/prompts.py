@@ -75,14 +75,8 @@ class Prompts:
             logger.warning("a call is forced by its schema alone: %s", IGNORED_TOOLS)
             self._has_warned = True
 
-    def of_completion(self, body: CompletionRequest) -> tuple[int, ...]:
-        """The tokens of a prompt: a text, tokens, or a list of one of them."""
-        prompt: Any = body.prompt
-        if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)):
-            if len(prompt) != 1:
-                message = f"expected one prompt, got {len(prompt)}: send a request for each"
-                raise bad_request(message, "prompt")
-            (prompt,) = prompt
+    def of_completion(self, prompt: str | list[int]) -> tuple[int, ...]:
+        """The tokens of a prompt: a text, or tokens."""
         if isinstance(prompt, str):
             return self.encode(prompt, param="prompt")
         return self.check_tokens(prompt, "prompt")
@@ -106,6 +100,14 @@ class Prompts:
         """The text of tokens."""
         text: str = self._tokenizer.decode(self.check_tokens(tokens, "tokens"))
         return text
+
+
+def listed_prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a request, which may be one or a list of them."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return list(prompt)
 
 
 def image_urls(messages: Sequence[Message]) -> list[str]:

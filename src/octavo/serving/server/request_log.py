@@ -41,23 +41,25 @@ class RequestRecord:
     error: str | None = None
     usage: Usage | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
+    last_token_s: dict[str, float] = field(default_factory=dict)  # by the engine's request
     is_sent: bool = False  # all that there is to say has gone out
 
-    def saw(self, delta: Delta) -> None:
-        """Note a delta: its tokens, its time, and how the answer ended if it did."""
+    def saw(self, delta: Delta, usage: Usage, *, is_last: bool) -> None:
+        """Note a delta and its time; the last one of all choices says how the answer ended.
+
+        usage: of all choices so far.
+        """
         elapsed_s = time.perf_counter() - self.start
-        self.usage = delta.usage
-        num_tokens = len(delta.tokens)
-        if num_tokens and self.last_token_s is None:
+        self.usage = usage
+        num_tokens, last_s = len(delta.tokens), self.last_token_s.get(delta.request_id)
+        if num_tokens and self.first_token_s is None:
             self.first_token_s = elapsed_s
             self.metrics.time_to_first_token.observe(elapsed_s)
-        elif num_tokens and self.last_token_s is not None:
-            each_s = (elapsed_s - self.last_token_s) / num_tokens
-            self.metrics.inter_token.observe(each_s, num_tokens)
+        if num_tokens and last_s is not None:
+            self.metrics.inter_token.observe((elapsed_s - last_s) / num_tokens, num_tokens)
         if num_tokens:
-            self.last_token_s = elapsed_s
-        if delta.finish_reason == "stop" or delta.finish_reason == "length":
+            self.last_token_s[delta.request_id] = elapsed_s
+        if is_last and (delta.finish_reason == "stop" or delta.finish_reason == "length"):
             self.outcome = delta.finish_reason
 
     def failed(self, error: ApiError) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any
 
-from octavo.serving.server.api_error import too_many_requests, unavailable
+from octavo.serving.server.api_error import bad_request, too_many_requests, unavailable
 from octavo.serving.server.settings import ServerSettings
 
 THREAD_END_S = 10.0
@@ -42,15 +42,22 @@ class RequestThread(ABC):
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def check_open(self) -> None:
-        """ApiError if a request would be refused now, whatever it asks for."""
+    def check_open(self, num_new: int = 1) -> None:
+        """ApiError if this many requests would be refused now, whatever they ask for."""
         if self.problem is not None:
             raise unavailable(f"the {self._worker} has failed: {self.problem}", "engine_failed")
         if self.is_closing:
             raise unavailable("the server is ending and takes no new requests", "shutting_down")
-        if self.num_open >= self.settings.max_open:
+        max_open = self.settings.max_open
+        if num_new > max_open:
+            raise bad_request(
+                f"{num_new} choices exceed the {max_open} that this server answers at once: ask "
+                "for fewer"
+            )
+        if self.num_open + num_new > max_open:
             raise too_many_requests(
-                f"{self.num_open} requests are open, which is all this server takes: try later",
+                f"{self.num_open} of at most {max_open} requests are open, which leaves no room "
+                f"for {num_new} more: try later",
                 self.settings.retry_after_s,
             )
 
