@@ -96,7 +96,7 @@ def test_a_bias_is_added_to_the_models_own_logits(dtype):
     rows = random_rows(200, random.Random(3))
     assert sum(bool(one.sampling.logit_bias) for one in rows) > 50
     logits = (torch.randn(len(rows), VOCAB) * 2).to(dtype)
-    biased = logits.float()
+    biased = logits.float().clone()
     for i, one in enumerate(rows):
         for token, bias in one.sampling.logit_bias:
             biased[i, token] = biased[i, token] + bias
