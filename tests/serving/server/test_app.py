@@ -91,6 +91,8 @@ def test_sampling_reaches_the_engine():
         "stop_token_ids": [5],
         "n": 1,
         "user": "me",
+        "safety_identifier": "me",
+        "prompt_cache_key": "mine",
         "logit_bias": {"7": -100, "9": 0.5},
     }
     engine = FakeEngine()

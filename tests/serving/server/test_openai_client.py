@@ -189,6 +189,17 @@ def test_a_tool_call_of_the_models_own_and_the_turn_after_it(client, server):
     assert '"name": "clock"' in prompt and f"'id': '{made.id}'" in prompt
 
 
+def test_a_message_comes_back_as_litellm_sends_it(client):
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        *say("x"),
+        {"role": "assistant", "tool_calls": [call], "provider_specific_fields": {"refusal": None}},
+        {"role": "tool", "tool_call_id": "call_1", "name": "clock", "content": "say:noon"},
+    ]
+    answer = client.chat.completions.create(model="fake", messages=messages)
+    assert answer.choices[0].message.content == "noon"
+
+
 def test_closing_a_stream_cancels_its_request(client, server):
     engine = server[1]
     engine.step_s = 0.002

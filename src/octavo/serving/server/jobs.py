@@ -255,9 +255,10 @@ class Jobs:
     def _max_tokens(self, asked: int | None, num_prompt: int, default: int) -> int:
         room = self._max_context - num_prompt
         if room < 1 or (asked or 1) > room:
+            # litellm recognises OpenAI's first words, and may try a model with a longer context.
             raise bad_request(
-                f"expected a prompt and its answer in {self._max_context} tokens, got "
-                f"{num_prompt} and {asked or 1}: ask for less",
+                f"This model's maximum context length is {self._max_context} tokens: prompt "
+                f"({num_prompt} tokens) + max_tokens ({asked or 1}) exceeds it, ask for less",
                 "max_tokens" if room >= 1 else "messages",
                 "context_length_exceeded",
             )

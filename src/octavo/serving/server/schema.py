@@ -61,6 +61,8 @@ class SamplingFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    safety_identifier: str | None = None  # OpenAI's new names of `user`
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -113,6 +115,7 @@ class Message(Body):
     # what an answer carries and a client sends back
     refusal: str | None = None
     annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None  # litellm's
     audio: Unserved = None
     function_call: Unserved = None
 
