@@ -135,10 +135,12 @@ class Jobs:
             tokens = await self._in_thread(self._prompts.of_completion, one)
             most = self._max_tokens(body.max_tokens, len(tokens), DEFAULT_COMPLETION_TOKENS)
             prompts.append((tokens, most))
-            if body.echo:
-                is_text = isinstance(one, str)
-                echo = one if is_text else await self._in_thread(self._prompts.decode, tokens)
-                echoes += [echo] * (body.n or 1)
+            echo = ""
+            if body.echo and isinstance(one, str):
+                echo = one
+            elif body.echo:
+                echo = await self._in_thread(self._prompts.decode, tokens)
+            echoes += [echo] * (body.n or 1)
         sampling = await self._sampling(
             body,
             max_tokens=prompts[0][1],
@@ -147,7 +149,6 @@ class Jobs:
             param="response_format",
         )
         requests = _requests("cmpl", body, prompts, sampling)
-        echoes = echoes or [""] * len(requests)
         choices = [TextChoice(self._token_texts, echo) for echo in echoes]
         return self._job(body, "text_completion", requests, choices)
 
