@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -107,23 +108,25 @@ def test_langchain_answers_whole_and_streamed(small):
 
 
 def test_langchain_asks_for_several_at_once(small):
-    short = chat_model(small, max_tokens=2)
-
     async def ask():
-        batch = await short.abatch([QUESTION, QUESTION])
-        streamed = [chunk.content async for chunk in short.astream(QUESTION)]
+        # LangChain's own client would outlive the event loop.
+        async with httpx.AsyncClient(timeout=60) as connections:
+            short = chat_model(small, max_tokens=2, http_async_client=connections)
+            batch = await short.abatch([QUESTION, QUESTION])
+            streamed = [chunk.content async for chunk in short.astream(QUESTION)]
         return [answer.content for answer in batch], "".join(streamed)
 
     texts, streamed = asyncio.run(ask())
     assert texts == ["The capital"] * 2 and streamed == "The capital"
+    short = chat_model(small, max_tokens=2)
     assert [answer.content for answer in short.batch([QUESTION] * 2)] == texts
 
 
 def test_langchain_generates_two_choices(small):
-    from langchain_core.messages import HumanMessage
+    messages = pytest.importorskip("langchain_core.messages")
 
     model = chat_model(small, n=2, temperature=1.5, seed=1, max_tokens=4)
-    result = model.generate([[HumanMessage(QUESTION)]])
+    result = model.generate([[messages.HumanMessage(QUESTION)]])
     first, second = [generation.text for generation in result.generations[0]]
     assert first != second
     assert result.llm_output["token_usage"]["completion_tokens"] == 8
@@ -139,15 +142,15 @@ def test_langchain_has_structured_output(small, method):
 
 @pytest.mark.parametrize("choice", ["any", "weather"])
 def test_langchain_binds_tools_and_sends_their_results(small, choice):
-    from langchain_core.messages import HumanMessage, ToolMessage
+    messages = pytest.importorskip("langchain_core.messages")
 
     model = chat_model(small, max_tokens=40)
     bound = model.bind_tools([weather], tool_choice=choice, parallel_tool_calls=False)
-    question = HumanMessage(QUESTION)
+    question = messages.HumanMessage(QUESTION)
     answer = bound.invoke([question])
     (call,) = answer.tool_calls
     assert call["name"] == "weather" and call["args"]["city"] in ("Bern", "Oslo", "Paris")
-    result = ToolMessage(weather(**call["args"]), tool_call_id=call["id"])
+    result = messages.ToolMessage(weather(**call["args"]), tool_call_id=call["id"])
     turn = model.bind(max_tokens=8).invoke([question, answer, result])
     assert turn.content and not turn.tool_calls
 
@@ -159,17 +162,17 @@ def test_langchain_learns_why_tools_that_nobody_sees_are_refused(small):
 
 
 def test_langchain_reads_calls_that_the_model_chose_to_make(fake):
-    from langchain_core.messages import HumanMessage, ToolMessage
+    messages = pytest.importorskip("langchain_core.messages")
 
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
-    question = HumanMessage(f"say:{text}")
+    question = messages.HumanMessage(f"say:{text}")
     bound = chat_model(fake, max_tokens=200).bind_tools([weather])
     answer = bound.invoke([question])
     chunks = list(bound.stream([question]))
     for calls in (answer.tool_calls, sum(chunks[1:], chunks[0]).tool_calls):
         (call,) = calls
         assert (call["name"], call["args"]) == ("weather", {"city": "Bern"})
-    result = ToolMessage("say:sunny", tool_call_id=answer.tool_calls[0]["id"])
+    result = messages.ToolMessage("say:sunny", tool_call_id=answer.tool_calls[0]["id"])
     assert bound.invoke([question, answer, result]).content == "sunny"
 
 
@@ -191,9 +194,12 @@ def test_litellm_asks_for_two_choices(small):
 
 def test_litellm_asks_asynchronously(small):
     async def ask():
-        whole = await complete(small, is_async=True, max_tokens=2)
-        stream = await complete(small, is_async=True, max_tokens=2, stream=True)
-        texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        # litellm's own client would outlive the event loop.
+        async with openai.AsyncOpenAI(base_url=f"{small[0]}/v1", api_key="none") as client:
+            fields = {"is_async": True, "max_tokens": 2, "client": client}
+            whole = await complete(small, **fields)
+            stream = await complete(small, **fields, stream=True)
+            texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
         return whole.choices[0].message.content, "".join(texts)
 
     assert asyncio.run(ask()) == ("The capital", "The capital")
