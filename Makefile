@@ -42,7 +42,7 @@ $(DEMO_READY): $(READY)
 
 # axe-core, which looks over pages, comes as a package too; of it only the script is used.
 $(SLOW_READY): $(DEMO_READY)
-	$(PIP) install -c constraints.txt -e '.[lm-eval]'
+	$(PIP) install -c constraints.txt -e '.[clients,lm-eval]'
 	$(PIP) install --no-deps 'axe-playwright-python==0.1.8'
 	@touch $@
 

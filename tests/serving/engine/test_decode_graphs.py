@@ -126,11 +126,19 @@ def test_penalties_wait_for_the_tokens(sampling):
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.01, "min_tokens": 3}, {"logprobs": 2}],
+    [
+        {"top_p": 0.9},
+        {"top_k": 7},
+        {"min_p": 0.01, "min_tokens": 3},
+        {"logprobs": 2},
+        {"logit_bias": tuple((token, 2.0 - token % 5) for token in range(300))},
+    ],
     ids=str,
 )
 def test_draws_are_the_same_ahead(sampling):
     truth = answers(make_engine(), temperature=0.7, seed=5, **sampling)
+    if "logit_bias" in sampling:
+        assert truth != answers(make_engine(), temperature=0.7, seed=5)
     engine = make_engine()
     graphs = use_padding(engine)
     assert answers(engine, temperature=0.7, seed=5, **sampling) == truth

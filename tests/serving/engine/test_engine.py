@@ -41,8 +41,10 @@ def engine():
         (make_request(prompt=(1, -1)), ConfigError, "got -1"),
         (make_request(length=510), ConfigError, r"context of 512 tokens, got 510 \+ 6"),
         (make_request(grammar="json"), ConfigError, "got str"),
+        (make_request(logit_bias=((300, 1),)), ConfigError, r"logit_bias in \[0, 300\), got 300"),
+        (make_request(logit_bias=((-1, 1),)), ConfigError, "logit_bias .*got -1"),
     ],
-    ids=["images", "token", "negative", "long", "grammar"],
+    ids=["images", "token", "negative", "long", "grammar", "bias", "negative bias"],
 )
 def test_what_can_never_run_is_refused(engine, request_, error, message):
     with pytest.raises(error, match=message):
@@ -259,6 +261,20 @@ def test_logprobs_come_with_each_token(engine):
     assert [one.token for one in done.logprobs] == list(done.tokens)
     assert all(len(one.top) == 2 and one.top[0][0] == one.token for one in done.logprobs)
     assert run(engine, make_request())[0].logprobs is None
+
+
+def test_a_bias_rules_its_own_request(engine):
+    (truth,) = run(engine, make_request("a"))
+    banned = tuple((token, -100) for token in set(truth.tokens))
+    forced, other, plain = run(
+        engine,
+        make_request("b", logit_bias=((7, 100),), max_tokens=4),
+        make_request("c", logit_bias=banned),
+        make_request("d"),
+    )
+    assert forced.tokens == (7,) * 4
+    assert not set(other.tokens) & set(truth.tokens)
+    assert plain.tokens == truth.tokens
 
 
 def test_a_second_turn_finds_the_first(engine):

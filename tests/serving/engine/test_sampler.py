@@ -1,5 +1,6 @@
 """The sampler: its order, its cuts, its draws, and that a row never notices the others."""
 
+import dataclasses
 import math
 import random
 
@@ -87,6 +88,67 @@ def test_presence_and_frequency_count_the_output_alone():
     expect(logits, [0, 1, 2], frequency_penalty=0.4, output=[0])
     expect(logits, [2, 0, 1], frequency_penalty=0.4, output=[0, 0, 0, 1, 1])
     expect(logits, [2, 0, 1], frequency_penalty=-0.6, output=[2, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_to_the_models_own_logits(dtype):
+    """Before everything else, and without a trace in the log-probabilities."""
+    rows = random_rows(200, random.Random(3))
+    assert sum(bool(one.sampling.logit_bias) for one in rows) > 50
+    logits = (torch.randn(len(rows), VOCAB) * 2).to(dtype)
+    biased = logits.float().clone()
+    for i, one in enumerate(rows):
+        for token, bias in one.sampling.logit_bias:
+            biased[i, token] = biased[i, token] + bias
+    plain = [
+        one._replace(sampling=dataclasses.replace(one.sampling, logit_bias=())) for one in rows
+    ]
+    sampler = Sampler(VOCAB, "cpu", eos_tokens=[3])
+    found, expected = sampler.sample(logits, rows), sampler.sample(biased, plain)
+    assert [one.token for one in found] == [one.token for one in expected]
+    assert [one.token for one in found] != [one.token for one in sampler.sample(logits, plain)]
+    own = logits.float().log_softmax(dim=-1)
+    for i, one in enumerate(found):
+        if one.logprobs is not None:
+            assert one.logprobs.logprob == pytest.approx(own[i, one.token].item(), abs=1e-5)
+
+
+def test_a_bias_makes_tokens_as_likely_as_it_says():
+    logits, num_draws = torch.tensor([0.3, 0.0, 1.0, -INF]), 20_000
+    bias = ((0, 1.5), (1, -0.7), (3, 100))
+    expected = torch.tensor([1.8, -0.7, 1.0, -INF]).double().softmax(dim=0) * num_draws
+    rows = [row(seed, logit_bias=bias) for seed in range(num_draws)]
+    tokens = torch.tensor(draw(logits.expand(num_draws, -1), *rows, vocab_size=4))
+    counts = torch.bincount(tokens, minlength=4).double()
+    assert counts[3] == 0  # what the model rules out stays out
+    # 2 degrees of freedom: 18.4 has a probability of 1e-4.
+    assert chi_square(counts[:3], expected[:3]) < 18.4
+
+
+def test_a_bias_of_100_bans_or_forces():
+    logits = torch.randn(1, VOCAB)
+    best = logits.argmax().item()
+    for temperature in (0.0, 1.0):
+        forced = row(temperature=temperature, logit_bias=((17, 100),))
+        assert draw(logits, forced) == [17]
+        banned = [row(seed, temperature=temperature, logit_bias=((best, -100),)) for seed in (1, 2)]
+        assert best not in draw(logits.expand(2, -1), *banned)
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (((5, 100.1),), r"logit_bias of token 5 in \[-100, 100\], got 100.1"),
+        (((5, math.nan),), "got nan"),
+        (((5, INF),), "got inf"),
+        (((5, 1.0), (5, 2.0)), "two for one"),
+        (tuple((token, 1.0) for token in range(301)), "at most 300 tokens, got 301"),
+    ],
+    ids=["large", "nan", "inf", "twice", "many"],
+)
+def test_a_bias_that_cannot_be_added_is_refused(bias, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampling(logit_bias=bias)
 
 
 def test_ids_outside_the_vocabulary_have_no_logit():
@@ -300,6 +362,7 @@ def random_rows(num_rows, generator):
         "presence_penalty": [0.0, 0.0, 1.0],
         "frequency_penalty": [0.0, 0.0, 0.5],
         "repetition_penalty": [1.0, 1.0, 1.3],
+        "logit_bias": [(), (), ((4, 3.0), (49, -100)), tuple((i, i / 9) for i in range(30))],
         "min_tokens": [0, 8],
         "logprobs": [None, None, 0, 3, 20],
     }
@@ -396,6 +459,7 @@ def test_a_gpu_draws_what_a_cpu_draws_and_is_read_once():
     vocab_size, num_rows = 20_000, 64
     rows = [row(i, output=[1] * i, top_p=0.9 if i % 2 else 1.0) for i in range(num_rows)]
     rows[3] = row(3, temperature=0.0, logprobs=5, repetition_penalty=1.2, prompt=(5, 6))
+    rows[5] = row(5, logit_bias=tuple((token, token % 7 - 3) for token in range(300)))
     logits = torch.randn(num_rows, vocab_size)
     on_cpu, on_gpu = Sampler(vocab_size, "cpu"), Sampler(vocab_size, "cuda")
     keys = torch.arange(-5, 5) * 2**59

@@ -61,7 +61,10 @@ def attacks():
         text("4 MiB prompt", "word " * (4 * MIB // 5)),
         text("prompt of tokens", [1] * 400_000),
         guided("9,500 properties", {"type": "object", "properties": properties}),
-        guided("2,000 properties", {"type": "object", "properties": dict(list(properties.items())[:2000])}),
+        guided(
+            "2,000 properties",
+            {"type": "object", "properties": dict(list(properties.items())[:2000])},
+        ),
         guided("refers to itself", {"$ref": "#"}),
         guided("refers to itself twice", {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}),
         guided("1 MB const", {"const": "x" * 10**6}),

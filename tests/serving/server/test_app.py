@@ -92,7 +92,9 @@ def test_sampling_reaches_the_engine():
         "stop_token_ids": [5],
         "n": 1,
         "user": "me",
-        "logit_bias": {},
+        "safety_identifier": "me",
+        "prompt_cache_key": "mine",
+        "logit_bias": {"7": -100, "9": 0.5},
     }
     engine = FakeEngine()
     assert post(CHAT, asked, engine).status_code == 200
@@ -102,6 +104,7 @@ def test_sampling_reaches_the_engine():
     assert {name: getattr(sampling, name) for name in names} == {n: asked[n] for n in names}
     assert (sampling.max_tokens, sampling.top_k) == (9, 0)
     assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), (5,))
+    assert sampling.logit_bias == ((7, -100), (9, 0.5))
     assert sampling.logprobs is None and sampling.grammar is None
 
 
@@ -129,9 +132,15 @@ def test_logprobs_of_texts():
 
 
 REFUSED = [
-    ({"n": 2}, "n: not supported here"),
-    ({"n": True}, "n: not supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
+    ({"n": 0}, "n: expected greater than or equal to 1, got 0"),
+    ({"n": 129}, "n: expected less than or equal to 128, got 129"),
+    ({"n": True}, "n: expected a valid integer"),
+    ({"logit_bias": {"5": 100.5}}, "less than or equal to 100"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias.-5"),
+    ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "two for one"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "at most 300 items"),
     ({"functions": []}, "functions"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"temprature": 1}, "temprature: this server does not know this field"),
@@ -179,14 +188,21 @@ def test_chat_refuses(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": ["a", "b"]}, "expected one prompt, got 2"),
-        ({"prompt": []}, "expected one prompt, got 0"),
+        ({"prompt": ["a"] * 65, "n": 2}, "65 prompts with n = 2 ask for 130 choices"),
+        ({"prompt": [[5]] * 129}, "129 prompts with n = 1 ask for 129 choices"),
+        ({"prompt": ["a", [5]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "one token or more"),
+        ({"prompt": ["a", "x" * 5000]}, "ask for less"),
+        ({"prompt": [[5], [2**30]]}, "expected token ids below"),
+        ({"prompt": []}, "expected one prompt or more"),
         ({"prompt": ""}, "one token or more"),
         ({"prompt": [[]]}, "one token or more"),
         ({"prompt": [2**30]}, "expected token ids below"),
         ({"prompt": [-1]}, "prompt"),
-        ({"echo": True}, "echo: not supported"),
-        ({"best_of": 2}, "best_of: not supported"),
+        ({"echo": True, "logprobs": 0}, "echo together with logprobs is not supported"),
+        ({"echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"best_of": 2}, "best_of must equal n (1)"),
+        ({"best_of": 2, "n": 3}, "best_of must equal n (3)"),
         ({"suffix": "x"}, "suffix: not supported"),
         ({"logprobs": 21}, "logprobs"),
     ],

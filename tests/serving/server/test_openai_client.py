@@ -62,8 +62,8 @@ def test_models_and_wrong_keys(client, server):
         stranger.models.list()
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4", messages=say("x"))
-    with pytest.raises(openai.BadRequestError, match="n: not supported"):
-        client.chat.completions.create(model="fake", messages=say("x"), n=2)
+    with pytest.raises(openai.BadRequestError, match="n: expected less than or equal to 128"):
+        client.chat.completions.create(model="fake", messages=say("x"), n=129)
 
 
 def test_stream(client):
@@ -77,6 +77,32 @@ def test_stream(client):
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == "Grüße, 世界"
     assert chunks[-1].usage.completion_tokens == len(text)
+
+
+def test_several_choices(client):
+    asked = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "n": 3, "seed": 1}
+    whole = client.chat.completions.create(**asked)
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion()
+    by_index = sorted(streamed.choices, key=lambda choice: choice.index)
+    assert [choice.message.content for choice in by_index] == texts
+
+
+def test_a_list_of_prompts(client):
+    prompts = ["say:one", "say:two"]
+    whole = client.completions.create(model="fake", prompt=prompts, n=2, echo=True)
+    texts = [choice.text for choice in whole.choices]
+    assert texts == ["say:oneone", "say:oneone", "say:twotwo", "say:twotwo"]
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in client.completions.create(
+        model="fake", prompt=[list(map(ord, one)) for one in prompts], n=2, stream=True
+    ):
+        (choice,) = chunk.choices
+        streamed[choice.index] += choice.text
+    assert list(streamed.values()) == ["one", "one", "two", "two"]
 
 
 def test_stop_and_seed_and_logprobs(client):
@@ -161,6 +187,17 @@ def test_a_tool_call_of_the_models_own_and_the_turn_after_it(client, server):
     assert answer.choices[0].message.content == "noon"
     prompt = "".join(map(chr, server[1].added[-1].prompt))
     assert '"name": "clock"' in prompt and f"'id': '{made.id}'" in prompt
+
+
+def test_a_message_comes_back_as_litellm_sends_it(client):
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        *say("x"),
+        {"role": "assistant", "tool_calls": [call], "provider_specific_fields": {"refusal": None}},
+        {"role": "tool", "tool_call_id": "call_1", "name": "clock", "content": "say:noon"},
+    ]
+    answer = client.chat.completions.create(model="fake", messages=messages)
+    assert answer.choices[0].message.content == "noon"
 
 
 def test_closing_a_stream_cancels_its_request(client, server):

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("llguidance")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import listening  # noqa: E402
-
-from octavo.errors import UnsupportedError  # noqa: E402
-from octavo.integrations.transformers.small_model import find_weights  # noqa: E402
-from octavo.serving.engine import engine as engine_module  # noqa: E402
-from octavo.serving.engine import settings as engine_settings  # noqa: E402
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from small_server import NAME, listening_small_model, wait_until_idle  # noqa: E402
 
 pytestmark = pytest.mark.slow
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -35,14 +28,7 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": CITY}}
 
 @pytest.fixture(scope="module")
 def server():
-    try:
-        find_weights()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    settings = engine_settings.EngineSettings(num_pages=64, max_context=512, max_num_seqs=8)
-    engine = engine_module.load_engine(None, None, settings, device="cpu")
-    # None: the real grammars.
-    with listening(engine, ServerSettings(), make_grammar=None) as running:
+    with listening_small_model() as running:
         yield running
 
 
@@ -50,16 +36,12 @@ def server():
 def client(server):
     with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as made:
         yield made
-    deadline = time.monotonic() + 10
-    while server[2].engine.num_open or server[2].engine.last_stats.num_pages_in_use:
-        assert time.monotonic() < deadline, "a request or a page was not given back"
-        time.sleep(0.02)
+    wait_until_idle(server[2])
 
 
 def ask(client, messages=FRANCE, **fields):
     fields = {"max_tokens": 16, "temperature": 0, **fields}
-    name = "SmolLM2-135M-Instruct"
-    return client.chat.completions.create(model=name, messages=messages, **fields)
+    return client.chat.completions.create(model=NAME, messages=messages, **fields)
 
 
 def test_whole_and_streamed_answers_are_the_same(client):
@@ -92,6 +74,38 @@ def test_guided_answers(client):
         assert call.function.name in ("weather", "clock")
         assert json.loads(call.function.arguments)["city"] in ("Bern", "Oslo", "Paris")
         assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_choices_differ_by_their_seeds(client):
+    fields = {"max_tokens": 4, "temperature": 1.5, "seed": 1}
+    both = [choice.message.content for choice in ask(client, n=2, **fields).choices]
+    alone = [ask(client, **{**fields, "seed": seed}).choices[0].message.content for seed in (1, 2)]
+    assert both == alone and both[0] != both[1]
+
+
+def test_a_list_of_prompts_with_a_bias(client):
+    prompts = ["The capital of France is", "The capital of Norway is"]
+    fields = {"model": NAME, "prompt": prompts, "max_tokens": 1, "temperature": 0, "echo": True}
+    answer = client.completions.create(**fields)
+    assert answer.choices[0].text == "The capital of France is Paris"
+    assert answer.choices[1].text.startswith("The capital of Norway is ")
+    (token,) = client.post("/../tokenize", body={"prompt": " Paris"}, cast_to=object)["tokens"]
+    biased = client.completions.create(**fields, logit_bias={str(token): -100})
+    assert "Paris" not in biased.choices[0].text
+    biased = client.completions.create(**fields, logit_bias={str(token): 100})
+    assert [choice.text for choice in biased.choices] == [f"{one} Paris" for one in prompts]
+    with pytest.raises(openai.BadRequestError, match="tokens in logit_bias"):
+        client.completions.create(**fields, logit_bias={"1000000": 1})
+
+
+def test_the_turn_after_a_forced_call(client):
+    forced = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(client, tools=[WEATHER], tool_choice=forced, max_tokens=40)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 20 degrees"}
+    turn = ask(client, [*FRANCE, message, result], tools=[WEATHER], tool_choice="none")
+    assert turn.choices[0].message.content
 
 
 def test_cancel_and_refuse(client, server):

@@ -176,12 +176,16 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError(f"request {name}: stop texts need a tokenizer, got none")
-        low, high = min(request.prompt), max(request.prompt)
-        if low < 0 or high >= self._model.vocab_size:
-            raise ConfigError(
-                f"request {name}: expected tokens in [0, {self._model.vocab_size}), got "
-                f"{low if low < 0 else high}"
-            )
+        for what, tokens in (
+            ("tokens", request.prompt),
+            ("tokens in logit_bias", [token for token, _ in sampling.logit_bias]),
+        ):
+            low, high = min(tokens, default=0), max(tokens, default=0)
+            if low < 0 or high >= self._model.vocab_size:
+                raise ConfigError(
+                    f"request {name}: expected {what} in [0, {self._model.vocab_size}), got "
+                    f"{low if low < 0 else high}"
+                )
         self._scheduler.check(request)
 
     def add(self, request: Request) -> None:

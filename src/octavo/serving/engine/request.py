@@ -9,6 +9,7 @@ from octavo.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
+MAX_BIAS, MAX_BIASES = 100, 300  # OpenAI's range, vLLM's number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +17,11 @@ class Sampling:
     """How the next tokens are chosen, and when to stop; names and defaults as in OpenAI's API.
 
     temperature: 0 takes the likeliest token. top_k: 0 is all of them. min_p: relative to the
-    likeliest one. seed: the same request with the same seed gets the same tokens, whatever else is
-    in its batch; None is a seed of its own for each request. logprobs: how many alternatives each
-    token comes with; None is none at all, not even its own. stop: texts that end the answer and are
-    not part of it. grammar: what the answer must follow, None for anything (`guided`).
+    likeliest one. logit_bias: pairs of a token and what is added to its logit. seed: the same
+    request with the same seed gets the same tokens, whatever else is in its batch; None is a seed
+    of its own for each request. logprobs: how many alternatives each token comes with; None is none
+    at all, not even its own. stop: texts that end the answer and are not part of it. grammar: what
+    the answer must follow, None for anything (`guided`).
     """
 
     max_tokens: int = 16
@@ -31,6 +33,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -54,6 +57,13 @@ class Sampling:
         _check("presence_penalty", self.presence_penalty, -2, 2)
         _check("frequency_penalty", self.frequency_penalty, -2, 2)
         _check("repetition_penalty", self.repetition_penalty, 0, math.inf, excludes_low=True)
+        for token, bias in self.logit_bias:
+            _check(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        if len(self.logit_bias) > MAX_BIASES:
+            message = f"expected logit_bias for at most {MAX_BIASES} tokens"
+            raise ConfigError(f"{message}, got {len(self.logit_bias)}")
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise ConfigError("expected one logit_bias for each token, got two for one of them")
         if self.seed is not None:
             _check("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:

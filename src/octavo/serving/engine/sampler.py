@@ -1,8 +1,8 @@
 """The next token of every row of logits: penalties, masks, temperature, cuts, a seeded draw.
 
-Order: repetition penalty (prompt and output), presence and frequency penalties (output alone),
-min_tokens, the allowed tokens, temperature, top_k, top_p, min_p, the draw. Cuts are thresholds:
-tokens that are equal to the last one inside stay inside.
+Order: logit_bias, repetition penalty (prompt and output), presence and frequency penalties (output
+alone), min_tokens, the allowed tokens, temperature, top_k, top_p, min_p, the draw. Cuts are
+thresholds: tokens that are equal to the last one inside stay inside.
 
 A draw depends on the row's own logits, its seed and the new token's position, and on nothing else
 in the batch: the token is argmax(logit / temperature + g), which has the probabilities of a softmax
@@ -135,9 +135,9 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
         """One token for each row of logits [len(rows), vocab_size].
 
-        Log-probabilities are those of the model itself, before penalties, masks and temperature, as
-        OpenAI reports them. A row with NaN, inf or no token left raises LogitsError for itself
-        alone: the error has the other rows' tokens.
+        Log-probabilities are those of the model itself, before biases, penalties, masks and
+        temperature. A row with NaN, inf or no token left raises LogitsError for itself alone: the
+        error has the other rows' tokens.
         """
         return self.read(self.draw(logits, rows)) if rows else []
 
@@ -210,10 +210,13 @@ class Sampler:
         return sampled
 
     def _edit(self, scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-        """Scores after penalties and masks: the same tensor if no row has any, else a copy."""
+        """Scores after biases, penalties and masks: the same tensor without any, else a copy."""
         with_repetition, with_counts, forbidden, masked = [], [], [], []
+        biased: list[tuple[int, int, float]] = []  # (row, token, bias)
         for i, row in enumerate(rows):
             sampling = row.sampling
+            if sampling.logit_bias:
+                biased += [(i, token, bias) for token, bias in sampling.logit_bias]
             if sampling.repetition_penalty != 1:
                 with_repetition.append(i)
             if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
@@ -222,9 +225,12 @@ class Sampler:
                 forbidden += [(i, token) for token in self._ends(sampling)]
             if row.allowed is not None:
                 masked.append(i)
-        if not (with_repetition or with_counts or forbidden or masked):
+        if not (biased or with_repetition or with_counts or forbidden or masked):
             return scores
         scores = scores.to(torch.float32, copy=True)
+        if biased:
+            of_rows, tokens, biases = zip(*biased, strict=True)
+            scores[self._ints(of_rows), self._ints(tokens)] += self._column(biases)[:, 0]
         if with_repetition:
             where = self._ints(with_repetition)
             has_seen = self._has_seen([rows[i] for i in with_repetition])

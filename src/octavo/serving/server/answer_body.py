@@ -2,13 +2,14 @@
 
 import copy
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from octavo.serving.engine.request import Completion, Delta, TokenLogprobs, Usage
 from octavo.serving.server.message_reader import CallPiece, MessageReader, Piece
 
 Json = dict[str, Any]
+AnswerKind = Literal["chat.completion", "text_completion"]
 
 
 class TokenTexts:
@@ -39,8 +40,8 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-class Writer(Protocol):
-    """One request's answer; a writer is used once."""
+class Choice(Protocol):
+    """One of the answers to a request, as an entry of `choices`; it is written once."""
 
     def opening(self) -> list[Json]:
         """What a stream begins with."""
@@ -48,65 +49,105 @@ class Writer(Protocol):
     def chunks(self, delta: Delta) -> list[Json]:
         """What a stream adds for a delta."""
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        """The chunk after the last one, for those who asked for it."""
-
-    def body(self, completion: Completion) -> Json:
-        """The whole answer at once."""
+    def whole(self, completion: Completion) -> Json:
+        """The whole choice at once."""
 
 
-class _Envelope:
-    def __init__(self, answer_id: str, kind: str, model: str) -> None:
-        self._fields = {"id": answer_id, "created": int(time.time()), "model": model}
-        self._kind = kind
+class Writer:
+    """Writes the choices of one answer, whole or as a stream; a writer is used once.
 
-    def whole(self, choice: Json, usage: Usage) -> Json:
-        choice = {"index": 0, **choice}
-        usage_fields = usage_body(usage)
-        return {**self._fields, "object": self._kind, "choices": [choice], "usage": usage_fields}
-
-    def chunk(self, choices: list[Json], usage: Usage | None = None) -> Json:
-        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
-        choices = [{"index": 0, **choice} for choice in choices]
-        body = {**self._fields, "object": kind, "choices": choices}
-        return body if usage is None else {**body, "usage": usage_body(usage)}
-
-
-class ChatWriter:
-    """chat.completion and chat.completion.chunk."""
+    kind: OpenAI's name of the answer. choices: by the engine's request, in the order of their
+    index; num_per_prompt of them in a row answer the same prompt.
+    """
 
     def __init__(
         self,
         answer_id: str,
+        kind: AnswerKind,
         model: str,
-        texts: TokenTexts,
-        make_reader: Callable[[], MessageReader],
+        choices: Mapping[str, Choice],
+        num_per_prompt: int = 1,
     ) -> None:
-        self._envelope = _Envelope(answer_id, "chat.completion", model)
-        self._texts = texts
-        self._reader = make_reader()
+        self.answer_id, self._kind = answer_id, kind
+        self._chunk_kind = "chat.completion.chunk" if kind == "chat.completion" else kind
+        self._fields = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._choices = choices
+        self._indices = {request_id: index for index, request_id in enumerate(choices)}
+        self._num_per_prompt = num_per_prompt
+        self._usages = [Usage(prompt_tokens=0, completion_tokens=0)] * len(choices)
+        self._total = Usage(prompt_tokens=0, completion_tokens=0)
+
+    def count(self, delta: Delta) -> Usage:
+        """Note a delta's tokens; the usage of all choices so far, each prompt counted once."""
+        index = self._indices[delta.request_id]
+        old, new, total = self._usages[index], delta.usage, self._total
+        counts_prompt = index % self._num_per_prompt == 0
+        # Not summed again: a step has a delta for each of up to 128 choices.
+        self._total = Usage(
+            prompt_tokens=total.prompt_tokens
+            + counts_prompt * (new.prompt_tokens - old.prompt_tokens),
+            completion_tokens=total.completion_tokens
+            + (new.completion_tokens - old.completion_tokens),
+            cached_tokens=total.cached_tokens
+            + counts_prompt * (new.cached_tokens - old.cached_tokens),
+        )
+        self._usages[index] = new
+        return self._total
 
     def opening(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk(delta)]
+        """What a stream begins with."""
+        return [
+            self._chunk(request_id, part)
+            for request_id, choice in self._choices.items()
+            for part in choice.opening()
+        ]
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """What a stream adds for a delta."""
+        parts = self._choices[delta.request_id].chunks(delta)
+        return [self._chunk(delta.request_id, part) for part in parts]
+
+    def usage_chunk(self) -> Json:
+        """The chunk after the last one, for those who asked for it."""
+        usage = usage_body(self._total)
+        return {**self._fields, "object": self._chunk_kind, "choices": [], "usage": usage}
+
+    def body(self, completions: Sequence[Completion]) -> Json:
+        """The whole answer at once."""
+        both = zip(self._choices.values(), completions, strict=True)
+        choices = [{"index": i, **choice.whole(one)} for i, (choice, one) in enumerate(both)]
+        usage = usage_body(self._total)
+        return {**self._fields, "object": self._kind, "choices": choices, "usage": usage}
+
+    def _chunk(self, request_id: str, part: Json) -> Json:
+        choice = {"index": self._indices[request_id], **part}
+        return {**self._fields, "object": self._chunk_kind, "choices": [choice]}
+
+
+class ChatChoice:
+    """A choice of chat.completion and chat.completion.chunk."""
+
+    def __init__(self, texts: TokenTexts, reader: MessageReader) -> None:
+        self._texts = texts
+        self._reader = reader
+
+    def opening(self) -> list[Json]:
+        return [self._part({"role": "assistant", "content": ""})]
 
     def chunks(self, delta: Delta) -> list[Json]:
         pieces = self._reader.feed(delta.text)
         if delta.finish_reason is not None:
             pieces += self._reader.finish()
-        found = [self._chunk(_piece_delta(piece)) for piece in pieces]
+        found = [self._part(_piece_delta(piece)) for piece in pieces]
         if delta.logprobs:
             # They belong to the tokens of this step; text that waits for more comes without.
-            found = found or [self._chunk({})]
-            found[0]["choices"][0]["logprobs"] = self._logprobs(delta.logprobs)
+            found = found or [self._part({})]
+            found[0]["logprobs"] = self._logprobs(delta.logprobs)
         if delta.finish_reason is not None:
-            found.append(self._chunk({}, self._finish_reason(delta.finish_reason)))
+            found.append(self._part({}, self._finish_reason(delta.finish_reason)))
         return found
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._envelope.chunk([], usage)
-
-    def body(self, completion: Completion) -> Json:
+    def whole(self, completion: Completion) -> Json:
         pieces = self._reader.feed(completion.text) + self._reader.finish()
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         content = "".join(piece for piece in pieces if isinstance(piece, str))
@@ -116,16 +157,14 @@ class ChatWriter:
         if calls:
             message["tool_calls"] = calls
         logprobs = completion.logprobs
-        choice = {
+        return {
             "message": message,
             "logprobs": None if logprobs is None else self._logprobs(logprobs),
             "finish_reason": self._finish_reason(completion.finish_reason),
         }
-        return self._envelope.whole(choice, completion.usage)
 
-    def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
-        choice = {"delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._envelope.chunk([choice])
+    def _part(self, delta: Json, finish_reason: str | None = None) -> Json:
+        return {"delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
     def _finish_reason(self, of_engine: str) -> str:
         return self._reader.finish_reason if of_engine == "stop" else of_engine
@@ -148,29 +187,27 @@ class ChatWriter:
         }
 
 
-class CompletionWriter:
-    """text_completion, whole and in chunks."""
+class TextChoice:
+    """A choice of text_completion, whole and in chunks.
 
-    def __init__(self, answer_id: str, model: str, texts: TokenTexts) -> None:
-        self._envelope = _Envelope(answer_id, "text_completion", model)
-        self._texts = texts
+    echo: the prompt's text if the answer is to begin with it.
+    """
+
+    def __init__(self, texts: TokenTexts, echo: str = "") -> None:
+        self._texts, self._echo = texts, echo
         self._offset = 0
 
     def opening(self) -> list[Json]:
-        return []
+        return [self._choice(self._echo, None, None)] if self._echo else []
 
     def chunks(self, delta: Delta) -> list[Json]:
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return []
-        choice = self._choice(delta.text, delta.logprobs, delta.finish_reason)
-        return [self._envelope.chunk([choice])]
+        return [self._choice(delta.text, delta.logprobs, delta.finish_reason)]
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._envelope.chunk([], usage)
-
-    def body(self, completion: Completion) -> Json:
-        choice = self._choice(completion.text, completion.logprobs, completion.finish_reason)
-        return self._envelope.whole(choice, completion.usage)
+    def whole(self, completion: Completion) -> Json:
+        text = self._echo + completion.text
+        return self._choice(text, completion.logprobs, completion.finish_reason)
 
     def _choice(
         self,

@@ -9,8 +9,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from octavo.errors import ConfigError
-from octavo.serving.engine.request import gather
-from octavo.serving.server.async_engine import AsyncEngine, Engine
+from octavo.serving.engine.request import Delta, gather
+from octavo.serving.server.async_engine import Answer, AsyncEngine, Engine
 from octavo.serving.server.bare_app import ERRORS, add_page, add_status_routes, bare_app
 from octavo.serving.server.guidance import GuidedGrammars, MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
@@ -52,8 +52,8 @@ class Server:
         """The whole answer, or the beginning of a stream; the request ends if its client leaves."""
         record: RequestRecord = request.state.record
         job = await until_client_leaves(request.receive, making)
-        record.answer_id = job.request.request_id
-        submit = self.engine.submit(job.request, record.deadline)
+        record.answer_id = job.writer.answer_id
+        submit = self.engine.submit(*job.requests, deadline=record.deadline)
         answer = await until_client_leaves(request.receive, submit)
         record.hand_over()
         if job.is_stream:
@@ -62,12 +62,12 @@ class Server:
             body = await until_client_leaves(request.receive, self._whole(answer, job, record))
         return JSONResponse(body)
 
-    async def _whole(self, answer: Any, job: Job, record: RequestRecord) -> dict[str, Any]:
-        deltas = []
+    async def _whole(self, answer: Answer, job: Job, record: RequestRecord) -> dict[str, Any]:
+        deltas: dict[str, list[Delta]] = {one.request_id: [] for one in job.requests}
         async for delta in answer:
-            record.saw(delta)
-            deltas.append(delta)
-        return job.writer.body(gather(deltas))
+            record.saw(delta, job.writer.count(delta), is_last=answer.is_over)
+            deltas[delta.request_id].append(delta)
+        return job.writer.body([gather(of_one) for of_one in deltas.values()])
 
     def numbers(self) -> dict[str, Any]:
         """What the page shows; times as sums and counts, so that it can take differences."""

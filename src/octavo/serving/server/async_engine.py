@@ -55,41 +55,48 @@ class Engine(Protocol):
 
 
 class Answer:
-    """The deltas of one request as they come: `async with` it, `async for` over it.
+    """The deltas of requests that belong together: `async with` it, `async for` over it.
 
-    Leaving it before its end aborts the request.
+    It ends with the last of its requests, or with the first error of one. Leaving it before its end
+    aborts them all.
     """
 
-    def __init__(self, owner: "AsyncEngine", request_id: str) -> None:
+    def __init__(self, owner: "AsyncEngine", request_ids: Sequence[str]) -> None:
         loop = asyncio.get_running_loop()
-        self.request_id = request_id
+        self.request_ids = tuple(request_ids)
         self.admitted: asyncio.Future[None] = loop.create_future()
         self.timer: asyncio.TimerHandle | None = None
         self._owner = owner
         self._items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
-        self._is_over = False
+        self._num_left = len(self.request_ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._num_left == 0
 
     def put(self, item: Delta | ApiError) -> None:
-        """Hand on what came; the last one is a delta with a finish reason, or an error."""
+        """Hand on what came; a finish reason is a request's last one, an error the answer's."""
         self._items.put_nowait(item)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._owner.cancel(self.request_id)
+        self._owner.cancel(self)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._is_over:
+        if self.is_over:
             raise StopAsyncIteration
         item = await self._items.get()
         if isinstance(item, ApiError):
-            self._is_over = True
+            self._num_left = 0
             raise item
-        self._is_over = item.finish_reason is not None
+        if item.finish_reason is not None:
+            self._num_left -= 1
         return item
 
 
@@ -104,36 +111,35 @@ class AsyncEngine(RequestThread):
         self._open: dict[str, Answer] = {}
         self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
-    async def submit(self, request: Request, deadline: float | None = None) -> Answer:
-        """Give a request to the engine; ApiError if it is refused.
+    async def submit(self, *requests: Request, deadline: float | None = None) -> Answer:
+        """Give requests to the engine, all of them or none; ApiError if one is refused.
 
-        deadline: when it must have ended, by the event loop's clock. None counts the settings'
-        timeout from now. A request that came in before the server began to end is still taken.
+        deadline: when they must have ended, by the event loop's clock. None counts the settings'
+        timeout from now. What came in before the server began to end is still taken.
         """
         self.check_works()
-        self.check_room(len(self._open))
+        self.check_room(len(self._open), len(requests))
         assert self._loop is not None, "start() comes first"
-        request_id = request.request_id
-        if request_id in self._open:
-            raise server_error(f"request {request_id} is open already")
-        answer = Answer(self, request_id)
-        self._open[request_id] = answer
+        answer = Answer(self, [request.request_id for request in requests])
+        if known := self._open.keys() & answer.request_ids:
+            raise server_error(f"request {min(known)} is open already")
+        self._open.update(dict.fromkeys(answer.request_ids, answer))
         self._idle.clear()
-        self._commands.put(lambda: self._add(request, answer))
+        self._commands.put(lambda: self._add(requests, answer))
         if self.settings.timeout_s is not None:
             at = self._loop.time() + self.settings.timeout_s if deadline is None else deadline
             answer.timer = self._loop.call_at(at, self._time_out, answer)
         try:
             await answer.admitted
         except BaseException:  # refused, or the caller was cancelled while it waited
-            self.cancel(request_id)
+            self.cancel(answer)
             raise
         return answer
 
-    def cancel(self, request_id: str) -> None:
-        """End a request that nobody waits for any more; one that has ended is left alone."""
-        if self._forget(request_id) is not None:
-            self._commands.put(lambda: self._call(self.engine.abort, request_id))
+    def cancel(self, answer: Answer) -> None:
+        """Abort what is still open of an answer that nobody waits for any more."""
+        if request_ids := self._forget(answer, answer.request_ids):
+            self._commands.put(lambda: self._call(self._abort, request_ids))
 
     def ask_for_saturation(self) -> None:
         """Have the engine read its counters of saturated values, at most every 5 s.
@@ -152,34 +158,35 @@ class AsyncEngine(RequestThread):
         self._end_all(unavailable(ENDED_FIRST, "aborted"))
 
     def _end_all(self, error: ApiError) -> None:
-        for request_id in list(self._open):
-            self._end(request_id, error)
+        for answer in list(self._open.values()):
+            self._end(answer, error)
 
-    def _end(self, request_id: str, error: ApiError) -> None:
-        answer = self._forget(request_id)
-        if answer is None:
+    def _end(self, answer: Answer, error: ApiError) -> None:
+        """End an answer with an error, unless it has ended; its other requests are aborted."""
+        if not any(request_id in self._open for request_id in answer.request_ids):
             return
+        self.cancel(answer)
         if not answer.admitted.done():
             answer.admitted.set_exception(error)
         else:
             answer.put(error)
 
-    def _forget(self, request_id: str) -> Answer | None:
-        answer = self._open.pop(request_id, None)
-        if answer is not None and answer.timer is not None:
+    def _forget(self, answer: Answer, request_ids: Sequence[str]) -> list[str]:
+        """Close these requests of an answer; those of them that were open."""
+        closed = [one for one in request_ids if self._open.pop(one, None) is not None]
+        is_over = not any(one in self._open for one in answer.request_ids)
+        if is_over and answer.timer is not None:
             answer.timer.cancel()
         self._note_idle()
-        return answer
+        return closed
 
     def _time_out(self, answer: Answer) -> None:
-        if answer.request_id in self._open:
-            assert self.settings.timeout_s is not None
-            self._end(answer.request_id, timed_out(self.settings.timeout_s))
-            self._commands.put(lambda: self._call(self.engine.abort, answer.request_id))
+        assert self.settings.timeout_s is not None
+        self._end(answer, timed_out(self.settings.timeout_s))
 
     def _admit(self, answer: Answer, error: ApiError | None) -> None:
         if error is not None:
-            self._end(answer.request_id, error)
+            self._end(answer, error)
         elif not answer.admitted.done():
             answer.admitted.set_result(None)
 
@@ -190,14 +197,13 @@ class AsyncEngine(RequestThread):
                 continue  # its caller has left
             match delta.finish_reason:
                 case "error":
-                    self._end(delta.request_id, server_error(delta.error or "the engine failed"))
+                    self._end(answer, server_error(delta.error or "the engine failed"))
                 case "abort":
-                    message = delta.error or ENDED_FIRST
-                    self._end(delta.request_id, unavailable(message, "aborted"))
+                    self._end(answer, unavailable(delta.error or ENDED_FIRST, "aborted"))
                 case None:
                     answer.put(delta)
                 case _:
-                    self._forget(delta.request_id)
+                    self._forget(answer, [delta.request_id])
                     answer.put(delta)
 
     def _fail(self, error: BaseException) -> None:
@@ -232,8 +238,15 @@ class AsyncEngine(RequestThread):
         deltas = self.engine.step()
         self._post(self._deliver, deltas, self.engine.stats())
 
-    def _add(self, request: Request, answer: Answer) -> bool:
-        self._post(self._admit, answer, self._try_to_add(request))
+    def _add(self, requests: Sequence[Request], answer: Answer) -> bool:
+        error = None
+        for num_added, request in enumerate(requests):
+            error = self._try_to_add(request)
+            if error is not None:
+                for one in requests[:num_added]:
+                    self.engine.abort(one.request_id)
+                break
+        self._post(self._admit, answer, error)
         return True
 
     def _try_to_add(self, request: Request) -> ApiError | None:
@@ -248,7 +261,11 @@ class AsyncEngine(RequestThread):
             return server_error(f"{type(error).__name__}: {error}")
         return None
 
-    def _call(self, function: Callable[..., None], *args: str) -> bool:
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> bool:
         function(*args)
         # An aborted request frees its pages at once; the page at / shows it without another step.
         self._post(self._deliver, [], self.engine.stats())

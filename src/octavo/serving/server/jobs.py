@@ -3,15 +3,23 @@
 import asyncio
 import math
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.server.answer_body import ChatWriter, CompletionWriter, TokenTexts, Writer
+from octavo.serving.server.answer_body import (
+    AnswerKind,
+    ChatChoice,
+    Choice,
+    TextChoice,
+    TokenTexts,
+    Writer,
+)
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.async_engine import Engine
 from octavo.serving.server.guidance import (
@@ -31,8 +39,15 @@ from octavo.serving.server.message_reader import (
     NamedCallReader,
     PlainReader,
 )
-from octavo.serving.server.prompts import Prompts, chat_size, image_urls, num_chars
+from octavo.serving.server.prompts import (
+    Prompts,
+    chat_size,
+    image_urls,
+    listed_prompts,
+    num_chars,
+)
 from octavo.serving.server.schema import (
+    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -56,9 +71,12 @@ SAME_NAMES = (
 
 @dataclass(frozen=True)
 class Job:
-    """A request for the engine, and how its answer is written."""
+    """What one HTTP request asks of the engine, and how the answer is written.
 
-    request: Request
+    requests: one for each choice, in the order of their index.
+    """
+
+    requests: tuple[Request, ...]
     writer: Writer
     is_stream: bool
     has_usage_chunk: bool
@@ -149,38 +167,48 @@ class Jobs:
             prompt = prepared.tokens
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        max_tokens = self._max_tokens(_asked_tokens(body), len(prompt), self._max_context)
         sampling = await self._sampling(
             body,
-            max_tokens=self._max_tokens(_asked_tokens(body), len(prompt), self._max_context),
+            max_tokens=max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema,
             param=param,
             more_stops=_one_call_only(body, is_forced=bool(forced)),
         )
-        writer = ChatWriter(
-            request_id, self._name(body), self._token_texts, lambda: _reader(body, len(forced))
-        )
-        request = _request(request_id, prompt, sampling, prepared)
-        return self._job(body, request, writer)
+        requests = _requests("chatcmpl", body, [(prompt, max_tokens)], sampling, prepared)
+        choices = [ChatChoice(self._token_texts, _reader(body, len(forced))) for _ in requests]
+        return self._job(body, "chat.completion", requests, choices)
 
     async def completion(self, body: CompletionRequest) -> Job:
         """The job of a completion."""
         self._models.check(body.model)
+        given = listed_prompts(body)
+        _check_choices(body, len(given))
         schema = format_schema(body.response_format)
-        size = _prompt_size(body.prompt)
-        self._prompts.check_length(size, "prompt")
-        prompt = await self._encoded("of_completion", size, body)
-        request_id = f"cmpl-{uuid.uuid4().hex}"
+        for one in given:
+            self._prompts.check_length(len(one), "prompt")
+        prompts, echoes = [], []
+        for one in given:
+            tokens = await self._encoded("of_completion", len(one), one)
+            most = self._max_tokens(body.max_tokens, len(tokens), DEFAULT_COMPLETION_TOKENS)
+            prompts.append((tokens, most))
+            echo = ""
+            if body.echo and isinstance(one, str):
+                echo = one
+            elif body.echo:
+                echo = await self._encoded("decode", len(tokens), tokens)
+            echoes += [echo] * (body.n or 1)
         sampling = await self._sampling(
             body,
-            max_tokens=self._max_tokens(body.max_tokens, len(prompt), DEFAULT_COMPLETION_TOKENS),
+            max_tokens=prompts[0][1],
             logprobs=body.logprobs,
             schema=schema,
             param="response_format",
         )
-        writer = CompletionWriter(request_id, self._name(body), self._token_texts)
-        return self._job(body, _request(request_id, prompt, sampling), writer)
+        requests = _requests("cmpl", body, prompts, sampling)
+        choices = [TextChoice(self._token_texts, echo) for echo in echoes]
+        return self._job(body, "text_completion", requests, choices)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
@@ -217,11 +245,19 @@ class Jobs:
     def _name(self, body: SamplingFields) -> str:
         return body.model or self._models.names[0]
 
-    def _job(self, body: SamplingFields, request: Request, writer: Writer) -> Job:
+    def _job(
+        self,
+        body: SamplingFields,
+        kind: AnswerKind,
+        requests: Sequence[Request],
+        choices: Sequence[Choice],
+    ) -> Job:
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return Job(request, writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
+        by_id = {one.request_id: choice for one, choice in zip(requests, choices, strict=True)}
+        writer = Writer(requests[0].request_id, kind, self._name(body), by_id, body.n or 1)
+        return Job(tuple(requests), writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
 
     def _chat_schema(self, body: ChatRequest, *, is_forced: bool) -> tuple[Schema | None, str]:
         schema = format_schema(body.response_format)
@@ -255,6 +291,9 @@ class Jobs:
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 top_k=max(body.top_k or 0, 0),  # vLLM writes -1 for all
+                logit_bias=tuple(
+                    (int(token), bias) for token, bias in (body.logit_bias or {}).items()
+                ),
                 stop=(*stop, *more_stops),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 grammar=grammar,
@@ -266,9 +305,10 @@ class Jobs:
     def _max_tokens(self, asked: int | None, num_prompt: int, default: int) -> int:
         room = self._max_context - num_prompt
         if room < 1 or (asked or 1) > room:
+            # litellm recognises OpenAI's first words, and may try a model with a longer context.
             raise bad_request(
-                f"expected a prompt and its answer in {self._max_context} tokens, got "
-                f"{num_prompt} and {asked or 1}: ask for less",
+                f"This model's maximum context length is {self._max_context} tokens: prompt "
+                f"({num_prompt} tokens) + max_tokens ({asked or 1}) exceeds it, ask for less",
                 "max_tokens" if room >= 1 else "messages",
                 "context_length_exceeded",
             )
@@ -291,12 +331,6 @@ class Jobs:
         return await loop.run_in_executor(self._executor, function)
 
 
-def _prompt_size(prompt: Any) -> int:
-    """The characters or tokens of a prompt, or of the largest of several."""
-    is_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return max(map(len, prompt)) if is_several else len(prompt)
-
-
 def _asked_tokens(body: ChatRequest) -> int | None:
     asked = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(asked) > 1:
@@ -310,13 +344,54 @@ def _one_call_only(body: ChatRequest, *, is_forced: bool) -> tuple[str, ...]:
     return (CLOSING,) if is_auto and body.parallel_tool_calls is False else ()
 
 
-def _request(
-    request_id: str, prompt: tuple[int, ...], sampling: Sampling, images: Any = ()
-) -> Request:
+def _check_choices(body: CompletionRequest, num_prompts: int) -> None:
+    n = body.n or 1
+    if body.best_of not in (None, n):
+        raise bad_request(
+            f"best_of must equal n ({n}), since this server returns every answer that it makes; "
+            f"got {body.best_of}",
+            "best_of",
+        )
+    if num_prompts == 0:
+        raise bad_request("expected one prompt or more, got an empty list", "prompt")
+    if num_prompts * n > MAX_CHOICES:
+        raise bad_request(
+            f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} choices; one request "
+            f"may ask for {MAX_CHOICES} at most: split it",
+            "prompt",
+        )
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "echo together with logprobs is not supported, since the log-probabilities of a "
+            "prompt's tokens are not computed: leave one of them out",
+            "echo",
+        )
+
+
+def _requests(
+    kind: str,
+    body: SamplingFields,
+    prompts: Sequence[tuple[tuple[int, ...], int]],
+    sampling: Sampling,
+    images: Any = (),
+) -> list[Request]:
+    """A request for each choice, n for each prompt (its tokens, its max_tokens).
+
+    Choice i of a prompt has the seed `seed + i`: choices differ, and come again with the seed.
+    """
+    first, requests = f"{kind}-{uuid.uuid4().hex}", list[Request]()
     try:
-        return Request(request_id=request_id, prompt=prompt, sampling=sampling, images=images)
+        for prompt, max_tokens in prompts:
+            for i in range(body.n or 1):
+                seed = None if body.seed is None else (body.seed + i + 2**63) % 2**64 - 2**63
+                own = replace(sampling, max_tokens=max_tokens, seed=seed)
+                name = f"{first}-{len(requests)}" if requests else first
+                requests.append(
+                    Request(request_id=name, prompt=prompt, sampling=own, images=images)
+                )
     except ConfigError as error:
         raise bad_request(str(error)) from None
+    return requests
 
 
 def _reader(body: ChatRequest, num_forced: int) -> MessageReader:

@@ -91,14 +91,8 @@ class Prompts:
             logger.warning("a call is forced by its schema alone: %s", IGNORED_TOOLS)
             self._has_warned = True
 
-    def of_completion(self, body: CompletionRequest) -> tuple[int, ...]:
-        """The tokens of a prompt: a text, tokens, or a list of one of them."""
-        prompt: Any = body.prompt
-        if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)):
-            if len(prompt) != 1:
-                message = f"expected one prompt, got {len(prompt)}: send a request for each"
-                raise bad_request(message, "prompt")
-            (prompt,) = prompt
+    def of_completion(self, prompt: str | list[int]) -> tuple[int, ...]:
+        """The tokens of a prompt: a text, or tokens."""
         if isinstance(prompt, str):
             return self.encode(prompt, param="prompt")
         return self.check_tokens(prompt, "prompt")
@@ -142,6 +136,14 @@ def _longest_token(tokenizer: Any) -> float:
     longest = max(map(len, tokenizer.get_vocab()))
     # Normalizers may join characters: NFC and NFKC make one of up to four.
     return longest if backend.normalizer is None else 4 * longest
+
+
+def listed_prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a request, which may be one or a list of them."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return list(prompt)
 
 
 def image_urls(messages: Sequence[Message]) -> list[str]:

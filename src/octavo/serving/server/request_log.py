@@ -43,7 +43,7 @@ class RequestRecord:
     usage: Usage | None = None
     queue_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
+    last_token_s: dict[str, float] = field(default_factory=dict)  # by the engine's request
     is_sent: bool = False  # all that there is to say has gone out
     clock: asyncio.Timeout | None = None  # runs until the engine has the request
 
@@ -57,27 +57,31 @@ class RequestRecord:
         if self.clock is not None:
             self.clock.reschedule(None)
 
-    def saw(self, delta: Delta) -> None:
-        """Note a delta: its tokens, its time, and how the answer ended if it did."""
+    def saw(self, delta: Delta, usage: Usage, *, is_last: bool) -> None:
+        """Note a delta and its time; the last one of all choices says how the answer ended.
+
+        usage: of all choices so far.
+        """
         elapsed_s = time.perf_counter() - self.start
-        self.usage = delta.usage
+        self.usage = usage
         if delta.tokens:
             self._saw_tokens(delta, elapsed_s)
-        if delta.finish_reason == "stop" or delta.finish_reason == "length":
+        if is_last and (delta.finish_reason == "stop" or delta.finish_reason == "length"):
             self.outcome = delta.finish_reason
 
     def _saw_tokens(self, delta: Delta, elapsed_s: float) -> None:
         metrics = self.metrics
         assert isinstance(metrics, TokenMetrics)  # no other server has deltas
-        if self.last_token_s is None:
+        if self.first_token_s is None:
             self.first_token_s = elapsed_s
             metrics.time_to_first_token.observe(elapsed_s)
             if delta.begun_s is not None:
                 self.queue_s = delta.begun_s - self.start
                 metrics.queue_time.observe(self.queue_s)
-        else:
-            metrics.saw_tokens(elapsed_s - self.last_token_s, len(delta.tokens))
-        self.last_token_s = elapsed_s
+        last_s = self.last_token_s.get(delta.request_id)
+        if last_s is not None:
+            metrics.saw_tokens(elapsed_s - last_s, len(delta.tokens))
+        self.last_token_s[delta.request_id] = elapsed_s
 
     def failed(self, error: ApiError) -> None:
         """Note an error; it decides the outcome unless the answer was complete."""

@@ -7,7 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
-from octavo.serving.server.api_error import timed_out, too_many_requests, unavailable
+from octavo.serving.server.api_error import (
+    bad_request,
+    timed_out,
+    too_many_requests,
+    unavailable,
+)
 from octavo.serving.server.settings import ServerSettings
 
 THREAD_END_S = 10.0
@@ -89,11 +94,18 @@ class RequestThread(ABC):
         if self._has_ended:
             raise unavailable("the server has ended", "shutting_down")
 
-    def check_room(self, num_open: int) -> None:
-        """ApiError if so many open requests leave no room for another."""
-        if num_open >= self.settings.max_open:
+    def check_room(self, num_open: int, num_new: int = 1) -> None:
+        """ApiError if so many open requests leave no room for the new ones."""
+        max_open = self.settings.max_open
+        if num_new > max_open:
+            raise bad_request(
+                f"{num_new} choices exceed the {max_open} that this server answers at once: ask "
+                "for fewer"
+            )
+        if num_open + num_new > max_open:
             raise too_many_requests(
-                f"{num_open} requests are open, which is all this server takes: try later",
+                f"{num_open} of at most {max_open} requests are open, which leaves no room for "
+                f"{num_new} more: try later",
                 self.settings.retry_after_s,
             )
 

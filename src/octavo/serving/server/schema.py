@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from octavo.brief import brief
-from octavo.serving.engine.request import MAX_LOGPROBS
+from octavo.serving.engine.request import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS
 
 MAX_INT = 2**31 - 1
+MAX_CHOICES = 128  # of one request, OpenAI's limit of n
 
 
 def only(*accepted: Any) -> AfterValidator:
@@ -28,6 +29,8 @@ def only(*accepted: Any) -> AfterValidator:
 
 Unserved = Annotated[Any, only()]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON's keys are texts
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -52,10 +55,14 @@ class SamplingFields(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    safety_identifier: str | None = None  # OpenAI's new names of `user`
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -65,8 +72,6 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1000)] | None = None
     # known, not served
-    n: Annotated[Any, only(1)] = None
-    logit_bias: Annotated[Any, only({})] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     store: Annotated[Any, only(False)] = None
 
@@ -110,6 +115,7 @@ class Message(Body):
     # what an answer carries and a client sends back
     refusal: str | None = None
     annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None  # litellm's
     audio: Unserved = None
     function_call: Unserved = None
 
@@ -179,9 +185,9 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
     # known, not served
-    best_of: Annotated[Any, only(1)] = None
-    echo: Annotated[Any, only(False)] = None
     suffix: Annotated[Any, only("")] = None
 
 

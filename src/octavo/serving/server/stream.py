@@ -46,23 +46,23 @@ def event(document: dict[str, Any]) -> bytes:
 
 
 async def events(answer: Answer, job: Job, record: RequestRecord) -> AsyncIterator[bytes]:
-    """The events of an answer; one that fails ends with an error in place of [DONE]."""
+    """The events of all choices; an answer that fails ends with an error in place of [DONE]."""
     try:
         for chunk in job.writer.opening():
             yield event(chunk)
         async for delta in answer:
-            record.saw(delta)
+            record.saw(delta, job.writer.count(delta), is_last=answer.is_over)
             for chunk in job.writer.chunks(delta):
                 yield event(chunk)
-            if delta.finish_reason is not None and job.has_usage_chunk:
-                yield event(job.writer.usage_chunk(delta.usage))
+        if job.has_usage_chunk:
+            yield event(job.writer.usage_chunk())
         yield DONE
         record.is_sent = True
     except ApiError as error:
         record.failed(error)
         yield event(error.body())
     except Exception as error:
-        logger.exception("request %s: the stream failed", answer.request_id)
+        logger.exception("request %s: the stream failed", record.request_id)
         failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
         record.failed(failure)
         yield event(failure.body())
