@@ -74,7 +74,7 @@ PACKAGES: dict[str, set[str]] = {
     "calibration.scale_file": {"pydantic"},
     "integrations": {"torch", "safetensors", "pydantic"},
     "serving.engine": {"torch"},
-    "serving.server": {"fastapi", "starlette", "uvicorn", "pydantic"},
+    "serving.server": {"fastapi", "starlette", "uvicorn", "h11", "pydantic"},
     "testing": {"torch", "pytest"},
     **dict.fromkeys(TELLERS, {"numpy"}),
     "measure.report": {"numpy", "jinja2", "markupsafe", "plotly"},

@@ -20,6 +20,7 @@ BOTH = frozenset(
         *("model", "omni", "served_model_name", "host", "port", "dtype", "device", "recipe_path"),
         *("quantization", "ignored_layers", "weight_only_layers", "api_key", "max_queue"),
         *("max_body_mib", "timeout_s", "grace_s", "cors_origin", "log_level"),
+        *("allowed_host", "max_connections", "header_timeout_s", "body_timeout_s"),
     }
 )
 
@@ -51,14 +52,14 @@ def serve_omni(
 ) -> None:
     """Serve a pipeline; `words` are arguments of `octavo.Omni`."""
     from octavo.serving.engine.omni import Omni
+    from octavo.serving.server.bind import bound
     from octavo.serving.server.image_app import create_image_app
     from octavo.serving.server.run import run
 
-    with err.status("loading the pipeline"):
-        omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
-    app = create_image_app(omni, settings)
-    err.print(f"{omni.model_name}: {omni.recipe}", soft_wrap=True)
-    shown = f"[{host}]" if ":" in host else host
-    if port:  # a free one is chosen later, and logged
-        err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
-    run(app, host, port, log_level=log_level)
+    with bound(host, port) as address:
+        with err.status("loading the pipeline"):
+            omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
+        app = create_image_app(omni, settings)
+        err.print(f"{omni.model_name}: {omni.recipe}", soft_wrap=True)
+        err.print(address.announcement(), markup=False, soft_wrap=True)
+        run(app, address, log_level=log_level)

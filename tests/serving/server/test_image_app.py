@@ -38,7 +38,7 @@ async def serving(drawer, **settings):
     app = create_image_app(drawer, ServerSettings(**settings))
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             client.server = app.state.server
             yield client
 

@@ -24,7 +24,10 @@ class ServerSettings:
     engine's own name. max_tokens: the most that one request may ask for, None for the context.
     max_open: requests inside the engine, running and waiting; more are refused. timeout_s: from
     accepting a request to its last token, None for ever. grace_s: what open requests get when the
-    server ends. cors_origins: pages of other origins that may ask; none by default.
+    server ends. cors_origins: pages of other origins that may ask; none by default. allowed_hosts:
+    names that a Host header may have where there is no key, besides IP addresses, localhost and
+    this machine's own name. header_timeout_s, body_timeout_s: what a client has to send them in;
+    send_timeout_s: after which one that reads nothing of its answer is dropped.
     """
 
     model_names: tuple[str, ...] = ()
@@ -36,6 +39,11 @@ class ServerSettings:
     grace_s: float = 30.0
     retry_after_s: int = 1
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_connections: int = 2048
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
     images: ImageLimits = ImageLimits()
 
     def __post_init__(self) -> None:
@@ -44,6 +52,10 @@ class ServerSettings:
             "max_tokens": self.max_tokens,
             "max_open": self.max_open,
             "timeout_s": self.timeout_s,
+            "max_connections": self.max_connections,
+            "header_timeout_s": self.header_timeout_s,
+            "body_timeout_s": self.body_timeout_s,
+            "send_timeout_s": self.send_timeout_s,
             "max_images": self.images.max_images,
             "max_bytes": self.images.max_bytes,
             "max_pixels": self.images.max_pixels,
