@@ -62,14 +62,19 @@ def _is_socket(fd):
 
 
 @contextlib.contextmanager
-def child_server(kind, grace_s=5.0, step_s=0.0, **settings):
-    """A ChildServer that answers; killed at the end if it has not ended by then."""
+def child_server(kind, grace_s=5.0, step_s=0.0, num_files=None, **settings):
+    """A ChildServer that answers; killed at the end if it has not ended by then.
+
+    num_files: how many it may open unless it asks for more.
+    """
     settings["grace_s"] = grace_s
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = [str(port), str(step_s), json.dumps(settings)]
     command = [sys.executable, str(HERE / "listen.py"), kind, *options]
+    if num_files is not None:
+        command = ["sh", "-c", f'ulimit -Sn {num_files}; exec "$@"', "sh", *command]
     # A file: nobody reads while a crowd is served, and a pipe would fill.
     with tempfile.TemporaryFile("w+") as log_file:
         process = subprocess.Popen(

@@ -185,7 +185,9 @@ def test_a_body_of_unclear_length_closes_the_connection(headers, body, message):
 
 def test_400_slow_connections_hold_nobody_up():
     slow_s = 3.0
-    with child_server("fake", header_timeout_s=slow_s) as server, ExitStack() as stack:
+    with ExitStack() as stack:
+        server = child_server("fake", num_files=256, header_timeout_s=slow_s)
+        server = stack.enter_context(server)
         before, num_sockets = server.memory(), server.num_sockets()
         start = time.monotonic()
         clients = [stack.enter_context(closing(connect(server.base_url))) for _ in range(400)]

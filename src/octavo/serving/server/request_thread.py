@@ -26,6 +26,7 @@ class RequestThread(ABC):
         self.settings = settings
         self.problem: str | None = None  # why the worker has failed for good
         self.is_closing = False
+        self._is_asked_to_end = False
         self._worker = worker
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,8 +67,9 @@ class RequestThread(ABC):
         self._idle.set()
 
     async def _end_thread(self, ask: Callable[[], None]) -> None:
-        """Wait for the thread's end, after asking for it, if it runs."""
-        if self._thread.is_alive():
+        """Wait for the thread's end, after asking for it, if it runs; but only once."""
+        if self._thread.is_alive() and not self._is_asked_to_end:
+            self._is_asked_to_end = True
             ask()
             await asyncio.to_thread(self._thread.join, THREAD_END_S)
 

@@ -1,7 +1,9 @@
 """The server as a process: it listens, and ends in order."""
 
 import asyncio
+import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 0.5
 # Somebody who presses Ctrl-C looks on; SIGTERM comes from a supervisor and gives --grace.
 INTERRUPT_GRACE_S = 5.0
+# Files that are no connections: libraries, weights, pipes.
+NUM_OTHER_FILES = 512
 
 
 class DrainingServer(uvicorn.Server):
@@ -98,8 +102,28 @@ def run(app: FastAPI, address: Address, *, log_level: str = "info") -> None:
         timeout_graceful_shutdown=1,
         ws="none",
     )
+    _allow_files(server.settings.max_connections + NUM_OTHER_FILES)
     address.allow_successor()
+    # A model and its libraries are hundreds of thousands of objects that stay. The collector would
+    # look through them while requests wait, and for seconds when the process ends.
+    gc.collect()
+    gc.freeze()
     DrainingServer(config, server).run(sockets=list(address.sockets))
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the number of open files to this; most systems allow 1,024 until they are asked."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or now >= wanted:
+        return
+    if most != resource.RLIM_INFINITY and most < wanted:
+        logger.warning(
+            "%d files may be open, fewer than --max-connections and %d others: raise ulimit -Hn, "
+            "or allow fewer connections",
+            *(most, NUM_OTHER_FILES),
+        )
+        wanted = most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _set_up_logs(level: str) -> None:
