@@ -214,7 +214,7 @@ def serve(
     """
     need("octavo serve", "fastapi", "uvicorn", "diffusers" if omni else "transformers")
     from octavo import env
-    from octavo.measure.advise.memory import parse_tokens
+    from octavo.serving.server.bind import bound
     from octavo.serving.server.settings import ImageLimits, ServerSettings
 
     _check_log_level(log_level)
@@ -236,6 +236,8 @@ def serve(
         body_timeout_s=body_timeout_s,
         images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
     )
+    # Before all that takes long: a port that is in use is an error now, not after the model.
+    address = context.with_resource(bound(host, port))
     patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
     if omni:
         words = quantization_words(
@@ -246,8 +248,8 @@ def serve(
             "cache_backend": cache_backend,
             "cache_config": read_object("--cache-config", cache_config),
         }
-        place: Any = {"host": host, "port": port, "log_level": log_level}
-        return serve_omni(model, words, settings, dtype=dtype, device=device, **place)
+        options: Any = {"dtype": dtype, "device": device, "log_level": log_level}
+        return serve_omni(model, words, settings, address, **options)
     encoder = encoder_options(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
@@ -260,33 +262,34 @@ def serve(
         quantization=quantization,
         patterns=patterns,
     )
+    from octavo.measure.advise.memory import parse_tokens
+
+    engine = load(
+        model,
+        recipe,
+        dtype=dtype,
+        device=device,
+        vision_impl=encoder.attn_backend,
+        add_bos=add_bos,
+        chat_template=chat_template,
+        max_context=None if max_model_len is None else parse_tokens(max_model_len),
+        **limits,
+        max_queue=max_queue,
+        memory_fraction=memory_fraction,
+        num_pages=num_pages,
+        enable_prefix_caching=has_prefix_caching,
+        cuda_graphs=False if enforce_eager else None,
+        compile=compile,
+    )
+    _capture_graphs(engine)
+    err.print(f"{engine.model_name}: {recipe}", soft_wrap=True)
+    err.print(address.announcement(), markup=False, soft_wrap=True)
+
     from octavo.serving.server.app import create_app
-    from octavo.serving.server.bind import bound
     from octavo.serving.server.run import run
 
-    with bound(host, port) as address:
-        engine = load(
-            model,
-            recipe,
-            dtype=dtype,
-            device=device,
-            vision_impl=encoder.attn_backend,
-            add_bos=add_bos,
-            chat_template=chat_template,
-            max_context=None if max_model_len is None else parse_tokens(max_model_len),
-            **limits,
-            max_queue=max_queue,
-            memory_fraction=memory_fraction,
-            num_pages=num_pages,
-            enable_prefix_caching=has_prefix_caching,
-            cuda_graphs=False if enforce_eager else None,
-            compile=compile,
-        )
-        _capture_graphs(engine)
-        err.print(f"{engine.model_name}: {recipe}", soft_wrap=True)
-        err.print(address.announcement(), markup=False, soft_wrap=True)
-        with _saving_scales(engine, encoder):
-            run(create_app(engine, settings), address, log_level=log_level)
+    with _saving_scales(engine, encoder):
+        run(create_app(engine, settings), address, log_level=log_level)
 
 
 def make_recipe(

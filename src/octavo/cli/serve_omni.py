@@ -9,6 +9,7 @@ from octavo.cli.console import err
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from octavo.serving.server.bind import Address
     from octavo.serving.server.settings import ServerSettings
 
 # Parameters of `serve` that are for pipelines alone, and those that are for either kind.
@@ -43,23 +44,20 @@ def serve_omni(
     model: str | None,
     words: Mapping[str, Any],
     settings: "ServerSettings",
+    address: "Address",
     *,
     dtype: str,
     device: str | None,
-    host: str,
-    port: int,
     log_level: str,
 ) -> None:
-    """Serve a pipeline; `words` are arguments of `octavo.Omni`."""
+    """Serve a pipeline at this address; `words` are arguments of `octavo.Omni`."""
     from octavo.serving.engine.omni import Omni
-    from octavo.serving.server.bind import bound
     from octavo.serving.server.image_app import create_image_app
     from octavo.serving.server.run import run
 
-    with bound(host, port) as address:
-        with err.status("loading the pipeline"):
-            omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
-        app = create_image_app(omni, settings)
-        err.print(f"{omni.model_name}: {omni.recipe}", soft_wrap=True)
-        err.print(address.announcement(), markup=False, soft_wrap=True)
-        run(app, address, log_level=log_level)
+    with err.status("loading the pipeline"):
+        omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
+    app = create_image_app(omni, settings)
+    err.print(f"{omni.model_name}: {omni.recipe}", soft_wrap=True)
+    err.print(address.announcement(), markup=False, soft_wrap=True)
+    run(app, address, log_level=log_level)
