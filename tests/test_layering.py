@@ -74,7 +74,10 @@ PACKAGES: dict[str, set[str]] = {
     "calibration.scale_file": {"pydantic"},
     "integrations": {"torch", "safetensors", "pydantic"},
     "serving.engine": {"torch"},
-    "serving.server": {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"},
+    "serving.server": {
+        *("fastapi", "starlette", "uvicorn", "h11"),
+        *("pydantic", "prometheus_client"),
+    },
     "testing": {"torch", "pytest"},
     **dict.fromkeys(TELLERS, {"numpy"}),
     "measure.report": {"numpy", "jinja2", "markupsafe", "plotly"},

@@ -19,6 +19,7 @@ EXTRA_OF = {
     "diffusers": "diffusers",
     "fastapi": "server",
     "gguf": "gguf",
+    "h11": "server",
     "httpx": "server",
     "huggingface_hub": "transformers",
     "jinja2": "report",

@@ -1,7 +1,9 @@
 """octavo serve: flags to a recipe and settings; what it refuses before a model is loaded."""
 
 import re
+import socket
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -43,13 +45,19 @@ def calls(monkeypatch):
         found.model, found.omni = model, options
         return SimpleNamespace(model_name="some pipeline", precision=PRECISION)
 
-    def run_app(app, host, port, *, log_level):
-        found.ran = (app, host, port, log_level)
+    @contextmanager
+    def bound(host, port):
+        found.bound = (host, port)
+        yield SimpleNamespace(announcement=lambda: f"http://{host}:{port}")
+
+    def run_app(app, address, *, log_level):
+        found.ran = (app, address.announcement(), log_level)
 
     stubs = {
         "octavo.serving.engine.engine": {"load_engine": load_engine},
         "octavo.serving.engine.settings": {"EngineSettings": dict},
         "octavo.serving.server.app": {"create_app": create_app},
+        "octavo.serving.server.bind": {"bound": bound},
         "octavo.serving.server.run": {"run": run_app},
         "octavo.serving.engine.omni": {"Omni": omni},
         "octavo.serving.server.image_app": {"create_image_app": create_app},
@@ -85,7 +93,7 @@ def test_defaults(calls):
     assert calls.engine["max_context"] is None
     assert calls.server.api_keys == ()
     assert calls.server.images.allowed_hosts == ()
-    assert calls.ran == ("app", "127.0.0.1", 8000, "info")
+    assert calls.ran == ("app", "http://127.0.0.1:8000", "info")
 
 
 def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
@@ -94,7 +102,8 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     args += "--max-num-seqs 3 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --max-queue "
     args += "7 --no-enable-prefix-caching --served-model-name a --served-model-name b --host :: "
     args += "--port 9 --api-key k --max-tokens 5 --max-body-mib 1 --request-timeout 0 --grace 2 "
-    args += "--allowed-image-hosts h --device cpu --dtype float32 --enforce-eager --compile"
+    args += "--allowed-image-hosts h --device cpu --dtype float32 --enforce-eager --compile "
+    args += "--allowed-host me --max-connections 9 --header-timeout 3 --body-timeout 4"
     assert octavo(*args.split()) == 0
     assert calls.model == "m"
     assert calls.recipe == Recipe(kv_cache="fp8_e5m2", skip_layers=["0-1"])
@@ -115,13 +124,15 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     assert (server.max_open, server.max_tokens, server.max_body_bytes) == (10, 5, 2**20)
     assert (server.timeout_s, server.grace_s) == (None, 2.0)
     assert server.images.allowed_hosts == ("h",)
+    assert (calls.bound, server.allowed_hosts) == (("::", 9), ("::", "me"))
+    assert (server.max_connections, server.header_timeout_s, server.body_timeout_s) == (9, 3.0, 4.0)
     del calls.options["prompts"]
     assert calls.options == {"dtype": "float32", "device": "cpu", "vision_impl": None}
 
 
 def test_a_pipeline_of_pictures(calls):
     assert octavo("--omni") == 0
-    assert calls.model is None and calls.ran == ("app", "127.0.0.1", 8000, "info")
+    assert calls.model is None and calls.ran == ("app", "http://127.0.0.1:8000", "info")
     assert calls.omni["quantization_config"] is None and calls.omni["dtype"] is None
     args = "m --omni --quantization fp8 --ignored-layers img_mlp --attention fp8 --max-queue 3 "
     args += "--cache-backend tea_cache --cache-config {} --dtype float32 --port 9 --api-key k "
@@ -197,6 +208,23 @@ def test_refusals_come_before_the_model(args, message, calls, capsys):
     assert octavo(*args.split()) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert not hasattr(calls, "model")
+
+
+@pytest.mark.parametrize("args", [[], ["--omni"]], ids=["language", "omni"])
+def test_a_port_in_use_is_found_before_the_model_loads(args, calls, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "octavo.serving.server.bind")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert octavo(*args, "--port", port) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"port {port} of 127.0.0.1 is in use: choose another with --port" in message
+    assert not hasattr(calls, "model")
+
+
+def test_a_free_port_is_printed(calls, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "octavo.serving.server.bind")
+    assert octavo("--port", "0") == 0
+    assert re.search(r"http://127.0.0.1:[1-9]\d+/v1 the API", capsys.readouterr().err)
 
 
 def test_without_the_small_model_the_command_to_get_it_is_printed(calls, monkeypatch, capsys):

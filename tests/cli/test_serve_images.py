@@ -37,7 +37,7 @@ def served(monkeypatch):
     """Requests in place of listening: how many, and what was seen of the tower on the way."""
     found = {"num_requests": 1, "answers": [], "layers": []}
 
-    def run_app(app, host, port, *, log_level):
+    def run_app(app, address, *, log_level):
         asyncio.run(_ask(app, found))
 
     monkeypatch.setattr(server_run, "run", run_app)
@@ -49,7 +49,7 @@ async def _ask(app, found):
         model = app.state.server.engine.engine.model
         found["layers"] = [m for m in model.modules() if isinstance(m, TowerAttention)]
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for number in range(found["num_requests"]):
                 body = {"messages": _messages(number), "max_tokens": 2, "temperature": 0}
                 answer = await client.post("/v1/chat/completions", json=body)
@@ -65,7 +65,7 @@ def _messages(number):
 
 
 def serve(folder, *args):
-    options = ["--device", "cpu", "--num-pages", "8", "--max-num-seqs", "2"]
+    options = ["--device", "cpu", "--num-pages", "8", "--max-num-seqs", "2", "--port", "0"]
     return run(make_app(COMMANDS), ["serve", str(folder), *options, *args])
 
 

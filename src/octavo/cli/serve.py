@@ -40,13 +40,19 @@ from octavo.cli.options import Strict
 from octavo.cli.prompt_flags import AddBos, ChatTemplate
 from octavo.cli.serve_omni import check_flags, serve_omni
 from octavo.cli.server_flags import (
+    AllowedHost,
     ApiKey,
+    BodyTimeout,
     CorsOrigin,
     Grace,
+    HeaderTimeout,
     Host,
+    ImageHosts,
     LogLevel,
     MaxBodyMib,
+    MaxConnections,
     MaxQueue,
+    MaxTokens,
     Port,
     RequestTimeout,
     ServedModelName,
@@ -178,25 +184,16 @@ def serve(
     ] = True,
     api_key: ApiKey = None,
     max_queue: MaxQueue = 1024,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", min=1, help="The most one request may ask for.", show_default=False
-        ),
-    ] = None,
+    max_tokens: MaxTokens = None,
     max_body_mib: MaxBodyMib = 32,
     timeout_s: RequestTimeout = 600.0,
     grace_s: Grace = 30.0,
     cors_origin: CorsOrigin = None,
-    image_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-image-hosts",
-            help="Host that images may be fetched from; may be given more than once. Left out, "
-            "only data: URLs are read.",
-            show_default=False,
-        ),
-    ] = None,
+    allowed_host: AllowedHost = None,
+    max_connections: MaxConnections = 2048,
+    header_timeout_s: HeaderTimeout = 10.0,
+    body_timeout_s: BodyTimeout = 60.0,
+    image_hosts: ImageHosts = None,
     enforce_eager: EnforceEager = False,
     compile: Compile = False,
     log_level: LogLevel = "info",
@@ -212,13 +209,13 @@ def serve(
     Images in messages are read for the Qwen-VL families; --mm-encoder-… is for their encoder.
 
     Routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
-    /metrics; with --omni, /v1/images/generations in place of those for texts. SIGTERM lets open
-    requests finish for --grace seconds; new ones get 503.
+    /version, /metrics; with --omni, /v1/images/generations in place of those for texts. SIGTERM
+    lets open requests finish for --grace seconds, Ctrl-C for at most 5; new ones get 503.
     """
     library = "diffusers" if omni else "transformers"
     need("octavo serve", "fastapi", "uvicorn", "prometheus_client", library)
     from octavo import env
-    from octavo.measure.advise.memory import parse_tokens
+    from octavo.serving.server.bind import bound
     from octavo.serving.server.settings import ImageLimits, ServerSettings
 
     _check_log_level(log_level)
@@ -234,8 +231,14 @@ def serve(
         timeout_s=timeout_s or None,
         grace_s=grace_s,
         cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=(host, *(allowed_host or ())),
+        max_connections=max_connections,
+        header_timeout_s=header_timeout_s,
+        body_timeout_s=body_timeout_s,
         images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
     )
+    # Before all that takes long: a port that is in use is an error now, not after the model.
+    address = context.with_resource(bound(host, port))
     patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
     if omni:
         words = quantization_words(
@@ -246,8 +249,8 @@ def serve(
             "cache_backend": cache_backend,
             "cache_config": read_object("--cache-config", cache_config),
         }
-        place: Any = {"host": host, "port": port, "log_level": log_level}
-        return serve_omni(model, words, settings, dtype=dtype, device=device, **place)
+        options: Any = {"dtype": dtype, "device": device, "log_level": log_level}
+        return serve_omni(model, words, settings, address, **options)
     encoder = encoder_options(
         attn_dtype=attn_dtype,
         attn_backend=attn_backend,
@@ -260,6 +263,8 @@ def serve(
         quantization=quantization,
         patterns=patterns,
     )
+    from octavo.measure.advise.memory import parse_tokens
+
     engine = load(
         model,
         recipe,
@@ -279,15 +284,13 @@ def serve(
     )
     _capture_graphs(engine)
     err.print(f"{engine.model_name}: {engine.precision}", soft_wrap=True)
-    shown = f"[{host}]" if ":" in host else host
-    if port:  # a free one is chosen later, and logged
-        err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
+    err.print(address.announcement(), markup=False, soft_wrap=True)
 
     from octavo.serving.server.app import create_app
     from octavo.serving.server.run import run
 
     with _saving_scales(engine, encoder):
-        run(create_app(engine, settings), host, port, log_level=log_level)
+        run(create_app(engine, settings), address, log_level=log_level)
 
 
 def make_recipe(

@@ -9,6 +9,7 @@ from octavo.cli.console import err
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from octavo.serving.server.bind import Address
     from octavo.serving.server.settings import ServerSettings
 
 # Parameters of `serve` that are for pipelines alone, and those that are for either kind.
@@ -20,6 +21,7 @@ BOTH = frozenset(
         *("model", "omni", "served_model_name", "host", "port", "dtype", "device", "recipe_path"),
         *("quantization", "ignored_layers", "weight_only_layers", "api_key", "max_queue"),
         *("max_body_mib", "timeout_s", "grace_s", "cors_origin", "log_level"),
+        *("allowed_host", "max_connections", "header_timeout_s", "body_timeout_s"),
     }
 )
 
@@ -42,14 +44,13 @@ def serve_omni(
     model: str | None,
     words: Mapping[str, Any],
     settings: "ServerSettings",
+    address: "Address",
     *,
     dtype: str,
     device: str | None,
-    host: str,
-    port: int,
     log_level: str,
 ) -> None:
-    """Serve a pipeline; `words` are arguments of `octavo.Omni`."""
+    """Serve a pipeline at this address; `words` are arguments of `octavo.Omni`."""
     from octavo.serving.engine.omni import Omni
     from octavo.serving.server.image_app import create_image_app
     from octavo.serving.server.run import run
@@ -58,7 +59,5 @@ def serve_omni(
         omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
     app = create_image_app(omni, settings)
     err.print(f"{omni.model_name}: {omni.precision}", soft_wrap=True)
-    shown = f"[{host}]" if ":" in host else host
-    if port:  # a free one is chosen later, and logged
-        err.print(f"http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
-    run(app, host, port, log_level=log_level)
+    err.print(address.announcement(), markup=False, soft_wrap=True)
+    run(app, address, log_level=log_level)

@@ -33,13 +33,52 @@ RequestTimeout = Annotated[
 ]
 Grace = Annotated[
     float,
-    typer.Option("--grace", min=0, help="Seconds that open requests get when the server ends."),
+    typer.Option(
+        "--grace",
+        min=0,
+        help="Seconds that open requests get after SIGTERM; Ctrl-C gives at most 5.",
+    ),
 ]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(
         "--cors-origin",
         help="Origin of pages that may ask from a browser; may be given more than once.",
+        show_default=False,
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        help="Name under which clients reach this server, beside IP addresses, localhost and the "
+        "machine's own; may be given more than once. Checked only without --api-key.",
+        show_default=False,
+    ),
+]
+MaxConnections = Annotated[
+    int, typer.Option("--max-connections", min=1, help="Open connections; more get 503.")
+]
+HeaderTimeout = Annotated[
+    float,
+    typer.Option("--header-timeout", help="Seconds for a request's headers; later ones get 408."),
+]
+BodyTimeout = Annotated[
+    float,
+    typer.Option("--body-timeout", help="Seconds for a request's body; later ones get 408."),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", min=1, help="The most one request may ask for.", show_default=False
+    ),
+]
+ImageHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-image-hosts",
+        help="Host that images may be fetched from; may be given more than once. Left out, "
+        "only data: URLs are read.",
         show_default=False,
     ),
 ]

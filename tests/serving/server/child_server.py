@@ -25,9 +25,13 @@ class ChildServer:
         self._log_file = log_file
 
     def memory(self):
-        """Bytes of its memory and the number of its Python objects."""
+        """Bytes of its memory, and the number of its objects, connections and tasks."""
         self.process.send_signal(signal.SIGUSR1)
         return json.loads(self.process.stdout.readline())
+
+    def num_sockets(self):
+        """How many of its file descriptors are sockets."""
+        return sum(map(_is_socket, Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def log(self):
         """All that it wrote to stderr so far."""
@@ -50,13 +54,27 @@ class ChildServer:
                 time.sleep(0.05)
 
 
+def _is_socket(fd):
+    try:
+        return os.readlink(fd).startswith("socket:")
+    except FileNotFoundError:  # closed since it was listed
+        return False
+
+
 @contextlib.contextmanager
-def child_server(kind, grace_s=5.0, step_s=0.0):
-    """A ChildServer that answers; killed at the end if it has not ended by then."""
+def child_server(kind, grace_s=5.0, step_s=0.0, num_files=None, **settings):
+    """A ChildServer that answers; killed at the end if it has not ended by then.
+
+    num_files: how many it may open unless it asks for more.
+    """
+    settings["grace_s"] = grace_s
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(HERE / "listen.py"), kind, str(port), str(grace_s), str(step_s)]
+    options = [str(port), str(step_s), json.dumps(settings)]
+    command = [sys.executable, str(HERE / "listen.py"), kind, *options]
+    if num_files is not None:
+        command = ["sh", "-c", f'ulimit -Sn {num_files}; exec "$@"', "sh", *command]
     # A file: nobody reads while a crowd is served, and a pipe would fill.
     with tempfile.TemporaryFile("w+") as log_file:
         process = subprocess.Popen(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -11,6 +12,7 @@ import uvicorn
 from fake_engine import FakeEngine, FakeGrammar
 
 from octavo.serving.server.app import create_app
+from octavo.serving.server.http_protocol import limited_protocol
 from octavo.serving.server.settings import ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -24,25 +26,32 @@ async def serving(engine=None, settings=None):
     app = create_app(engine, settings or ServerSettings(), FakeGrammar)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             client.server = app.state.server
             client.engine = engine
             yield client
 
 
 @contextlib.contextmanager
-def listening(engine=None, settings=None, make_grammar=FakeGrammar):
-    """(base URL, engine, server) of one that listens on a free port, in a thread."""
+def listening(engine=None, settings=None, make_grammar=FakeGrammar, send_buffer=None):
+    """(base URL, engine, server) of one that listens on a free port, in a thread.
+
+    send_buffer: bytes of an answer that the kernel takes before its client reads any.
+    """
     engine = engine or FakeEngine()
     app = create_app(engine, settings or ServerSettings(), make_grammar)
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none")
+    http = limited_protocol(app.state.server.settings)
+    config = uvicorn.Config(app, http=http, port=0, log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    (listener,) = server.servers[0].sockets
+    if send_buffer is not None:  # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = listener.getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}", engine, app.state.server
     finally:

@@ -1,10 +1,11 @@
-"""A process that serves: python listen.py fake|tiny PORT GRACE_S STEP_S.
+"""A process that serves: python listen.py fake|tiny PORT STEP_S SETTINGS_JSON.
 
 fake: the engine without a model, whose steps take STEP_S. tiny: a model with random weights, and
-limits that a crowd reaches. SIGUSR1 makes it write one line to stdout: the bytes of its memory and
-the number of its Python objects.
+limits that a crowd reaches. SIGUSR1 makes it write one line to stdout: the bytes of its memory, the
+number of its Python objects, and how many of them are connections and tasks.
 """
 
+import asyncio
 import ctypes
 import gc
 import json
@@ -15,6 +16,8 @@ from pathlib import Path
 from fake_engine import FakeEngine, FakeGrammar
 
 from octavo.serving.server.app import create_app
+from octavo.serving.server.bind import bound
+from octavo.serving.server.http_protocol import LimitedProtocol
 from octavo.serving.server.run import run
 from octavo.serving.server.settings import ServerSettings
 
@@ -38,16 +41,24 @@ def tell_memory(*_):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found = {"rss_bytes": pages * 4096, "num_objects": len(gc.get_objects())}
+    kinds = [type(one) for one in gc.get_objects()]
+    found = {
+        "rss_bytes": pages * 4096,
+        "num_objects": len(kinds),
+        "num_connections": sum(issubclass(kind, LimitedProtocol) for kind in kinds),
+        "num_tasks": sum(issubclass(kind, asyncio.Task) for kind in kinds),
+    }
     print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    kind, port, grace_s, step_s = sys.argv[1], *map(float, sys.argv[2:])
+    kind, port, step_s, settings_json = sys.argv[1:]
+    settings = json.loads(settings_json)
     if kind == "fake":
-        settings = ServerSettings(grace_s=grace_s)
-        app = create_app(FakeEngine(step_s=step_s), settings, FakeGrammar)
+        engine = FakeEngine(step_s=float(step_s))
+        app = create_app(engine, ServerSettings(**settings), FakeGrammar)
     else:
-        app = create_app(tiny_engine(), ServerSettings(grace_s=grace_s, **TINY_LIMITS))
+        app = create_app(tiny_engine(), ServerSettings(**TINY_LIMITS, **settings))
     signal.signal(signal.SIGUSR1, tell_memory)
-    run(app, "127.0.0.1", int(port))
+    with bound("127.0.0.1", int(port)) as address:
+        run(app, address)

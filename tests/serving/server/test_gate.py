@@ -2,7 +2,9 @@
 
 import json
 import logging
+import socket
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import CHAT, HELLO, TEXT, get, post, with_client  # noqa: E402
+from fake_server import CHAT, HELLO, TEXT, get, listening, post, with_client  # noqa: E402
 from metrics_text import samples  # noqa: E402
+from raw_client import connect, read_to_end  # noqa: E402
+
+from octavo.version import __version__  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,62 @@ def test_unknown_paths_and_methods():
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = get(CHAT)
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("path", "word"), [("embeddings", "generates"), ("responses", "Responses")]
+)
+def test_routes_of_openai_that_are_not_here_say_what_is(path, word):
+    answer = post(f"/v1/{path}", {"input": "hello", "model": "fake"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "not_supported")
+    assert word in error["message"]
+    assert "POST /v1/chat/completions, POST /v1/completions" in error["message"]
+
+
+def test_unknown_paths_name_the_routes_that_exist():
+    error = post("/v1/chat/completion", {}).json()["error"]
+    assert error["code"] == "not_found"
+    assert "there is no '/v1/chat/completion' here" in error["message"]
+    assert "POST /v1/chat/completions" in error["message"]
+    assert "GET /v1/models" in error["message"]
+    unknown_model = get("/v1/models/other").json()["error"]
+    assert unknown_model["code"] == "model_not_found"
+
+
+def test_version():
+    assert get("/version").json() == {"version": __version__}
+
+
+OTHER_NAMES = ["evil.example", "evil.example:8000", "localhost.evil.example", "1.2.3.4.nip.io", ""]
+
+
+@pytest.mark.parametrize("host", [*OTHER_NAMES, "a b", "[::1", "notlocalhost", "u@localhost@evil"])
+def test_without_a_key_other_hosts_are_refused(host):
+    answer = get("/v1/models", headers={"Host": host})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+    assert "--allowed-host NAME" in answer.json()["error"]["message"]
+    assert "--api-key" in answer.json()["error"]["message"]
+    key = {"Authorization": "Bearer secret", "Host": host}
+    assert get("/v1/models", headers=key, api_keys=("secret",)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "LOCALHOST:8000", "app.localhost", "127.0.0.1:8000", "192.168.1.7", "[::1]"),
+        *("[fe80::1]:80", "localhost.", socket.gethostname(), "box.lan:9", "BOX.lan."),
+    ],
+)
+def test_hosts_that_are_the_servers_own(host):
+    settings = {"allowed_hosts": ("0.0.0.0", "box.lan")}
+    assert get("/v1/models", headers={"Host": host}, **settings).status_code == 200
+
+
+def test_http_1_0_needs_no_host():
+    with listening() as (url, *_), closing(connect(url)) as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert read_to_end(client).startswith(b"HTTP/1.1 200 ")
 
 
 def test_api_key():

@@ -27,9 +27,11 @@ from tiny_small_image import write_small_image  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.serving.engine.omni import Omni  # noqa: E402
+from octavo.serving.server.http_protocol import limited_protocol  # noqa: E402
 from octavo.serving.server.image_app import create_image_app  # noqa: E402
 from octavo.serving.server.run import DrainingServer  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.version import __version__  # noqa: E402
 
 PATH = "/v1/images/generations"
 
@@ -39,7 +41,7 @@ async def serving(drawer, **settings):
     app = create_image_app(drawer, ServerSettings(**settings))
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             client.server = app.state.server
             yield client
 
@@ -175,6 +177,19 @@ def test_keys():
     assert refused.json()["error"]["code"] == "invalid_api_key"
 
 
+def test_other_hosts_and_other_routes():
+    refused = post({"prompt": "a"}, headers={"Host": "evil.example"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+
+    async def scenario(client):
+        assert (await client.get("/version")).json() == {"version": __version__}
+        return (await client.post("/v1/embeddings", json={"input": "a"})).json()["error"]
+
+    error = with_client(scenario)
+    assert error["code"] == "not_supported"
+    assert "POST /v1/images/generations" in error["message"]
+
+
 def test_a_full_queue_is_429():
     drawer = FakeDrawer()
     drawer.can_go_on.clear()
@@ -232,7 +247,8 @@ def test_videos_are_not_served():
 def listening(drawer, **settings):
     """(base URL, server, what ends it) on a free port, in a thread."""
     app = create_image_app(drawer, ServerSettings(**settings))
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none")
+    http = limited_protocol(app.state.server.settings)
+    config = uvicorn.Config(app, http=http, port=0, log_config=None, access_log=False, ws="none")
     server = DrainingServer(config, app.state.server)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,4 +1,4 @@
-"""SIGTERM under load, in a process of its own: every request ends, in time."""
+"""SIGTERM and Ctrl-C under load, in a process of its own: every request ends, in time."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ httpx = pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from child_server import child_server  # noqa: E402
+from raw_client import connect, post  # noqa: E402
+
+END_S = 1.5  # from the end of the last request, or of its grace, to the end of the process
+BUSY_S = 2.0  # for a machine with much else to do
 
 
 async def ask(client, index):
@@ -63,8 +68,7 @@ def check_end(server, num_requests, *, grace_s, num_signals=1):
     assert server.process.returncode == 0, log
     assert (late, health) == ("shutting_down", 503)
     assert set(outcomes) <= {"done", "aborted"}
-    # 2 s are for clients that read slowly, the others for a machine with much else to do.
-    assert took_s < (grace_s if num_signals == 1 else 0) + 6
+    assert took_s < (grace_s if num_signals == 1 else 0) + END_S + BUSY_S
     lines = server.request_lines()
     assert len(lines) == len({line["answer_id"] for line in lines}) == num_requests
     assert {line["outcome"] for line in lines} <= {"length", "aborted"}
@@ -97,3 +101,50 @@ def test_sigterm_with_a_model():
         outcomes = check_end(server, 150, grace_s=8.0)
     assert outcomes["done"] >= 1
     assert outcomes["aborted"] >= 1
+
+
+def stuck_stream(server):
+    """A client of an endless stream that reads nothing of it, once its answer has begun."""
+    client = connect(server.base_url, receive_buffer=4096)
+    body = {"prompt": "long:", "max_tokens": 4000, "stream": True}
+    client.sendall(post("/v1/completions", body))
+    client.recv(1)
+    return client
+
+
+def seconds_to_end(server, *signals):
+    """Between the last of these signals and the end."""
+    for number in signals:
+        time.sleep(0.3)  # a signal that is pending swallows another of its kind
+        server.process.send_signal(number)
+    start_s = time.monotonic()
+    server.process.wait(60)
+    assert server.process.returncode == 0, server.log()
+    return time.monotonic() - start_s
+
+
+# With a step of 3 ms, 4,000 tokens take 12 s. An event has the model's name, and so 40 kB: after a
+# hundred of them the kernel takes no more from the server.
+STUCK = {"step_s": 0.003, "model_names": ["m" * 40_000]}
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace_s", "expected_s"),
+    [
+        ([signal.SIGTERM], 1.0, 1.0),
+        ([signal.SIGINT, signal.SIGINT], 30.0, 0.0),
+        pytest.param([signal.SIGINT], 30.0, 5.0, marks=pytest.mark.slow),
+    ],
+    ids=["SIGTERM", "two times Ctrl-C", "Ctrl-C"],
+)
+def test_a_client_that_does_not_read_holds_up_no_end(signals, grace_s, expected_s):
+    with child_server("fake", grace_s, **STUCK) as server, closing(stuck_stream(server)):
+        time.sleep(1)
+        took_s = seconds_to_end(server, *signals)
+        log, lines = server.log(), server.request_lines()
+    assert expected_s - 0.1 <= took_s < expected_s + END_S + BUSY_S
+    assert [line["outcome"] for line in lines] == ["aborted"]
+    assert "Traceback" not in log, log
+    again = "signal" if signals[0] == signal.SIGTERM else "Ctrl-C"
+    shown_s = f"{min(grace_s, 5.0) if signals[0] == signal.SIGINT else grace_s:g}"
+    assert f"1 open requests get {shown_s} s to finish; a second {again} aborts them" in log

@@ -81,6 +81,29 @@ def timed_out(timeout_s: float) -> ApiError:
     return ApiError(504, message, kind="timeout_error", code="request_timeout")
 
 
+def late(part: str, timeout_s: float) -> ApiError:
+    """The client took too long to send a part of its request."""
+    message = f"expected the {part} of a request within {timeout_s:g} s, got a part or nothing"
+    return ApiError(408, message, kind="timeout_error", code="request_late")
+
+
+def unread(timeout_s: float) -> ApiError:
+    """The client has stopped reading its answer."""
+    message = f"the client read nothing of its answer for {timeout_s:g} s"
+    return ApiError(408, message, kind="timeout_error", code="answer_unread")
+
+
+def too_many_connections(num_open: int, retry_after_s: int) -> ApiError:
+    """There is no room for another connection now."""
+    return ApiError(
+        503,
+        f"{num_open} connections are open, which is all this server takes: try later",
+        kind="service_unavailable",
+        code="too_many_connections",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
 def client_left() -> ApiError:
     """Nobody is there to read the answer."""
     return ApiError(CLIENT_LEFT_STATUS, "the client has left", kind="cancelled", code="cancelled")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -21,12 +22,17 @@ from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__
 
-STATUSES = (400, 401, 404, 413, 429, 500, 503, 504)
+STATUSES = (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
 # Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 NUM_PROBLEMS_SHOWN = 3
+# Routes of OpenAI's that clients ask for and that no server of ours has.
+NOT_SUPPORTED = {
+    "/v1/embeddings": "the model served here generates, and makes no embeddings",
+    "/v1/responses": "this server does not speak OpenAI's Responses API",
+}
 
 
 class Answering(Protocol):
@@ -89,6 +95,11 @@ def add_status_routes(app: FastAPI, server: Serving) -> None:
         status, word = server.status()
         return JSONResponse({"status": word}, status)
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of octavo."""
+        return {"version": __version__}
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters and histograms for Prometheus."""
@@ -127,6 +138,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and request.url.path.startswith("/v1/"):
+        return await _api_error(request, _unknown_route(request))
     code = {
         404: "not_found",
         405: "method_not_allowed",
@@ -141,6 +154,19 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         headers=error.headers,
     )
     return await _api_error(request, refusal)
+
+
+def _unknown_route(request: Request) -> ApiError:
+    path = request.url.path.rstrip("/")
+    why = NOT_SUPPORTED.get(path, f"there is no {brief(path)} here")
+    offered = [
+        f"{method} {route.path}"
+        for route in request.app.routes
+        if isinstance(route, APIRoute) and route.path.startswith("/v1/")
+        for method in sorted(route.methods or ())
+    ]
+    code = "not_supported" if path in NOT_SUPPORTED else "not_found"
+    return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code=code)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

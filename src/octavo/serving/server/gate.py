@@ -1,18 +1,22 @@
-"""What every request passes before a route sees it: an id, the key, the size of its body."""
+"""What every request passes before a route sees it: an id, its host, the key, its body's size."""
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
+import socket
 from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.serving.server.api_error import ApiError, server_error
+from octavo.brief import brief
+from octavo.serving.server.api_error import ApiError, bad_request, server_error
 from octavo.serving.server.metrics import Metrics
 from octavo.serving.server.request_log import RequestRecord, choose_id
 from octavo.serving.server.settings import ServerSettings
@@ -23,6 +27,8 @@ LARGE_BODY_BYTES = 64 * 1024
 MAX_VALUES = 500_000
 # The page asks for the key itself; a probe has none.
 OPEN_PATHS: Collection[str] = ("/", "/page.js", "/page.css", "/health")
+# In a request's state: the ApiError because of which the server closed its connection.
+CLOSED = "octavo.closed"
 
 
 class Body:
@@ -80,6 +86,8 @@ class Gate:
         self._num_large_bytes = 0  # of all large bodies of open requests
         self._metrics = metrics
         self._keys = [key.encode() for key in settings.api_keys]
+        names = ("localhost", socket.gethostname(), *settings.allowed_hosts)
+        self._hosts = frozenset(name.lower().removesuffix(".") for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,15 +98,19 @@ class Gate:
             choose_id(headers.get("x-request-id")), scope["method"], scope["path"], self._metrics
         )
         at_end = ExitStack()  # what the request holds until it has ended, however it ends
-        scope.setdefault("state", {}).update(record=record, at_end=at_end)
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state.update(record=record, at_end=at_end)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
+                if CLOSED not in state:  # else it goes nowhere
+                    record.status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
             await send(message)
 
         try:
+            _check_framing(headers)
+            self._check_host(headers.get("host"))
             self._check_key(scope["path"], headers)
             await self._admit(scope, headers, receive, send_with_id, record)
         except ApiError as error:
@@ -114,6 +126,8 @@ class Gate:
             at_end.close()
             route: Any = scope.get("route")
             record.route = getattr(route, "path", record.route)
+            if CLOSED in state:
+                record.closed(state[CLOSED])
             record.end()
 
     def _check_key(self, path: str, headers: Headers) -> None:
@@ -131,6 +145,31 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
+    def _check_host(self, given: str | None) -> None:
+        """Refuse names that are not this server's, unless a key protects it.
+
+        A web page can point its own name at this machine (DNS rebinding) and would then be of the
+        same origin as the server: a browser lets it ask, and read the answers.
+        """
+        if self._keys or given is None or self._is_ours(given):
+            return
+        message = (
+            f"expected a Host that is an IP address, localhost or a name of this server, got "
+            f"{brief(given)}: start the server with --allowed-host NAME for each name that its "
+            "clients use, or with --api-key"
+        )
+        raise ApiError(403, message, code="host_not_allowed")
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+            if name in self._hosts or name.endswith(".localhost"):
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
     async def _admit(
         self, scope: Scope, headers: Headers, receive: Receive, send: Send, record: RequestRecord
     ) -> None:
@@ -145,7 +184,7 @@ class Gate:
         finally:
             self._num_large_bytes -= body.num_large_bytes
 
-    def _limited(self, body: "Body", receive: Receive, record: RequestRecord) -> Receive:
+    def _limited(self, body: Body, receive: Receive, record: RequestRecord) -> Receive:
         """`receive` that stops at the first part of a body that is too much."""
 
         async def receive_limited() -> Message:
@@ -166,8 +205,19 @@ class Gate:
         record.failed(error)
         if record.status is not None:
             return  # half an answer is out; the connection ends with it
-        headers = {"content-type": "application/json", "connection": "close", **error.headers}
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers |= {"connection": "close", **error.headers}
         raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
         start = {"type": "http.response.start", "status": error.status, "headers": raw}
         await send(start)
-        await send({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _check_framing(headers: Headers) -> None:
+    """Refuse a body of two lengths: a proxy in front may take the other one (smuggling)."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise bad_request(
+            "expected Content-Length or Transfer-Encoding, got both: send one of them",
+            code="ambiguous_length",
+        )

@@ -94,6 +94,11 @@ class RequestRecord:
         if not self.is_sent:
             self.outcome = "cancelled"
 
+    def closed(self, error: ApiError) -> None:
+        """Note that the server closed the connection before its answer was complete, and why."""
+        self.outcome, self.error = _outcome_of(error), error.message
+        self.status = self.status or error.status
+
     def end(self) -> None:
         """Count the request and write its line; called once, when nothing more can happen."""
         duration_s = time.perf_counter() - self.start
@@ -133,7 +138,7 @@ def _outcome_of(error: ApiError) -> Outcome:
         return "aborted"
     if error.status == CLIENT_LEFT_STATUS:
         return "cancelled"
-    if error.status == 504:
+    if error.status in (408, 504):
         return "timeout"
     # 503 before the engine had it: nothing was begun.
     return "refused" if error.status < 500 or error.status == 503 else "error"

@@ -121,7 +121,9 @@ class RequestThread(ABC):
         self._idle.set()
 
     async def _end_thread(self, ask: Callable[[], None]) -> None:
-        """Wait for the thread's end, after asking for it, if it runs."""
+        """Wait for the thread's end, after asking for it, if it runs; but only once."""
+        if self._has_ended:
+            return
         self._has_ended = True
         for clock in self._clocks:
             if clock.when() is not None:

@@ -45,7 +45,10 @@ class ServerSettings:
     arrival to the last token, None for no limit. max_open_body_bytes: of the bodies of all open
     requests together, not counting those below 64 KiB; more are refused. grace_s: what open
     requests get when the server ends. cors_origins: pages of other origins that may ask; none by
-    default.
+    default. allowed_hosts: names that a Host header may have where there is no key, besides IP
+    addresses, localhost and this machine's own name. header_timeout_s, body_timeout_s: how long a
+    client may take to send them. send_timeout_s: after which a client that reads nothing of its
+    answer is dropped.
     """
 
     model_names: tuple[str, ...] = ()
@@ -58,6 +61,11 @@ class ServerSettings:
     grace_s: float = 30.0
     retry_after_s: int = 1
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_connections: int = 2048
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
     images: ImageLimits = ImageLimits()
 
     def __post_init__(self) -> None:
@@ -67,6 +75,10 @@ class ServerSettings:
             "max_tokens": self.max_tokens,
             "max_open": self.max_open,
             "timeout_s": self.timeout_s,
+            "max_connections": self.max_connections,
+            "header_timeout_s": self.header_timeout_s,
+            "body_timeout_s": self.body_timeout_s,
+            "send_timeout_s": self.send_timeout_s,
         }
         for name, value in positive.items():
             if value is not None and not value > 0:
