@@ -165,7 +165,7 @@ def test_what_the_reader_does_not_answer_is_refused(client, parts, message):
 
 def test_an_image_beyond_the_context_is_refused(client):
     large = generated_questions(1)[0].image.resize((1024, 1024))
-    with pytest.raises(openai.BadRequestError, match="in 1024 tokens"):
+    with pytest.raises(openai.BadRequestError, match="is 1024 tokens"):
         ask(client, content(QUESTIONS[0], data_url(large)))
 
 
