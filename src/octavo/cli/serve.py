@@ -289,8 +289,10 @@ def serve(
     from octavo.serving.server.app import create_app
     from octavo.serving.server.run import run
 
+    app = create_app(engine, settings)
+    app.state.server.jobs.warm_up()
     with _saving_scales(engine, encoder):
-        run(create_app(engine, settings), address, log_level=log_level)
+        run(app, address, log_level=log_level)
 
 
 def make_recipe(

@@ -1,16 +1,23 @@
-"""A process that serves: python listen.py fake|tiny PORT STEP_S SETTINGS_JSON.
+"""A process that serves: python listen.py fake|tiny|chart PORT STEP_S SETTINGS_JSON.
 
 fake: the engine without a model, whose steps take STEP_S. tiny: a model with random weights, and
-limits that a crowd reaches. SIGUSR1 makes it write one line to stdout: the bytes of its memory, the
-number of its Python objects, and how many of them are connections and tasks.
+limits that a crowd reaches. chart: the chart reader that comes with octavo. SIGUSR1 makes it write
+one line to stdout: the bytes of its memory now and at their peak, its worker processes included;
+how many Python objects, connections, tasks and open files it has; and the longest time for which
+the event loop did nothing. The last SIGUSR1 is where peaks begin.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import json
+import os
+import re
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 from fake_engine import FakeEngine, FakeGrammar
@@ -36,8 +43,83 @@ def tiny_engine():
     )
 
 
+def chart_engine():
+    """Room for a crowd."""
+    import torch
+
+    from octavo.serving.engine.engine import load_engine
+    from octavo.serving.engine.settings import EngineSettings
+
+    torch.set_num_threads(1)
+    settings = EngineSettings(num_pages=512, max_num_seqs=64)
+    return load_engine("chart-reader", None, settings, dtype="float32", device="cpu")
+
+
+def rss_bytes():
+    """Memory of this process and of all its descendants; what they share counts once."""
+    total = 0
+    for pid in ("self", *map(str, descendants(os.getpid()))):
+        with contextlib.suppress(OSError):
+            found = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(re.search(r"Pss: +(\d+) kB", found)[1]) * 1024
+    return total
+
+
+def descendants(pid):
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *descendants(child)]
+    return found
+
+
+class Watch:
+    """Peaks since the last reset."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.max_stall_s = 0.0
+        self.peak_bytes = 0
+
+    def watch_memory(self):
+        while True:
+            self.peak_bytes = max(self.peak_bytes, rss_bytes())
+            time.sleep(0.2)
+
+    async def watch_loop(self):
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            now_s = time.monotonic()
+            self.max_stall_s = max(self.max_stall_s, now_s - last_s)
+            last_s = now_s
+
+
+WATCH = Watch()
+
+
+def watched(app):
+    """The application, with a task that watches its event loop and a thread for memory."""
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        async with inner(app) as state:
+            watching = asyncio.ensure_future(WATCH.watch_loop())
+            threading.Thread(target=WATCH.watch_memory, daemon=True).start()
+            yield state
+            watching.cancel()
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
 def tell_memory(*_):
     """Write what is in use after all that is unused was given back."""
+    max_stall_s, peak_bytes = WATCH.max_stall_s, WATCH.peak_bytes
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -47,8 +129,13 @@ def tell_memory(*_):
         "num_objects": len(kinds),
         "num_connections": sum(issubclass(kind, LimitedProtocol) for kind in kinds),
         "num_tasks": sum(issubclass(kind, asyncio.Task) for kind in kinds),
+        "num_files": len(os.listdir("/proc/self/fd")),
+        "all_bytes": rss_bytes(),
+        "peak_bytes": peak_bytes,
+        "max_stall_s": max_stall_s,
     }
     print(json.dumps(found), flush=True)
+    WATCH.reset()
 
 
 if __name__ == "__main__":
@@ -57,6 +144,9 @@ if __name__ == "__main__":
     if kind == "fake":
         engine = FakeEngine(step_s=float(step_s))
         app = create_app(engine, ServerSettings(**settings), FakeGrammar)
+    elif kind == "chart":
+        app = watched(create_app(chart_engine(), ServerSettings(**settings)))
+        app.state.server.jobs.warm_up()
     else:
         app = create_app(tiny_engine(), ServerSettings(**TINY_LIMITS, **settings))
     signal.signal(signal.SIGUSR1, tell_memory)

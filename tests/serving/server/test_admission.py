@@ -46,7 +46,7 @@ def test_clients_that_leave_take_the_work_on_their_long_prompts_with_them():
     """Three prompts of 8 MiB held up everybody for 55 s."""
     with listening(FakeEngine(tokenizer=SlowTokenizer())) as (base_url, engine, server):
         for _ in range(3):
-            with pytest.raises(httpx.ReadTimeout):
+            with pytest.raises(httpx.TimeoutException):
                 httpx.post(base_url + TEXT, json={"prompt": "q" * 8 * MIB}, timeout=1)
         status, took_s = timed(base_url)
         assert status == 200
@@ -112,7 +112,7 @@ def test_bodies_of_many_tiny_values_are_refused_before_they_are_read(value):
 
     answer, took_s = with_client(scenario)
     assert answer.status_code == 413
-    assert "500,000 commas and brackets" in answer.json()["error"]["message"]
+    assert "300,000 commas and brackets" in answer.json()["error"]["message"]
     assert took_s < 2
 
 

@@ -1,6 +1,7 @@
 """Requests as the engine takes them, from requests as clients write them."""
 
 import asyncio
+import logging
 import math
 import uuid
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.server.answer_body import (
     AnswerKind,
@@ -56,6 +57,8 @@ from octavo.serving.server.schema import (
 from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.workers import WorkerError, Workers
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 NUM_WORKERS = 2
@@ -132,6 +135,7 @@ class Jobs:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
         set_up = WorkerSetUp(engine.tokenizer, engine.max_context, make_grammar)
         self._workers = Workers(NUM_WORKERS, set_up)
+        self._make_grammar = make_grammar
         self._grammars = GrammarCache(make_grammar, self._workers)
 
     @property
@@ -141,9 +145,13 @@ class Jobs:
             return math.inf
         return 6 * self._prompts.max_chars + 2**20
 
-    def start_workers(self) -> None:
-        """Start a worker process now; left out, the first long prompt waits for it."""
+    def warm_up(self) -> None:
+        """Do now what the first long prompt and the first grammar would wait for."""
         self._workers.start()
+        try:
+            self._make_grammar({"type": "object"})
+        except OctavoError as error:
+            logger.warning("guided answers are not available: %s", error)
 
     def close(self) -> None:
         """End the threads of the tokenizer and of images, and the worker processes."""

@@ -43,8 +43,8 @@ class Prompts:
 
     def _too_long(self, num_chars: int, param: str) -> ApiError:
         return bad_request(
-            f"a prompt of {num_chars:,} characters exceeds the context of {self._max_context:,} "
-            "tokens",
+            f"This model's maximum context length is {self._max_context} tokens, which the "
+            f"{num_chars:,} characters of this prompt exceed",
             param,
             "context_length_exceeded",
         )

@@ -29,6 +29,9 @@ def only(*accepted: Any) -> AfterValidator:
 
 Unserved = Annotated[Any, only()]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+# The first wrong item is enough: a list of a million would have a million errors.
+FAIL_FAST: Any = Field(fail_fast=True)
+Tokens = Annotated[list[TokenId], FAIL_FAST]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON's keys are texts
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -57,7 +60,7 @@ class SamplingFields(Body):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -70,7 +73,7 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1000)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1000, fail_fast=True)] | None = None
     # known, not served
     service_tier: Annotated[Any, only("auto", "default")] = None
     store: Annotated[Any, only(False)] = None
@@ -108,9 +111,9 @@ class MessageToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], FAIL_FAST] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FAIL_FAST] | None = None
     tool_call_id: str | None = None
     # what an answer carries and a client sends back
     refusal: str | None = None
@@ -160,11 +163,11 @@ class ResponseFormat(Body):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -182,7 +185,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Tokens | Annotated[list[str], FAIL_FAST] | Annotated[list[Tokens], FAIL_FAST]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -196,8 +199,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -206,7 +209,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Tokens
 
 
 class ErrorDetail(BaseModel):
