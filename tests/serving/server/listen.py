@@ -1,7 +1,7 @@
-"""A process that serves: python listen.py fake|tiny|chart PORT STEP_S SETTINGS_JSON.
+"""A process that serves: python listen.py fake|tiny|vision PORT STEP_S SETTINGS_JSON.
 
 fake: the engine without a model, whose steps take STEP_S. tiny: a model with random weights, and
-limits that a crowd reaches. chart: the chart reader that comes with octavo. SIGUSR1 makes it write
+limits that a crowd reaches. vision: a model that takes images. SIGUSR1 makes it write
 one line to stdout: the bytes of its memory now and at their peak, its worker processes included;
 how many Python objects, connections, tasks and open files it has; and the longest time for which
 the event loop did nothing. The last SIGUSR1 is where peaks begin.
@@ -28,6 +28,9 @@ from octavo.serving.server.http_protocol import LimitedProtocol
 from octavo.serving.server.run import run
 from octavo.serving.server.settings import ServerSettings
 
+TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}
+{% else %}{% for part in message.content %}{% if part.type == "image" %}<|start|><|image|><|stop|>
+{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"""
 TINY_LIMITS = {"max_open": 200, "max_body_bytes": 20_000}
 
 
@@ -43,16 +46,30 @@ def tiny_engine():
     )
 
 
-def chart_engine():
-    """Room for a crowd."""
+def vision_engine():
+    """A model that takes texts, images and grammars, with room for a crowd."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
     import torch
+    from text_models import make_tokenizer
+    from vision_families import make_model, make_processor
 
     from octavo.serving.engine.engine import load_engine
     from octavo.serving.engine.settings import EngineSettings
 
     torch.set_num_threads(1)
-    settings = EngineSettings(num_pages=512, max_num_seqs=64)
-    return load_engine("chart-reader", None, settings, dtype="float32", device="cpu")
+    tokenizer = make_tokenizer(TEMPLATE, has_bos=False)
+    image_tokens = ["<|start|>", "<|image|>", "<|stop|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": image_tokens})
+    model = make_model("qwen3_vl", vocab_size=len(tokenizer), max_position_embeddings=8192)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<|image|>")
+    model.generation_config.eos_token_id = tokenizer.pad_token_id
+    return load_engine(
+        model,
+        None,
+        EngineSettings(num_pages=1024, max_num_seqs=64),
+        tokenizer=tokenizer,
+        image_processor=make_processor(),
+    )
 
 
 def rss_bytes():
@@ -144,8 +161,8 @@ if __name__ == "__main__":
     if kind == "fake":
         engine = FakeEngine(step_s=float(step_s))
         app = create_app(engine, ServerSettings(**settings), FakeGrammar)
-    elif kind == "chart":
-        app = watched(create_app(chart_engine(), ServerSettings(**settings)))
+    elif kind == "vision":
+        app = watched(create_app(vision_engine(), ServerSettings(**settings)))
         app.state.server.jobs.warm_up()
     else:
         app = create_app(tiny_engine(), ServerSettings(**TINY_LIMITS, **settings))

@@ -27,7 +27,12 @@ MIB = 2**20
 class SlowTokenizer(FakeTokenizer):
     """Takes seconds for what is long."""
 
-    s_per_mib = 5.0
+    s_per_mib = 3.0
+
+
+def slow_engine():
+    """One whose context is so long that the length of a text does not tell that it is too long."""
+    return FakeEngine(tokenizer=SlowTokenizer(), max_context=MIB // 2)
 
 
 def format_of(schema):
@@ -44,7 +49,7 @@ def timed(base_url, **body):
 
 def test_clients_that_leave_take_the_work_on_their_long_prompts_with_them():
     """Three prompts of 8 MiB held up everybody for 55 s."""
-    with listening(FakeEngine(tokenizer=SlowTokenizer())) as (base_url, engine, server):
+    with listening(slow_engine()) as (base_url, engine, server):
         for _ in range(3):
             with pytest.raises(httpx.TimeoutException):
                 httpx.post(base_url + TEXT, json={"prompt": "q" * 8 * MIB}, timeout=1)
@@ -58,6 +63,18 @@ def test_clients_that_leave_take_the_work_on_their_long_prompts_with_them():
         assert len(engine.added) == 1
 
 
+def test_the_beginning_of_a_text_shows_that_it_is_too_long():
+    """Most of it is never encoded."""
+    engine = FakeEngine(tokenizer=SlowTokenizer())
+    start_s = time.monotonic()
+    answer = post(TEXT, {"prompt": "q" * 8 * MIB}, engine)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "8,388,608 characters" in error["message"]
+    assert time.monotonic() - start_s < 15
+
+
 def test_a_long_prompt_does_not_hold_up_short_ones():
     async def scenario(client):
         long = asyncio.ensure_future(client.post(TEXT, json={"prompt": "q" * 2 * MIB}))
@@ -69,7 +86,7 @@ def test_a_long_prompt_does_not_hold_up_short_ones():
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
-    with_client(scenario, FakeEngine(tokenizer=SlowTokenizer()))
+    with_client(scenario, slow_engine())
 
 
 def test_slots_and_clocks_come_before_bodies():
@@ -87,8 +104,7 @@ def test_slots_and_clocks_come_before_bodies():
         refused = next(answer for answer, _ in answers if answer.status_code == 429)
         assert refused.headers["retry-after"] == "1"
 
-    slow = FakeEngine(tokenizer=SlowTokenizer())
-    with_client(scenario, slow, max_open=2, timeout_s=1.0)
+    with_client(scenario, slow_engine(), max_open=2, timeout_s=1.0)
 
 
 def test_the_clock_runs_while_a_body_comes():
@@ -130,8 +146,7 @@ def test_large_bodies_are_limited_in_sum():
         again = await client.post(TEXT, json=body)
         assert again.json()["error"]["code"] == "context_length_exceeded"
 
-    slow = FakeEngine(tokenizer=SlowTokenizer())
-    with_client(scenario, slow, max_open_body_bytes=3 * MIB // 2)
+    with_client(scenario, slow_engine(), max_open_body_bytes=3 * MIB // 2)
 
 
 @pytest.mark.parametrize(

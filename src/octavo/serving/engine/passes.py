@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from octavo.errors import OctavoError
+from octavo.serving.engine.request import GrammarFailure
 from octavo.serving.engine.runner import Runner
 from octavo.serving.engine.sampler import Draws, LogitsError, Sampled, Sampler, SamplerRow
 from octavo.serving.engine.scheduler import Batch, Chunk, Scheduler
@@ -112,7 +113,7 @@ class Passes:
             try:
                 grammar.advance(sampled.token)
             except OctavoError as error:
-                return str(error)
+                return GrammarFailure(error)
         return sampled
 
     def _depends_on_output(self, sequence: Sequence) -> bool:
@@ -128,5 +129,5 @@ class Passes:
             try:
                 allowed = grammar.allowed("cpu")
             except OctavoError as error:
-                reasons[index] = str(error)
+                reasons[index] = GrammarFailure(error)
         return SamplerRow(request.sampling, request.prompt, sequence.output, sequence.seed, allowed)

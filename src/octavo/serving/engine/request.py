@@ -115,6 +115,10 @@ class Usage:
     cached_tokens: int = 0
 
 
+class GrammarFailure(str):
+    """The `error` of a request whose own grammar ended it; any other error is not the caller's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Delta:
     """What one step added to a request.

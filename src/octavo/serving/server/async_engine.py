@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from octavo.errors import CapacityError, OctavoError
 from octavo.serving.engine.precision import Precision
-from octavo.serving.engine.request import Delta, Request, Stats
+from octavo.serving.engine.request import Delta, GrammarFailure, Request, Stats
 from octavo.serving.server.api_error import (
     ApiError,
     bad_request,
@@ -197,7 +197,7 @@ class AsyncEngine(RequestThread):
                 continue  # its caller has left
             match delta.finish_reason:
                 case "error":
-                    self._end(answer, server_error(delta.error or "the engine failed"))
+                    self._end(answer, _failure(delta.error or "the engine failed"))
                 case "abort":
                     self._end(answer, unavailable(delta.error or ENDED_FIRST, "aborted"))
                 case None:
@@ -270,3 +270,9 @@ class AsyncEngine(RequestThread):
         # An aborted request frees its pages at once; the page at / shows it without another step.
         self._post(self._deliver, [], self.engine.stats())
         return True
+
+
+def _failure(error: str) -> ApiError:
+    if isinstance(error, GrammarFailure):
+        return bad_request(f"this JSON schema cannot be followed: {error}", code="schema_too_large")
+    return server_error(error)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from octavo.errors import OctavoError
@@ -14,14 +15,14 @@ from octavo.serving.engine.closed_schema import close_objects
 from octavo.serving.engine.guided import Grammar, tool_call_schema
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
-from octavo.serving.server.workers import WorkerError, Workers
+from octavo.serving.server.workers import WorkerError, Workers, yield_to_others
 
 Schema = dict[str, Any]
 MakeGrammar = Callable[[Schema], Any]
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}  # OpenAI's meaning of no parameters
 MAX_DEPTH = 100
-# The time to compile grows with the square of the properties: 2000 take 0.5 s of a slow core.
-MAX_PROPERTIES = 2000
+# The time to compile grows with the square of the properties: 1000 take 0.3 s of a slow core.
+MAX_PROPERTIES = 1000
 MAX_SCHEMA_CHARS = 128 * 1024
 LARGE_SCHEMA_CHARS = 8 * 1024
 COMPILE_S = 5.0
@@ -130,7 +131,12 @@ class GrammarCache:
 
     def __init__(self, make: MakeGrammar, workers: Workers) -> None:
         self._make, self._workers = make, workers
+        self._thread = ThreadPoolExecutor(1, "octavo-grammars", initializer=yield_to_others)
         self._kept: OrderedDict[bytes, tuple[Any, float]] = OrderedDict()  # and until when
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def get(self, schema: Schema, param: str) -> Any:
         """The grammar of a schema; ApiError for one that is too large or cannot be followed."""
@@ -151,7 +157,8 @@ class GrammarCache:
         """(the grammar or why there is none, for how many seconds that holds)."""
         try:
             await self._workers.run(try_schema, schema, limit_s=COMPILE_S, is_large=is_large)
-            return await asyncio.to_thread(self._make, schema), math.inf
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._make, schema), math.inf
         except WorkerError as error:
             return str(error), RETRY_S
         except (OctavoError, ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from octavo.serving.server.async_engine import Engine
 from octavo.serving.server.images import PARAM, ImageFile, decode, read_file, refused
 from octavo.serving.server.pixel_budget import Hold, PixelBudget
 from octavo.serving.server.settings import ImageLimits
+from octavo.serving.server.workers import yield_to_others
 
 # Each may need the memory of a large image: 4 bytes a pixel to decode it (16 for WebP), as much
 # again for its copy in RGB, and some 60 bytes for a pixel that the model sees, to prepare it.
@@ -35,7 +36,9 @@ class ImageReader:
         self._engine = engine  # only what any thread may call
         self._limits = limits
         self.budget = PixelBudget(limits.max_server_pixels)
-        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="octavo-images")
+        self._executor = ThreadPoolExecutor(
+            NUM_THREADS, "octavo-images", initializer=yield_to_others
+        )
 
     def close(self) -> None:
         """End the threads."""

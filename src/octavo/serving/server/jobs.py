@@ -158,6 +158,7 @@ class Jobs:
         self.images.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
+        self._grammars.close()
 
     async def chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
         """The job of a chat completion; at_end: what is to be done when its request has ended."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from octavo.errors import OctavoError
 
-NICE = 10  # the event loop and the engine come first
+NICE = 15
 MAX_GROWN_BYTES = 2**30  # of a child; a task that needs more fails
 START_S = 60.0
 PRELOADED = ["__main__", "octavo.serving.server.prompts", "octavo.serving.engine.guided"]
@@ -156,10 +156,17 @@ class _Worker:
             self._process.kill()
 
 
+def yield_to_others() -> None:
+    """Let the calling thread run when others have nothing to do: the loop and the engine first."""
+    thread = threading.get_native_id()
+    now = os.getpriority(os.PRIO_PROCESS, thread)  # only root may lower it
+    os.setpriority(os.PRIO_PROCESS, thread, max(NICE, now))
+
+
 def _work(connection: Connection, set_up: bytes) -> None:
     """A child process: do one task after the other until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
-    os.nice(NICE)
+    yield_to_others()
     made = pickle.loads(set_up)()
     _limit_memory()
     with contextlib.suppress(EOFError, OSError):
