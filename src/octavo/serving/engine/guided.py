@@ -149,7 +149,8 @@ class GrammarState:
     def advance(self, token: int) -> None:
         """Take the token that came; one that was not allowed is a ConfigError, for good."""
         if not self._matcher.consume_token(token):
-            raise ConfigError(f"expected a token that the grammar allows, got {token}")
+            error = self._matcher.get_error()
+            raise ConfigError(f"expected a token that the grammar allows, got {token}: {error}")
 
     @property
     def is_finished(self) -> bool:
