@@ -39,7 +39,8 @@ def calls(monkeypatch):
 
     def create_app(engine, settings):
         found.server = settings
-        return "app"
+        jobs = SimpleNamespace(warm_up=lambda: setattr(found, "is_warm", True))
+        return SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(jobs=jobs)))
 
     def omni(model, **options):
         found.model, found.omni = model, options
@@ -51,7 +52,7 @@ def calls(monkeypatch):
         yield SimpleNamespace(announcement=lambda: f"http://{host}:{port}")
 
     def run_app(app, address, *, log_level):
-        found.ran = (app, address.announcement(), log_level)
+        found.ran = (address.announcement(), log_level)
 
     stubs = {
         "octavo.serving.engine.engine": {"load_engine": load_engine},
@@ -93,7 +94,8 @@ def test_defaults(calls):
     assert calls.engine["max_context"] is None
     assert calls.server.api_keys == ()
     assert calls.server.images.allowed_hosts == ()
-    assert calls.ran == ("app", "http://127.0.0.1:8000", "info")
+    assert calls.ran == ("http://127.0.0.1:8000", "info")
+    assert calls.is_warm
 
 
 def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
@@ -132,7 +134,7 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
 
 def test_a_pipeline_of_pictures(calls):
     assert octavo("--omni") == 0
-    assert calls.model is None and calls.ran == ("app", "http://127.0.0.1:8000", "info")
+    assert calls.model is None and calls.ran == ("http://127.0.0.1:8000", "info")
     assert calls.omni["quantization_config"] is None and calls.omni["dtype"] is None
     args = "m --omni --quantization fp8 --ignored-layers img_mlp --attention fp8 --max-queue 3 "
     args += "--cache-backend tea_cache --cache-config {} --dtype float32 --port 9 --api-key k "

@@ -33,9 +33,11 @@ def calls(monkeypatch):
             model_name="some model", warm_up=lambda progress: None, precision="KV cache: FP8"
         )
 
+    jobs = SimpleNamespace(warm_up=lambda: None)
+    app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(jobs=jobs)))
     stubs = {
         "octavo.serving.engine.engine": {"load_engine": load_engine},
-        "octavo.serving.server.app": {"create_app": lambda engine, settings: "app"},
+        "octavo.serving.server.app": {"create_app": lambda engine, settings: app},
         "octavo.serving.server.run": {"run": lambda *args, **options: None},
     }
     for name, members in stubs.items():

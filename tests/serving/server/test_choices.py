@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine, FakeGrammar  # noqa: E402
+from fake_engine import FakeEngine  # noqa: E402
 from fake_server import CHAT, TEXT, events, listening, post, serving, with_client  # noqa: E402
 
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
@@ -126,18 +126,12 @@ def test_echo_puts_the_prompt_in_front(is_stream):
 
 
 def test_choices_share_a_grammar_and_read_calls_of_their_own():
-    made = []
-
-    def make_grammar(schema):
-        made.append(FakeGrammar(schema))
-        return made[-1]
-
     tool = {"type": "function", "function": {"name": "look_up"}}
     asked = chat("x", n=2, tools=[tool], tool_choice="required")
-    with listening(make_grammar=make_grammar) as (url, engine, _):
+    with listening() as (url, engine, _):
         body = httpx.post(url + CHAT, json=asked, timeout=20).json()
-    assert len(made) == 1
-    assert all(one.sampling.grammar is made[0] for one in engine.added)
+    first, second = (one.sampling.grammar for one in engine.added)
+    assert first is second
     calls = [choice["message"]["tool_calls"][0] for choice in body["choices"]]
     assert {call["function"]["name"] for call in calls} == {"look_up"}
     assert calls[0]["id"] != calls[1]["id"]
