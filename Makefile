@@ -13,7 +13,7 @@ JOBS ?= auto
 COVERED := --cov --cov-report=term:skip-covered --cov-fail-under=95
 COVERED_TESTS := $(addprefix tests/,cache calibration layers numerics ops reference testing)
 FAST := -n $(JOBS) -m 'not slow and not gpu'
-SLOW := -n $(JOBS) -m 'slow and not gpu'
+SLOW := -n $(JOBS) -m 'slow and not gpu and not alone'
 
 # Runs every stage, whatever the others find, and names the failed ones at the end.
 run_all = failed=; for stage in $(1); do $(MAKE) --no-print-directory $$stage || failed="$$failed $$stage"; done; \
@@ -21,7 +21,7 @@ run_all = failed=; for stage in $(1); do $(MAKE) --no-print-directory $$stage ||
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types test test-slow test-gpu bench tables dist clean \
-	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton
+	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton test-slow-alone
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -75,13 +75,17 @@ test-kernels: $(READY)
 	$(BIN)/pytest $(FAST) tests/kernels
 
 test-slow: $(SLOW_READY)  ## load, fuzz and full pipelines
-	@$(call run_all,test-slow-others test-slow-kernels test-newest-triton)
+	@$(call run_all,test-slow-others test-slow-kernels test-newest-triton test-slow-alone)
 
 test-slow-others: $(SLOW_READY)
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=slow --ignore=tests/kernels
 
 test-slow-kernels: $(SLOW_READY)
 	$(BIN)/pytest $(SLOW) tests/kernels
+
+# Tests of response times: one after the other, with nothing else on the machine.
+test-slow-alone: $(SLOW_READY)
+	$(BIN)/pytest -m 'slow and alone' tests/serving
 
 $(NEWEST_PATH): | $(READY)
 	$(PIP) install --no-deps --target $@ 'triton==$(NEWEST_TRITON)'

@@ -94,6 +94,7 @@ def test_sigterm(grace_s, step_s, num_signals):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_sigterm_with_a_model():
     pytest.importorskip("transformers")
     # Long enough for a busy machine to finish some of them, too short for all.
