@@ -21,7 +21,8 @@ run_all = failed=; for stage in $(1); do $(MAKE) --no-print-directory $$stage ||
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types test test-slow test-gpu bench tables dist clean \
-	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton test-slow-alone
+	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton \
+	test-slow-alone
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

@@ -54,8 +54,11 @@ def test_without_failures_make_succeeds(tmp_path):
     assert "passed: lint types test-covered test-others test-kernels" in result.stdout
 
 
-def test_slow_tests_run_with_the_newest_triton_too(tmp_path):
+def test_slow_tests_run_with_the_newest_triton_too_and_some_of_them_alone(tmp_path):
     result, calls = run_make("test-slow", tmp_path, fails="pytest")
     assert result.returncode != 0
     assert sum("test_launching.py" in call for call in calls) == 1
-    assert sum(call.startswith("pytest") for call in calls) == 3
+    assert sum(call.startswith("pytest") for call in calls) == 4
+    (alone,) = (call for call in calls if "slow and alone" in call)
+    assert "-n " not in alone
+    assert sum("not alone" in call for call in calls) == 3
