@@ -112,6 +112,16 @@ def test_large_tasks_leave_room_for_small_ones(tmp_path):
     with_workers(scenario)
 
 
+def test_a_task_waits_for_a_worker_that_is_starting():
+    async def scenario(workers):
+        starting = workers.start()
+        pids = [await workers.run(tasks.pid, limit_s=LONG_S) for _ in range(3)]
+        starting.result()
+        assert len(set(pids)) == 1
+
+    with_workers(scenario)
+
+
 def test_closing_ends_what_runs(tmp_path):
     async def scenario(workers):
         path = tmp_path / "pid"

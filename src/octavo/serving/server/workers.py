@@ -107,6 +107,7 @@ class _Worker:
 
     def __init__(self, set_up: Callable[[], bytes]) -> None:
         self._killed = threading.Event()
+        self._starting = threading.Lock()
         self._set_up = set_up
         self._process: Any = None
         self._connection: Connection | None = None
@@ -117,15 +118,16 @@ class _Worker:
 
     def start(self) -> None:
         """Start the process unless it runs; called in a thread."""
-        if self._process is not None:
-            return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self._set_up()), daemon=True)
-        process.start()
-        theirs.close()
-        self._process, self._connection = process, ours
+        with self._starting:
+            if self._process is not None:
+                return
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOADED)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, self._set_up()), daemon=True)
+            process.start()
+            theirs.close()
+            self._process, self._connection = process, ours
         if self.is_dead:  # killed meanwhile
             self.kill()
 
