@@ -59,6 +59,20 @@ class FakeTokenizer:
         return "\n".join([*lines, "assistant: "] if add_generation_prompt else lines)
 
 
+# Here, not beside their tests: worker processes import them.
+class SlowTokenizer(FakeTokenizer):
+    """Takes seconds for what is long."""
+
+    s_per_mib = 3.0
+
+
+class Deaf(FakeTokenizer):
+    """Its chat template does not know tools."""
+
+    def apply_chat_template(self, messages, tools=None, **options):
+        return super().apply_chat_template(messages, **options)
+
+
 @dataclass
 class FakeGrammar:
     """A schema; the fake engine answers with a value of it."""

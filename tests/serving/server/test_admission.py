@@ -1,6 +1,9 @@
 """What clients send before the engine has anything to do: it is bounded, and ends with them."""
 
 import asyncio
+import contextlib
+import functools
+import json
 import signal
 import socket
 import sys
@@ -15,19 +18,13 @@ httpx = pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from child_server import child_server  # noqa: E402
-from fake_engine import FakeEngine, FakeTokenizer  # noqa: E402
+from fake_engine import FakeEngine, SlowTokenizer  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, listening, post, with_client  # noqa: E402
 
-from octavo.serving.server import gate  # noqa: E402
+from octavo.serving.server.gate import Gate  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 MIB = 2**20
-
-
-class SlowTokenizer(FakeTokenizer):
-    """Takes seconds for what is long."""
-
-    s_per_mib = 3.0
 
 
 def slow_engine():
@@ -119,7 +116,7 @@ def test_the_clock_runs_while_a_body_comes():
 
 @pytest.mark.parametrize("value", [b"{},", b"[],", b"0,", b'"",'])
 def test_bodies_of_many_tiny_values_are_refused_before_they_are_read(value):
-    body = b'{"messages": [' + value * (gate.MAX_VALUES + 1) + b"0]}"
+    body = b'{"messages": [' + value * (ServerSettings().max_body_values + 1) + b"0]}"
 
     async def scenario(client):
         start_s = time.monotonic()
@@ -147,6 +144,124 @@ def test_large_bodies_are_limited_in_sum():
         assert again.json()["error"]["code"] == "context_length_exceeded"
 
     with_client(scenario, slow_engine(), max_open_body_bytes=3 * MIB // 2)
+
+
+def test_refused_bodies_are_given_back_once():
+    """Bodies that were refused half-way were subtracted more than they had been added."""
+
+    async def scenario(client):
+        app = client._transport.app
+        for _ in range(3):
+            answer = await client.post(TEXT, content=b'"' + b"q" * 3 * MIB)
+            assert answer.status_code == 413
+        assert app.middleware_stack is not None
+        stack = app.middleware_stack
+        while not isinstance(stack, Gate):
+            stack = stack.app
+        assert stack._num_large_bytes == 0
+
+    with_client(scenario, max_body_bytes=2 * MIB)
+
+
+def test_idle_requests_make_way_for_others():
+    """Two headers without bodies took both places of a server for a minute."""
+    with listening(settings=ServerSettings(max_open=4)) as (base_url, _, server):
+        host, port = base_url.removeprefix("http://").split(":")
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        idle = []
+        for _ in range(6):
+            one = socket.create_connection((host, int(port)), timeout=20)
+            one.sendall(f"{head}Content-Length: 10\r\n\r\n".encode())
+            idle.append(one)
+            time.sleep(0.05)
+        assert timed(base_url)[0] == 200
+        assert idle[0].recv(4096).startswith(b"HTTP/1.1 408 ")
+        for one in idle:
+            one.close()
+        deadline = time.monotonic() + 20
+        while server.engine.num_open:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_tokenizing_ends_with_its_client():
+    with listening(slow_engine()) as (base_url, _, server):
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(base_url + "/tokenize", json={"prompt": "q" * 8 * MIB}, timeout=1)
+        deadline = time.monotonic() + 15
+        while server.engine.num_open:
+            assert time.monotonic() < deadline, "its slot is still taken"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        functools.reduce(lambda below, _: {"items": below}, range(300), {}),
+        {"description": "\ud800"},
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1200)}},
+    ],
+    ids=["deep", "surrogate", "chain"],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_that_nobody_can_write_are_no_failure_of_the_server(parameters, choice):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = json.dumps({"messages": HELLO, "tools": [tool], "tool_choice": choice})
+
+    async def scenario(client):
+        return await client.post(CHAT, content=body)
+
+    answer = with_client(scenario)
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_schema_of_many_references_does_not_hold_up_the_loop():
+    """Forty references to each other took the event loop 3 s."""
+    many = [{"$ref": "#/$defs/H"}] * 60
+    parameters = {"anyOf": many, "allOf": many, "$defs": {"H": {"anyOf": many}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+    async def scenario(client):
+        asked = {"messages": HELLO, "tools": [tool], "tool_choice": "required"}
+        slow = asyncio.ensure_future(client.post(CHAT, json=asked))
+        longest_s, last_s = 0.0, time.monotonic()
+        while not slow.done():
+            await asyncio.sleep(0.01)
+            now_s = time.monotonic()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        assert (await slow).status_code in (200, 400)
+        return longest_s
+
+    assert with_client(scenario) < 1.5
+
+
+def test_an_echo_is_not_multiplied_without_end():
+    answer = post(
+        TEXT, {"prompt": "q" * 50_000, "n": 100, "echo": True}, FakeEngine(max_context=MIB)
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "echo"
+
+
+def test_tiny_chunks_are_refused():
+    """One connection with chunks of one byte took most of the event loop's time."""
+    with listening() as (base_url, _, _):
+        host, port = base_url.removeprefix("http://").split(":")
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), timeout=20) as attacker:
+            attacker.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+            with contextlib.suppress(ConnectionError):
+                attacker.sendall(b"1\r\nx\r\n" * 40_000)
+            with contextlib.suppress(ConnectionError):
+                assert attacker.recv(4096).startswith(b"HTTP/1.1 400 ")
+        body = b'{"prompt": "say:hi"}' + b" " * 100_000
+
+        def chunks():
+            for start in range(0, len(body), 1000):
+                yield body[start : start + 1000]
+
+        headers = {"Content-Type": "application/json"}
+        assert httpx.post(base_url + TEXT, content=chunks(), headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine, FakeTokenizer  # noqa: E402
+from fake_engine import Deaf, FakeEngine  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, events, get, post, serving, with_client  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
@@ -327,13 +327,6 @@ def test_guided_answers_end_as_the_model_says():
     assert allowed >> 11 & 1
     with pytest.raises(ConfigError, match="ends an answer"):
         GuidedGrammars(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})
-
-
-class Deaf(FakeTokenizer):
-    """Its chat template does not know tools."""
-
-    def apply_chat_template(self, messages, tools=None, **options):
-        return super().apply_chat_template(messages, **options)
 
 
 LOOK_UP = {"type": "function", "function": {"name": "look_up"}}

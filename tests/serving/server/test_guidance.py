@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.serving.server import guidance  # noqa: E402
 from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.guidance import GrammarCache, call_schema, check_size  # noqa: E402
+from octavo.serving.server.guidance import GrammarCache, check_size  # noqa: E402
 from octavo.serving.server.schema import Tool  # noqa: E402
-from octavo.serving.server.workers import WorkerError  # noqa: E402
+from octavo.serving.server.workers import LARGE, WorkerError  # noqa: E402
 
 
 class InProcess:
@@ -23,11 +23,11 @@ class InProcess:
 
     def __init__(self, make):
         self.made = SimpleNamespace(make_grammar=make)
-        self.num_tasks, self.error, self.were_large = 0, None, []
+        self.num_tasks, self.error, self.sizes = 0, None, []
 
-    async def run(self, task, *args, limit_s, is_large):
+    async def run(self, task, *args, limit_s, size):
         self.num_tasks += 1
-        self.were_large.append(is_large)
+        self.sizes.append(size)
         if self.error is not None:
             raise self.error
         return task(self.made, *args)
@@ -75,17 +75,24 @@ def test_what_is_too_large(schema, what):
     assert (error.status, error.param, error.code) == (400, "tools", "schema_too_large")
 
 
+def tool(name, parameters):
+    function = {"name": name, "parameters": parameters}
+    return Tool.model_validate({"type": "function", "function": function})
+
+
 def test_tools_are_measured_together():
+    grammars, _ = cache()
     parameters = {"properties": {f"p{i}": {} for i in range(750)}}
-    tools = [
-        Tool.model_validate(
-            {"type": "function", "function": {"name": name, "parameters": parameters}}
-        )
-        for name in "ab"
-    ]
-    assert call_schema(tools[:1])["properties"].keys() == parameters["properties"].keys()
+    tools = (tool("a", parameters), tool("b", parameters))
+    assert get(grammars, tools[:1]) is not None
     with pytest.raises(ApiError, match="1,000 properties"):
-        call_schema(tools)
+        get(grammars, tools)
+
+
+def test_a_tool_and_a_schema_are_different_things():
+    grammars, _ = cache()
+    parameters = {"properties": {"a": {}}}
+    assert get(grammars, (tool("a", parameters),)) is not get(grammars, {"a": parameters})
 
 
 def test_grammars_are_kept_the_last_used_ones(monkeypatch):
@@ -140,4 +147,4 @@ def test_large_schemas_go_where_they_do_not_hold_up_small_ones():
     grammars, workers = cache()
     get(grammars, {"const": "x" * 10_000})
     get(grammars, {"const": "x"})
-    assert workers.were_large == [True, False]
+    assert workers.sizes[0] > LARGE > workers.sizes[1]

@@ -1,6 +1,7 @@
 """Child processes that do the slow work of requests, and end with them."""
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import worker_tasks as tasks  # noqa: E402
 
 from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.workers import WorkerError, Workers  # noqa: E402
+from octavo.serving.server.workers import LARGE, WorkerError, Workers  # noqa: E402
 
 LONG_S = 300.0
 
@@ -98,7 +99,7 @@ def test_large_tasks_leave_room_for_small_ones(tmp_path):
     async def scenario(workers):
         large = [
             asyncio.ensure_future(
-                workers.run(tasks.sleep, tmp_path / name, LONG_S, limit_s=LONG_S, is_large=True)
+                workers.run(tasks.sleep, tmp_path / name, LONG_S, limit_s=LONG_S, size=LARGE + 1)
             )
             for name in ("one", "two")
         ]
@@ -108,6 +109,38 @@ def test_large_tasks_leave_room_for_small_ones(tmp_path):
         for task in large:
             task.cancel()
         await asyncio.gather(*large, return_exceptions=True)
+
+    with_workers(scenario)
+
+
+def test_the_smallest_of_the_tasks_that_wait_is_next(tmp_path):
+    async def scenario(workers):
+        path, order = tmp_path / "pid", []
+        first = asyncio.ensure_future(workers.run(tasks.sleep, path, LONG_S, limit_s=LONG_S))
+        await pid_in(path)
+
+        async def run(size):
+            await workers.run(tasks.add, 0, 0, limit_s=LONG_S, size=size)
+            order.append(size)
+
+        waiting = [asyncio.ensure_future(run(size)) for size in (50_000, 300, 9_000, 20)]
+        left = asyncio.ensure_future(run(1))
+        await asyncio.sleep(0.05)
+        left.cancel()
+        first.cancel()
+        await asyncio.gather(*waiting)
+        assert order == [20, 300, 9_000, 50_000]
+        await asyncio.gather(first, left, return_exceptions=True)
+
+    with_workers(scenario, num_workers=1)
+
+
+def test_a_worker_that_somebody_else_killed_is_replaced():
+    async def scenario(workers):
+        pid = await workers.run(tasks.pid, limit_s=LONG_S)
+        os.kill(pid, 9)
+        await until(lambda: not is_alive(pid))
+        assert await workers.run(tasks.pid, limit_s=LONG_S) != pid
 
     with_workers(scenario)
 

@@ -1,6 +1,7 @@
 """Answers in OpenAI's words: whole bodies, and the chunks of a stream."""
 
 import copy
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -23,6 +24,12 @@ class TokenTexts:
         if token not in self._known:
             self._known[token] = self._tokenizer.decode([token])
         return self._known[token]
+
+    def learn(self, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Look up the texts of tokens now: another thread may not use the tokenizer later."""
+        for one in logprobs or ():
+            for token in (one.token, *(token for token, _ in one.top)):
+                self[token]
 
     def bytes_of(self, token: int) -> list[int] | None:
         """The UTF-8 of a token; None where it is only a part of a character."""
@@ -112,12 +119,15 @@ class Writer:
         usage = usage_body(self._total)
         return {**self._fields, "object": self._chunk_kind, "choices": [], "usage": usage}
 
-    def body(self, completions: Sequence[Completion]) -> Json:
-        """The whole answer at once."""
+    def content(self, completions: Sequence[Completion]) -> bytes:
+        """The whole answer at once, as JSON; any thread may call it.
+
+        Choice by choice: the encoder of a large document lets no other thread run.
+        """
+        fields = {**self._fields, "object": self._kind, "usage": usage_body(self._total)}
         both = zip(self._choices.values(), completions, strict=True)
-        choices = [{"index": i, **choice.whole(one)} for i, (choice, one) in enumerate(both)]
-        usage = usage_body(self._total)
-        return {**self._fields, "object": self._kind, "choices": choices, "usage": usage}
+        choices = [_json({"index": i, **choice.whole(one)}) for i, (choice, one) in enumerate(both)]
+        return b'%s, "choices": [%s]}' % (_json(fields)[:-1], b", ".join(choices))
 
     def _chunk(self, request_id: str, part: Json) -> Json:
         choice = {"index": self._indices[request_id], **part}
@@ -234,6 +244,10 @@ class TextChoice:
             "top_logprobs": [_best_first(top) for top in tops],
             "text_offset": offsets,
         }
+
+
+def _json(document: Json) -> bytes:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _best_first(top: dict[str, float] | None) -> dict[str, float] | None:

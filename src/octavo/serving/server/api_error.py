@@ -87,6 +87,12 @@ def late(part: str, timeout_s: float) -> ApiError:
     return ApiError(408, message, kind="timeout_error", code="request_late")
 
 
+def made_way() -> ApiError:
+    """The client was slow to send its request, and others needed the room."""
+    message = "the request was not complete when others needed its place: send it at once"
+    return ApiError(408, message, kind="timeout_error", code="request_late")
+
+
 def unread(timeout_s: float) -> ApiError:
     """The client has stopped reading its answer."""
     message = f"the client read nothing of its answer for {timeout_s:g} s"

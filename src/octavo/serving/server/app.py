@@ -1,12 +1,13 @@
 """The routes: OpenAI's, and the server's own."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from octavo.errors import ConfigError
 from octavo.serving.engine.request import Delta, gather
@@ -42,8 +43,12 @@ class Server:
             settings.model_names or (engine.model_name,), max_model_len=engine.max_context
         )
         self.jobs = Jobs(engine, settings, make_grammar or GuidedGrammars(engine), self.models)
-        most = min(settings.max_body_bytes, self.jobs.most_body_bytes)
-        self.settings = dataclasses.replace(settings, max_body_bytes=int(most))
+        self.settings = dataclasses.replace(
+            settings,
+            max_body_bytes=int(min(settings.max_body_bytes, self.jobs.most_body_bytes)),
+            # Prompts may be lists of tokens.
+            max_body_values=max(settings.max_body_values, 2 * engine.max_context),
+        )
         self.engine = AsyncEngine(engine, self.settings)
         self.metrics = TokenMetrics()
         self.metrics.add(lambda: engine_families(self.engine))
@@ -59,15 +64,19 @@ class Server:
         if job.is_stream:
             return EventStream(answer, job, record)
         async with answer:
-            body = await until_client_leaves(request.receive, self._whole(answer, job, record))
-        return JSONResponse(body)
+            content = await until_client_leaves(request.receive, self._whole(answer, job, record))
+        return Response(content, media_type="application/json")
 
-    async def _whole(self, answer: Answer, job: Job, record: RequestRecord) -> dict[str, Any]:
+    async def _whole(self, answer: Answer, job: Job, record: RequestRecord) -> bytes:
         deltas: dict[str, list[Delta]] = {one.request_id: [] for one in job.requests}
         async for delta in answer:
             record.saw(delta, job.writer.count(delta), is_last=answer.is_over)
             deltas[delta.request_id].append(delta)
-        return job.writer.body([gather(of_one) for of_one in deltas.values()])
+            self.jobs.token_texts.learn(delta.logprobs)
+        completions = [gather(of_one) for of_one in deltas.values()]
+        if job.is_small:
+            return job.writer.content(completions)
+        return await asyncio.to_thread(job.writer.content, completions)
 
     def numbers(self) -> dict[str, Any]:
         """What the page shows; times as sums and counts, so that it can take differences."""
@@ -132,12 +141,12 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
-        return await server.jobs.tokenize(body)
+        return await until_client_leaves(request.receive, server.jobs.tokenize(body))
 
     @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of tokens."""
         server.models.check(body.model)
-        return await server.jobs.detokenize(body.tokens)
+        return await until_client_leaves(request.receive, server.jobs.detokenize(body.tokens))

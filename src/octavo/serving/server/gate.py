@@ -6,9 +6,9 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, ExitStack
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,19 +24,26 @@ from octavo.serving.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 LARGE_BODY_BYTES = 64 * 1024
-MAX_VALUES = 300_000  # 0.1 to 0.2 s for the parser, on a slow core
 # The page asks for the key itself; a probe has none.
 OPEN_PATHS: Collection[str] = ("/", "/page.js", "/page.css", "/health")
 # In a request's state: the ApiError because of which the server closed its connection.
 CLOSED = "octavo.closed"
 
 
-class Body:
+class Slots(Protocol):
+    """Where requests get their places; see RequestThread."""
+
+    def slot(self) -> AbstractAsyncContextManager[asyncio.Timeout]: ...
+    def has_arrived(self, clock: asyncio.Timeout) -> None: ...
+
+
+class ArrivingBody:
     """Counts what comes of a request's body, and refuses more than the settings allow."""
 
     def __init__(self, settings: ServerSettings, headers: Headers) -> None:
         self._settings = settings
         self._num_bytes = self._num_values = 0
+        self.num_charged = 0  # of the bytes that large bodies may have together
         self.is_whole = False
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > settings.max_body_bytes:
@@ -60,9 +67,10 @@ class Body:
             raise HTTPException(413, self._too_large)
         # Many tiny values take a parser far more time and memory than one long text does.
         self._num_values += sum(map(part.count, (b",", b"[", b"{")))
-        if self._num_values > MAX_VALUES:
+        most = self._settings.max_body_values
+        if self._num_values > most:
             raise HTTPException(
-                413, f"expected at most {MAX_VALUES:,} commas and brackets in a body, got more"
+                413, f"expected at most {most:,} commas and brackets in a body, got more"
             )
 
 
@@ -78,11 +86,11 @@ class Gate:
         app: ASGIApp,
         settings: ServerSettings,
         metrics: Metrics,
-        slot: Callable[[], AbstractAsyncContextManager[asyncio.Timeout]],
+        slots: Slots,
     ) -> None:
         self.app = app
         self._settings = settings
-        self._slot = slot
+        self._slots = slots
         self._num_large_bytes = 0  # of all large bodies of open requests
         self._metrics = metrics
         self._keys = [key.encode() for key in settings.api_keys]
@@ -174,26 +182,28 @@ class Gate:
         self, scope: Scope, headers: Headers, receive: Receive, send: Send, record: RequestRecord
     ) -> None:
         """Let the application have the request, in a slot and in time if it asks for work."""
-        body = Body(self._settings, headers)
+        body = ArrivingBody(self._settings, headers)
         if scope["method"] != "POST":
             await self.app(scope, self._limited(body, receive, record), send)
             return
         try:
-            async with self._slot() as record.clock:
+            async with self._slots.slot() as record.clock:
                 await self.app(scope, self._limited(body, receive, record), send)
         finally:
-            self._num_large_bytes -= body.num_large_bytes
+            self._num_large_bytes -= body.num_charged
 
-    def _limited(self, body: Body, receive: Receive, record: RequestRecord) -> Receive:
+    def _limited(self, body: ArrivingBody, receive: Receive, record: RequestRecord) -> Receive:
         """`receive` that stops at the first part of a body that is too much."""
 
         async def receive_limited() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect" and not body.is_whole:
                 record.left()  # FastAPI makes a 400 of it
-            before = body.num_large_bytes
             body.add(message)
-            self._num_large_bytes += body.num_large_bytes - before
+            if body.is_whole and record.clock is not None:
+                self._slots.has_arrived(record.clock)
+            self._num_large_bytes += body.num_large_bytes - body.num_charged
+            body.num_charged = body.num_large_bytes
             if self._num_large_bytes > self._settings.max_open_body_bytes:
                 retry = {"Retry-After": str(self._settings.retry_after_s)}
                 raise HTTPException(429, "too many large requests are open: try later", retry)

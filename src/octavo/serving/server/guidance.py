@@ -14,17 +14,16 @@ from octavo.errors import OctavoError
 from octavo.serving.engine.closed_schema import close_objects
 from octavo.serving.engine.guided import Grammar, tool_call_schema
 from octavo.serving.server.api_error import bad_request
+from octavo.serving.server.prompts import MAX_DEPTH, json_size
 from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
 from octavo.serving.server.workers import WorkerError, Workers, yield_to_others
 
 Schema = dict[str, Any]
 MakeGrammar = Callable[[Schema], Any]
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}  # OpenAI's meaning of no parameters
-MAX_DEPTH = 100
 # The time to compile grows with the square of the properties: 1000 take 0.3 s of a slow core.
 MAX_PROPERTIES = 1000
 MAX_SCHEMA_CHARS = 128 * 1024
-LARGE_SCHEMA_CHARS = 8 * 1024
 COMPILE_S = 5.0
 RETRY_S = 60.0
 NUM_KEPT = 64
@@ -71,36 +70,21 @@ def call_schema(tools: Sequence[Tool]) -> Schema:
 
     Properties that a tool does not declare are forbidden, unless its schema allows them.
     """
-    schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
-    check_size(schemas, "tools")
-    schemas = {name: close_objects(schema) for name, schema in schemas.items()}
+    schemas = {name: close_objects(schema) for name, schema in _parameters(tools).items()}
     return next(iter(schemas.values())) if len(schemas) == 1 else tool_call_schema(schemas)
 
 
-def check_size(schema: Any, param: str) -> int:
+def _parameters(tools: Sequence[Tool]) -> dict[str, Schema]:
+    return {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
+
+
+def check_size(asked: Schema | Sequence[Tool] | None, param: str) -> int:
     """The characters of a schema; ApiError if it is larger or deeper than this server compiles."""
-    num_chars = num_properties = depth = 0
-    level = [schema]
-    while level and num_chars <= MAX_SCHEMA_CHARS and depth <= MAX_DEPTH:
-        below: list[Any] = []
-        for value in level:
-            match value:
-                case dict():
-                    num_chars += sum(map(len, value)) + 6 * len(value)
-                    properties = value.get("properties")
-                    num_properties += len(properties) if isinstance(properties, dict) else 0
-                    below += value.values()
-                case list():
-                    num_chars += 2 * len(value)
-                    below += value
-                case str():
-                    num_chars += len(value) + 2
-                case _:
-                    num_chars += 4
-        level, depth = below, depth + 1
+    schema = asked if asked is None or isinstance(asked, dict) else _parameters(asked)
+    num_chars, num_properties, depth = json_size(schema)
     for what, found, limit in (
-        ("characters", num_chars, MAX_SCHEMA_CHARS),
         ("levels", depth, MAX_DEPTH),
+        ("characters", num_chars, MAX_SCHEMA_CHARS),
         ("properties", num_properties, MAX_PROPERTIES),
     ):
         if found > limit:
@@ -138,13 +122,17 @@ class GrammarCache:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def get(self, schema: Schema, param: str) -> Any:
-        """The grammar of a schema; ApiError for one that is too large or cannot be followed."""
-        num_chars = check_size(schema, param)
-        key = hashlib.sha256(json.dumps(schema).encode()).digest()
+    async def get(self, asked: Schema | tuple[Tool, ...], param: str) -> Any:
+        """The grammar of a schema, or of a call of one of the tools.
+
+        ApiError for a schema that is too large or cannot be followed.
+        """
+        num_chars = check_size(asked, param)
+        written = json.dumps(["call", _parameters(asked)] if isinstance(asked, tuple) else asked)
+        key = hashlib.sha256(written.encode()).digest()
         found, until = self._kept.get(key, (None, 0.0))
         if time.monotonic() >= until:
-            found, keep_s = await self._try(schema, is_large=num_chars > LARGE_SCHEMA_CHARS)
+            found, keep_s = await self._try(asked, num_chars)
             self._kept[key] = found, time.monotonic() + keep_s
         self._kept.move_to_end(key)
         while len(self._kept) > NUM_KEPT:
@@ -153,10 +141,11 @@ class GrammarCache:
             raise bad_request(f"this JSON schema cannot be followed: {found}", param)
         return found
 
-    async def _try(self, schema: Schema, *, is_large: bool) -> tuple[Any, float]:
+    async def _try(self, asked: Schema | tuple[Tool, ...], num_chars: int) -> tuple[Any, float]:
         """(the grammar or why there is none, for how many seconds that holds)."""
+        run = self._workers.run
         try:
-            await self._workers.run(try_schema, schema, limit_s=COMPILE_S, is_large=is_large)
+            schema = await run(try_schema, asked, limit_s=COMPILE_S, size=num_chars)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self._make, schema), math.inf
         except WorkerError as error:
@@ -165,6 +154,8 @@ class GrammarCache:
             return str(error) or type(error).__name__, math.inf
 
 
-def try_schema(made: Any, schema: Schema) -> None:
-    """Make a schema's grammar in a worker, to see that it can be made."""
+def try_schema(made: Any, asked: Schema | tuple[Tool, ...]) -> Schema:
+    """The schema to follow, whose grammar was made in this worker to see that it can be made."""
+    schema = call_schema(asked) if isinstance(asked, tuple) else asked
     made.make_grammar(schema)
+    return schema

@@ -7,6 +7,7 @@ Between two requests uvicorn's own keep-alive timer runs.
 
 import asyncio
 import json
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +20,9 @@ from octavo.serving.server.settings import ServerSettings
 
 # What a client has to read of a large answer in each period of send_timeout_s.
 MIN_READ_BYTES = 16 * 2**10
+SLICE_BYTES = 16 * 2**10
+TINY_CHUNK = re.compile(rb"\r\n[0-9a-fA-F]{1,2}\r\n")
+MAX_TINY_CHUNKS = 256  # of less than 256 bytes, in a slice
 
 
 class LimitedProtocol(H11Protocol):
@@ -31,6 +35,8 @@ class LimitedProtocol(H11Protocol):
         self._owed: tuple[object, object] | None = None  # what the clock below is for
         self._arriving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
+        self._unparsed = b""
+        self._is_parsing = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.limits.max_connections:
@@ -44,8 +50,37 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unparsed += data
+        if not self._is_parsing:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Hand on what has come, in slices if they may be slow to parse.
+
+        The event loop serves others between two slices: 256 KiB of tiny chunks, which come at once,
+        would take the parser most of a second.
+        """
+        self._is_parsing = False
+        size = len(self._unparsed) if self._has_plain_body() else SLICE_BYTES
+        part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
+        if self.transport.is_closing():
+            return
+        if len(TINY_CHUNK.findall(part)) > MAX_TINY_CHUNKS:
+            message = "expected a body in chunks of a useful size, got tiny ones"
+            self._refuse(ApiError(400, message, code="invalid_http"))
+            return
+        super().data_received(part)
         self._watch()
+        if self._unparsed:
+            self._is_parsing = True
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _has_plain_body(self) -> bool:
+        is_body = self.conn.their_state is h11.SEND_BODY
+        return is_body and not any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -27,7 +27,7 @@ from octavo.serving.server.guidance import (
     GrammarCache,
     MakeGrammar,
     Schema,
-    call_schema,
+    check_size,
     forced_tools,
     format_schema,
 )
@@ -53,18 +53,18 @@ from octavo.serving.server.schema import (
     CompletionRequest,
     SamplingFields,
     TokenizeRequest,
+    Tool,
 )
 from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
-from octavo.serving.server.workers import WorkerError, Workers
+from octavo.serving.server.workers import LARGE, WorkerError, Workers
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 NUM_WORKERS = 2
-# Encoding takes about 1 ms for 1000 characters of a slow core.
-LARGE_PROMPT_CHARS = 8 * 1024
 ENCODE_S = 60.0
+MAX_ECHO_CHARS = 4 * 2**20
 # Fields whose names and values are Sampling's own.
 SAME_NAMES = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -83,6 +83,11 @@ class Job:
     writer: Writer
     is_stream: bool
     has_usage_chunk: bool
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the whole answer is written in no time; thousands of logprobs take a second."""
+        return len(self.requests) < 8 and self.requests[0].sampling.logprobs is None
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,11 @@ class Jobs:
         self._engine = engine  # only what any thread may call
         self.images = ImageReader(engine, settings.images)
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
-        self._token_texts = TokenTexts(engine.tokenizer)
+        self.token_texts = TokenTexts(engine.tokenizer)
         # One thread: a tokenizer is not to be used by two.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
         set_up = WorkerSetUp(engine.tokenizer, engine.max_context, make_grammar)
-        self._workers = Workers(NUM_WORKERS, set_up)
+        self._workers = Workers(NUM_WORKERS, set_up, preload=type(engine.tokenizer).__module__)
         self._make_grammar = make_grammar
         self._grammars = GrammarCache(make_grammar, self._workers)
 
@@ -164,7 +169,8 @@ class Jobs:
         """The job of a chat completion; at_end: what is to be done when its request has ended."""
         self._models.check(body.model)
         forced = forced_tools(body)
-        schema, param = self._chat_schema(body, is_forced=bool(forced))
+        schema, param = self._chat_schema(body, forced)
+        check_size(schema, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
         self._prompts.check_length(num_chars(body.messages), "messages")
@@ -176,7 +182,9 @@ class Jobs:
             prompt = prepared.tokens
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        max_tokens = self._max_tokens(_asked_tokens(body), len(prompt), self._max_context)
+        max_tokens = self._max_tokens(
+            _asked_tokens(body), len(prompt), self._max_context, "messages"
+        )
         sampling = await self._sampling(
             body,
             max_tokens=max_tokens,
@@ -186,7 +194,7 @@ class Jobs:
             more_stops=_one_call_only(body, is_forced=bool(forced)),
         )
         requests = _requests("chatcmpl", body, [(prompt, max_tokens)], sampling, prepared)
-        choices = [ChatChoice(self._token_texts, _reader(body, len(forced))) for _ in requests]
+        choices = [ChatChoice(self.token_texts, _reader(body, len(forced))) for _ in requests]
         return self._job(body, "chat.completion", requests, choices)
 
     async def completion(self, body: CompletionRequest) -> Job:
@@ -200,7 +208,9 @@ class Jobs:
         prompts, echoes = [], []
         for one in given:
             tokens = await self._encoded("of_completion", len(one), one)
-            most = self._max_tokens(body.max_tokens, len(tokens), DEFAULT_COMPLETION_TOKENS)
+            most = self._max_tokens(
+                body.max_tokens, len(tokens), DEFAULT_COMPLETION_TOKENS, "prompt"
+            )
             prompts.append((tokens, most))
             echo = ""
             if body.echo and isinstance(one, str):
@@ -208,6 +218,9 @@ class Jobs:
             elif body.echo:
                 echo = await self._encoded("decode", len(tokens), tokens)
             echoes += [echo] * (body.n or 1)
+        if sum(map(len, echoes)) > MAX_ECHO_CHARS:
+            message = f"the prompt, once for each choice, exceeds {MAX_ECHO_CHARS:,} characters"
+            raise bad_request(f"echo: {message}", "echo")
         sampling = await self._sampling(
             body,
             max_tokens=prompts[0][1],
@@ -216,7 +229,7 @@ class Jobs:
             param="response_format",
         )
         requests = _requests("cmpl", body, prompts, sampling)
-        choices = [TextChoice(self._token_texts, echo) for echo in echoes]
+        choices = [TextChoice(self.token_texts, echo) for echo in echoes]
         return self._job(body, "text_completion", requests, choices)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -268,7 +281,9 @@ class Jobs:
         writer = Writer(requests[0].request_id, kind, self._name(body), by_id, body.n or 1)
         return Job(tuple(requests), writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
 
-    def _chat_schema(self, body: ChatRequest, *, is_forced: bool) -> tuple[Schema | None, str]:
+    def _chat_schema(
+        self, body: ChatRequest, forced: tuple[Tool, ...]
+    ) -> tuple[Schema | tuple[Tool, ...] | None, str]:
         schema = format_schema(body.response_format)
         if schema is not None and body.tools and body.tool_choice != "none":
             raise bad_request(
@@ -276,9 +291,7 @@ class Jobs:
                 "with tools is not supported: set tool_choice to 'none' or leave one out",
                 "response_format",
             )
-        if is_forced:
-            return call_schema(forced_tools(body)), "tools"
-        return schema, "response_format"
+        return (forced, "tools") if forced else (schema, "response_format")
 
     async def _sampling(
         self,
@@ -286,7 +299,7 @@ class Jobs:
         *,
         max_tokens: int,
         logprobs: int | None,
-        schema: Schema | None,
+        schema: Schema | tuple[Tool, ...] | None,
         param: str,
         more_stops: tuple[str, ...] = (),
     ) -> Sampling:
@@ -311,14 +324,16 @@ class Jobs:
         except ConfigError as error:
             raise bad_request(str(error)) from None
 
-    def _max_tokens(self, asked: int | None, num_prompt: int, default: int) -> int:
+    def _max_tokens(
+        self, asked: int | None, num_prompt: int, default: int, prompt_param: str
+    ) -> int:
         room = self._max_context - num_prompt
         if room < 1 or (asked or 1) > room:
             # litellm recognises OpenAI's first words, and may try a model with a longer context.
             raise bad_request(
                 f"This model's maximum context length is {self._max_context} tokens: prompt "
                 f"({num_prompt} tokens) + max_tokens ({asked or 1}) exceeds it, ask for less",
-                "max_tokens" if room >= 1 else "messages",
+                "max_tokens" if room >= 1 else prompt_param,
                 "context_length_exceeded",
             )
         limit = self._settings.max_tokens
@@ -329,10 +344,10 @@ class Jobs:
 
     async def _encoded(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> Any:
         """What a method of `Prompts` returns; size: about the characters that it looks at."""
-        if size > LARGE_PROMPT_CHARS:
+        if size > LARGE:
             call = (call_prompts, method, args, kwargs)
             try:
-                return await self._workers.run(*call, limit_s=ENCODE_S, is_large=True)
+                return await self._workers.run(*call, limit_s=ENCODE_S, size=size)
             except WorkerError as error:
                 raise bad_request(f"the prompt could not be encoded: {error}") from None
         loop = asyncio.get_running_loop()

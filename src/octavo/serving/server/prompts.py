@@ -22,6 +22,9 @@ IGNORED_TOOLS = (
 )
 
 
+MAX_DEPTH = 100  # of a tool's parameters or any other JSON schema
+
+
 class Prompts:
     """What the tokenizer and its chat template make of requests.
 
@@ -104,11 +107,11 @@ class Prompts:
             text.encode()
         except UnicodeEncodeError:
             raise bad_request("expected text, got half of a surrogate pair", param) from None
-        # The beginning of a long text shows cheaply that it does not fit, by a wide margin.
-        num_first = 16 * self._max_context
-        if len(text) > 2 * num_first:
+        # The beginning of a long text shows that it does not fit, by a wide margin.
+        num_first = 10 * self._max_context
+        if len(text) > num_first:
             first = text_tokens(self._tokenizer, text[:num_first])
-            if len(first) > 2 * self._max_context:
+            if len(first) > 1.5 * self._max_context:
                 raise self._too_long(len(text), param)
         return text_tokens(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
@@ -164,10 +167,38 @@ def num_chars(messages: Sequence[Message]) -> int:
 
 
 def chat_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-    """About how many characters a chat template looks at."""
-    texts = sum(64 + sum(map(len, _texts(message))) for message in messages)
-    # Descriptions and schemas, as the template writes them.
-    return texts + sum(len(tool.model_dump_json()) for tool in tools)
+    """About how many characters a chat template looks at; ApiError if it cannot write the tools."""
+    size = sum(64 + sum(map(len, _texts(message))) for message in messages)
+    for tool in tools:
+        num_chars, _, depth = json_size(tool.function.parameters or {})
+        if depth > MAX_DEPTH:
+            raise bad_request(f"expected parameters of at most {MAX_DEPTH} levels", "tools")
+        size += num_chars + len(tool.function.description or "")
+    return size
+
+
+def json_size(value: Any) -> tuple[int, int, int]:
+    """(characters, about; properties that schemas in it declare; levels) of a JSON value."""
+    num_chars = num_properties = depth = 0
+    level = [value]
+    while level:
+        below: list[Any] = []
+        for one in level:
+            match one:
+                case dict():
+                    num_chars += sum(map(len, one)) + 6 * len(one)
+                    properties = one.get("properties")
+                    num_properties += len(properties) if isinstance(properties, dict) else 0
+                    below += one.values()
+                case list():
+                    num_chars += 2 * len(one)
+                    below += one
+                case str():
+                    num_chars += len(one) + 2
+                case _:
+                    num_chars += 4
+        level, depth = below, depth + 1
+    return num_chars, num_properties, depth
 
 
 def _texts(message: Message) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.serving.server.api_error import (
     bad_request,
+    made_way,
     timed_out,
     too_many_requests,
     unavailable,
@@ -37,6 +38,8 @@ class RequestThread(ABC):
         self._has_ended = False
         self._worker = worker
         self._clocks: set[asyncio.Timeout] = set()  # one for each slot in use
+        # Of requests that are not whole, the oldest first, and whether it has to make way.
+        self._arriving: dict[asyncio.Timeout, bool] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,11 +55,15 @@ class RequestThread(ABC):
         """Inside, a request counts as open and its clock runs; ApiError if there is no room for it.
 
         The clock ends it with an ApiError: in time, or when the server ends. Whoever watches over
-        the request from then on stops the clock: `clock.reschedule(None)`.
+        the request from then on stops the clock: `clock.reschedule(None)`. Until `has_arrived` it
+        holds one of half the slots: if they are in use, the oldest one makes way for a new one.
         """
+        if len(self._arriving) >= max(1, self.settings.max_open // 2):
+            self._make_way()
         self.check_open()
         clock = asyncio.timeout(self.settings.timeout_s or NO_LIMIT_S)
         self._clocks.add(clock)
+        self._arriving[clock] = False
         self._idle.clear()
         try:
             async with clock:
@@ -66,10 +73,23 @@ class RequestThread(ABC):
                 raise
             if self._has_ended:
                 raise unavailable(ENDED_FIRST, "aborted") from None
+            if self._arriving.get(clock):
+                raise made_way() from None
             raise timed_out(self.settings.timeout_s or NO_LIMIT_S) from None
         finally:
             self._clocks.discard(clock)
+            self._arriving.pop(clock, None)
             self._note_idle()
+
+    def _make_way(self) -> None:
+        """End the oldest of the requests that are not whole."""
+        oldest = next(iter(self._arriving))
+        self._arriving[oldest] = True
+        _end_now(oldest)
+
+    def has_arrived(self, clock: asyncio.Timeout) -> None:
+        """Note that all of a request is here; its slot is its own from then on."""
+        self._arriving.pop(clock, None)
 
     def start(self) -> None:
         """Start the thread; its results go to the running event loop."""
@@ -127,7 +147,7 @@ class RequestThread(ABC):
         self._has_ended = True
         for clock in self._clocks:
             if clock.when() is not None:
-                clock.reschedule(0.0)
+                _end_now(clock)
         if self._thread.is_alive():
             ask()
             await asyncio.to_thread(self._thread.join, THREAD_END_S)
@@ -142,3 +162,8 @@ class RequestThread(ABC):
         # A loop that has been closed has nobody left to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _end_now(clock: asyncio.Timeout) -> None:
+    if not clock.expired():
+        clock.reschedule(0.0)

@@ -16,6 +16,7 @@ from octavo.serving.server.api_error import unavailable
 from octavo.serving.server.bare_app import Serving
 from octavo.serving.server.bind import Address
 from octavo.serving.server.http_protocol import LimitedProtocol, limited_protocol
+from octavo.serving.server.request_thread import ENDED_FIRST
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,12 @@ class DrainingServer(uvicorn.Server):
             )
         else:
             logger.info("ending: no requests are open")
-        if not await self._server.engine.drain(grace_s):
-            logger.warning("ending: %d requests are aborted", self._server.engine.num_open)
-        await self._server.engine.close()
-        self.should_exit = True
+        try:
+            if not await self._server.engine.drain(grace_s):
+                logger.warning("ending: %d requests are aborted", self._server.engine.num_open)
+            await self._server.engine.close()
+        finally:
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -84,7 +87,7 @@ class DrainingServer(uvicorn.Server):
 
     def _abort_connections(self) -> None:
         """Let go of clients that do not read: their requests see a disconnect and end."""
-        ended = unavailable("the server has ended before the answer did", "aborted")
+        ended = unavailable(ENDED_FIRST, "aborted")
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol):
                 connection.abort(ended)

@@ -2,11 +2,13 @@
 
 Threads cannot be stopped: a tokenizer or a grammar compiler that is at work for a client who has
 left would go on. A child process can. Children come from Python's fork server, which has imported
-what they need, so a new one is there within milliseconds of the old one's end.
+what they need, so that a new one starts quickly.
 """
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,8 +22,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from octavo.errors import OctavoError
+from octavo.serving.server.api_error import unavailable
 
 NICE = 15
+LARGE = 8 * 1024  # characters; encoding them takes about 8 ms of a slow core
 MAX_GROWN_BYTES = 2**30  # of a child; a task that needs more fails
 START_S = 60.0
 PRELOADED = ["__main__", "octavo.serving.server.prompts", "octavo.serving.engine.guided"]
@@ -31,45 +35,66 @@ class WorkerError(OctavoError):
     """A task that took too long, needed too much memory, or ended its process."""
 
 
+class _NotReady(Exception):
+    """A process that did not start, or has ended before it got its task."""
+
+
 class Workers:
     """A few child processes; `set_up`, called in each of them, makes what their tasks work with.
 
-    Large tasks leave one worker to the small ones, which so never wait for a large one.
+    Of the tasks that wait the smallest is next, and large ones leave one worker to the others.
+    preload: a module that set_up needs.
     """
 
-    def __init__(self, num_workers: int, set_up: Callable[[], Any]) -> None:
+    def __init__(
+        self, num_workers: int, set_up: Callable[[], Any], *, preload: str | None = None
+    ) -> None:
         # Pickled once, when the first worker starts: a large tokenizer takes a while.
         self._set_up = cache(lambda: pickle.dumps(set_up))
+        self._preload = [*PRELOADED, *filter(None, [preload])]
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
-        self._room = asyncio.Semaphore(num_workers)
-        self._large_room = asyncio.Semaphore(max(1, num_workers - 1))
+        self._room = _Room(num_workers)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="octavo-workers")
 
-    async def run(
-        self, task: Callable[..., Any], *args: Any, limit_s: float, is_large: bool = False
-    ) -> Any:
+    async def run(self, task: Callable[..., Any], *args: Any, limit_s: float, size: int = 0) -> Any:
         """What `task(made by set_up, *args)` returns or raises in a child process.
 
-        WorkerError if it takes longer than limit_s, not counting the wait for a worker, or ends
-        the process. Cancelling this kills the process.
+        size: about the characters that it looks at. WorkerError if it takes longer than limit_s,
+        not counting the wait for a worker, or ends the process. ApiError if no process starts.
+        Cancelling this kills the process.
         """
-        async with self._take(is_large) as worker:
-            loop = asyncio.get_running_loop()
-            answer = loop.run_in_executor(self._threads, worker.ask, (task, args), limit_s)
-            try:
-                is_result, value = await asyncio.shield(answer)
-            except asyncio.CancelledError:
-                worker.kill()
-                answer.add_done_callback(_take_exception)
-                raise
+        async with contextlib.AsyncExitStack() as held:
+            await held.enter_async_context(self._room.hold(size))
+            for _ in range(2):  # an idle process may have been killed by somebody else
+                with contextlib.suppress(_NotReady):
+                    is_result, value = await self._ask((task, args), limit_s)
+                    break
+            else:
+                raise unavailable("no process could be started for this request", "worker_failed")
         if not is_result:
             raise value
         return value
 
+    async def _ask(self, task: Any, limit_s: float) -> tuple[bool, Any]:
+        worker = self._idle.pop() if self._idle else self._new()
+        self._busy.add(worker)
+        loop = asyncio.get_running_loop()
+        answer = loop.run_in_executor(self._threads, worker.ask, task, limit_s)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            worker.kill()
+            answer.add_done_callback(_take_exception)
+            raise
+        finally:
+            self._busy.discard(worker)
+            if not worker.is_dead:
+                self._idle.append(worker)
+
     def start(self) -> "Future[None]":
         """Start a worker in a thread, so that the first task does not wait for it."""
-        worker = _Worker(self._set_up)
+        worker = self._new()
         self._idle.append(worker)
         return self._threads.submit(worker.start)
 
@@ -80,20 +105,52 @@ class Workers:
         self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _new(self) -> "_Worker":
+        return _Worker(self._set_up, self._preload)
+
+
+class _Room:
+    """A number of places; the smallest of those who wait is next, and large ones leave one free."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free, self._num_free_for_large = num_places, max(1, num_places - 1)
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
     @contextlib.asynccontextmanager
-    async def _take(self, is_large: bool) -> AsyncIterator["_Worker"]:
-        async with contextlib.AsyncExitStack() as held:
-            if is_large:
-                await held.enter_async_context(self._large_room)
-            await held.enter_async_context(self._room)
-            worker = self._idle.pop() if self._idle else _Worker(self._set_up)
-            self._busy.add(worker)
-            try:
-                yield worker
-            finally:
-                self._busy.discard(worker)
-                if not worker.is_dead:
-                    self._idle.append(worker)
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Wait for a place, and have it inside."""
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._order), turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn had just come
+                self._give_back(size)
+            raise
+        try:
+            yield
+        finally:
+            self._give_back(size)
+
+    def _give_back(self, size: int) -> None:
+        self._num_free += 1
+        self._num_free_for_large += size > LARGE
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._num_free:
+            size, _, turn = self._waiting[0]
+            if turn.done():  # cancelled
+                heapq.heappop(self._waiting)
+                continue
+            if size > LARGE and not self._num_free_for_large:
+                return  # all others are large, too
+            heapq.heappop(self._waiting)
+            self._num_free -= 1
+            self._num_free_for_large -= size > LARGE
+            turn.set_result(None)
 
 
 def _take_exception(answer: "asyncio.Future[Any]") -> None:
@@ -105,7 +162,8 @@ def _take_exception(answer: "asyncio.Future[Any]") -> None:
 class _Worker:
     """One child process; it starts with its first task."""
 
-    def __init__(self, set_up: Callable[[], bytes]) -> None:
+    def __init__(self, set_up: Callable[[], bytes], preload: list[str]) -> None:
+        self._preload = preload
         self._killed = threading.Event()
         self._starting = threading.Lock()
         self._set_up = set_up
@@ -122,7 +180,7 @@ class _Worker:
             if self._process is not None:
                 return
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
+            context.set_forkserver_preload(self._preload)
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self._set_up()), daemon=True)
             process.start()
@@ -134,22 +192,32 @@ class _Worker:
     def ask(self, task: Any, limit_s: float) -> tuple[bool, Any]:
         """(whether it returned, what it returned or raised); called in a thread."""
         try:
-            self.start()
-            connection = self._connection
-            assert connection is not None
-            if not connection.poll(START_S) or connection.recv() != "ready":
-                raise WorkerError("a worker process did not start")
+            connection = self._ready()
             connection.send(task)
             if not connection.poll(limit_s):
-                raise WorkerError(f"it took longer than {limit_s:g} s")
+                raise WorkerError(f"the work on it took longer than {limit_s:g} s")
             answer: tuple[bool, Any] = connection.recv()
             return answer
         except (EOFError, OSError):
             self.kill()
-            raise WorkerError("it needed too much memory, or ended its process") from None
+            raise WorkerError(
+                "the work on it ended its process, or needed too much memory"
+            ) from None
         except BaseException:
             self.kill()
             raise
+
+    def _ready(self) -> Connection:
+        """The connection of a process that waits for a task."""
+        try:
+            self.start()
+            assert self._connection is not None
+            is_ready = self._connection.poll(START_S) and self._connection.recv() == "ready"
+            if is_ready and self._process.is_alive():
+                return self._connection
+        except (EOFError, OSError) as error:
+            raise _NotReady from error
+        raise _NotReady
 
     def kill(self) -> None:
         """End the process now."""
@@ -167,7 +235,8 @@ def yield_to_others() -> None:
 
 def _work(connection: Connection, set_up: bytes) -> None:
     """A child process: do one task after the other until the connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # the server ends its workers itself
+        signal.signal(sent_to_all, signal.SIG_IGN)
     yield_to_others()
     made = pickle.loads(set_up)()
     _limit_memory()
@@ -182,7 +251,7 @@ def _result(task: Callable[..., Any], made: Any, args: tuple[Any, ...]) -> tuple
     try:
         return True, task(made, *args)
     except MemoryError:
-        return False, WorkerError("it needed too much memory")
+        return False, WorkerError("the work on it needed too much memory")
     except Exception as error:
         return False, error
     # A panic of a library in Rust is none of Exception's.
