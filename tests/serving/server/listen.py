@@ -42,7 +42,7 @@ def tiny_engine():
 
     torch.set_num_threads(1)
     return make_engine(
-        make_model(eos_token_id=7), num_pages=64, max_num_seqs=48, max_num_batched_tokens=256
+        make_model(eos_token_id=7), num_pages=40, max_num_seqs=48, max_num_batched_tokens=256
     )
 
 

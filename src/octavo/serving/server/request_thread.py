@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
@@ -18,6 +20,8 @@ from octavo.serving.server.settings import ServerSettings
 
 THREAD_END_S = 10.0
 NO_LIMIT_S = 1e9
+PATIENCE_S = 2.0  # with a body that has not come while others need its place
+MADE_WAY = -math.inf
 ENDED_FIRST = "the server has ended before the answer did"
 
 
@@ -38,8 +42,8 @@ class RequestThread(ABC):
         self._has_ended = False
         self._worker = worker
         self._clocks: set[asyncio.Timeout] = set()  # one for each slot in use
-        # Of requests that are not whole, the oldest first, and whether it has to make way.
-        self._arriving: dict[asyncio.Timeout, bool] = {}
+        # Of requests that are not whole, the oldest first: since when.
+        self._arriving: dict[asyncio.Timeout, float] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,11 +63,11 @@ class RequestThread(ABC):
         holds one of half the slots: if they are in use, the oldest one makes way for a new one.
         """
         if len(self._arriving) >= max(1, self.settings.max_open // 2):
-            self._make_way()
+            self._end_slowest()
         self.check_open()
         clock = asyncio.timeout(self.settings.timeout_s or NO_LIMIT_S)
         self._clocks.add(clock)
-        self._arriving[clock] = False
+        self._arriving[clock] = time.monotonic()
         self._idle.clear()
         try:
             async with clock:
@@ -73,7 +77,7 @@ class RequestThread(ABC):
                 raise
             if self._has_ended:
                 raise unavailable(ENDED_FIRST, "aborted") from None
-            if self._arriving.get(clock):
+            if self._arriving.get(clock) == MADE_WAY:
                 raise made_way() from None
             raise timed_out(self.settings.timeout_s or NO_LIMIT_S) from None
         finally:
@@ -81,11 +85,12 @@ class RequestThread(ABC):
             self._arriving.pop(clock, None)
             self._note_idle()
 
-    def _make_way(self) -> None:
-        """End the oldest of the requests that are not whole."""
-        oldest = next(iter(self._arriving))
-        self._arriving[oldest] = True
-        _end_now(oldest)
+    def _end_slowest(self) -> None:
+        """End the oldest of the requests that are not whole, unless it has just come."""
+        oldest, since_s = next(iter(self._arriving.items()))
+        if time.monotonic() - since_s > PATIENCE_S:
+            self._arriving[oldest] = MADE_WAY
+            _end_now(oldest)
 
     def has_arrived(self, clock: asyncio.Timeout) -> None:
         """Note that all of a request is here; its slot is its own from then on."""
