@@ -63,7 +63,7 @@ class FakeTokenizer:
 class SlowTokenizer(FakeTokenizer):
     """Takes seconds for what is long."""
 
-    s_per_mib = 3.0
+    s_per_mib = 1.5
 
 
 class Deaf(FakeTokenizer):

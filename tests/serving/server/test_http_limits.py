@@ -183,6 +183,7 @@ def test_a_body_of_unclear_length_closes_the_connection(headers, body, message):
     assert engine.added == []
 
 
+@pytest.mark.slow
 def test_400_slow_connections_hold_nobody_up():
     slow_s = 3.0
     with ExitStack() as stack:
