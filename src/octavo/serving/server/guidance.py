@@ -21,7 +21,7 @@ from octavo.serving.server.workers import WorkerError, Workers, yield_to_others
 Schema = dict[str, Any]
 MakeGrammar = Callable[[Schema], Any]
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}  # OpenAI's meaning of no parameters
-# The time to compile grows with the square of the properties: 1000 take 0.3 s of a slow core.
+# The time to compile grows with the square of the properties.
 MAX_PROPERTIES = 1000
 MAX_SCHEMA_CHARS = 128 * 1024
 COMPILE_S = 5.0

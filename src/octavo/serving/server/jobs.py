@@ -57,6 +57,7 @@ from octavo.serving.server.schema import (
 )
 from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
+from octavo.serving.server.worker_tools import WorkerSetUp, call_prompts
 from octavo.serving.server.workers import LARGE, WorkerError, Workers
 
 logger = logging.getLogger(__name__)
@@ -88,31 +89,6 @@ class Job:
     def is_small(self) -> bool:
         """Whether the whole answer is written in no time; thousands of logprobs take a second."""
         return len(self.requests) < 8 and self.requests[0].sampling.logprobs is None
-
-
-@dataclass(frozen=True)
-class WorkerSetUp:
-    """What a worker process works with, made from what pickle can take there."""
-
-    tokenizer: Any
-    max_context: int
-    make_grammar: MakeGrammar
-
-    def __call__(self) -> "WorkerTools":
-        return WorkerTools(Prompts(self.tokenizer, self.max_context), self.make_grammar)
-
-
-@dataclass(frozen=True)
-class WorkerTools:
-    """What tasks in a worker process use."""
-
-    prompts: Prompts
-    make_grammar: MakeGrammar
-
-
-def call_prompts(tools: WorkerTools, method: str, args: Any, kwargs: Any) -> Any:
-    """Call a method of `Prompts` in a worker process."""
-    return getattr(tools.prompts, method)(*args, **kwargs)
 
 
 class Jobs:

@@ -44,7 +44,7 @@ class ServerSettings:
     max_open: requests inside the server, from arrival to end; more are refused. timeout_s: from
     arrival to the last token, None for no limit. max_open_body_bytes: of the bodies of all open
     requests together, not counting those below 64 KiB; more are refused. max_body_values: commas
-    and brackets in a body, 0.1 to 0.2 s for the parser on a slow core. grace_s: what open
+    and brackets in a body, since each may be a value to parse. grace_s: what open
     requests get when the server ends. cors_origins: pages of other origins that may ask; none by
     default. allowed_hosts: names that a Host header may have where there is no key, besides IP
     addresses, localhost and this machine's own name. header_timeout_s, body_timeout_s: how long a

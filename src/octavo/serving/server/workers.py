@@ -25,10 +25,10 @@ from octavo.errors import OctavoError
 from octavo.serving.server.api_error import unavailable
 
 NICE = 15
-LARGE = 8 * 1024  # characters; encoding them takes about 8 ms of a slow core
+LARGE = 8 * 1024  # characters
 MAX_GROWN_BYTES = 2**30  # of a child; a task that needs more fails
 START_S = 60.0
-PRELOADED = ["__main__", "octavo.serving.server.prompts", "octavo.serving.engine.guided"]
+PRELOADED = ["__main__", "octavo.serving.server.worker_tools"]
 
 
 class WorkerError(OctavoError):
@@ -64,8 +64,7 @@ class Workers:
         not counting the wait for a worker, or ends the process. ApiError if no process starts.
         Cancelling this kills the process.
         """
-        async with contextlib.AsyncExitStack() as held:
-            await held.enter_async_context(self._room.hold(size))
+        async with self._room.hold(size):
             for _ in range(2):  # an idle process may have been killed by somebody else
                 with contextlib.suppress(_NotReady):
                     is_result, value = await self._ask((task, args), limit_s)
