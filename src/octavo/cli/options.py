@@ -1,12 +1,191 @@
-"""Options that several commands share."""
+"""Flags from settings, and options that several commands share.
 
+A parameter of a command that is a dataclass stands for one flag per field. The field's name, type
+and default are the flag's, its entry under `Attributes:` in the docstring is the flag's help, and
+the dataclass itself checks the values:
+
+    @dataclass(frozen=True, kw_only=True)
+    class BatchCase:
+        '''A batch to time.
+
+        Attributes:
+            output_len: Tokens of an answer.
+            num_warmups: Batches before those that count.
+        '''
+
+        output_len: int = 128
+        num_warmups: Annotated[int, typer.Option("--num-iters-warmup")] = 1
+
+
+    @takes_settings
+    def latency(case: BatchCase, seed: int = 0) -> None:
+        ...
+
+Settings that are flags live in modules without torch, so that `--help` stays quick.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
 import re
+import shlex
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo, ParameterInfo
 
 from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Says how one command shows settings of others: `Annotated[EngineSettings, Flags(...)]`.
+
+    Attributes:
+        names: Flags of fields whose flag is not their own name with hyphens.
+        help: Texts that replace those of the docstring.
+        defaults: Defaults that replace those of the fields.
+        without: Fields that are not flags here and keep their defaults.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    help: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+
+def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn a function with dataclass parameters into one that typer reads flag by flag."""
+    hints = get_type_hints(command, include_extras=True)
+    flags: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        settings, shown = _settings_of(hints[parameter.name])
+        if settings is None:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            flags.append(parameter.replace(annotation=hints[parameter.name], kind=kind))
+            continue
+        own = _flags_of(settings, shown)
+        groups[parameter.name] = settings, [flag.name for flag in own]
+        flags += own
+    names = [flag.name for flag in flags]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise TypeError(f"{command.__name__} defines a flag twice: {', '.join(repeated)}")
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        for name, (settings, fields) in groups.items():
+            values[name] = _make(settings, {one: values.pop(one) for one in fields})
+        return command(**values)
+
+    del run.__wrapped__  # typer would read the signature behind it
+    run.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    run.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return run
+
+
+def field_help(settings: type) -> dict[str, str]:
+    """The entries under `Attributes:` in the docstrings of a dataclass and those it extends."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
+        for entry in re.split(r"\n(?=\S)", textwrap.dedent(section)):
+            name, _, text = entry.partition(":")
+            found[name] = " ".join(text.split())
+    return found
+
+
+def repeat_command(context: typer.Context, without: Iterable[str] = ()) -> str:
+    """The command line that repeats this run: its arguments and all flags not at their defaults.
+
+    without: parameters that do not belong to a measurement, such as the file of its records.
+    """
+    arguments: list[str] = []
+    flags: list[str] = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in without or value in (None, [], ()):
+            continue
+        if parameter.param_type_name == "argument":
+            arguments.append(str(value))
+        elif isinstance(value, bool):
+            if value != parameter.get_default(context):
+                flags.append((parameter.opts if value else parameter.secondary_opts)[0])
+        elif value != parameter.get_default(context):
+            for one in value if isinstance(value, list | tuple) else [value]:
+                flags += [parameter.opts[0], str(one)]
+    return shlex.join([*context.command_path.split(), *arguments, *flags])
+
+
+def _settings_of(hint: Any) -> tuple[type | None, Flags]:
+    """The dataclass that a parameter is, if it is one, and how its fields are shown."""
+    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
+    shown = next((note for note in notes if isinstance(note, Flags)), Flags())
+    is_settings = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    return (kind if is_settings else None), shown
+
+
+def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
+    hints, texts = get_type_hints(settings, include_extras=True), field_help(settings)
+    fields = {own.name: own for own in dataclasses.fields(settings) if own.init}
+    named = {*shown.names, *shown.help, *shown.defaults, *shown.without}
+    if unknown := sorted(named - set(fields)):
+        raise TypeError(f"{settings.__name__} has no field {', '.join(unknown)}")
+    flags = []
+    for name, own in fields.items():
+        if name in shown.without:
+            continue
+        default = shown.defaults.get(name, _default(own))
+        option = _option(hints[name], shown.names.get(name), default)
+        if name in shown.help or not option.help:
+            option.help = shown.help.get(name, texts.get(name))
+        flags.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=list(default) if isinstance(default, tuple) else default,
+                annotation=Annotated[_typer_type(hints[name]), option],
+            )
+        )
+    return flags
+
+
+def _default(own: "dataclasses.Field[Any]") -> Any:
+    if own.default is not dataclasses.MISSING:
+        return own.default
+    if own.default_factory is not dataclasses.MISSING:
+        return own.default_factory()
+    return inspect.Parameter.empty
+
+
+def _option(hint: Any, name: str | None, default: Any) -> Any:
+    """The field's own typer.Option or typer.Argument, or one by its name."""
+    given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
+    option = copy.copy(given[0]) if given and name is None else typer.Option(*filter(None, [name]))
+    if isinstance(option, OptionInfo) and default in (None, ()):
+        option.show_default = False
+    return option
+
+
+def _typer_type(hint: Any) -> Any:
+    """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return list[get_args(kind)[0]] if get_args(kind)[1:] == (...,) else kind  # type: ignore[misc]
+
+
+def _make(settings: type, values: dict[str, Any]) -> Any:
+    return settings(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )
+
 
 RecordsFile = Annotated[
     Path | None,
