@@ -28,6 +28,13 @@ def sleep(made, path, seconds):
     time.sleep(seconds)
 
 
+def spin(made, path):
+    """Write the process's id to a file, then work for ever."""
+    path.write_text(str(os.getpid()))
+    while True:
+        pass
+
+
 def die(made):
     os.kill(os.getpid(), 9)
 
