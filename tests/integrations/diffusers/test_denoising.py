@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from octavo.integrations.diffusers.denoising import Denoising, StepCounts  # noqa: E402
+from octavo.integrations.diffusers.denoising import Denoising, StepCounts
 
 
 class Loop:

@@ -7,8 +7,6 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from tiny_flux import make_pipeline
-
 from octavo import calibrate_pipeline, drop_step_cache_, restore_, use_step_cache_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
@@ -22,6 +20,7 @@ from octavo.integrations.diffusers.step_graphs import (
 )
 from octavo.numerics.error import relative_rms
 from octavo.recipe import Recipe
+from octavo_testkit.models.tiny_flux import make_pipeline
 
 CPU = torch.device("cpu")
 MAX_JOINT_ERROR = 0.005

@@ -18,10 +18,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from child_server import child_server  # noqa: E402
-from test_load_of_a_model import settled  # noqa: E402
+from octavo_testkit.serving.child_server import child_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -97,7 +95,7 @@ def test_an_attack_disturbs_nobody():
             server.memory()  # starts to measure anew
             with attacking(*place) as statuses:
                 disturbed = asyncio.run(crowd(*place))
-            settled(server.base_url, 60)
+            server.settled_metrics(60)
             memory.append(server.memory())
             stalls_s.append(memory[-1]["max_stall_s"])
             ratios.append(p95(disturbed) / p95(calm))
