@@ -5,6 +5,7 @@ import shlex
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import Recipe, apply_, load_scales

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from PIL import Image

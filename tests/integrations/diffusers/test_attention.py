@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers.models.attention_dispatch import (

@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import ConfigError

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo.integrations.diffusers.denoising import Denoising, StepCounts

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import (

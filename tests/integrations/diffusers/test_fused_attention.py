@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers.hooks._helpers import AttentionProcessorRegistry

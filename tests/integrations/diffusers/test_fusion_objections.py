@@ -6,6 +6,7 @@ from functools import wraps
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers.models.normalization import RMSNorm

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from safetensors.torch import load_file, save_file

@@ -4,6 +4,10 @@ import copy
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from torch import nn

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import (

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers import (

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import calibrate_pipeline, drop_step_cache_, restore_, use_step_cache_

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers import FirstBlockCacheConfig

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers import FlowMatchEulerDiscreteScheduler

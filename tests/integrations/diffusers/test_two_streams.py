@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from torch._dynamo.backends.common import aot_autograd

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("llguidance")
-pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.serving.engine.guided import Grammar, tool_call_schema
 from octavo.serving.engine.request import Sampling

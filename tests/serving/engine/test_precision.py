@@ -4,6 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings

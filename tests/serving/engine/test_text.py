@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("transformers")
+
 from octavo.errors import ConfigError
 from octavo.serving.engine.text import REPLACEMENT, TextDelta, Texts, TextStream
 from octavo_testkit.models import tokenizers_of_kinds as kinds

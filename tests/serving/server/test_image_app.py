@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 pytest.importorskip("openai")
 pytest.importorskip("PIL")
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 import httpx
