@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.recipe import Recipe  # noqa: E402
-from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision  # noqa: E402
-from octavo.serving.engine.scheduler import SchedulerSettings  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.recipe import Recipe
+from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision
+from octavo.serving.engine.scheduler import SchedulerSettings
 
 PRECISION = Precision(
     (

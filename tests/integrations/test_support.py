@@ -1,7 +1,6 @@
 """What docs/support.md says of models beside the seven families: it runs, or it says why not."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import support_models as models  # noqa: E402
-
-from octavo import OctavoConfig, Recipe, apply_, calibrate_linear, quantize_  # noqa: E402
-from octavo.errors import UnsupportedError  # noqa: E402
-from octavo.integrations.diffusers.defaults import BY_CLASS, kept_layers  # noqa: E402
-from octavo.integrations.transformers.kept_parts import KEPT_PARTS  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
+from octavo import OctavoConfig, Recipe, apply_, calibrate_linear, quantize_
+from octavo.errors import UnsupportedError
+from octavo.integrations.diffusers.defaults import BY_CLASS, kept_layers
+from octavo.integrations.transformers.kept_parts import KEPT_PARTS
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo_testkit.models import support_models as models
 
 PIPELINES = {
     "GLM-Image": (models.make_glm_image, models.run_glm_image),

@@ -29,7 +29,7 @@ from octavo.testing.cases import MATMULS, MatmulCase
 from octavo.testing.inputs import Draw, make_matmul_inputs
 
 pytest.importorskip("triton")
-from octavo.kernels.scaled_mm.triton import _fits_tma, scaled_mm  # noqa: E402
+from octavo.kernels.scaled_mm.triton import _fits_tma, scaled_mm
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Device("cuda", "NVIDIA H200", (9, 0), num_sms=132)

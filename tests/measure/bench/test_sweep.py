@@ -1,22 +1,19 @@
 """Sweeps: what a file may say, what is known as the same combination, and what goes on."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_benchmarks import FakeBenchmarks
-
 from octavo.cli.engine_flags import command_line
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.bench.sweep import combinations, run_sweep, stored_records
 from octavo.measure.bench.sweep_file import SweepFile
 from octavo.measure.records import Machine
+from octavo_testkit.fake_benchmarks import FakeBenchmarks
 
 TEXT = """
 config = "tiny"

@@ -19,10 +19,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from child_server import child_server  # noqa: E402
-from test_load_of_a_model import settled  # noqa: E402
+from octavo_testkit.serving.child_server import child_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -125,7 +123,7 @@ def run_round(server, place):
         server.memory()  # starts to measure anew
         with attacking(*place) as statuses:
             disturbed = asyncio.run(crowd(*place))
-    settled(server.base_url, 60)
+    server.settled_metrics(60)
     memory = server.memory()
     found = Round(p95(disturbed) / p95(calm), memory["max_stall_s"], waits_s[0])
     print(f"p95 to first token: {p95(calm):.3f} s calm, {p95(disturbed):.3f} s under attack")

@@ -2,19 +2,16 @@
 
 import asyncio
 import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import worker_tasks as tasks  # noqa: E402
-
-from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.workers import LARGE, WorkerError, Workers  # noqa: E402
+from octavo.serving.server.api_error import ApiError
+from octavo.serving.server.workers import LARGE, WorkerError, Workers
+from octavo_testkit.serving import worker_tasks as tasks
 
 LONG_S = 300.0
 

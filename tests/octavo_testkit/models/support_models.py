@@ -4,15 +4,10 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "diffusers"))
-
-from diffusers import (  # noqa: E402
+from diffusers import (
     AdaptiveProjectedMixGuidance,
     AutoencoderKL,
     AutoencoderKLHunyuanImage,
@@ -24,15 +19,8 @@ from diffusers import (  # noqa: E402
     HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideoTransformer3DModel,
 )
-from PIL import Image  # noqa: E402
-from tiny_pipelines import (  # noqa: E402
-    _HEADS,
-    _T5,
-    make_hunyuan_video,
-    make_qwen_image,
-    qwen_tokenizer,
-)
-from transformers import (  # noqa: E402
+from PIL import Image
+from transformers import (
     ByT5Tokenizer,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
@@ -41,7 +29,15 @@ from transformers import (  # noqa: E402
     T5Config,
     T5EncoderModel,
 )
-from transformers.models.siglip import SiglipImageProcessorPil  # noqa: E402
+from transformers.models.siglip import SiglipImageProcessorPil
+
+from octavo_testkit.models.tiny_pipelines import (
+    _HEADS,
+    _T5,
+    make_hunyuan_video,
+    make_qwen_image,
+    qwen_tokenizer,
+)
 
 
 def bf16(pipe: Any) -> Any:

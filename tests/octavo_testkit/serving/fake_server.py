@@ -9,11 +9,11 @@ import time
 
 import httpx
 import uvicorn
-from fake_engine import FakeEngine, FakeGrammar
 
 from octavo.serving.server.app import create_app
 from octavo.serving.server.http_protocol import limited_protocol
 from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine, FakeGrammar
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "say:hello"}]

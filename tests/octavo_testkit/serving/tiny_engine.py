@@ -1,18 +1,14 @@
 """A tiny model with a tokenizer of bytes, and engines for it."""
 
 import functools
-import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-from text_models import NUM_TOKENS, make_decoder, make_tokenizer, save_decoder  # noqa: F401
 
 from octavo.serving.engine.decode_graphs import DecodeGraphs
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.models.text_models import NUM_TOKENS, make_decoder, make_tokenizer
 
 SETTINGS = {"page_size": 16, "num_pages": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 VOCABULARY = NUM_TOKENS

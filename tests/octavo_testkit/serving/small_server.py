@@ -4,13 +4,13 @@ import contextlib
 import time
 
 import pytest
-from fake_server import listening
 
 from octavo.errors import UnsupportedError
 from octavo.integrations.transformers.small_model import find_weights
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_server import listening
 
 NAME = "SmolLM2-135M-Instruct"
 

@@ -5,11 +5,11 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from text_models import make_decoder
 
 from octavo.integrations.linear import plan_linear
 from octavo.numerics.granularity import PerChannel, PerTensor, parse_granularity
 from octavo.numerics.quantize import quantize
+from octavo_testkit.models.text_models import make_decoder
 
 # Several blocks of 128, with partial ones, and sizes that are no multiples of 16.
 SIZES = {"hidden_size": 160, "intermediate_size": 280, "head_dim": 40, "num_hidden_layers": 2}

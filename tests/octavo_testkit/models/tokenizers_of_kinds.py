@@ -1,12 +1,8 @@
 """Tokenizers of several kinds, trained on a few sentences."""
 
-import sys
-from pathlib import Path
-
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-sys.path.append(str(Path(__file__).parents[2] / "integrations" / "transformers"))
-import text_models  # noqa: E402
+from octavo_testkit.models import text_models
 
 SENTENCES = (
     "The cache holds the keys and values of every token that was seen.",

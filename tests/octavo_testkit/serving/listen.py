@@ -1,4 +1,6 @@
-"""A process that serves: python listen.py fake|tiny|vision PORT STEP_S SETTINGS_JSON.
+"""A process that serves, as child_server.py starts it.
+
+    python -m octavo_testkit.serving.listen fake|tiny|vision PORT STEP_S SETTINGS_JSON
 
 fake: the engine without a model, whose steps take STEP_S. tiny: a model with random weights, and
 limits that a crowd reaches. vision: a model that takes images. SIGUSR1 makes it write
@@ -20,13 +22,12 @@ import threading
 import time
 from pathlib import Path
 
-from fake_engine import FakeEngine, FakeGrammar
-
 from octavo.serving.server.app import create_app
 from octavo.serving.server.bind import bound
 from octavo.serving.server.http_protocol import LimitedProtocol
 from octavo.serving.server.run import run
 from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine, FakeGrammar
 
 TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}
 {% else %}{% for part in message.content %}{% if part.type == "image" %}<|start|><|image|><|stop|>
@@ -36,9 +37,9 @@ TINY_LIMITS = {"max_open": 200, "max_body_bytes": 20_000}
 
 def tiny_engine():
     """Few pages for many requests, so that some are preempted."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     import torch
-    from tiny_engine import make_engine, make_model
+
+    from octavo_testkit.serving.tiny_engine import make_engine, make_model
 
     torch.set_num_threads(1)
     return make_engine(
@@ -48,13 +49,12 @@ def tiny_engine():
 
 def vision_engine():
     """A model that takes texts, images and grammars, with room for a crowd."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
     import torch
-    from text_models import make_tokenizer
-    from vision_families import make_model, make_processor
 
     from octavo.serving.engine.engine import load_engine
     from octavo.serving.engine.settings import EngineSettings
+    from octavo_testkit.models.text_models import make_tokenizer
+    from octavo_testkit.models.vision_families import make_model, make_processor
 
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(TEMPLATE, has_bos=False)

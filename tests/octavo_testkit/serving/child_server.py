@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,8 +14,14 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-HERE = Path(__file__).parent
-SRC = HERE.parents[2] / "src"
+ROOT = Path(__file__).parents[3]
+PYTHONPATH = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+
+
+GAUGES = (
+    *("octavo_requests_open", "octavo_requests_running", "octavo_requests_waiting"),
+    "octavo_pages_in_use",
+)
 
 
 class ChildServer:
@@ -53,6 +60,23 @@ class ChildServer:
                 assert self.process.poll() is None and time.monotonic() < deadline, self.log()
                 time.sleep(0.05)
 
+    def metrics(self):
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=5) as response:
+            text = response.read().decode()
+        found = re.findall(r"^(octavo\S+) (\S+)$", text, re.M)
+        return {name: float(value) for name, value in found}
+
+    def settled_metrics(self, timeout_s=20):
+        """The metrics, once nothing is in use."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self.metrics()
+            in_use = {name: found[name] for name in GAUGES if found[name]}
+            if not in_use:
+                return found
+            assert time.monotonic() < deadline, f"never given back: {in_use}"
+            time.sleep(0.05)
+
 
 def _is_socket(fd):
     try:
@@ -72,14 +96,14 @@ def child_server(kind, grace_s=5.0, step_s=0.0, num_files=None, **settings):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = [str(port), str(step_s), json.dumps(settings)]
-    command = [sys.executable, str(HERE / "listen.py"), kind, *options]
+    command = [sys.executable, "-m", "octavo_testkit.serving.listen", kind, *options]
     if num_files is not None:
         command = ["sh", "-c", f'ulimit -Sn {num_files}; exec "$@"', "sh", *command]
     # A file: nobody reads while a crowd is served, and a pipe would fill.
     with tempfile.TemporaryFile("w+") as log_file:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": str(SRC)},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=subprocess.PIPE,
             stderr=log_file,
             text=True,

@@ -4,8 +4,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_flux import make_flux2_transformer
-from tiny_pipelines import make_z_image_transformer
 from torch import nn
 
 from octavo import ops
@@ -15,16 +13,12 @@ from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.current_layer import observe_attention
 from octavo.reference.qk_norm import normalize
 from octavo.reference.rotary import rotate
+from octavo_testkit.models.tiny_flux import make_flux2_transformer
+from octavo_testkit.models.tiny_pipelines import make_z_image_transformer
 
 CPU = torch.device("cpu")
 # Single values of FP8 that round to the other side, where float32 sums have another order.
 FLIPPED = 2e-3
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def make(family, dtype=torch.float32, device=CPU, **changes):
