@@ -5,6 +5,7 @@ It must still compile.
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from docs_reference import expand, named  # noqa: E402
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)\s*(?P<language>[\w+-]*)")
 NOT_RUN = re.compile(r"<!--\s*not run:(?P<reason>.*?)-->")
@@ -87,8 +91,10 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors GitHub gives to headings, and those set by hand."""
+    """The anchors of headings, those set by hand, and those of the generated reference."""
     found: list[str] = re.findall(r"<a (?:id|name)=[\"']([^\"']+)[\"']", text)
+    found += sorted(named(text))
+    text = expand(text)
     no_blocks = re.sub(r"^ *(```+|~~~+).*?^ *\1 *$", "", text, flags=re.DOTALL | re.MULTILINE)
     for heading in re.findall(r"^#+ +(.+?) *#*$", no_blocks, flags=re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

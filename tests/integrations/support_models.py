@@ -1,4 +1,4 @@
-"""Small models with random weights of families beside the seven: what docs/support.md speaks of."""
+"""Small models with random weights of families beside the seven: what docs/reference/support.md speaks of."""
 
 import os
 
