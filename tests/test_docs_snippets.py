@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
+    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from docs_reference import expand, named  # noqa: E402

@@ -1,4 +1,4 @@
-"""What docs/reference/support.md says of models beside the seven families: it runs, or it says why not."""
+"""Models beside the seven families run or say why not, as docs/reference/support.md says."""
 
 import importlib.util
 import sys
