@@ -120,3 +120,18 @@ def test_help_becomes_markdown_that_shows_it_as_it_is():
 def test_an_unknown_command_is_an_error():
     with pytest.raises(ValueError, match="expected a command in <!-- command: nothing -->"):
         expand("<!-- command: nothing -->")
+
+
+def test_the_changelog_has_the_usual_form():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(
+        r"^## \[(\d+\.\d+\.\d+)\] - (unreleased|\d{4}-\d\d-\d\d)$", text, re.MULTILINE
+    )
+    assert len(releases) == text.count("\n## ") >= 2
+    versions = [tuple(map(int, version.split("."))) for version, _ in releases]
+    assert versions == sorted(versions, reverse=True)
+    assert [date for _, date in releases[1:] if date == "unreleased"] == []
+    kinds = set(re.findall(r"^### (\w+)$", text, flags=re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    body = text[text.index("\n## ") :]
+    assert all(re.match(r"(- .+\.|#+ .+|)$", line) for line in body.splitlines())  # a line each
