@@ -1,6 +1,6 @@
 """The documentation site builds strictly; its reference has every command and public name."""
 
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -18,9 +18,10 @@ from octavo.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from docs_reference import expand, named  # noqa: E402
+SPEC = importlib.util.spec_from_file_location("docs_reference", ROOT / "scripts/docs_reference.py")
+docs_reference = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(docs_reference)
+expand, named = docs_reference.expand, docs_reference.named
 
 REFERENCE = [page.read_text() for page in sorted((DOCS / "reference").rglob("*.md"))]
 NAMED = {name for page in REFERENCE for name in named(page)}
