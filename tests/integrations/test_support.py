@@ -1,4 +1,4 @@
-"""What docs/support.md says of models beside the seven families: it runs, or it says why not."""
+"""Models beside the seven families run or say why not, as docs/reference/support.md says."""
 
 import importlib.util
 from pathlib import Path
@@ -161,7 +161,7 @@ def test_scales_of_the_thinker_need_no_speech():
     ],
 )
 def test_what_is_not_supported_is_not_there(package, folder):
-    """Once it is: make a small one here, and change docs/support.md."""
+    """Once it is: make a small one here, and change docs/reference/support.md."""
     spec = importlib.util.find_spec(package)
     root = Path(spec.origin).parent
     assert (root / folder).parent.is_dir() and not (root / folder).exists()

@@ -200,7 +200,7 @@ def test_tokens_find_counters_at_zero(device):
 
 
 def test_long_sums_are_exact(device):
-    """Ones: the tensor core's own sum would stand still at 16384 (docs/numerics.md)."""
+    """Ones: the tensor core's own sum would stand still at 16384 (docs/explanation/numerics.md)."""
     depth = 1 << 15
     assert HOPPER_FP8.matmul(*[torch.ones(1, depth).to(E4M3.dtype)] * 2).item() == 16384
     ones = torch.ones(2, depth, device=device).to(E4M3.dtype)

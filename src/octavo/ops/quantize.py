@@ -26,11 +26,12 @@ def quantize(
     power_of_two: bool = False,
     impl: str | None = None,
 ) -> Quantized:
-    """x in FP8: x ≈ data * scale.
+    """Quantize x to FP8: x ≈ data * scale.
 
     x: any shape that has the granularity, bf16, fp16 or fp32. scale: static, float32 and of the
     granularity's scale shape; left out, it is dynamic: margin · amax / fmt.max, rounded up to a
-    power of two if asked. Values beyond the range saturate, NaN stays NaN (docs/numerics.md).
+    power of two if asked. Values beyond the range saturate, NaN stays NaN
+    (docs/explanation/numerics.md).
     """
     check_float("x", x)
     granularity.check(tuple(x.shape))

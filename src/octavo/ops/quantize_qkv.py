@@ -49,7 +49,7 @@ def quantize_qkv(
     first: Three | None = None,
     impl: str | None = None,
 ) -> QuantizedQkv:
-    """q, k and v in FP8.
+    """Quantize q, k and v to FP8, for attention.
 
     q: [..., num_heads, head_dim]; k, v: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32, views of
     a joint projection as well.

@@ -18,7 +18,7 @@ from octavo.reference.rotary import rotate_qk as reference
 def rotate_qk(
     q: Tensor, k: Tensor, rotary: Rotary, *, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by the tables, each contiguous and in its own dtype.
+    """Rotate q and k by tables of cos and sin; each result is contiguous and in its own dtype.
 
     q: [..., num_heads, head_dim]; k: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32, views of a
     joint projection as well. Pairs are turned in float32, whatever the dtypes are, and rounded

@@ -38,7 +38,7 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> Tensor:
-    """a · bᵀ + bias.
+    """Multiply quantized matrices: a · bᵀ + bias, with their scales.
 
     a: [rows, K], FP8 with one scale per tensor, per token or per block of 1 × columns; or plain
     bf16, fp16 or fp32, for weights in FP8 only. b: [columns, K], a weight in FP8 with one scale per

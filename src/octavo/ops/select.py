@@ -36,7 +36,7 @@ NVIDIA_IMPLS = frozenset({"gluon", "torch", "triton"})
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """All that decides whether an implementation can serve a call; no tensors.
+    """A call without its tensors: all that decides whether an implementation can serve it.
 
     dtype: of the main operand (q, x or a); other_dtype: of what it meets (keys and values, weights,
     pages). group: query heads for each KV head. features: what the call uses beyond the plain case,

@@ -164,7 +164,7 @@ def test_no_workload_and_one_twice(tmp_path):
 
 
 def test_the_example_of_the_docs_is_a_sweep(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "benchmark.md").read_text()
     (example,) = re.findall(r"^```toml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("my-recipe.toml").write_text('kv_cache = "fp8"\n')

@@ -1,4 +1,4 @@
-"""Small models with random weights of families beside the seven: what docs/support.md speaks of."""
+"""Small models of families beside the seven, with random weights, for docs/reference/support.md."""
 
 import os
 

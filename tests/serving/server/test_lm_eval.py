@@ -1,4 +1,4 @@
-"""lm-eval's local task through our server, in the ways that docs/evaluation.md names."""
+"""lm-eval's local task through our server, as docs/how-to/evaluate-language-models.md says."""
 
 import json
 
