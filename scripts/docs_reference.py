@@ -113,10 +113,10 @@ class _Expander(Preprocessor):
 class ReferenceExtension(Extension):
     """Expands the marks before any other part of Markdown sees the page."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (Markdown's name)
+    def extendMarkdown(self, md: Markdown) -> None:  # the name that Markdown calls
         md.preprocessors.register(_Expander(md), "octavo-reference", 1000)
 
 
-def makeExtension(**options: Any) -> ReferenceExtension:  # noqa: N802 (Markdown's name)
+def makeExtension(**options: Any) -> ReferenceExtension:
     """What Markdown calls to load the extension."""
     return ReferenceExtension(**options)
