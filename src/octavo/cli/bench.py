@@ -19,7 +19,7 @@ from octavo.cli.records import print_file, print_json
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.precompile import Task
+    from octavo.measure.bench.tune import Task
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 app.command("diffusion")(diffusion)
@@ -97,8 +97,7 @@ def kernels(
 
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.benchmark import Objection, run_benchmark
-    from octavo.measure.bench.ceilings import measure_ceilings
+    from octavo.measure.bench.benchmark import Objection, measure_ceilings, run_benchmark
     from octavo.measure.bench.kernels import benchmarks
     from octavo.measure.records import Measurement
     from octavo.measure.report.tables import Table, from_records
@@ -107,7 +106,7 @@ def kernels(
         _tune(op, output, jobs)
     if jobs > 1:
         from octavo.measure.bench.kernels import SUITES
-        from octavo.measure.bench.precompile import tasks_of_benchmarks
+        from octavo.measure.bench.tune import tasks_of_benchmarks
 
         _precompile([t for name in op or SUITES for t in tasks_of_benchmarks(name, peers)], jobs)
     device = default_device().torch_device
@@ -139,7 +138,7 @@ def kernels(
 def _precompile(tasks: "list[Task]", jobs: int) -> None:
     from rich.progress import track
 
-    from octavo.measure.bench.precompile import precompile
+    from octavo.measure.bench.tune import precompile
 
     done = precompile(tasks, jobs)
     for _ in track(done, total=len(tasks), description="compiling", console=err):
@@ -159,7 +158,7 @@ def _tune(op: list[str] | None, output: Path | None, jobs: int) -> None:
     device = default_device()
     names = list(op or SEARCHES)
     if jobs > 1:
-        from octavo.measure.bench.precompile import tasks_of_searches
+        from octavo.measure.bench.tune import tasks_of_searches
 
         _precompile([task for name in names for task in tasks_of_searches(name)], jobs)
     chosen = [search for name in names for search in searches(name, device)]
