@@ -97,7 +97,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets"},
     "calibration/image_data.py": {"PIL"},
     "integrations/diffusers/picture_files.py": {"PIL"},
-    "measure/bench/images.py": {"PIL"},
+    "measure/bench/request_data.py": {"PIL"},
     "serving/server/images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},

@@ -13,7 +13,7 @@ from scripted_server import scripted
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import OctavoError
 from octavo.measure import store
-from octavo.measure.bench.own_server import own_server
+from octavo.measure.bench.serving import own_server
 
 QUICK = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "4"]
 QUICK += ["--max-concurrency", "2"]

@@ -1,10 +1,13 @@
 """Options of commands that run a model in octavo's engine; names are those of `octavo serve`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from octavo.cli.options import Flags
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 
 if TYPE_CHECKING:
     from octavo.serving.engine.settings import EngineSettings
@@ -103,6 +106,15 @@ class SubjectOptions:
     dtype: str = "auto"
     device: str | None = None
 
+    def chosen(self) -> "SubjectOptions":
+        """The same with a device, and sizes that suit it where no model was asked for."""
+        from octavo.integrations.transformers.load import choose_device
+
+        device, config = choose_device(self.device), self.config
+        if self.model is None and config is None:
+            config = "llama-3.1-8b" if device.startswith("cuda") else "tiny"
+        return replace(self, config=config, device=device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
@@ -131,3 +143,19 @@ class RowOptions:
     def names(self) -> tuple[str, ...]:
         """The rows that were asked for, or auto and fp8."""
         return self.kv_cache_dtype or ("auto", "fp8")
+
+
+# As vLLM spells them.
+EncoderFlags = Annotated[
+    EncoderOptions,
+    Flags(
+        names={
+            "attn_dtype": "--mm-encoder-attn-dtype",
+            "attn_backend": "--mm-encoder-attn-backend",
+            "fp8_scale_path": "--mm-encoder-fp8-scale-path",
+            "fp8_scale_save_path": "--mm-encoder-fp8-scale-save-path",
+            "fp8_scale_save_margin": "--mm-encoder-fp8-scale-save-margin",
+        },
+        without=("graph_budgets",),
+    ),
+]

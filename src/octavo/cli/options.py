@@ -34,6 +34,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -100,23 +101,42 @@ def field_help(settings: type) -> dict[str, str]:
     return found
 
 
-def repeat_command(context: typer.Context, without: Iterable[str] = ()) -> str:
+def field_names(*settings: type) -> frozenset[str]:
+    """The fields of some settings, which are parameters of a command that takes them."""
+    return frozenset(own.name for one in settings for own in dataclasses.fields(one))
+
+
+# Parameters that say where results go, and nothing of what is measured.
+PLACES = ("output", "as_json", "output_json", "plot", "strict")
+
+
+def repeat_command(
+    context: typer.Context,
+    without: Iterable[str] = PLACES,
+    taken: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """The command line that repeats this run: its arguments and all flags not at their defaults.
 
-    without: parameters that do not belong to a measurement, such as the file of its records.
+    without: parameters that do not belong to a measurement, such as the file of its records. taken:
+    values in place of those given, such as defaults that depend on the machine; None leaves one
+    out. A folder of peers is FOLDER, whichever it was on this machine.
     """
     arguments: list[str] = []
     flags: list[str] = []
     for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name in without or value in (None, [], ()):
+        name = parameter.name or ""
+        value = taken.get(name, context.params.get(name))
+        if name in without or value in (None, [], ()):
             continue
+        if name == "peers":
+            value = "FOLDER"
+        is_taken = name in taken or value != parameter.get_default(context)
         if parameter.param_type_name == "argument":
             arguments.append(str(value))
         elif isinstance(value, bool):
-            if value != parameter.get_default(context):
+            if is_taken:
                 flags.append((parameter.opts if value else parameter.secondary_opts)[0])
-        elif value != parameter.get_default(context):
+        elif is_taken:
             for one in value if isinstance(value, list | tuple) else [value]:
                 flags += [parameter.opts[0], str(one)]
     return shlex.join([*context.command_path.split(), *arguments, *flags])
@@ -231,6 +251,20 @@ def row_file(path: Path, *words: str | int) -> Path:
     return path.with_name("-".join([path.stem, *names]) + path.suffix)
 
 
+def split_numbers(text: str, expected: str, kind: Callable[[str], Any] = float) -> tuple[Any, ...]:
+    """Numbers with commas between; expected: what the error asks for."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected {expected}; got {text!r}") from None
+
+
 def split_names(text: str) -> list[str]:
     """Names with commas between, in lower case, each once."""
     return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
+
+
+def split_rows(text: str) -> list[str]:
+    """Rows with commas between, each once; words in lower case, files and patterns as they are."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return list(dict.fromkeys(p if set("/.=") & set(p) else p.lower() for p in parts))

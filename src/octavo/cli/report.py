@@ -141,7 +141,7 @@ def _compared(
         machine = own[0].machine
         try:
             with err.status(f"comparing advice for {gpu.name}"):
-                from octavo.measure.advise.compared import as_records, compare_all
+                from octavo.measure.advise.measured import as_records, compare_all
 
                 rows = compare_all(records, gpu)
         except (ImportError, KeyError, OctavoError) as error:

@@ -62,7 +62,7 @@ from octavo.errors import ConfigError
 from octavo.extras import need
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.mm_processor import EncoderOptions
+    from octavo.integrations.transformers.encoder_options import EncoderOptions
     from octavo.recipe import Recipe
 
 app = typer.Typer(add_completion=False)

@@ -21,7 +21,7 @@ from octavo.integrations.transformers import load  # noqa: E402
 from octavo.integrations.transformers.cache_layers import read_cached_model  # noqa: E402
 from octavo.integrations.transformers.text_model import load_text_model  # noqa: E402
 from octavo.measure import store  # noqa: E402
-from octavo.measure.advise.model_shape import find_model  # noqa: E402
+from octavo.measure.advise.shape import find_model  # noqa: E402
 from octavo.numerics.error import relative_rms  # noqa: E402
 from octavo.serving.engine.request import Sampling  # noqa: E402
 

@@ -38,7 +38,7 @@ from octavo.integrations.transformers.vision_tower import open_tower  # noqa: E4
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader  # noqa: E402
 from octavo.layers.linear import Fp8Linear  # noqa: E402
 from octavo.measure import store  # noqa: E402
-from octavo.measure.bench.engine_rows import open_subject  # noqa: E402
+from octavo.measure.bench.engine import open_subject  # noqa: E402
 from octavo.numerics.granularity import parse_granularity  # noqa: E402
 from octavo.numerics.quantize import quantize  # noqa: E402
 from octavo.serving.engine.request import Sampling  # noqa: E402

@@ -16,16 +16,15 @@ from octavo.integrations.transformers.cache_layers import CacheLayer
 from octavo.integrations.transformers.language_work import DecoderWork, ExpertWork
 from octavo.integrations.transformers.tower_work import tower_of_config
 from octavo.kernels.device import CPU
-from octavo.measure.advise import words
+from octavo.measure.advise import advice as words
 from octavo.measure.advise.advice import serve_command
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.cost import DecoderPlan, decode_cost, prefill_cost
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.measure_here import check_measurable
-from octavo.measure.advise.model_shape import ModelShape, find_model, known_models
+from octavo.measure.advise.measured import check_measurable
 from octavo.measure.advise.predict import Predictor
+from octavo.measure.advise.shape import ModelShape, Workload, find_model, known_models, parse_size
 from octavo.measure.advise.speeds import Speeds
-from octavo.measure.advise.workload import Workload, parse_size
 from octavo.measure.records import Machine, Measurement
 from octavo.recipe import Recipe
 
@@ -238,7 +237,7 @@ def parsed(command):
     import typer
 
     from octavo.cli import serve
-    from octavo.measure.bench.mm_processor import EncoderOptions
+    from octavo.integrations.transformers.encoder_options import EncoderOptions
 
     app = typer.Typer()
     app.command()(serve.serve)

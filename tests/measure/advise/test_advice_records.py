@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.measure.advise.advice_records import advice_records
+from octavo.measure.advise.advice import advice_records
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.model_shape import find_model
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.records import Measurement
 from octavo.measure.report.advice_given import given_sections
 from octavo.measure.report.pages import report_sections

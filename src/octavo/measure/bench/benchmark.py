@@ -6,7 +6,7 @@ the L2 cache counts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from octavo.measure.bench.timing import (
     sample_sustained_ms,
 )
 from octavo.measure.records import Measurement, Scalar, timing
+from octavo.measure.rows import Dialect, Row, parse_rows
 from octavo.numerics.error import relative_rms
 from octavo.numerics.quantize import Quantized
 from octavo.ops.select import impl_names
@@ -145,6 +146,14 @@ class Objection:
     name: str
     operands: str
     reason: str
+
+
+def read_rows(texts: Sequence[str], dialect: Dialect, plain: Sequence[str]) -> list[Row]:
+    """The rows of a benchmark of BF16 models; plain: the plain words that it knows."""
+    rows = parse_rows(texts, dialect)
+    if others := [row.name for row in rows if row.is_plain and row.name not in plain]:
+        raise ConfigError(f"expected plain rows of {', '.join(plain)}; got {', '.join(others)}")
+    return rows
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,28 @@
-"""Prompts of data sets for a server under load: ShareGPT's form, a user's JSON Lines, images.
+"""Prompts for benchmarks: a user's JSON Lines, ShareGPT's form, and images of noise or a data set.
 
-They are texts: how many tokens one has is the server's to say. Names of data sets are vLLM's.
+Those for a server are texts: how many tokens one has is the server's to say. Names of data sets are
+vLLM's.
 """
 
 import base64
 import io
 import json
+import math
 import random
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.brief import brief
-from octavo.errors import ConfigError
-from octavo.measure.bench.request_times import RandomPrompt
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.records import Scalar
 
-if TYPE_CHECKING:
-    from octavo.measure.bench.images import DataOptions
-
-NAMES = ("random", "sharegpt", "custom", "random-mm")
 HUMAN = ("human", "user")
 # What vLLM keeps of ShareGPT: at least so many tokens in and out, at most so many in, and in all.
 MIN_LEN, MAX_INPUT, MAX_TOTAL = 4, 1024, 2048
+QUESTION = "Describe the image."
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,16 @@ class DataSet:
 
     prompts: tuple[ServingPrompt, ...]
     seed: int = 0
-    about: Mapping[str, Scalar] = field(default_factory=dict)
+    facts: Mapping[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ConfigError("expected a data set with prompts, got none")
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """What records say of it."""
+        return {"num_prompts": self.num_prompts, "seed": self.seed, **self.facts}
 
     @property
     def num_prompts(self) -> int:
@@ -62,19 +66,85 @@ class DataSet:
         return list(self.prompts)
 
 
-def request_body(prompt: RandomPrompt | ServingPrompt, *, is_chat: bool) -> dict[str, Any]:
-    """The prompt as OpenAI's completions or chat take it."""
-    if isinstance(prompt, RandomPrompt):
-        return {"prompt": list(prompt.tokens)}
-    if not is_chat:
-        return {"prompt": prompt.text}
-    content: Any = prompt.text
-    if prompt.images:
-        content = [
-            {"type": "text", "text": prompt.text},
-            *({"type": "image_url", "image_url": {"url": url}} for url in prompt.images),
-        ]
-    return {"messages": [{"role": "user", "content": content}]}
+@dataclass(frozen=True, kw_only=True)
+class ImageRequests:
+    """Requests with images, random or of a data set; the names are those of vLLM's options.
+
+    Attributes:
+        dataset_name: random-mm (images of noise) or hf.
+        dataset_path: For hf: a folder of images, a .jsonl or .parquet file, or a data set's name.
+        hf_subset: Of a data set.
+        hf_split: Of a data set.
+        num_prompts: Requests to time.
+        random_input_len: Letters in a random prompt.
+        base_items_per_request: Images in a random request.
+        bucket_config: Sizes of random images and their shares: {(256, 256, 1): 0.5, …}.
+        seed: Of random images and prompts.
+    """
+
+    dataset_name: str = "random-mm"
+    dataset_path: str | None = None
+    hf_subset: str | None = None
+    hf_split: str = "train"
+    num_prompts: int = 10
+    random_input_len: int = 32
+    base_items_per_request: int = 1
+    bucket_config: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dataset_name not in ("random-mm", "hf"):
+            raise ConfigError(
+                f"expected a dataset name of random-mm, hf; got {self.dataset_name!r}"
+            )
+        if (self.dataset_name == "hf") != (self.dataset_path is not None):
+            raise ConfigError(
+                "expected a dataset path for hf and none for random-mm, got "
+                f"{self.dataset_path!r} for {self.dataset_name}"
+            )
+        if min(self.num_prompts, self.base_items_per_request, self.random_input_len) < 1:
+            raise ConfigError(
+                f"expected at least one prompt, one image and one byte of text, got "
+                f"{self.num_prompts}, {self.base_items_per_request} and {self.random_input_len}"
+            )
+        parse_buckets(self.bucket_config)
+
+
+Bucket = tuple[int, int, int]  # height, width, frames
+# As in vLLM's random-mm: half of the images small, half HD.
+BUCKETS: Mapping[Bucket, float] = {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}
+
+
+def parse_buckets(text: str | None) -> Mapping[Bucket, float]:
+    """Sizes and their probabilities from "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}".
+
+    A bucket of probability 0 is left out, videos (more than one frame) are refused otherwise.
+    """
+    if text is None:
+        return BUCKETS
+    try:
+        buckets = {
+            (int(height), int(width), int(frames)): float(weight)
+            for (height, width, frames), weight in literal_eval(text).items()
+        }
+    except (AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"expected buckets such as {{(256, 256, 1): 0.5}}, got {text!r}: {error}"
+        ) from None
+    used = {bucket: weight for bucket, weight in buckets.items() if weight != 0}
+    if not used or any(min(bucket) < 1 or not 0 < w < math.inf for bucket, w in used.items()):
+        raise ConfigError(f"expected positive sizes and probabilities, got {text!r}")
+    if any(frames > 1 for _, _, frames in used):
+        raise UnsupportedError(f"expected images, of one frame each, got videos in {text!r}")
+    return used
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A text and its pillow images."""
+
+    prompt: str
+    images: tuple[Any, ...]
 
 
 def custom_data(
@@ -151,23 +221,21 @@ def _first_turns(row: Any, where: str) -> tuple[str, str] | None:
     return turns[0]["value"], turns[1]["value"]
 
 
-def random_mm_data(options: "DataOptions", *, output_len: int) -> DataSet:
+def random_mm_data(asked: ImageRequests, *, output_len: int) -> DataSet:
     """Random letters with random images, of vLLM's sizes and shares."""
-    from octavo.measure.bench.images import make_requests
-
     prompts = [
-        ServingPrompt(request.prompt, output_len, tuple(map(_data_url, request.images)))
-        for request in make_requests(options)
+        ServingPrompt(one.prompt, output_len, tuple(map(_data_url, one.images)))
+        for one in make_image_prompts(asked)
     ]
-    about: dict[str, Scalar] = {
+    facts: dict[str, Scalar] = {
         "dataset": "random-mm",
-        "input_len": options.random_input_len,
+        "input_len": asked.random_input_len,
         "output_len": output_len,
-        "items_per_request": options.base_items_per_request,
+        "items_per_request": asked.base_items_per_request,
     }
-    if options.bucket_config is not None:
-        about["bucket_config"] = options.bucket_config
-    return DataSet(prompts=tuple(prompts), seed=options.seed, about=about)
+    if asked.bucket_config is not None:
+        facts["bucket_config"] = asked.bucket_config
+    return DataSet(prompts=tuple(prompts), seed=asked.seed, facts=facts)
 
 
 def _data_url(image: Any) -> str:
@@ -206,8 +274,44 @@ def _choose(
     shuffled = list(prompts)
     random.Random(seed).shuffle(shuffled)
     chosen = tuple(shuffled[:num_prompts])
-    data = DataSet(prompts=chosen, seed=seed, about={"dataset": name, "dataset_file": path.name})
+    data = DataSet(prompts=chosen, seed=seed, facts={"dataset": name, "dataset_file": path.name})
     lengths = {prompt.output_len for prompt in chosen}
     if len(lengths) == 1:
-        data = replace(data, about={**data.about, "output_len": lengths.pop()})
+        data = replace(data, facts={**data.facts, "output_len": lengths.pop()})
     return data
+
+
+def make_image_prompts(asked: ImageRequests) -> list[ImagePrompt]:
+    """The prompts that were asked for; ConfigError if a data set has too few."""
+    from octavo.calibration.image_data import open_images
+
+    if asked.dataset_path is None:
+        return _random_prompts(asked)
+    data = open_images(asked.dataset_path, split=asked.hf_split, subset=asked.hf_subset)
+    prompts = [tuple(images) for images in data.prompts(asked.num_prompts)]
+    if len(prompts) < asked.num_prompts:
+        raise ConfigError(
+            f"expected {asked.num_prompts} prompts in {asked.dataset_path}, got "
+            f"{len(prompts)}: ask for fewer"
+        )
+    return [ImagePrompt(QUESTION, images) for images in prompts]
+
+
+def _random_prompts(asked: ImageRequests) -> list[ImagePrompt]:
+    import numpy as np
+    from PIL import Image
+
+    buckets = parse_buckets(asked.bucket_config)
+    chooser, pixels = random.Random(asked.seed), np.random.default_rng(asked.seed)
+    found = []
+    for _ in range(asked.num_prompts):
+        sizes = chooser.choices(
+            list(buckets), list(buckets.values()), k=asked.base_items_per_request
+        )
+        images = tuple(
+            Image.fromarray(pixels.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            for height, width, _ in sizes
+        )
+        letters = chooser.choices("abcdefghijklmnopqrstuvwxyz ", k=asked.random_input_len)
+        found.append(ImagePrompt("".join(letters), images))
+    return found

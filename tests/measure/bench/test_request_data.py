@@ -7,9 +7,9 @@ import json
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.images import DataOptions
-from octavo.measure.bench.serving_data import (
+from octavo.measure.bench.request_data import (
     DataSet,
+    ImageRequests,
     ServingPrompt,
     custom_data,
     random_mm_data,
@@ -36,9 +36,9 @@ def test_a_user_s_rows(tmp_path):
     assert {(p.text, p.output_len) for p in custom_data(path, 20).prompts} == {
         (f"text {n}", n + 1) for n in range(20)
     }
-    assert data.about == {"dataset": "custom", "dataset_file": "data"}
+    assert data.facts == {"dataset": "custom", "dataset_file": "data"}
     same = custom_data(path, 5, output_len=9)
-    assert {p.output_len for p in same.prompts} == {9} and same.about["output_len"] == 9
+    assert {p.output_len for p in same.prompts} == {9} and same.facts["output_len"] == 9
 
 
 def test_a_prompt_may_have_any_character(tmp_path):
@@ -117,12 +117,12 @@ def test_what_is_no_sharegpt(tmp_path, text, message):
 
 def test_random_images():
     image = pytest.importorskip("PIL.Image")
-    options = DataOptions(
+    options = ImageRequests(
         num_prompts=2, base_items_per_request=2, bucket_config="{(8, 16, 1): 1.0}", seed=5
     )
     data = random_mm_data(options, output_len=3)
     assert data.has_images and data.num_prompts == 2 and data.seed == 5
-    assert data.about["items_per_request"] == 2 and data.about["bucket_config"]
+    assert data.facts["items_per_request"] == 2 and data.facts["bucket_config"]
     kind, _, content = data.prompts[0].images[1].partition(",")
     assert kind == "data:image/png;base64"
     assert image.open(io.BytesIO(base64.b64decode(content))).size == (16, 8)

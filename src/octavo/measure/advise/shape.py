@@ -1,19 +1,85 @@
-"""What a model is made of, by name or from its config: a decoder, a vision tower, a DiT's step."""
+"""What a model is made of, by name or from its config, and what it will be used for.
 
-from collections.abc import Sequence
+Parts are a decoder, a vision tower, and a diffusion transformer's step. Names are octavo's own,
+those on the hub, and short ones of families.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import install_command, need
-from octavo.measure.advise.model_names import known_name, near_names, other_sizes
+from octavo.measure.bench.cases import RESOLUTIONS
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.step_work import StepWork
     from octavo.integrations.transformers.language_work import DecoderWork, LanguageWork
     from octavo.integrations.transformers.tower_work import TowerWork
+
+
+# Our name: repositories on the hub with a model of these sizes. The list is not all there are.
+HUB_NAMES: Mapping[str, Sequence[str]] = {
+    "llama-3.1-8b": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.1-8B",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct",
+        "meta-llama/Meta-Llama-3.1-8B",
+    ),
+    "gpt-oss-20b": ("openai/gpt-oss-20b",),
+    "gpt-oss-120b": ("openai/gpt-oss-120b",),
+    "qwen3-vl-8b": ("Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-8B-Thinking"),
+    "qwen3-vl-30b-a3b": ("Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Thinking"),
+    "flux.1-dev": ("black-forest-labs/FLUX.1-dev",),
+    "qwen-image": ("Qwen/Qwen-Image",),
+    "wan2.2-14b": ("Wan-AI/Wan2.2-T2V-A14B-Diffusers",),
+}
+# Names of families, and the size that is meant.
+SHORT_NAMES: Mapping[str, str] = {
+    "llama-3.1": "llama-3.1-8b",
+    "gpt-oss": "gpt-oss-20b",
+    "gemma-3": "gemma-3-4b",
+    "qwen3-vl": "qwen3-vl-8b",
+    "flux.1": "flux.1-dev",
+    "wan2.2": "wan2.2-14b",
+}
+
+
+def known_name(name: str, known: Sequence[str]) -> str | None:
+    """Our name for a name in any case, with or without its owner on the hub; None if unknown."""
+    found = {**_spellings(known), **SHORT_NAMES}.get(name.lower())
+    return found if found in known else None
+
+
+def other_sizes(name: str, known: Sequence[str]) -> list[str]:
+    """For the name of a family: the other sizes that were not chosen."""
+    wanted = name.lower()
+    if wanted not in SHORT_NAMES:
+        return []
+    return [n for n in known if n.startswith(f"{wanted}-") and n != SHORT_NAMES[wanted]]
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three known names that are spelt like this one, as one would write them."""
+    spellings = _spellings(known)
+    shown = {hub.lower(): hub for hubs in HUB_NAMES.values() for hub in hubs}
+    words = dict.fromkeys([name.lower(), name.lower().rpartition("/")[2]])
+    close = [near for word in words for near in get_close_matches(word, spellings, 3, 0.7)]
+    return list(dict.fromkeys(shown.get(near, spellings[near]) for near in close))[:3]
+
+
+def _spellings(known: Sequence[str]) -> dict[str, str]:
+    """Every way to write a known name, in lower case: our name."""
+    found = {name: name for name in known}
+    for name in known:
+        for hub in HUB_NAMES.get(name, ()):
+            found |= {hub.lower(): name, hub.lower().rpartition("/")[2]: name}
+    return found
+
 
 CONFIG_FILES = ("config.json", "model_index.json")
 
@@ -76,8 +142,8 @@ def _diffusion_names() -> Sequence[str]:
 def find_model(name: str) -> ModelShape:
     """The shape of a folder of transformers or diffusers, of a GGUF file, or of a name.
 
-    Names are those of `known_models` and of `model_names`: on the hub, and of families. Nothing is
-    downloaded.
+    Names are those of `known_models`, on the hub (`HUB_NAMES`), and of families (`SHORT_NAMES`).
+    Nothing is downloaded.
     """
     if _has_config(Path(name)):
         return _read_folder(Path(name))
@@ -190,3 +256,39 @@ def _read_transformers(folder: Path, name: str) -> ModelShape:
         return replace(shape, tower=tower_of_config(vision))
     except UnsupportedError as error:
         return replace(shape, unknown_tower=str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests, how many of them at once, and their images.
+
+    Attributes:
+        context: Tokens of a prompt.
+        concurrency: Requests that run at once.
+        output_len: Tokens of an answer.
+        image_size: Height and width of an image.
+        num_images: Images in one request.
+    """
+
+    context: int = 8192
+    concurrency: int = 1
+    output_len: int = 512
+    image_size: tuple[int, int] = (1080, 1920)
+    num_images: int = 1
+
+    def __post_init__(self) -> None:
+        counts = (self.context, self.concurrency, self.output_len, self.num_images)
+        if min(*counts, *self.image_size) < 1:
+            raise ConfigError(f"expected sizes and counts of at least 1, got {self}")
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Height and width of "1920x1080", which is width and height, or of hd, fullhd, qhd, 4k."""
+    if (named := RESOLUTIONS.get(text.strip().lower())) is not None:
+        return named
+    found = re.fullmatch(r"([0-9]+)x([0-9]+)", text.strip().lower())
+    if found is None:
+        raise ConfigError(
+            f"expected an image size such as 1920x1080, or {', '.join(RESOLUTIONS)}; got {text!r}"
+        )
+    return int(found[2]), int(found[1])
