@@ -9,8 +9,7 @@ from octavo.measure import store
 from octavo.measure.advise.compared import Compared, compare_all
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.tried import tried_table
-from octavo.measure.report.markdown import to_markdown
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, to_markdown
 
 EXAMPLE = ("gpt-oss-like", "--gpu", "h200", "--context", "32k", "--concurrency", "8")
 

@@ -327,7 +327,7 @@ def _save(
 def _print(case: "ServingCase", served: "Served") -> None:
     """vLLM's lines, then a table of the latencies."""
     from octavo.measure.bench.request_times import METRICS
-    from octavo.measure.report.labels import Cell, format_column
+    from octavo.measure.report.tables import Cell, format_column
     from octavo.measure.report.tables import Table
 
     limit = case.max_concurrency

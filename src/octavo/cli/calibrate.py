@@ -194,7 +194,7 @@ def calibrate(
     from octavo.calibration.run import calibrate_to_file
     from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate.calibration import calibration_records
-    from octavo.measure.report.calibration import calibration_table
+    from octavo.measure.report.layers import calibration_table
 
     # All that can be wrong about the request, before the model is loaded.
     if percentile is not None and observer is not ObserverName.percentile:
@@ -351,7 +351,7 @@ def _command(
 
 
 def _write_plot(plot: Path, records: "list[Measurement]", command: str) -> None:
-    from octavo.measure.report.calibration import calibration_section
+    from octavo.measure.report.layers import calibration_section
     from octavo.measure.report.html import write_report
 
     write_report(

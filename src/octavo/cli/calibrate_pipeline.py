@@ -188,7 +188,7 @@ def scan_layers(request: PipelineRequest) -> None:
     """Print which layers matter and which to ignore; write records if asked."""
     from octavo.integrations.diffusers.sensitivity import Scan
     from octavo.measure.evaluate.sensitivity import sensitivity_records
-    from octavo.measure.report.sensitivity import sensitivity_table
+    from octavo.measure.report.layers import sensitivity_table
     from octavo.measure.store import append
 
     others = ("scale_save_path", "is_attention", "is_text_encoder")
@@ -243,7 +243,7 @@ def calibrate_scales(request: PipelineRequest, settings: "CalibrationSettings") 
     from octavo.calibration.autosave import check_scale_paths
     from octavo.integrations.diffusers.calibrate import observe_pipeline
     from octavo.measure.evaluate.calibration import pipeline_records
-    from octavo.measure.report.calibration import pipeline_table
+    from octavo.measure.report.layers import pipeline_table
     from octavo.measure.store import append
 
     # All that can be wrong about the request, before the model is loaded.

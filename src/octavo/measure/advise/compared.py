@@ -17,7 +17,7 @@ from octavo.measure.advise.predict import (
     step_shape,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
-from octavo.measure.report.advice import COMPARED_OPS
+from octavo.measure.report.speed import COMPARED_OPS
 from octavo.measure.report.tables import Table, from_records
 
 OP = "advise"
