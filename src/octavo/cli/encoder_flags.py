@@ -8,7 +8,7 @@ import typer
 from octavo.cli.console import err
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.mm_processor import EncoderOptions
+    from octavo.integrations.transformers.encoder_options import EncoderOptions
 
 VLLM_BACKEND = "FLASHINFER"  # the one that vLLM's guide to FP8 attention of encoders asks for
 
@@ -50,7 +50,7 @@ def encoder_options(
     *, attn_dtype: str | None, attn_backend: str | None, **others: Any
 ) -> "EncoderOptions":
     """The options that the flags mean; a note says what runs in place of vLLM's backend."""
-    from octavo.measure.bench.mm_processor import EncoderOptions
+    from octavo.integrations.transformers.encoder_options import EncoderOptions
 
     if attn_backend == VLLM_BACKEND and attn_dtype == "fp8":
         err.print(

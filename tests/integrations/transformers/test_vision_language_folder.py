@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.measure.bench.images import Request
-from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
+from octavo.measure.bench.mm_processor import run_mm_processor
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")

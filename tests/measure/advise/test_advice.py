@@ -238,7 +238,7 @@ def parsed(command):
     import typer
 
     from octavo.cli import serve
-    from octavo.measure.bench.mm_processor import EncoderOptions
+    from octavo.integrations.transformers.encoder_options import EncoderOptions
 
     app = typer.Typer()
     app.command()(serve.serve)

@@ -8,12 +8,13 @@ import torch
 from octavo.calibration.scale_file import load_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import restore_
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.integrations.transformers.vision_graphs import VisionGraphs
 from octavo.integrations.transformers.vision_language import TinyModel, find_tower
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench import mm_processor
 from octavo.measure.bench.images import DataOptions, Request, make_requests, parse_buckets
-from octavo.measure.bench.mm_processor import STAGES, EncoderOptions, run_mm_processor
+from octavo.measure.bench.mm_processor import STAGES, run_mm_processor
 from octavo.ops.select import _named, register_impl, unregister_impl
 
 pytest.importorskip("transformers")

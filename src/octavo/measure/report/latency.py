@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.measure import fit
+from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
 from octavo.measure.regression import Interval
 from octavo.measure.report.html import Section
@@ -50,8 +50,8 @@ class Metric:
     num_terms: int
     fit: Callable[[Rows], Any]
     terms: Callable[[Any], list[str]]
-    ratio: Callable[[Any, Any], fit.Ratio]
-    break_even: Callable[[Any, Any], fit.BreakEven]
+    ratio: Callable[[Any, Any], fits.Ratio]
+    break_even: Callable[[Any, Any], fits.BreakEven]
     header: tuple[str, ...]
     caption: str
 
@@ -61,13 +61,13 @@ ITL = Metric(
     words="Time between tokens",
     shape="line",
     num_terms=2,
-    fit=fit.fit_itl,
+    fit=fits.fit_itl,
     terms=lambda line: [
         with_interval(line.intercept, line.intercept_interval),
         with_interval(line.slope * 1e6, line.slope_interval, 1e6),
     ],
-    ratio=fit.slope_ratio,
-    break_even=fit.break_even,
+    ratio=fits.slope_ratio,
+    break_even=fits.break_even,
     header=("intercept (ms)", "slope (µs per 1k tokens)", "slope ratio"),
     caption="ITL over the context: intercept + slope · tokens; in brackets intervals of 95 %",
 )
@@ -76,14 +76,14 @@ TTFT = Metric(
     words="Time to the first token",
     shape="curve",
     num_terms=3,
-    fit=fit.fit_ttft,
+    fit=fits.fit_ttft,
     terms=lambda curve: [
         with_interval(curve.constant, curve.interval("constant")),
         with_interval(curve.linear * 1e3, curve.interval("linear"), 1e3),
         with_interval(curve.square * 1e6, curve.interval("square"), 1e6),
     ],
-    ratio=fit.square_ratio,
-    break_even=fit.curve_break_even,
+    ratio=fits.square_ratio,
+    break_even=fits.curve_break_even,
     header=("c (ms)", "b (ms per 1k tokens)", "a (ms per 1k tokens, squared)", "ratio of a"),
     caption="TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals of 95 %. The "
     "break-even is of the curves, between the lengths that were measured",
@@ -111,7 +111,7 @@ class Row:
         """What is fitted to a metric; None with fewer lengths than that has terms."""
         return metric.fit(self.records) if len(self.records) >= metric.num_terms else None
 
-    def break_even(self, metric: Metric) -> "fit.BreakEven | None":
+    def break_even(self, metric: Metric) -> fits.BreakEven | None:
         """Where the fits of this row and its baseline cross; None unless both have one."""
         own, other = self.fit(metric), self.baseline and self.baseline.fit(metric)
         return None if own is None or other is None else metric.break_even(own, other)
@@ -323,7 +323,11 @@ def _drawn(
         data.append(trace | {"legendgroup": escape(row.name)})
         if (fitted := row.fit(metric)) is not None:
             x = places(row)
-            curve = {"type": "scatter", "mode": "lines", "name": f"{escape(row.name)}, fitted"}
+            curve: Trace = {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"{escape(row.name)}, fitted",
+            }
             curve |= {"x": x, "y": [fitted.at(one + shift) for one in x], "hoverinfo": "skip"}
             curve |= {"showlegend": False, "legendgroup": escape(row.name)}
             data.append(curve | {"meta": {"series": series}})

@@ -130,10 +130,13 @@ def _picture_headline(rows: Rows) -> str:
 
 
 def _picture_figures(rows: Rows) -> Iterable[Figure]:
-    pairs = [(str(row.case["row"]), *(row.values[name] for name in _PSNR)) for row in _scored(rows)]
-    if pairs:
+    some = []
+    for row in _scored(rows):
+        mean, worst = (row.values[name] for name in _PSNR)
+        some.append(Point(str(row.case["row"]), mean, 0.0, mean - worst))
+    if some:
         yield points(
-            {"PSNR": [Point(name, mean, 0.0, mean - worst) for name, mean, worst in pairs]},
+            {"PSNR": some},
             caption="Mean PSNR over the pictures of each row; higher is better. Bars reach down to "
             "the worst picture.",
             value_title="PSNR (dB)",
