@@ -7,20 +7,17 @@ size is fixed; e4m3 spans 18 of them, and what is smaller counts as zero.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.calibration.settings import CalibrationSettings as CalibrationSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead
 from octavo.numerics.quantize import saturating_cast
-from octavo.numerics.scales import check_margin, finite_amax
-
-Observer = Literal["amax", "percentile", "mse"]
-OBSERVERS: tuple[Observer, ...] = ("amax", "percentile", "mse")
+from octavo.numerics.scales import finite_amax
 
 _OCTAVE = 128  # bfloat16 values from one power of two to the next
 _NUM_BINS = 40 * _OCTAVE
@@ -29,37 +26,6 @@ _MAX_CODE = 0x7F7F  # the largest finite one, as an integer
 _CHUNK_SIZE = 2**24  # values counted at once: as codes they take 64 MiB
 # The error is searched at 16 scales per power of two, over 6 powers: beyond, clipping dominates.
 _MSE_STEPS = tuple(2.0 ** (-step / 16) for step in range(6 * 16 + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationSettings:
-    """How scales are found: which observer, for how many values at once, with how much headroom.
-
-    percentile: of the observer of that name. granularity: "tensor" or "head". rotate_keys,
-    center_keys: of a KV cache whose recipe says so; then scales are those of such keys.
-    """
-
-    observer: Observer = "amax"
-    percentile: float = 99.99
-    granularity: Literal["tensor", "head"] = "tensor"
-    margin: float = 1.5
-    rotate_keys: bool = False
-    center_keys: bool = False
-
-    def __post_init__(self) -> None:
-        if self.observer not in OBSERVERS:
-            raise ConfigError(
-                f"expected an observer, one of {', '.join(OBSERVERS)}, got {self.observer!r}"
-            )
-        if self.granularity not in ("tensor", "head"):
-            raise ConfigError(f"expected granularity tensor or head, got {self.granularity!r}")
-        if not 0 < self.percentile <= 100:
-            raise ConfigError(f"expected a percentile above 0, up to 100, got {self.percentile}")
-        check_margin(self.margin)
-
-    def __str__(self) -> str:
-        name = self.observer
-        return f"{name} {self.percentile:g}" if name == "percentile" else name
 
 
 class Histogram:

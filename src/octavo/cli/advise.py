@@ -71,6 +71,7 @@ def advise(
     kernels say (--results), corrected by records of whole models. No GPU is needed, and no
     weights.
     """
+    from octavo.amounts import parse_tokens
     from octavo.measure import store
     from octavo.measure.advise.advice import (
         expectation_table,
@@ -82,7 +83,6 @@ def advise(
     )
     from octavo.measure.advise.advise import advise as make_advice
     from octavo.measure.advise.gpus import find_gpu
-    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.advise.shape import find_model
 
     if output is not None and not is_measured:

@@ -99,8 +99,8 @@ def latency(
     tokens in float32, log-probabilities within what rounding explains otherwise (relative_rms). A
     row that is wrong has no records, and the exit code is 1.
     """
+    from octavo.amounts import parse_tokens
     from octavo.measure import store
-    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.latency import run_latency, vllm_result
     from octavo.measure.bench.peer_impls import registered_prefill
     from octavo.measure.report.html import check_packages
@@ -183,8 +183,8 @@ def throughput(
     length that was asked for. Gains are against the first row, above 1 is better. As in octavo
     bench latency, a row that is wrong has no record, and the exit code is 1.
     """
+    from octavo.amounts import parse_tokens
     from octavo.measure import store
-    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.peer_impls import registered_prefill
     from octavo.measure.bench.throughput import run_throughput, vllm_result
 

@@ -252,9 +252,9 @@ def generate(
     """
     from rich.progress import track
 
+    from octavo.amounts import parse_tokens
     from octavo.integrations.transformers.decoder import make_decoder
     from octavo.kernels.device import default_device
-    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.bench.generate import GenerateCase, run_generate
 
     device = default_device()

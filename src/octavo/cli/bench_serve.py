@@ -317,8 +317,7 @@ def parse_goodput(texts: list[str]) -> dict[str, float]:
 def _print(case: ServingCase, served: "Served") -> None:
     """vLLM's lines, then a table of the latencies."""
     from octavo.measure.bench.request_times import METRICS
-    from octavo.measure.report.labels import Cell, format_column
-    from octavo.measure.report.tables import Table
+    from octavo.measure.report.tables import Cell, Table, format_column
 
     limit = case.max_concurrency
     rows: list[tuple[str, Cell]] = [(line, served.metrics[key]) for line, key in LINES.items()]

@@ -120,8 +120,7 @@ def _print_plan(todo: "list[Combination]", output: Path, device: str) -> None:
 
 def _print(outcomes: "list[Outcome]") -> None:
     """One line for each combination, with its median times where it has some."""
-    from octavo.measure.report.labels import Cell, format_column
-    from octavo.measure.report.tables import Table
+    from octavo.measure.report.tables import Cell, Table, format_column
 
     rows: list[tuple[Cell, ...]] = []
     for outcome in outcomes:

@@ -103,13 +103,14 @@ def doctor(asked: Question) -> None:
 
 
 def _count_memory(model: str, context: str, asked: Question) -> None:
+    from octavo.amounts import parse_bytes, parse_tokens
     from octavo.integrations.transformers.cache_layers import read_cached_model
     from octavo.kernels.device import default_device
     from octavo.measure.advise import memory
     from octavo.recipe import KvCacheSettings
 
-    num_tokens, given = memory.parse_tokens(context), asked.gpu_memory
-    gpu_bytes = memory.parse_bytes(given) if given else default_device().memory_bytes
+    num_tokens, given = parse_tokens(context), asked.gpu_memory
+    gpu_bytes = parse_bytes(given) if given else default_device().memory_bytes
     # The scales' values do not matter here, only how many there are.
     is_token = asked.granularity is GranularityName.token
     settings = KvCacheSettings(

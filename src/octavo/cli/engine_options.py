@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import Flags
+from octavo.cli.options import Flags, field_names
 from octavo.integrations.transformers.encoder_options import EncoderOptions
 
 if TYPE_CHECKING:
@@ -150,11 +150,7 @@ EncoderFlags = Annotated[
     EncoderOptions,
     Flags(
         names={
-            "attn_dtype": "--mm-encoder-attn-dtype",
-            "attn_backend": "--mm-encoder-attn-backend",
-            "fp8_scale_path": "--mm-encoder-fp8-scale-path",
-            "fp8_scale_save_path": "--mm-encoder-fp8-scale-save-path",
-            "fp8_scale_save_margin": "--mm-encoder-fp8-scale-save-margin",
+            name: f"--mm-encoder-{name.replace('_', '-')}" for name in field_names(EncoderOptions)
         },
         without=("graph_budgets",),
     ),

@@ -28,14 +28,16 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
@@ -48,7 +50,7 @@ class Flags:
     """Says how one command shows settings of others: `Annotated[EngineSettings, Flags(...)]`.
 
     Attributes:
-        names: Flags of fields whose flag is not their own name with hyphens.
+        names: Flags of fields whose flag is not their own name with hyphens: "--batch -n" for both.
         help: Texts that replace those of the docstring.
         defaults: Defaults that replace those of the fields.
         without: Fields that are not flags here and keep their defaults.
@@ -108,6 +110,30 @@ def field_names(*settings: type) -> frozenset[str]:
 
 # Parameters that say where results go, and nothing of what is measured.
 PLACES = ("output", "as_json", "output_json", "plot", "strict")
+
+
+def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The flags of those parameters that are on the command line."""
+    wanted = set(names)
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in wanted and source is not None and source.name == "COMMANDLINE":
+            found.append(parameter.opts[0])
+    return found
+
+
+def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
+    """The JSON object that a flag has as its text."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: expected a JSON object, got {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag}: expected a JSON object, got {text[:100]}")
+    return found
 
 
 def repeat_command(
@@ -186,7 +212,7 @@ def _default(own: "dataclasses.Field[Any]") -> Any:
 def _option(hint: Any, name: str | None, default: Any) -> Any:
     """The field's own typer.Option or typer.Argument, or one by its name."""
     given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
-    option = copy.copy(given[0]) if given and name is None else typer.Option(*filter(None, [name]))
+    option = copy.copy(given[0]) if given and name is None else typer.Option(*(name or "").split())
     if isinstance(option, OptionInfo) and default in (None, ()):
         option.show_default = False
     return option
@@ -195,16 +221,26 @@ def _option(hint: Any, name: str | None, default: Any) -> Any:
 def _typer_type(hint: Any) -> Any:
     """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(kind) is Literal:
+        return _Choice("Choice", {name: name for name in get_args(kind)})
     return list[get_args(kind)[0]] if get_args(kind)[1:] == (...,) else kind  # type: ignore[misc]
 
 
+class _Choice(StrEnum):
+    """The texts of a Literal, which not every version of typer knows."""
+
+
 def _make(settings: type, values: dict[str, Any]) -> Any:
-    return settings(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    )
+    return settings(**{name: _as_field(value) for name, value in values.items()})
+
+
+def _as_field(value: Any) -> Any:
+    match value:
+        case list():
+            return tuple(value)
+        case _Choice():
+            return value.value
+    return value
 
 
 RecordsFile = Annotated[

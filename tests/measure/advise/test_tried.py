@@ -7,7 +7,7 @@ import pytest
 
 from octavo.measure import store
 from octavo.measure.advise import gpus
-from octavo.measure.report.markdown import to_markdown
+from octavo.measure.report.tables import to_markdown
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = (ROOT / "docs" / "support.md").read_text("utf-8")

@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server.bind import bound  # noqa: E402
+from octavo.serving.server.run import bound  # noqa: E402
 
 
 def has_ipv6():

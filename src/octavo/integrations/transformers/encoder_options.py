@@ -1,4 +1,4 @@
-"""How a vision encoder attends: vLLM's `--mm-encoder-…` options, as settings without torch."""
+"""How a vision encoder attends: vLLM's `--mm-encoder-…` options; torch is imported on use."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -25,7 +25,7 @@ from octavo.measure.advise.predict import (
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
-from octavo.measure.report.advice import COMPARED_OPS
+from octavo.measure.report.speed import COMPARED_OPS
 from octavo.measure.report.tables import Table, from_records
 
 if TYPE_CHECKING:

@@ -4,13 +4,14 @@ Bytes are counted before anything runs; scales of 1.0 are vLLM's default, and a 
 do to keys and values.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo.amounts import parse_bytes as parse_bytes
+from octavo.amounts import parse_tokens as parse_tokens
 from octavo.calibration.observers import CalibrationSettings, Histogram
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
@@ -25,9 +26,6 @@ from octavo.patterns import match_layers
 from octavo.recipe import KvCacheSettings, Recipe
 
 BF16_BYTES, SCALE_BYTES = 2, 4
-_TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20}
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -132,23 +130,6 @@ def memory_notes(model: CachedModel, context: int, gpu_bytes: int | None) -> lis
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def parse_tokens(text: str) -> int:
-    """A number of tokens such as 4096, 128k (131,072) or 1M (1,048,576)."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmM]?)", text.strip())
-    count = 0.0 if found is None else float(found[1]) * _TOKEN_UNITS[found[2].lower()]
-    if count < 1 or count != int(count):
-        raise ConfigError(f"expected a number of tokens such as 4096, 128k or 1M, got {text!r}")
-    return int(count)
-
-
-def parse_bytes(text: str) -> int:
-    """An amount of memory such as 141GiB, 80GB or a plain number of bytes."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if found is None or found[2] not in _UNITS or not float(found[1]):
-        raise ConfigError(f"expected an amount of memory such as 141GiB or 80GB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 # e4m3 keeps about 31 dB of normal numbers: below this, many have lost their last bits or are zero.

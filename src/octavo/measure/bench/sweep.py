@@ -27,9 +27,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from octavo.amounts import parse_tokens
 from octavo.errors import ConfigError, OctavoError
 from octavo.measure import store
-from octavo.measure.advise.memory import parse_tokens
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
 from octavo.measure.bench.engine import Subject, check_rows, make_rows, open_subject
 from octavo.measure.bench.engine_run import RowResult
