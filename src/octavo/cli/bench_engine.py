@@ -16,10 +16,9 @@ from octavo.cli.options import (
     Strict,
     check_folder,
     repeat_command,
-    row_file,
     takes_settings,
 )
-from octavo.cli.records import print_file, print_json, write_result
+from octavo.cli.records import print_file, print_json, write_results
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
@@ -129,10 +128,13 @@ def latency(
             on_run=lambda what: progress.step(task, what),
         )
     records = _show(results, _print_latency, output, as_json)
-    places = [(result, length) for result in results for length in result.latencies_s]
-    for result, length in places if output_json else ():
-        file = row_file(output_json, result.row.name, length) if len(places) > 1 else output_json
-        write_result(file, vllm_result(result, length))
+    if output_json is not None:
+        documents = {
+            (result.row.name, length): vllm_result(result, length)
+            for result in results
+            for length in result.latencies_s
+        }
+        write_results(output_json, documents, is_several=len(documents) > 1)
     if plot is not None:
         _plot(records, plot)
     _end(results)
@@ -215,10 +217,9 @@ def throughput(
             on_token=lambda what: progress.step(task, f"{what}, tokens"),
         )
     _show(results, _print_throughput, output, as_json)
-    for result in results if output_json else ():
-        for record in result.records:
-            file = row_file(output_json, result.row.name) if len(results) > 1 else output_json
-            write_result(file, vllm_result(record))
+    if output_json is not None:
+        documents = {(r.row.name,): vllm_result(record) for r in results for record in r.records}
+        write_results(output_json, documents, is_several=len(results) > 1)
     _end(results)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from octavo.cli.options import (
     takes_settings,
 )
 from octavo.cli.records import Collected, print_json
+
+if TYPE_CHECKING:
+    from octavo.measure.records import Measurement
 
 Folder = typer.Option(exists=True, file_okay=False)
 ENCODER_COLUMNS = (
@@ -189,6 +192,11 @@ def diffusion(
     collected = Collected(output)
     with Progress(console=err) as progress:
         task = progress.add_task("measuring", total=len(cases) * len(recipes))
+
+        def keep(found: "list[Measurement]") -> None:
+            collected.keep(found)
+            progress.advance(task)
+
         for case in cases:
             taken = {"config": case.size, "recipes": ",".join(recipes)}
             _, objections = run_step(
@@ -196,7 +204,7 @@ def diffusion(
                 device.torch_device,
                 repeat_command(context, taken=taken),
                 asked.peers,
-                on_recipe=lambda found: (collected.keep(found), progress.advance(task)),
+                on_recipe=keep,
             )
             collected.objections += objections
     if as_json:

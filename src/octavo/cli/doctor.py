@@ -4,7 +4,7 @@ import platform
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -80,7 +80,7 @@ class Question:
             )
 
     @property
-    def format(self) -> str:
+    def format(self) -> Literal["e4m3", "e5m2"]:
         """The format of the FP8 cache."""
         return "e5m2" if self.kv_cache_dtype is KvCacheDtype.fp8_e5m2 else "e4m3"
 

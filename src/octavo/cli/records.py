@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import check_folder
+from octavo.cli.options import check_folder, row_file
 from octavo.cli.tables import print_objections, print_table
 
 if TYPE_CHECKING:
@@ -67,3 +67,14 @@ def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 4) ->
     text = json.dumps(document, indent=indent, allow_nan=False)
     write_atomically(path, f"{text}\n".encode())
     err.print(f"Result: {path}", soft_wrap=True)
+
+
+def write_results(
+    path: Path,
+    documents: "Mapping[tuple[str | int, ...], Mapping[str, Any]]",
+    *,
+    is_several: bool,
+) -> None:
+    """Write a document to the path; of several, each to a file with its words in the name."""
+    for words, document in documents.items():
+        write_result(row_file(path, *words) if is_several else path, document)

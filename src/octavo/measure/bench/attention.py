@@ -294,8 +294,10 @@ def _quantized_inside(scaling: str, inputs: PackedInputs) -> Callable[[], Tensor
 
     def call() -> Tensor:
         made = ops.quantize_qkv(*inputs.qkv, **options)
-        layout = {"packing": packing, "value_layout": made.value_layout}
-        return ops.attention(made.q, made.k, made.v, AttentionSpec(), made.scales, **layout)
+        qkv, layout = (made.q, made.k, made.v), made.value_layout
+        return ops.attention(
+            *qkv, AttentionSpec(), made.scales, packing=packing, value_layout=layout
+        )
 
     return call
 

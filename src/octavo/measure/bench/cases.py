@@ -245,7 +245,7 @@ class Ramp:
         """Requests per second at each of so many gaps."""
         import numpy as np
 
-        spaced = np.linspace if self.strategy == "linear" else np.geomspace
+        spaced: Any = np.linspace if self.strategy == "linear" else np.geomspace
         return spaced(self.start_rps, self.end_rps, count)
 
 

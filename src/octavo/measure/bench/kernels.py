@@ -29,6 +29,7 @@ from octavo.measure.bench.benchmark import (
     seeded,
     timed_impls,
 )
+from octavo.measure.records import Scalar
 from octavo.numerics.granularity import PerChannel, PerTensor, PerToken
 from octavo.numerics.quantize import Quantized
 from octavo.reference import gemm
@@ -147,7 +148,7 @@ def _mm_participants(shape: MatmulShape, device: torch.device) -> list[Participa
         _, num_bytes = mm_work(shape, a_bytes=1 if operands == "FP8" else 2, out_bytes=2)
         if operands == "BF16":
             num_bytes += shape.columns * shape.depth
-        notes = {"scales": scales, "bias": has_bias}
+        notes: dict[str, Scalar] = {"scales": scales, "bias": has_bias}
         return Participant(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes)
 
     by_token = "token by channel"

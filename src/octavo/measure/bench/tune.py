@@ -107,7 +107,7 @@ def _attend(config: attention_config.AttentionConfig, inputs: Any) -> Call:
     from octavo.kernels.attention.triton import attention as run
 
     qkv = ops.quantize_qkv(*inputs, value_layout="transposed")
-    options = {"packing": None, "sinks": None, "key_mask": None, "out_dtype": torch.bfloat16}
+    options: Any = {"packing": None, "sinks": None, "key_mask": None, "out_dtype": torch.bfloat16}
     options |= {"value_layout": qkv.value_layout, "config": config}
 
     def call() -> Tensor:
@@ -125,8 +125,9 @@ def _quantize_problem(size: Any, device: Device) -> Problem | None:
 def _quantize(config: quantize_config.QuantizeConfig, inputs: Any) -> Call:
     from octavo.kernels.quantize.triton import quantize as run
 
-    options = {"scale": None, "margin": 1.0, "power_of_two": False, "config": config}
-    return partial(run, *inputs, E4M3, **options)
+    x, granularity = inputs
+    options: Any = {"scale": None, "margin": 1.0, "power_of_two": False, "config": config}
+    return partial(run, x, granularity, E4M3, **options)
 
 
 def _scaled_mm_problem(size: Any, device: Device) -> Problem | None:
