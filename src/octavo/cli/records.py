@@ -71,7 +71,7 @@ def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 4) ->
 
 def write_results(
     path: Path,
-    documents: "Mapping[tuple[str | int, ...], Mapping[str, Any]]",
+    documents: Mapping[Any, Mapping[str, Any]],
     *,
     is_several: bool,
 ) -> None:

@@ -65,6 +65,19 @@ def _attend(impl: str | None, operands: str, spec: AttentionSpec, qkv: Qkv, **op
     return partial(ops.attention, made.q, made.k, made.v, spec, made.scales, **options)
 
 
+def _library_peers(
+    entry: Callable[..., Participant], peer: Callable[..., Prepare], folder: Path | None
+) -> list[Participant]:
+    """FlashAttention-3 of vLLM and of its own package, and cuDNN; peer: makes a call of one."""
+    return [
+        entry("vllm-fa3", "FP8", peer(peers.vllm_fa3, folder, True)),
+        entry("vllm-fa3", "BF16", peer(peers.vllm_fa3, folder, False)),
+        entry("fa3-fwd", "FP8", peer(peers.fa3_fwd, folder, True), levels=1),
+        entry("fa3-fwd", "BF16", peer(peers.fa3_fwd, folder, False)),
+        entry("cudnn", "FP8", peer(peers.cudnn_fp8, folder), output="FP8"),
+    ]
+
+
 # Dense: (batch, length, query heads, KV heads, head_dim, causal)
 DenseSize = tuple[int, int, int, int, int, bool]
 
@@ -95,11 +108,7 @@ def _dense(size: DenseSize, device: torch.device, folder: Path | None) -> Benchm
     ]
     if device.type == "cuda":
         participants += [
-            entry("vllm-fa3", "FP8", peer(peers.vllm_fa3, folder, True)),
-            entry("vllm-fa3", "BF16", peer(peers.vllm_fa3, folder, False)),
-            entry("fa3-fwd", "FP8", peer(peers.fa3_fwd, folder, True), levels=1),
-            entry("fa3-fwd", "BF16", peer(peers.fa3_fwd, folder, False)),
-            entry("cudnn", "FP8", peer(peers.cudnn_fp8, folder), output="FP8"),
+            *_library_peers(entry, peer, folder),
             entry("torch-cudnn", "BF16", peer(peers.sdpa, SDPBackend.CUDNN_ATTENTION)),
             entry("torch-flash", "BF16", peer(peers.sdpa, SDPBackend.FLASH_ATTENTION)),
         ]
@@ -201,13 +210,7 @@ def _packed(batch: Batch, device: torch.device, folder: Path | None) -> Benchmar
         for name in timed_impls("attention", device)
     ]
     if device.type == "cuda":
-        participants += [
-            entry("vllm-fa3", "FP8", _packed_peer(peers.vllm_fa3, folder, True)),
-            entry("vllm-fa3", "BF16", _packed_peer(peers.vllm_fa3, folder, False)),
-            entry("fa3-fwd", "FP8", _packed_peer(peers.fa3_fwd, folder, True), levels=1),
-            entry("fa3-fwd", "BF16", _packed_peer(peers.fa3_fwd, folder, False)),
-            entry("cudnn", "FP8", _packed_peer(peers.cudnn_fp8, folder), output="FP8"),
-        ]
+        participants += _library_peers(entry, _packed_peer, folder)
     return Benchmark(
         op="packed_attention",
         case={"shape": str(batch), "causal": False},

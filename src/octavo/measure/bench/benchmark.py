@@ -6,7 +6,7 @@ the L2 cache counts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -154,6 +154,12 @@ def read_rows(texts: Sequence[str], dialect: Dialect, plain: Sequence[str]) -> l
     if others := [row.name for row in rows if row.is_plain and row.name not in plain]:
         raise ConfigError(f"expected plain rows of {', '.join(plain)}; got {', '.join(others)}")
     return rows
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest error; NaN if one is."""
+    found = list(errors)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @dataclass(frozen=True)

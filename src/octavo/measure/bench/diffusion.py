@@ -8,7 +8,6 @@ to itself for a second.
 
 import copy
 import gc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +28,9 @@ from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.current_layer import observe_attention
 from octavo.integrations.diffusers.plain_layers import use_faster_forms_
 from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
+from octavo.integrations.transformers.vision_tower import recorded_calls
 from octavo.measure.bench import peer_impls
-from octavo.measure.bench.benchmark import Objection, read_rows
+from octavo.measure.bench.benchmark import Objection, read_rows, worst
 from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import DIFFUSION, Row
@@ -40,6 +40,7 @@ from octavo.recipe import AttentionSettings, Recipe
 BF16 = "bf16"
 # What of a recipe is no FP8: how much faster the model is with its layers' faster forms alone.
 FASTER = "bf16-faster"
+_Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 NUM_SAMPLES = 7
 # Relative RMS against the same layer in BF16. Quantizing both operands of a product costs 0.037 on
 # normal values; an attention layer has up to two products and attention between them, in a row.
@@ -76,16 +77,9 @@ class StepCase:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What a layer of the BF16 model was given, and what it made of it."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-
-@dataclass(frozen=True)
 class _Truth:
+    """What the BF16 model gave, and the calls of some of its layers by kind: arguments, result."""
+
     result: Tensor
     linear: Mapping[str, _Call]
     attention: Mapping[str, _Call]
@@ -149,7 +143,9 @@ def _fastest_attention(
 ) -> tuple[str, list[Objection]]:
     """The fastest BF16 attention for the first attention layer's own q, k and v."""
     name, layer = next(iter(find_layers(model).items()))
-    call = _record(model, [name], inputs).calls[name]
+    with recorded_calls(model, [name]) as seen:
+        model(**inputs)
+    args, kwargs, expected = seen[name]
     device = next(model.parameters()).device
     calls: dict[str, Callable[[], Any]] = {}
     objections: list[Objection] = []
@@ -157,9 +153,9 @@ def _fastest_attention(
         twin = copy.deepcopy(layer)
         holder = nn.ModuleList([twin])
         full_size.use_bf16_attention_(holder, candidate)
-        attend = partial(twin, *call.args, **call.kwargs)
+        attend = partial(twin, *args, **kwargs)
         try:
-            error = _error(attend(), call.result)
+            error = _error(attend(), expected)
             # By graphs: else the host's time decides, which is the same for all.
             timed = capture([attend]) if device.type == "cuda" else attend
         except (UnsupportedError, RuntimeError) as reason:
@@ -177,34 +173,6 @@ def _fastest_attention(
     return min(best, key=lambda name: best[name]), objections
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    result: Tensor
-    calls: Mapping[str, _Call]
-
-
-def _record(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -> _Recorded:
-    """A pass of the model, and what the layers of these names were given and gave."""
-    calls: dict[str, _Call] = {}
-
-    def keep(name: str, args: Any, kwargs: Any, result: Any) -> None:
-        calls[name] = _Call(args, kwargs, result)
-
-    hooks = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _, args, kwargs, result, name=name: keep(name, args, kwargs, result),
-            with_kwargs=True,
-        )
-        for name in names
-    ]
-    try:
-        result = model(**inputs)[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return _Recorded(result, calls)
-
-
 def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
     """The BF16 model's own result, and its layers in the first and the last block."""
     blocks = list(full_size.repeated_blocks(model))
@@ -212,12 +180,10 @@ def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
     inside = [n for n, _ in model.named_modules() if any(n.startswith(f"{b}.") for b in some)]
     linear = [n for n in inside if isinstance(model.get_submodule(n), nn.Linear)]
     attention = [n for n in inside if n in find_layers(model)]
-    seen = _record(model, [*linear, *attention], inputs)
-    return _Truth(
-        seen.result,
-        {n: seen.calls[n] for n in linear if n in seen.calls},
-        {n: seen.calls[n] for n in attention if n in seen.calls},
-    )
+    with recorded_calls(model, [*linear, *attention]) as calls:
+        result = model(**inputs)[0]
+    kinds = ({n: calls[n] for n in names if n in calls} for names in (linear, attention))
+    return _Truth(result, *kinds)
 
 
 def _measure(
@@ -296,8 +262,8 @@ def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:
     values = {}
     for kind, calls, limit in kinds:
         errors = {
-            layer: _error(model.get_submodule(layer)(*call.args, **call.kwargs), call.result)
-            for layer, call in calls.items()
+            layer: _error(model.get_submodule(layer)(*args, **kwargs), expected)
+            for layer, (args, kwargs, expected) in calls.items()
         }
         bad = [f"{layer} {error:.3g}" for layer, error in errors.items() if not error <= limit]
         if bad or not errors:
@@ -314,8 +280,7 @@ def _error(actual: Any, expected: Any) -> float:
     if isinstance(expected, Tensor):
         return relative_rms(actual, expected)
     pairs = [(a, b) for a, b in zip(actual, expected, strict=True) if isinstance(b, Tensor)]
-    errors = [relative_rms(a, b) for a, b in pairs]
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
+    return worst(relative_rms(a, b) for a, b in pairs)
 
 
 def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:

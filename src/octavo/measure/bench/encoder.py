@@ -36,7 +36,7 @@ from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.measure.bench import peer_impls
 from octavo.measure.bench.attention import MAX_ERROR
-from octavo.measure.bench.benchmark import Objection, read_rows
+from octavo.measure.bench.benchmark import Objection, read_rows, worst
 from octavo.measure.bench.cases import RESOLUTIONS
 from octavo.measure.bench.timing import machine_of, time_alone
 from octavo.measure.records import Measurement, Scalar
@@ -286,15 +286,15 @@ def _check(entry: _Entry, truth: _Truth, result: Any) -> dict[str, float]:
         for name, (args, kwargs, expected) in truth.layers.items():
             actual = entry.tower.get_submodule(name)(*args, **kwargs)
             errors.append(relative_rms(actual, expected))
-    worst = _worst(errors)
+    of_attention = worst(errors)
     limit = MAX_ERROR["BF16" if entry.is_bf16 else "FP8"]
     of_tower = relative_rms(result.pooler_output, truth.result)
-    if not worst <= limit or math.isnan(of_tower):
+    if not of_attention <= limit or math.isnan(of_tower):
         raise UnsupportedError(
             f"encoder with {entry} eagerly is wrong: expected attention with a relative error of "
-            f"at most {limit} and a finite result, got {worst:.3g} and {of_tower:.3g}"
+            f"at most {limit} and a finite result, got {of_attention:.3g} and {of_tower:.3g}"
         )
-    return {"relative_rms": worst, "tower_relative_rms": of_tower}
+    return {"relative_rms": of_attention, "tower_relative_rms": of_tower}
 
 
 def _check_replay(entry: _Entry, truth: _Truth, call: Call, replay: Call) -> dict[str, float]:
@@ -304,7 +304,7 @@ def _check_replay(entry: _Entry, truth: _Truth, call: Call, replay: Call) -> dic
     with history_kept(entry.tower):  # both begin with the same scales
         result = replay()
     pairs = zip(_outputs(result), expected, strict=True)
-    of_graph = _worst([relative_rms(actual, eager) for actual, eager in pairs])
+    of_graph = worst(relative_rms(actual, eager) for actual, eager in pairs)
     if not of_graph <= MAX_GRAPH_ERROR:
         raise UnsupportedError(
             f"encoder with {entry} by graphs is wrong: expected the eager tower's result with a "
@@ -317,10 +317,6 @@ def _check_replay(entry: _Entry, truth: _Truth, call: Call, replay: Call) -> dic
 def _outputs(result: Any) -> list[Tensor]:
     """What a language model takes of a tower's result."""
     return [result.pooler_output, *(getattr(result, "deepstack_features", None) or ())]
-
-
-def _worst(errors: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def _records(
