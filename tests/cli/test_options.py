@@ -8,7 +8,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from octavo.cli.options import Flags, field_help, repeat_command, takes_settings
+from octavo.cli.options import (
+    Flags,
+    field_help,
+    repeat_command,
+    split_numbers,
+    split_rows,
+    takes_settings,
+)
 from octavo.errors import ConfigError
 
 
@@ -154,3 +161,32 @@ def test_a_run_can_be_repeated(args):
 
     assert invoke(command, *args, "--output", "file").exit_code == 0
     assert seen == [shlex.join(["run", *args])]
+
+
+def test_what_was_taken_is_recorded_and_peers_are_a_folder():
+    """Defaults that depend on the machine are told, where files lie is not."""
+    seen = []
+
+    @takes_settings
+    def command(
+        context: typer.Context,
+        case: Batch,
+        config: str | None = None,
+        peers: str | None = None,
+        as_json: bool = False,
+    ) -> None:
+        taken = {"config": "tiny", "output_len": 128, "name": None}
+        seen.append(repeat_command(context, taken=taken))
+
+    assert invoke(command, "--peers", "/some/where", "--as-json", "--name", "n").exit_code == 0
+    assert seen == ["run --output-len 128 --config tiny --peers FOLDER"]
+
+
+def test_lists_with_commas():
+    assert split_rows("BF16, fp8+skip=Layer.0,fp8,My/Recipe.toml,fp8") == [
+        *("bf16", "fp8+skip=Layer.0", "fp8", "My/Recipe.toml")
+    ]
+    assert split_numbers("50,99.9", "percentiles") == (50.0, 99.9)
+    assert split_numbers("1024,64", "budgets", int) == (1024, 64)
+    with pytest.raises(ConfigError, match="expected budgets; got '1,many'"):
+        split_numbers("1,many", "budgets", int)

@@ -145,7 +145,9 @@ def test_a_recipe_s_file_is_a_row(subject, tmp_path):
     ["", "fp4", "auto+skip=0", "auto+head", "fp8+", "fp8+head+token", "fp8+token+unit", "fp8+x"],
 )
 def test_names_that_are_no_rows(name):
-    with pytest.raises(ConfigError, match="row .*: (expected|auto quantizes nothing|granularity 'token' and)"):
+    with pytest.raises(
+        ConfigError, match="row .*: (expected|auto quantizes nothing|granularity 'token' and)"
+    ):
         check_rows([name])
 
 

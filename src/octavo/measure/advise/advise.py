@@ -6,6 +6,7 @@ of a vision tower, and linear layers and attention of a diffusion transformer.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.measure.advise import cautions
@@ -15,12 +16,11 @@ from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.memory import cache_memory
 from octavo.measure.advise.predict import STEP_RECIPES, Prediction, Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
-from octavo.measure.advise.speeds import Speeds
 from octavo.measure.records import Measurement
 from octavo.recipe import KvCacheSettings, Recipe
 
 if TYPE_CHECKING:
-    from octavo.integrations.transformers.language_work import LanguageWork
+    from octavo.integrations.transformers.language_work import DecoderWork, LanguageWork
 
 
 # A recipe that quantizes more must be faster by this share; less is noise between machines.
@@ -34,58 +34,27 @@ BASELINE = DecoderPlan(prefill_impl="fastest")
 
 def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
     """The plan that serves the workload fastest, and quantizes no more than that takes."""
-    assert model.decoder is not None
-    plans = [BASELINE, *_candidates(predictor.speeds, model)]
-    times = {plan: _duration_s(predictor, model, plan, workload) for plan in plans}
+    asked = _Decoder(predictor, model, workload)
+    plans = [BASELINE, *asked.candidates()]
+    times = {plan: asked.duration_s(plan) for plan in plans}
+    with_cache = {plan: s for plan, s in times.items() if plan.is_kv_fp8}
     chosen = _least_changed(times)
-    reasons = _kv_reasons(predictor, model, workload, plans, chosen)
-    if (
-        _needs_room(predictor, model, workload)
-        and not chosen.is_kv_fp8
-        and any(plan.is_kv_fp8 for plan in plans)
-    ):
-        with_cache = {plan: s for plan, s in times.items() if plan.is_kv_fp8}
+    reasons = asked.kv_reasons(plans, chosen)
+    has_room = asked.num_fitting(DecoderPlan()) >= workload.concurrency
+    if not has_room and not chosen.is_kv_fp8 and with_cache:
         chosen = _least_changed(with_cache)
         reasons.append(
             f"{workload.concurrency} sequences of {workload.context:,} tokens do not fit in BF16 "
             f"on {predictor.gpu.name}: an FP8 cache makes room for twice as many."
         )
-    reasons += _linear_reasons(model, chosen, predictor)
+    warnings = cautions.of_decoder(predictor, model, workload, plans, chosen)
     return Part(
-        _fields(chosen, model),
-        tuple(_expectations(predictor, model, workload, BASELINE, chosen)),
-        tuple(_memory(predictor, model, workload, chosen)),
-        tuple(reasons),
-        (
-            *_room_warnings(predictor, model, workload, chosen),
-            *cautions.of_decoder(predictor, model, workload, plans, chosen),
-        ),
+        asked.fields(chosen),
+        tuple(asked.expectations(chosen)),
+        tuple(asked.memory(chosen)),
+        (*reasons, *asked.linear_reasons(chosen)),
+        (*asked.room_warnings(chosen), *warnings),
     )
-
-
-def _candidates(speeds: Speeds, model: ModelShape) -> Iterator[DecoderPlan]:
-    """Everything else that octavo has kernels for on this GPU, least changed first."""
-    assert model.decoder is not None
-    if not speeds.gpu.has_fp8:
-        return
-    head_dim = model.decoder.head_dim
-    needed = (
-        *(("append_kv", "BF16 to FP8"), ("decode_attention", "BF16 to FP8")),
-        ("prefill_attention", "FP8"),
-    )
-    own = {speeds.selected(op, operands, head_dim) for op, operands in needed}
-    caches = [(False, False)]
-    if model.uncached is None and not own & {"reference", "none"}:
-        caches += [(True, True)] * bool(model.decoder.windows) + [(True, False)]
-    for is_linear in (False, True) if _has_plain_linear(model) else (False,):
-        for is_kv, skips in caches:
-            if is_kv or is_linear:
-                yield DecoderPlan(is_kv, skips, is_linear, "fastest")
-
-
-def _has_plain_linear(model: ModelShape) -> bool:
-    """Whether a checkpoint has linear layers for FP8; MXFP4 ones have them beside experts."""
-    return model.quantized in (None, "mxfp4")
 
 
 def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:
@@ -94,51 +63,164 @@ def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:
     return next(plan for plan, s in times.items() if s <= best * (1 + MIN_GAIN))
 
 
-def _duration_s(
-    predictor: Predictor, model: ModelShape, plan: DecoderPlan, workload: Workload
-) -> float:
-    return predictor.duration_s(
-        model,
-        plan,
-        context=workload.context,
-        output_len=workload.output_len,
-        batch=workload.concurrency,
-        num_requests=workload.concurrency,
-    )
+@dataclass(frozen=True)
+class _Decoder:
+    """A language model under a workload: what plans take there, and what speaks for them."""
+
+    predictor: Predictor
+    model: ModelShape
+    workload: Workload
+
+    @property
+    def work(self) -> "DecoderWork":
+        assert self.model.decoder is not None
+        return self.model.decoder
+
+    def candidates(self) -> Iterator[DecoderPlan]:
+        """Everything beside BF16 that octavo has kernels for on this GPU, least changed first."""
+        speeds = self.predictor.speeds
+        if not speeds.gpu.has_fp8:
+            return
+        needed = (
+            *(("append_kv", "BF16 to FP8"), ("decode_attention", "BF16 to FP8")),
+            ("prefill_attention", "FP8"),
+        )
+        own = {speeds.selected(op, operands, self.work.head_dim) for op, operands in needed}
+        caches = [(False, False)]
+        if self.model.uncached is None and not own & {"reference", "none"}:
+            caches += [(True, True)] * bool(self.work.windows) + [(True, False)]
+        for is_linear in (False, True) if _has_plain_linear(self.model) else (False,):
+            for is_kv, skips in caches:
+                if is_kv or is_linear:
+                    yield DecoderPlan(is_kv, skips, is_linear, "fastest")
+
+    def duration_s(self, plan: DecoderPlan) -> float:
+        """Seconds of all requests."""
+        return self.predictor.duration_s(
+            self.model,
+            plan,
+            context=self.workload.context,
+            output_len=self.workload.output_len,
+            batch=self.workload.concurrency,
+            num_requests=self.workload.concurrency,
+        )
+
+    def token(self, plan: DecoderPlan) -> Prediction:
+        """A token of each sequence, in the middle of the answers."""
+        middle = self.workload.context + self.workload.output_len // 2
+        batch = self.workload.concurrency
+        return self.predictor.decode(self.model, plan, context=middle, batch=batch)
+
+    def fields(self, plan: DecoderPlan) -> dict[str, Any]:
+        """Those of the recipe that a plan is."""
+        fields: dict[str, Any] = {}
+        if plan.is_kv_fp8:
+            fields["kv_cache"] = "fp8"
+        if plan.skips_windows:
+            fields["skip_layers"] = [SLIDING]
+        if plan.is_linear_fp8:
+            fields["linear"] = "fp8"
+            if self.work.other_parts:
+                fields["ignored_layers"] = list(self.work.other_parts)
+        return fields
+
+    def expectations(self, chosen: DecoderPlan) -> Iterator[Expectation]:
+        """Times of a token, a prompt and the whole workload."""
+        load, plans = self.workload, (BASELINE, chosen)
+        at = f"{load.concurrency} × {load.context:,} tokens"
+        yield expectation(f"a token (ITL), {at}", *map(self.token, plans))
+        prompts = (self.predictor.prefill(self.model, plan, load.context) for plan in plans)
+        yield expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
+        before, after = (1e3 * self.duration_s(plan) for plan in plans)
+        what = f"{load.concurrency} × ({load.context:,} + {load.output_len:,}) tokens"
+        yield Expectation(f"all of {what}", before, after, {}, {})
+
+    def cache_bytes(self, plan: DecoderPlan) -> int:
+        """Of one sequence."""
+        settings = KvCacheSettings(scaling="unit") if plan.is_kv_fp8 else None
+        skips = [SLIDING] if plan.skips_windows else []
+        length = self.workload.context + self.workload.output_len
+        return cache_memory(self.work.layers, length, settings, skips).sequence
+
+    def weight_bytes(self, plan: DecoderPlan) -> int:
+        """Of the language model and the vision tower."""
+        of_tower = 0 if self.model.tower is None else self.model.tower.weight_bytes
+        work = self.work
+        return of_tower + (work.fp8_weight_bytes if plan.is_linear_fp8 else work.weight_bytes)
+
+    def num_fitting(self, plan: DecoderPlan) -> int:
+        """How many sequences fit beside the weights."""
+        free = int(MEMORY_SHARE * self.predictor.gpu.memory_bytes) - self.weight_bytes(plan)
+        return max(0, free) // self.cache_bytes(plan)
+
+    def room_warnings(self, chosen: DecoderPlan) -> Iterator[str]:
+        """Whether the workload fits with what was chosen; times are those of one that does."""
+        number, gpu = self.num_fitting(chosen), self.predictor.gpu.name
+        if number == 0:
+            yield f"The weights and one sequence do not fit on one {gpu}: times are as if they did."
+        elif number < self.workload.concurrency:
+            yield (
+                f"{number:,} of {self.workload.concurrency:,} sequences fit on one {gpu}, the "
+                "others wait: times are as if all of them did."
+            )
+
+    def memory(self, chosen: DecoderPlan) -> Iterator[MemoryRow]:
+        """Bytes of weights and cache, and how many sequences fit."""
+        plans, length = (DecoderPlan(), chosen), self.workload.context + self.workload.output_len
+        yield MemoryRow("weights", *map(self.weight_bytes, plans))
+        yield MemoryRow(
+            f"KV cache of a sequence of {length:,} tokens", *map(self.cache_bytes, plans)
+        )
+        share = f"{100 * MEMORY_SHARE:.0f} % of {self.predictor.gpu.memory_bytes / 1e9:.0f} GB"
+        before, after = map(self.num_fitting, plans)
+        yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
+
+    def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> list[str]:
+        """Why the cache is in FP8, or not."""
+        token, load = self.token(plans[0]), self.workload
+        share = token.cost.parts["keys and values"] / token.cost.total_ms
+        text = (
+            f"Reading keys and values is {100 * share:.0f} % of a token's time in BF16 at "
+            f"{load.concurrency} × {load.context:,} tokens"
+        )
+        if self.model.uncached is not None:
+            return [f"{text}; octavo has no FP8 cache for the model: {self.model.uncached}."]
+        if not any(plan.is_kv_fp8 for plan in plans):
+            return [f"{text}; octavo has no FP8 cache for {self.predictor.gpu.name}."]
+        if not chosen.is_kv_fp8:
+            return [f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."]
+        found = [f"{text}; FP8 reads half of the bytes."]
+        if chosen.skips_windows:
+            windows = " and ".join(map(str, self.work.windows))
+            found.append(
+                f"Layers with a window of {windows} tokens are skipped: what they read does not "
+                "grow with the context, FP8 gains nothing there, and BF16 keeps them exact."
+            )
+        return found
+
+    def linear_reasons(self, chosen: DecoderPlan) -> list[str]:
+        """Why linear layers are in FP8, or not."""
+        work = self.work
+        if not self.predictor.gpu.has_fp8:
+            return [_without_fp8(self.predictor)]
+        if not _has_plain_linear(self.model):
+            return [f"Linear layers stay as the checkpoint has them: {self.model.quantized}."]
+        if not chosen.is_linear_fp8:
+            return ["FP8 linear layers would gain less than 1 % here."]
+        before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
+        found = [
+            f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} GB, "
+            "which tokens read, and prompts multiply at twice BF16's peak. The output head stays "
+            "in BF16."
+        ]
+        if work.experts is not None:
+            found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
+        return found
 
 
-def _fields(plan: DecoderPlan, model: ModelShape) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if plan.is_kv_fp8:
-        fields["kv_cache"] = "fp8"
-    if plan.skips_windows:
-        fields["skip_layers"] = [SLIDING]
-    if plan.is_linear_fp8:
-        fields["linear"] = "fp8"
-        if model.decoder is not None and model.decoder.other_parts:
-            fields["ignored_layers"] = list(model.decoder.other_parts)
-    return fields
-
-
-def _expectations(
-    predictor: Predictor,
-    model: ModelShape,
-    workload: Workload,
-    first: DecoderPlan,
-    chosen: DecoderPlan,
-) -> Iterator[Expectation]:
-    at = f"{workload.concurrency} × {workload.context:,} tokens"
-    middle = workload.context + workload.output_len // 2
-    before, after = (
-        predictor.decode(model, plan, context=middle, batch=workload.concurrency)
-        for plan in (first, chosen)
-    )
-    yield expectation(f"a token (ITL), {at}", before, after)
-    before, after = (predictor.prefill(model, plan, workload.context) for plan in (first, chosen))
-    yield expectation(f"a prompt (TTFT), {workload.context:,} tokens", before, after)
-    seconds = [_duration_s(predictor, model, plan, workload) for plan in (first, chosen)]
-    what = f"{workload.concurrency} × ({workload.context:,} + {workload.output_len:,}) tokens"
-    yield Expectation(f"all of {what}", 1e3 * seconds[0], 1e3 * seconds[1], {}, {})
+def _has_plain_linear(model: ModelShape) -> bool:
+    """Whether a checkpoint has linear layers for FP8; MXFP4 ones have them beside experts."""
+    return model.quantized in (None, "mxfp4")
 
 
 def expectation(what: str, before: Prediction, after: Prediction) -> Expectation:
@@ -156,108 +238,6 @@ def expectation(what: str, before: Prediction, after: Prediction) -> Expectation
         tuple(sorted({*before.based_on, *after.based_on})),
         note,
     )
-
-
-def _cache_bytes(model: ModelShape, workload: Workload, plan: DecoderPlan) -> int:
-    assert model.decoder is not None
-    settings = KvCacheSettings(scaling="unit") if plan.is_kv_fp8 else None
-    skips = [SLIDING] if plan.skips_windows else []
-    length = workload.context + workload.output_len
-    return cache_memory(model.decoder.layers, length, settings, skips).sequence
-
-
-def _weight_bytes(model: ModelShape, plan: DecoderPlan) -> int:
-    assert model.decoder is not None
-    of_tower = 0 if model.tower is None else model.tower.weight_bytes
-    work = model.decoder
-    return of_tower + (work.fp8_weight_bytes if plan.is_linear_fp8 else work.weight_bytes)
-
-
-def _num_fitting(
-    predictor: Predictor, model: ModelShape, workload: Workload, plan: DecoderPlan
-) -> int:
-    free = int(MEMORY_SHARE * predictor.gpu.memory_bytes) - _weight_bytes(model, plan)
-    return max(0, free) // _cache_bytes(model, workload, plan)
-
-
-def _needs_room(predictor: Predictor, model: ModelShape, workload: Workload) -> bool:
-    return _num_fitting(predictor, model, workload, DecoderPlan()) < workload.concurrency
-
-
-def _room_warnings(
-    predictor: Predictor, model: ModelShape, workload: Workload, chosen: DecoderPlan
-) -> Iterator[str]:
-    """Whether the workload fits with what was chosen; times are those of one that does."""
-    number, gpu = _num_fitting(predictor, model, workload, chosen), predictor.gpu.name
-    if number == 0:
-        yield f"The weights and one sequence do not fit on one {gpu}: times are as if they did."
-    elif number < workload.concurrency:
-        yield (
-            f"{number:,} of {workload.concurrency:,} sequences fit on one {gpu}, the others wait: "
-            "times are as if all of them did."
-        )
-
-
-def _memory(
-    predictor: Predictor, model: ModelShape, workload: Workload, chosen: DecoderPlan
-) -> Iterator[MemoryRow]:
-    plain, length = DecoderPlan(), workload.context + workload.output_len
-    yield MemoryRow("weights", _weight_bytes(model, plain), _weight_bytes(model, chosen))
-    caches = (_cache_bytes(model, workload, plain), _cache_bytes(model, workload, chosen))
-    yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", caches[0], caches[1])
-    before, after = (_num_fitting(predictor, model, workload, plan) for plan in (plain, chosen))
-    share = f"{100 * MEMORY_SHARE:.0f} % of {predictor.gpu.memory_bytes / 1e9:.0f} GB"
-    yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
-
-
-def _kv_reasons(
-    predictor: Predictor,
-    model: ModelShape,
-    workload: Workload,
-    plans: Sequence[DecoderPlan],
-    chosen: DecoderPlan,
-) -> list[str]:
-    assert model.decoder is not None
-    middle = workload.context + workload.output_len // 2
-    token = predictor.decode(model, plans[0], context=middle, batch=workload.concurrency)
-    share = token.cost.parts["keys and values"] / token.cost.total_ms
-    text = (
-        f"Reading keys and values is {100 * share:.0f} % of a token's time in BF16 at "
-        f"{workload.concurrency} × {workload.context:,} tokens"
-    )
-    if model.uncached is not None:
-        return [f"{text}; octavo has no FP8 cache for the model: {model.uncached}."]
-    if not any(plan.is_kv_fp8 for plan in plans):
-        return [f"{text}; octavo has no FP8 cache for {predictor.gpu.name}."]
-    if not chosen.is_kv_fp8:
-        return [f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."]
-    found = [f"{text}; FP8 reads half of the bytes."]
-    if chosen.skips_windows:
-        windows = " and ".join(map(str, model.decoder.windows))
-        found.append(
-            f"Layers with a window of {windows} tokens are skipped: what they read does not grow "
-            "with the context, FP8 gains nothing there, and BF16 keeps them exact."
-        )
-    return found
-
-
-def _linear_reasons(model: ModelShape, chosen: DecoderPlan, predictor: Predictor) -> Sequence[str]:
-    assert model.decoder is not None
-    work = model.decoder
-    if not predictor.gpu.has_fp8:
-        return [_without_fp8(predictor)]
-    if not _has_plain_linear(model):
-        return [f"Linear layers stay as the checkpoint has them: {model.quantized}."]
-    if not chosen.is_linear_fp8:
-        return ["FP8 linear layers would gain less than 1 % here."]
-    before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
-    found = [
-        f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} GB, which "
-        "tokens read, and prompts multiply at twice BF16's peak. The output head stays in BF16."
-    ]
-    if work.experts is not None:
-        found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
-    return found
 
 
 def choose_other(predictor: Predictor, model: ModelShape, work: "LanguageWork") -> Part:
@@ -346,7 +326,7 @@ def choose_step(predictor: Predictor, model: ModelShape) -> Part:
             + " (docs/diffusion.md says why)."
         )
     if not predictor.gpu.has_fp8:
-        reasons.append(f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has).")
+        reasons.append(_without_fp8(predictor))
     after = model.step.fp8_weight_bytes if is_linear else model.step.weight_bytes
     return Part(
         fields,
