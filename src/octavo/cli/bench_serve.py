@@ -202,7 +202,7 @@ def serve(
     served_model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Start octavo serve with this model, and stop it at the end; options of octavo "
             "serve go after --. Left out: --base-url.",
             show_default=False,

@@ -2,7 +2,6 @@
 
 import platform
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,21 +14,6 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.kernels.device import Device
-
-
-class KvCacheDtype(StrEnum):
-    """The formats of an FP8 cache, as vLLM's command line knows them."""
-
-    fp8 = "fp8"
-    fp8_e5m2 = "fp8_e5m2"
-
-
-class GranularityName(StrEnum):
-    """Which values of a cache share a scale."""
-
-    tensor = "tensor"
-    head = "head"
-    token = "token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +45,9 @@ class Question:
     is_kv: Annotated[bool, typer.Option("--kv")] = False
     data: Path | None = None
     num_tokens: Annotated[int, typer.Option(min=1)] = 2048
-    kv_cache_dtype: KvCacheDtype = KvCacheDtype.fp8
+    kv_cache_dtype: Literal["fp8", "fp8_e5m2"] = "fp8"
     skip_layers: Annotated[tuple[str, ...], typer.Option("--kv-cache-dtype-skip-layers")] = ()
-    granularity: GranularityName = GranularityName.tensor
+    granularity: Literal["tensor", "head", "token"] = "tensor"
     gpu_memory: str | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +66,7 @@ class Question:
     @property
     def format(self) -> Literal["e4m3", "e5m2"]:
         """The format of the FP8 cache."""
-        return "e5m2" if self.kv_cache_dtype is KvCacheDtype.fp8_e5m2 else "e4m3"
+        return "e5m2" if self.kv_cache_dtype == "fp8_e5m2" else "e4m3"
 
 
 @takes_settings
@@ -112,11 +96,10 @@ def _count_memory(model: str, context: str, asked: Question) -> None:
     num_tokens, given = parse_tokens(context), asked.gpu_memory
     gpu_bytes = parse_bytes(given) if given else default_device().memory_bytes
     # The scales' values do not matter here, only how many there are.
-    is_token = asked.granularity is GranularityName.token
     settings = KvCacheSettings(
         format=asked.format,
-        granularity=asked.granularity.value,
-        scaling="dynamic" if is_token else "unit",
+        granularity=asked.granularity,
+        scaling="dynamic" if asked.granularity == "token" else "unit",
     )
     found = read_cached_model(model)
     skipped = asked.skip_layers

@@ -1,9 +1,8 @@
 """octavo warmup: compile ahead what a model will need."""
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,22 +14,12 @@ if TYPE_CHECKING:
     from octavo.ops.warm_up import Layers
 
 
-class LinearName(StrEnum):
-    """Kinds of FP8 linear layers, as the command line knows them."""
-
-    channel = "channel"
-    tensor = "tensor"
-    block = "block"
-    static = "static"
-    weights = "weights"
-
-
-SETTINGS: dict[LinearName, dict[str, Any]] = {
-    LinearName.channel: {},
-    LinearName.tensor: {"weight": "tensor", "activation": "tensor"},
-    LinearName.block: {"weight": "block 128x128"},
-    LinearName.static: {"scaling": "static"},
-    LinearName.weights: {"activation": None},
+SETTINGS: dict[str, dict[str, Any]] = {
+    "channel": {},
+    "tensor": {"weight": "tensor", "activation": "tensor"},
+    "block": {"weight": "block 128x128"},
+    "static": {"scaling": "static"},
+    "weights": {"activation": None},
 }
 
 
@@ -59,7 +48,7 @@ class Wanted:
     ] = None
     shapes: str | None = None
     tokens: str | None = None
-    linear: LinearName = LinearName.channel
+    linear: Literal["channel", "tensor", "block", "static", "weights"] = "channel"
     kv_cache_dtype: str = "fp8"
 
     def __post_init__(self) -> None:
