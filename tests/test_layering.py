@@ -47,13 +47,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"numerics", "cache", "reference", "kernels"},
     "layers": {"numerics", "cache", "ops"} | SETTINGS,
     "calibration": {"numerics", "cache", "ops", "layers", "calibration.scale_file"}
-    | {"calibration.scale_values"}
+    | {"calibration.scale_document"}
     | SETTINGS,
-    "calibration.scale_values": set(),
-    "calibration.scale_document": {"calibration.scale_values"},
-    "calibration.scale_file": {"calibration.scale_document", "calibration.scale_values"} | SETTINGS,
+    "calibration.scale_document": set(),
+    "calibration.scale_file": {"calibration.scale_document"} | SETTINGS,
     "integrations": {"numerics", "cache", "ops", "layers", "calibration", "calibration.scale_file"}
-    | {"calibration.scale_values"}
+    | {"calibration.scale_document"}
     | SETTINGS,
     "serving": set(),
     "serving.engine": LIBRARY - {"reference", "kernels", "serving.server"} | SETTINGS,
@@ -100,7 +99,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/image_data.py": {"PIL"},
     "integrations/diffusers/picture_files.py": {"PIL"},
     "measure/bench/request_data.py": {"PIL"},
-    "serving/server/images.py": {"PIL"},
+    "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
     "measure/evaluate/chart_drawing.py": {"PIL"},

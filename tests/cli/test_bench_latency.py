@@ -113,7 +113,7 @@ def test_default_lengths_end_at_the_context_of_the_model(capsys, tmp_path):
     assert octavo(str(tmp_path), *options, "--kv-cache-dtype", "auto", "--device", "cpu") == 0
     (line,) = capsys.readouterr().out.splitlines()
     record = json.loads(line)
-    assert record["case"]["input_len"] == 64 and "--input-len 64 " in record["command"]
+    assert record["case"]["input_len"] == 64 and "--input-len 64 " in record["command"] + " "
 
 
 def test_a_batch_larger_than_the_tokens_of_a_pass_is_no_error_by_default():

@@ -59,7 +59,7 @@ def calls(monkeypatch):
         "octavo.serving.engine.engine": {"load_engine": load_engine},
         "octavo.serving.server.app": {"create_app": create_app},
         "octavo.serving.engine.omni": {"Omni": omni},
-        "octavo.serving.server.image_app": {"create_image_app": create_app},
+        "octavo.serving.server.drawing_app": {"create_image_app": create_app},
     }
     for name, members in stubs.items():
         module = ModuleType(name)

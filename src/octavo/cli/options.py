@@ -222,7 +222,8 @@ def _typer_type(hint: Any) -> Any:
     """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(kind) is Literal:
-        return _Choice("Choice", {name: name for name in get_args(kind)})
+        # mypy does not know that calling an enum without members makes one with these.
+        return _Choice("Choice", {name: name for name in get_args(kind)})  # type: ignore[call-arg]
     return list[get_args(kind)[0]] if get_args(kind)[1:] == (...,) else kind  # type: ignore[misc]
 
 

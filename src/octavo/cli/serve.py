@@ -284,7 +284,7 @@ def _load_pipeline(
 ) -> tuple[Any, Any]:
     """A pipeline of diffusers, and its app."""
     from octavo.serving.engine.omni import Omni
-    from octavo.serving.server.image_app import create_image_app
+    from octavo.serving.server.drawing_app import create_image_app
 
     with err.status("loading the pipeline"):
         omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)

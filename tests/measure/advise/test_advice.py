@@ -234,25 +234,23 @@ def test_the_hosts_time_is_that_of_one_short_prompt():
 
 def parsed(command):
     """The recipe that `octavo serve` makes of a command's flags."""
-    import typer
-
-    from octavo.cli import serve
+    from octavo.cli.main import COMMANDS
+    from octavo.cli.quantize_options import LinearOptions
+    from octavo.cli.serve import CacheOptions, make_recipe
     from octavo.integrations.transformers.encoder_options import EncoderOptions
 
-    app = typer.Typer()
-    app.command()(serve.serve)
-    flags = typer.main.get_command(app).make_context("serve", shlex.split(command)[2:]).params
+    (serve,) = (row.load() for row in COMMANDS if row.name == "serve")
+    flags = serve.make_context("serve", shlex.split(command)[2:]).params
+
+    def made(settings):
+        """The settings of the flags; what may be given more than once is a tuple there."""
+        names = settings.__dataclass_fields__.keys() & flags.keys()
+        values = {name: flags[name] for name in names}
+        return settings(**{n: tuple(v) if type(v) is list else v for n, v in values.items()})
+
     if flags["omni"]:
-        fields = {"linear": flags["quantization"], "attention": flags["attention"]}
-        return Recipe(**fields)
-    return serve.make_recipe(
-        flags["recipe_path"],
-        flags["kv_cache_dtype"],
-        list(flags["skip_layers"] or ()),
-        EncoderOptions(attn_dtype=flags["attn_dtype"]),
-        quantization=flags["quantization"],
-        patterns={"ignored_layers": flags["ignored_layers"]},
-    )
+        return Recipe(linear=flags["quantization"], attention=flags["attention"])
+    return make_recipe(made(LinearOptions), made(CacheOptions), made(EncoderOptions))
 
 
 @pytest.mark.parametrize(

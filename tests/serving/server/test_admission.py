@@ -22,7 +22,7 @@ from fake_engine import FakeEngine, SlowTokenizer  # noqa: E402
 from fake_server import CHAT, HELLO, TEXT, listening, post, with_client  # noqa: E402
 
 from octavo.serving.server import request_thread  # noqa: E402
-from octavo.serving.server.gate import Gate  # noqa: E402
+from octavo.serving.server.admission import Gate  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 
 MIB = 2**20

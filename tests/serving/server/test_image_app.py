@@ -27,8 +27,8 @@ from tiny_small_image import write_small_image  # noqa: E402
 
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.serving.engine.omni import Omni  # noqa: E402
+from octavo.serving.server.drawing_app import create_image_app  # noqa: E402
 from octavo.serving.server.http_protocol import limited_protocol  # noqa: E402
-from octavo.serving.server.image_app import create_image_app  # noqa: E402
 from octavo.serving.server.run import DrainingServer  # noqa: E402
 from octavo.serving.server.settings import ServerSettings  # noqa: E402
 from octavo.version import __version__  # noqa: E402

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_engine import FakeEngine  # noqa: E402
 from fake_server import CHAT, serving  # noqa: E402
 
-from octavo.serving.server import image_reader  # noqa: E402
-from octavo.serving.server.image_reader import ImageReader  # noqa: E402
+from octavo.serving.server import input_images  # noqa: E402
+from octavo.serving.server.input_images import ImageReader  # noqa: E402
 from octavo.serving.server.settings import ImageLimits, ServerSettings  # noqa: E402
 
 LIMITS = ImageLimits(max_pixels=10_000, max_request_pixels=20_000, max_server_pixels=20_000)
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_stops_the_work_after_the_image_at_hand():
 
 
 def test_work_that_has_not_begun_is_dropped(monkeypatch):
-    monkeypatch.setattr(image_reader, "NUM_THREADS", 1)
+    monkeypatch.setattr(input_images, "NUM_THREADS", 1)
 
     async def scenario(reader, engine, at_end):
         files = await reader.check([data_url((10, 10))])

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.brief import brief
 from octavo.serving.server.api_error import ApiError, bad_request, server_error
-from octavo.serving.server.metrics import Metrics
-from octavo.serving.server.request_log import RequestRecord, choose_id
+from octavo.serving.server.metrics import Metrics, RequestRecord, choose_id
 from octavo.serving.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
