@@ -167,10 +167,10 @@ class _Decoder:
     def memory(self, chosen: DecoderPlan) -> Iterator[MemoryRow]:
         """Bytes of weights and cache, and how many sequences fit."""
         plans, length = (DecoderPlan(), chosen), self.workload.context + self.workload.output_len
-        yield MemoryRow("weights", *map(self.weight_bytes, plans))
-        yield MemoryRow(
-            f"KV cache of a sequence of {length:,} tokens", *map(self.cache_bytes, plans)
-        )
+        before, after = map(self.weight_bytes, plans)
+        yield MemoryRow("weights", before, after)
+        before, after = map(self.cache_bytes, plans)
+        yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", before, after)
         share = f"{100 * MEMORY_SHARE:.0f} % of {self.predictor.gpu.memory_bytes / 1e9:.0f} GB"
         before, after = map(self.num_fitting, plans)
         yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
