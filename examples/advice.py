@@ -2,8 +2,7 @@
 
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.model_shape import find_model
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import Workload, find_model
 
 # A known model, or the folder of a config.json. `octavo advise` adds the records of octavo.
 workload = Workload(context=32768, concurrency=8)

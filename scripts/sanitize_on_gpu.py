@@ -24,7 +24,7 @@ from octavo import ops
 from octavo.kernels.device import default_device
 from octavo.kernels.tuning import file_name
 from octavo.measure import store
-from octavo.measure.bench.gate import code_hash, kernel_names
+from octavo.measure.bench.gpu_records import code_hash, kernel_names
 from octavo.measure.records import Machine, Measurement
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken

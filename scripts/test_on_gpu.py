@@ -21,7 +21,7 @@ from pathlib import Path
 from octavo.kernels.device import default_device
 from octavo.kernels.tuning import file_name
 from octavo.measure import store
-from octavo.measure.bench import areas, gate
+from octavo.measure.bench import gpu_records
 from octavo.measure.records import Machine
 
 ROOT = Path(__file__).parents[1]
@@ -33,12 +33,11 @@ NUM_PROCESSES, NUM_AREA_PROCESSES = 14, 10
 def run_tests(name: str) -> tuple[bool, int]:
     """(whether all tests of a kernel or an area passed, how many did)."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    if name in areas.AREAS:
-        command += ["-m", "gpu and not slow", *map(str, areas.tests_of(name, TESTS))]
+    command += map(str, gpu_records.tests_of(name, TESTS))
+    num_processes = NUM_PROCESSES
+    if name in gpu_records.AREAS:
+        command += ["-m", "gpu and not slow"]
         num_processes = NUM_AREA_PROCESSES
-    else:
-        command += map(str, gate.tests_of(name, TESTS / "kernels"))
-        num_processes = NUM_PROCESSES
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(min(num_processes, os.cpu_count() or 1))]
     if importlib.util.find_spec("pytest_benchmark"):
@@ -55,7 +54,7 @@ def run_tests(name: str) -> tuple[bool, int]:
 
 def main() -> None:
     """Test the kernels and areas named on the command line, or all of them."""
-    known = [*gate.kernel_names(), *areas.AREAS]
+    known = [*gpu_records.kernel_names(), *gpu_records.AREAS]
     chosen, device = sys.argv[1:] or known, default_device()
     if unknown := set(chosen) - set(known):
         sys.exit(f"expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
@@ -68,8 +67,8 @@ def main() -> None:
     for name in chosen:
         is_passed, num_passed = run_tests(name)
         if is_passed:
-            record = areas.passed_record if name in areas.AREAS else gate.passed_record
-            store.append(path, [record(name, num_passed, machine, command)])
+            record = gpu_records.passed_record(name, num_passed, machine, command)
+            store.append(path, [record])
         else:
             failed.append(name)
     if failed:

@@ -15,7 +15,8 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "octavo"
 FILES = sorted(path.relative_to(SRC).as_posix() for path in SRC.rglob("*.py"))
 
-OPEN = {"errors", "env", "version", "atomic", "brief", "extras", "internals"}  # to everyone
+# To everyone.
+OPEN = {"errors", "env", "version", "amounts", "atomic", "brief", "extras", "internals"}
 SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
@@ -29,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "env": set(),
     "version": set(),
+    "amounts": {"errors"},
     "atomic": {"errors"},
     "brief": set(),
     "bounded_regex": set(),
@@ -45,13 +47,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"numerics", "cache", "reference", "kernels"},
     "layers": {"numerics", "cache", "ops"} | SETTINGS,
     "calibration": {"numerics", "cache", "ops", "layers", "calibration.scale_file"}
-    | {"calibration.scale_values"}
+    | {"calibration.scale_document"}
     | SETTINGS,
-    "calibration.scale_values": set(),
-    "calibration.scale_document": {"calibration.scale_values"},
-    "calibration.scale_file": {"calibration.scale_document", "calibration.scale_values"} | SETTINGS,
+    "calibration.scale_document": set(),
+    "calibration.scale_file": {"calibration.scale_document"} | SETTINGS,
     "integrations": {"numerics", "cache", "ops", "layers", "calibration", "calibration.scale_file"}
-    | {"calibration.scale_values"}
+    | {"calibration.scale_document"}
     | SETTINGS,
     "serving": set(),
     "serving.engine": LIBRARY - {"reference", "kernels", "serving.server"} | SETTINGS,
@@ -59,8 +60,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"numerics", "cache", "reference"},
     "measure": set(),
     **dict.fromkeys(TELLERS, TELLERS | SETTINGS),
-    **dict.fromkeys(MEASURERS, LIBRARY | TELLERS | MEASURERS | SETTINGS | {"testing"}),
-    "cli": LIBRARY | TELLERS | MEASURERS | SETTINGS | {"measure", "serving", "octavo"},
+    "measure.rows": SETTINGS,
+    **dict.fromkeys(
+        MEASURERS, LIBRARY | TELLERS | MEASURERS | SETTINGS | {"measure.rows", "testing"}
+    ),
+    "cli": LIBRARY
+    | TELLERS
+    | MEASURERS
+    | SETTINGS
+    | {"measure", "measure.rows", "serving", "octavo"},
     "__main__": {"cli"},
     "octavo": LIBRARY | SETTINGS,  # __init__.py: the public names
 }
@@ -90,8 +98,8 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets"},
     "calibration/image_data.py": {"PIL"},
     "integrations/diffusers/picture_files.py": {"PIL"},
-    "measure/bench/images.py": {"PIL"},
-    "serving/server/images.py": {"PIL"},
+    "measure/bench/request_data.py": {"PIL"},
+    "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
     "measure/evaluate/chart_drawing.py": {"PIL"},
@@ -118,6 +126,17 @@ TRITON_FILES = ("triton.py", "gluon_*.py", "combine.py", "*primitives.py", "laun
 
 # File -> rows that its row has and it has not.
 FILE_FORBIDDEN = {"measure/bench/serving.py": {"serving", "serving.engine", "serving.server"}}
+
+# Modules whose settings are flags: without torch (test_imports.py), so that `--help` stays quick.
+FLAG_SETTINGS = {
+    "octavo.calibration.settings",
+    "octavo.integrations.transformers.encoder_options",
+    "octavo.measure.advise.shape",
+    "octavo.measure.bench.cases",
+    "octavo.measure.bench.request_data",
+    "octavo.serving.engine.image_request",
+    "octavo.serving.server.settings",
+}
 
 # Files that import by a name that no syntax tree shows: the lazy public names, commands, and names
 # of other libraries that are looked for.
@@ -230,7 +249,8 @@ def why_not(found: Import, path: str, row: str) -> str | None:
     allowed = MAY_IMPORT[row] | {row} | (set() if row in OPEN else OPEN)
     if target not in allowed or target in FILE_FORBIDDEN.get(path, set()):
         return f"{row} may not import {target}"
-    if row == "cli" and target not in OPEN | {"cli"} and not found.is_deferred:
+    is_free = target in OPEN | {"cli"} or name.rpartition(".")[0] in FLAG_SETTINGS
+    if row == "cli" and not is_free and not found.is_deferred:
         return f"cli may import {target} only inside functions"
     if imports_triton_file(name) and not is_triton_file(path) and not found.is_deferred:
         return f"{name} needs Triton: import it inside a function"
@@ -325,6 +345,7 @@ def test_the_tables_name_only_rows_that_exist():
         ("measure/bench/serving.py", "from octavo.serving.engine import engine", "serving.engine"),
         ("measure/new.py", "from octavo.numerics.formats import E4M3", "may not import numerics"),
         ("cli/x.py", "from octavo.ops.select import select", "only inside functions"),
+        ("cli/x.py", "from octavo.serving.server import settings", "only inside functions"),
         ("cli/x.py", "import octavo", "import from the defining file"),
         ("cli/x.py", "def f():\n    import torch", "may not import torch"),
         ("cli/x.py", "if TYPE_CHECKING: pass\nelse: import octavo.ops.select", "only inside"),
@@ -401,6 +422,7 @@ def test_planted_violation_is_reported(path, source, reason):
         ("measure/advise/advise.py", "from octavo.measure.records import Measurement"),
         ("measure/report/html.py", "import jinja2\nfrom octavo.measure import records"),
         ("cli/x.py", "import typer\nfrom octavo.cli.console import out\nfrom octavo import errors"),
+        ("cli/x.py", "from octavo.serving.server.settings import ServerSettings"),
         ("cli/x.py", "def f():\n    import octavo\n    from octavo import Recipe, ops"),
         ("cli/x.py", "if TYPE_CHECKING:\n    from octavo.ops.select import Request"),
         ("ops/x.py", "if typing.TYPE_CHECKING:\n    import octavo.kernels.x.triton"),

@@ -6,11 +6,9 @@ from pathlib import Path
 
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
-from octavo.measure.advise.compared import Compared, compare_all
-from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.tried import tried_table
-from octavo.measure.report.markdown import to_markdown
-from octavo.measure.report.tables import Table
+from octavo.measure.advise.gpus import find_gpu, tried_table
+from octavo.measure.advise.measured import Compared, compare_all
+from octavo.measure.report.tables import Table, to_markdown
 
 EXAMPLE = ("gpt-oss-like", "--gpu", "h200", "--context", "32k", "--concurrency", "8")
 

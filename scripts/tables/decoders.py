@@ -4,8 +4,7 @@ from pathlib import Path
 
 from octavo.measure import store
 from octavo.measure.records import Measurement
-from octavo.measure.report.markdown import to_markdown
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, to_markdown
 from tables.common import grouped, newest
 
 # How a text was read, in the order of the columns: the dtype and the tokens of a pass.

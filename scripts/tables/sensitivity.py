@@ -4,8 +4,7 @@ from pathlib import Path
 
 from octavo.measure import store
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.markdown import to_markdown
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, to_markdown
 from tables.common import newest
 
 FILE = "sensitivity_cpu.jsonl"

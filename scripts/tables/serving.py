@@ -6,8 +6,7 @@ from pathlib import Path
 from octavo.measure import store
 from octavo.measure.fit import BreakEven
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.markdown import to_markdown
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, to_markdown
 from tables.common import grouped, newest
 
 # What reading memory reached on an H200: a step cannot read its weights faster.

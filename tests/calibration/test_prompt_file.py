@@ -3,7 +3,7 @@
 import pytest
 
 from octavo import CheckpointError, ConfigError
-from octavo.calibration.prompt_file import read_prompts
+from octavo.calibration.text_data import read_prompts
 
 
 def test_lines_and_rows(tmp_path):

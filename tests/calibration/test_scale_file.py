@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.calibration.scale_document import MAX_SCALE, MIN_SCALE
 from octavo.calibration.scale_file import (
     FORMAT_VERSION,
     LayerScales,
@@ -17,7 +18,6 @@ from octavo.calibration.scale_file import (
     load_scales,
     save_scales,
 )
-from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError, ConfigError
 from octavo.recipe import Recipe
 

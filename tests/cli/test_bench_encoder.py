@@ -12,7 +12,7 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.transformers import vision_language
 from octavo.integrations.transformers.vision_language import TinyModel
 from octavo.measure import store
-from octavo.measure.bench import images
+from octavo.measure.bench import request_data
 
 pytest.importorskip("transformers")
 
@@ -56,8 +56,8 @@ def test_encoder_records_that_peers_were_there_but_not_where(tmp_path):
     assert octavo("encoder", *options, "--peers", folder, "-o", path) == 0
     (record,) = store.read(path)
     assert record.command == (
-        "octavo bench encoder --config tiny --peers FOLDER --resolutions hd --images 1 "
-        "--recipes bf16"
+        "octavo bench encoder --config tiny --resolutions hd --images 1 --recipes bf16 "
+        "--peers FOLDER"
     )
 
 
@@ -65,7 +65,7 @@ def test_encoder_records_that_peers_were_there_but_not_where(tmp_path):
     ("options", "message"),
     [
         (("--resolutions", "8k"), "got '8k'"),
-        (("--recipes", "int4"), "got int4"),
+        (("--recipes", "int4"), "got 'int4'"),
         (("--config", "huge"), "got 'huge'"),
         (("--layers", "9"), "got 9"),
         (("--output", "none/here.jsonl"), "existing folder"),
@@ -94,7 +94,7 @@ def test_mm_processor_in_two_steps(capsys, tmp_path):
 def test_the_two_steps_of_the_docs(capsys, tmp_path, monkeypatch):
     """As they stand there, one after the other; only the images are small here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(images, "BUCKETS", {(64, 64, 1): 1.0})
+    monkeypatch.setattr(request_data, "BUCKETS", {(64, 64, 1): 1.0})
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "vision-encoder.md").read_text()
     commands = re.findall(r"^octavo (bench mm-processor .*)$", page, flags=re.MULTILINE)
     assert len(commands) == 2

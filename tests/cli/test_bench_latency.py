@@ -80,7 +80,7 @@ def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch
     ("options", "message"),
     [
         (["--input-len", "5,k"], "expected a number of tokens"),
-        (["--kv-cache-dtype", "int4"], "expected auto, or fp8"),
+        (["--kv-cache-dtype", "int4"], "row int4: expected words out of"),
         (["model", "--config", "tiny"], "expected a model or a config"),
         (["--config", "huge"], "expected one of llama-3.1-8b"),
         (["-o", "/nowhere/x.jsonl"], "expected an existing folder"),
@@ -109,11 +109,11 @@ def test_default_lengths_end_at_the_context_of_the_model(capsys, tmp_path):
     assert octavo(str(tmp_path), *options, "--kv-cache-dtype", "auto", "--device", "cpu") == 0
     (line,) = capsys.readouterr().out.splitlines()
     record = json.loads(line)
-    assert record["case"]["input_len"] == 64 and "--input-len 64 " in record["command"]
+    assert record["case"]["input_len"] == 64 and "--input-len 64 " in record["command"] + " "
 
 
 def test_a_batch_larger_than_the_tokens_of_a_pass_is_no_error_by_default():
-    from octavo.cli.engine_flags import batch_limits, make_settings
+    from octavo.cli.engine_options import EngineOptions
 
-    settings = make_settings(enforce_eager=True, compile=False, **batch_limits(5000, None))
+    settings = EngineOptions(enforce_eager=True).settings(max_num_seqs=5000)
     assert settings.max_num_batched_tokens == 5000

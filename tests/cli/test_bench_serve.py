@@ -8,7 +8,7 @@ pytest.importorskip("httpx")
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import OctavoError
 from octavo.measure import store
-from octavo.measure.bench.own_server import own_server
+from octavo.measure.bench.serving import own_server
 from octavo_testkit.serving.scripted_server import scripted
 
 QUICK = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "4"]

@@ -25,9 +25,9 @@ def test_names_versions_and_every_op(capsys):
 
 
 def test_says_what_was_run_on_a_gpu_and_what_was_only_compiled(capsys, monkeypatch):
-    from octavo.measure.advise import tried
+    from octavo.measure.advise import gpus
 
-    monkeypatch.setattr(tried, "packages", lambda: {"torch": {"0.1": "gpu", "0.2": "compiled"}})
+    monkeypatch.setattr(gpus, "packages", lambda: {"torch": {"0.1": "gpu", "0.2": "compiled"}})
     text = " ".join(doctor(capsys).split())
     assert "what here run on a GPU run on a CPU only compiled only" in text
     assert f"torch {version('torch')} 0.1 0.2" in text

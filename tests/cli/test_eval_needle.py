@@ -163,7 +163,7 @@ def test_a_server_that_fails_ends_the_search(capsys):
 
 @pytest.mark.slow
 def test_the_retrieval_model_through_our_server(tmp_path):
-    from octavo.measure.bench.own_server import own_server
+    from octavo.measure.bench.serving import own_server
 
     built.save_retrieval_model(tmp_path / "model")
     path = tmp_path / "records.jsonl"

@@ -92,10 +92,10 @@ sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys
 
 from octavo.cli.console import err, out
 from octavo.cli.main import COMMANDS, make_app, run
-from octavo.measure.bench import ceilings
+from octavo.measure.bench import benchmark
 
 # Half a minute on a CPU; nothing in it is optional.
-ceilings.measure_ceilings = lambda device: ceilings.Ceilings(gb_per_s=1.0, bf16_tflops=1.0)
+benchmark.measure_ceilings = lambda device: benchmark.Ceilings(gb_per_s=1.0, bf16_tflops=1.0)
 answers = []
 for line in lines:
     text = io.StringIO()

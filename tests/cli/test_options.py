@@ -2,13 +2,23 @@
 
 import shlex
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from octavo.cli.options import Flags, field_help, repeat_command, takes_settings
+from octavo.cli.options import (
+    Flags,
+    field_help,
+    field_names,
+    given_flags,
+    read_object,
+    repeat_command,
+    split_numbers,
+    split_rows,
+    takes_settings,
+)
 from octavo.errors import ConfigError
 
 
@@ -154,3 +164,77 @@ def test_a_run_can_be_repeated(args):
 
     assert invoke(command, *args, "--output", "file").exit_code == 0
     assert seen == [shlex.join(["run", *args])]
+
+
+def test_what_was_taken_is_recorded_and_peers_are_a_folder():
+    """Defaults that depend on the machine are told, where files lie is not."""
+    seen = []
+
+    @takes_settings
+    def command(
+        context: typer.Context,
+        case: Batch,
+        config: str | None = None,
+        peers: str | None = None,
+        as_json: bool = False,
+    ) -> None:
+        taken = {"config": "tiny", "output_len": 128, "name": None}
+        seen.append(repeat_command(context, taken=taken))
+
+    assert invoke(command, "--peers", "/some/where", "--as-json", "--name", "n").exit_code == 0
+    assert seen == ["run --output-len 128 --config tiny --peers FOLDER"]
+
+
+def test_lists_with_commas():
+    assert split_rows("BF16, fp8+skip=Layer.0,fp8,My/Recipe.toml,fp8") == [
+        *("bf16", "fp8+skip=Layer.0", "fp8", "My/Recipe.toml")
+    ]
+    assert split_numbers("50,99.9", "percentiles") == (50.0, 99.9)
+    assert split_numbers("1024,64", "budgets", int) == (1024, 64)
+    with pytest.raises(ConfigError, match="expected budgets; got '1,many'"):
+        split_numbers("1,many", "budgets", int)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Settings with a choice.
+
+    Attributes:
+        by: What is taken at a time.
+        count: How often.
+    """
+
+    by: Literal["layer", "block"] = "layer"
+    count: int = 1
+
+
+def test_a_literal_is_a_choice():
+    seen = []
+    command = recorder(Annotated[Chosen, Flags(names={"count": "--count -n"})], seen)
+    assert invoke(command, "--by", "block", "-n", "2").exit_code == 0
+    assert invoke(command, "--count", "3").exit_code == 0
+    assert seen == [(Chosen(by="block", count=2), "x"), (Chosen(count=3), "x")]
+    assert type(seen[0][0].by) is str
+    wrong = invoke(command, "--by", "model")
+    assert wrong.exit_code == 2 and "block" in wrong.output
+    assert "[default: layer]" in " ".join(invoke(command, "--help").output.split())
+
+
+def test_which_flags_were_given():
+    seen = []
+
+    @takes_settings
+    def command(context: typer.Context, case: Batch, chosen: Chosen) -> None:
+        seen.append(given_flags(context, field_names(Chosen) | {"skip"}))
+
+    assert invoke(command, "--by", "layer", "--output-len", "3").exit_code == 0
+    assert invoke(command, "--skip", "a").exit_code == 0
+    assert seen == [["--by"], ["--skip"]]  # as they are defaults, too
+
+
+def test_json_objects():
+    assert read_object("--x", None) is None
+    assert read_object("--x", '{"a": [1]}') == {"a": [1]}
+    for text in ("{", "3", "[]"):
+        with pytest.raises(ConfigError, match="--x: expected a JSON object, got"):
+            read_object("--x", text)

@@ -102,12 +102,12 @@ def test_what_cannot_be_done_is_said(results, tmp_path, capsys, arguments, messa
     ids=["config", "unsupported", "import", "key"],
 )
 def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch, error, words):
-    from octavo.measure.advise import compared
+    from octavo.measure.advise import measured
 
     def refuse(records, gpu):
         raise error
 
-    monkeypatch.setattr(compared, "compare_all", refuse)
+    monkeypatch.setattr(measured, "compare_all", refuse)
     assert report() == 0
     note = f"Advice for NVIDIA H200 is not compared: {words}."
     assert note in (tmp_path / "report.html").read_text()
@@ -117,7 +117,7 @@ def test_advice_that_cannot_be_compared_is_said(results, tmp_path, monkeypatch, 
 def test_advice_is_left_out_unless_there_is_something_to_compare(
     results, tmp_path, monkeypatch, arguments
 ):
-    monkeypatch.setitem(sys.modules, "octavo.measure.advise.compared", None)  # raises if imported
+    monkeypatch.setitem(sys.modules, "octavo.measure.advise.measured", None)  # raises if imported
     kernel = row(op="quantize", case={"shape": "1", "operands": "FP8"}, values={"median_ms": 1.0})
     store.append(tmp_path / "other.jsonl", [kernel])
     assert report(*arguments) == 0
@@ -127,10 +127,10 @@ def test_advice_is_left_out_unless_there_is_something_to_compare(
 
 
 def test_advice_is_compared_with_what_was_measured(results, tmp_path, monkeypatch):
-    from octavo.measure.advise import compared
+    from octavo.measure.advise import measured
 
-    found = [compared.Compared("mine", "ITL", "fp8", 2.0, 1.9)]
-    monkeypatch.setattr(compared, "compare_all", lambda records, gpu: found)
+    found = [measured.Compared("mine", "ITL", "fp8", 2.0, 1.9)]
+    monkeypatch.setattr(measured, "compare_all", lambda records, gpu: found)
     assert report() == 0
     assert (
         "Advice: predicted against measured, NVIDIA H200" in (tmp_path / "report.html").read_text()

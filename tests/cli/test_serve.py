@@ -14,7 +14,8 @@ pytest.importorskip("uvicorn")
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.recipe import Recipe
 from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision
-from octavo.serving.engine.scheduler import SchedulerSettings
+from octavo.serving.engine.settings import EngineSettings
+from octavo.serving.server import run as server_process
 
 PRECISION = Precision(
     (
@@ -56,17 +57,17 @@ def calls(monkeypatch):
 
     stubs = {
         "octavo.serving.engine.engine": {"load_engine": load_engine},
-        "octavo.serving.engine.settings": {"EngineSettings": dict},
         "octavo.serving.server.app": {"create_app": create_app},
-        "octavo.serving.server.bind": {"bound": bound},
-        "octavo.serving.server.run": {"run": run_app},
         "octavo.serving.engine.omni": {"Omni": omni},
-        "octavo.serving.server.image_app": {"create_image_app": create_app},
+        "octavo.serving.server.drawing_app": {"create_image_app": create_app},
     }
     for name, members in stubs.items():
         module = ModuleType(name)
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, name, module)
+    found.bind = server_process.bound
+    monkeypatch.setattr(server_process, "bound", bound)
+    monkeypatch.setattr(server_process, "run", run_app)
     return found
 
 
@@ -90,8 +91,7 @@ def test_defaults(calls):
     prompts = calls.options.pop("prompts")
     assert (prompts.add_bos, prompts.chat_template) == (None, None)
     assert calls.options == {"dtype": "auto", "device": None, "vision_impl": None}
-    assert calls.engine["enable_prefix_caching"] is True
-    assert calls.engine["max_context"] is None
+    assert calls.engine == EngineSettings()
     assert calls.server.api_keys == ()
     assert calls.server.images.allowed_hosts == ()
     assert calls.ran == ("http://127.0.0.1:8000", "info")
@@ -109,17 +109,16 @@ def test_flags_reach_the_engine_and_the_server(calls, monkeypatch):
     assert octavo(*args.split()) == 0
     assert calls.model == "m"
     assert calls.recipe == Recipe(kv_cache="fp8_e5m2", skip_layers=["0-1"])
-    assert calls.engine == {
-        "max_context": 4096,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 64,
-        "max_queue": 7,
-        "memory_fraction": 0.5,
-        "num_pages": None,
-        "enable_prefix_caching": False,
-        "cuda_graphs": False,
-        "compile": True,
-    }
+    assert calls.engine == EngineSettings(
+        max_context=4096,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_queue=7,
+        memory_fraction=0.5,
+        enable_prefix_caching=False,
+        cuda_graphs=False,
+        compile=True,
+    )
     server = calls.server
     assert server.model_names == ("a", "b")
     assert server.api_keys == ("k", "from-env")
@@ -214,7 +213,7 @@ def test_refusals_come_before_the_model(args, message, calls, capsys):
 
 @pytest.mark.parametrize("args", [[], ["--omni"]], ids=["language", "omni"])
 def test_a_port_in_use_is_found_before_the_model_loads(args, calls, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "octavo.serving.server.bind")
+    monkeypatch.setattr(server_process, "bound", calls.bind)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert octavo(*args, "--port", port) == 1
@@ -224,7 +223,7 @@ def test_a_port_in_use_is_found_before_the_model_loads(args, calls, monkeypatch,
 
 
 def test_a_free_port_is_printed(calls, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "octavo.serving.server.bind")
+    monkeypatch.setattr(server_process, "bound", calls.bind)
     assert octavo("--port", "0") == 0
     assert re.search(r"http://127.0.0.1:[1-9]\d+/v1 the API", capsys.readouterr().err)
 
@@ -281,6 +280,5 @@ def test_bos_and_the_chat_template(calls):
 def test_a_limit_that_is_left_out_fits_the_other(calls, flags, seqs, tokens):
     assert octavo(*flags) == 0
     found = calls.engine
-    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (seqs, tokens)
-    SchedulerSettings(max_num_seqs=seqs, max_num_batched_tokens=tokens)  # which takes them
-    assert calls.server.max_open == seqs + found["max_queue"]
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (seqs, tokens)
+    assert calls.server.max_open == seqs + found.max_queue

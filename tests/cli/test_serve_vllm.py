@@ -38,12 +38,12 @@ def calls(monkeypatch):
     stubs = {
         "octavo.serving.engine.engine": {"load_engine": load_engine},
         "octavo.serving.server.app": {"create_app": lambda engine, settings: app},
-        "octavo.serving.server.run": {"run": lambda *args, **options: None},
     }
     for name, members in stubs.items():
         module = ModuleType(name)
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("octavo.serving.server.run.run", lambda *args, **options: None)
     return found
 
 

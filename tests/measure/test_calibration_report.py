@@ -9,7 +9,7 @@ from octavo.calibration.run import CalibrationResult, TensorStatistics
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.measure.evaluate.calibration import calibration_records
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.calibration import (
+from octavo.measure.report.layers import (
     calibration_section,
     calibration_table,
     pipeline_table,

@@ -11,9 +11,7 @@ from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.regression import Interval
 from octavo.measure.report.html import render
-from octavo.measure.report.latency import latency_sections
-from octavo.measure.report.latency_tables import with_interval
-from octavo.measure.report.summary import latency_with_headlines
+from octavo.measure.report.latency import latency_sections, latency_with_headlines, with_interval
 
 RESULTS = Path(__file__).parents[2] / "results"
 MACHINE = Machine.current(gpu="NVIDIA H200", capability=(9, 0))

@@ -5,12 +5,10 @@ from functools import partial
 import pytest
 
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report import accuracy, steps
-from octavo.measure.report.advice import advice_sections
-from octavo.measure.report.points import Point, log_ticks, points, wrapped
-from octavo.measure.report.select import newest
-from octavo.measure.report.sensitivity import sensitivity_sections
-from octavo.measure.report.throughput import serve_sections, throughput_sections
+from octavo.measure.report import quality, speed
+from octavo.measure.report.layers import sensitivity_sections
+from octavo.measure.report.plots import Point, log_ticks, points, wrapped
+from octavo.measure.report.tables import newest
 
 MACHINE = Machine(cpu="A CPU", python="3.12", platform="Linux", gpu="A GPU", capability=(9, 0))
 row = partial(Measurement, impl="octavo", machine=MACHINE, command="octavo x")
@@ -28,15 +26,15 @@ def test_recovery_with_its_standard_error():
         perplexity("fp8", 10.1, "bf16", recovery_percent=99.0, recovery_standard_error_percent=0.5),
         perplexity("fp8 head", 10.3, "bf16", recovery_percent=97.0),
     ]
-    (section,) = accuracy.perplexity_sections(records)
+    (section,) = quality.PERPLEXITY.make(records)
     (trace,) = section.figures[0].data
     assert trace["name"] == "8,192 tokens, 512 at once, against bf16"
     assert trace["x"] == [99.0, 97.0] and trace["error_x"]["array"] == [0.5, 0.0]
     assert "recipes recover 97.0 % (fp8 head) to 99.0 % (fp8), A GPU" in section.headline
     assert len(section.tables[0].rows) == 3 and "ratio" not in section.tables[0].header
-    (alone,) = accuracy.perplexity_sections(records[:1])
+    (alone,) = quality.PERPLEXITY.make(records[:1])
     assert alone.figures == () and alone.headline == ""
-    (one,) = accuracy.perplexity_sections(records[:2])
+    (one,) = quality.PERPLEXITY.make(records[:2])
     assert one.headline == "m, perplexity: fp8 recovers 99.0 % (A GPU)."
 
 
@@ -48,7 +46,7 @@ def test_charts_with_intervals():
 
     ends = {"difference_low_points": -3.0, "difference_high_points": 0.5}
     fp8 = answered("fp8", "bf16", difference_points=-1.0, recovery_percent=98.9, **ends)
-    (section,) = accuracy.chartqa_sections([answered("bf16"), fp8])
+    (section,) = quality.CHARTQA.make([answered("bf16"), fp8])
     (trace,) = section.figures[0].data
     assert (trace["error_x"]["array"], trace["error_x"]["arrayminus"]) == ([1.5], [2.0])
     assert "100 questions" in section.text and "98.9 %" in section.headline
@@ -62,12 +60,12 @@ def test_charts_are_shown_once_or_it_is_said_why_not():
         return row(op="chartqa", case=case | {"picture": picture}, values=values)
 
     url = "data:image/jpeg;base64,AAAA"
-    (section,) = accuracy.chartqa_sections([answered("bf16", url), answered("fp8", url)])
+    (section,) = quality.CHARTQA.make([answered("bf16", url), answered("fp8", url)])
     (sheet,) = section.sheets
     assert sheet.url == url and "the answers of bf16, fp8;" in sheet.caption
     lost = {"picture_problem": "there is no such file"}
     rows = [answered("bf16", "x.jpg", **lost), answered("fp8", "x.jpg", **lost)]
-    (section,) = accuracy.chartqa_sections(rows)
+    (section,) = quality.CHARTQA.make(rows)
     assert section.sheets == ()
     assert section.text.count("The picture x.jpg is not shown: there is no such file.") == 1
 
@@ -79,7 +77,7 @@ def test_needles_by_machine_and_model_with_their_recovery():
         return row(op="needle", case=case | {"repetitions": 2}, values=values, date=date)
 
     again = found("fp8", 50.0, "2026-11-02T00:00:00Z")
-    (section,) = accuracy.needle_sections([found("bf16", 100.0), found("fp8", 100.0), again])
+    (section,) = quality.needle_sections([found("bf16", 100.0), found("fp8", 100.0), again])
     assert section.headline == "m: needles recovered: fp8 50.0 %."
     assert len(section.figures) == 2 and section.title.endswith("A GPU")
 
@@ -93,7 +91,7 @@ def test_conversations_by_bucket():
         *(asked("bf16", 8192, 50.0), asked("bf16", "all", 50.0, auc_percent=50.0)),
         *(asked("fp8", 8192, 40.0), asked("fp8", "all", 40.0, recovery_percent=80.0)),
     ]
-    (section,) = accuracy.mrcr_sections(records)
+    (section,) = quality.MRCR.make(records)
     assert [trace["x"] for trace in section.figures[0].data] == [[50.0, 50.0], [40.0, 40.0]]
     assert "fp8 recovers 80.0 %" in section.headline
 
@@ -106,12 +104,12 @@ def test_a_step_is_shown_by_its_fastest_way():
         return row(op="encoder", case=case, values=values, baseline="stock BF16")
 
     records = [ran("bf16", 10, 1.0), ran("static", 8, 1.25), ran("static", 5, 2.0, graphs=True)]
-    (section,) = steps.encoder_sections(records)
+    (section,) = speed.ENCODER.make(records)
     (bars,) = section.figures[0].data  # of one size: names down, no groups, and no legend
     assert (bars["y"], bars["x"], bars["orientation"]) == (["bf16", "static"], [1.0, 2.0], "h")
     layout = section.figures[0].layout
     assert not layout["showlegend"] and layout["xaxis"]["title"]["text"] == "speed-up (×)"
-    (other,) = steps.encoder_sections([*records, ran("bf16", 3, 1.0, images=1)])
+    (other,) = speed.ENCODER.make([*records, ran("bf16", 3, 1.0, images=1)])
     assert [trace["y"] for trace in other.figures[0].data] == [[1.0, 1.0], [2.0]]
     assert other.figures[0].layout["yaxis"]["range"] == [0, 2.3]
     assert "vit: 2.00 times as fast with static at 3 × 4k, against stock BF16" in section.headline
@@ -120,11 +118,11 @@ def test_a_step_is_shown_by_its_fastest_way():
 
 def test_steps_of_diffusion_and_of_generation():
     case = {"model": "dit", "recipe": "linear", "inputs": "1024 x 1024", "layers": 1}
-    (section,) = steps.diffusion_sections([row(op="x", case=case, values={"median_ms": 1.0})])
+    (section,) = speed.DIFFUSION.make([row(op="x", case=case, values={"median_ms": 1.0})])
     assert section.tables[0].rows[0][0] == "1024 x 1024, 1 block of each kind"
     assert section.figures == () and section.headline == ""
     case = {"model": "llm", "recipe": "fp8", "batch": 8, "context": 32768}
-    (section,) = steps.generate_sections([row(op="x", case=case, values={"median_ms": 1.0})])
+    (section,) = speed.GENERATE.make([row(op="x", case=case, values={"median_ms": 1.0})])
     assert section.tables[0].rows[0][0] == "8 × 32k"
 
 
@@ -135,7 +133,7 @@ def test_throughput_by_row_with_its_gain():
         return row(op="throughput", case=case, values=values, baseline="auto" if values else None)
 
     records = [ran("auto", 100.0), ran("fp8", 125.0, output_throughput_gain=1.25), ran("x", 1, "n")]
-    first, second = throughput_sections(records)
+    first, second = speed.THROUGHPUT.make(records)
     assert "48 requests, 8 at once" in first.text and "1.25 times the output" in first.headline
     assert first.figures[0].data[0]["x"] == [100.0, 125.0]
     assert first.figures[0].layout["xaxis"]["title"]["text"] == "output (tokens/s)"
@@ -144,7 +142,7 @@ def test_throughput_by_row_with_its_gain():
 
 def test_serving_is_a_table():
     case = {"model": "m", "request_rate": "inf"}
-    (section,) = serve_sections([row(op="serve", case=case, values={"output_throughput": 5.0})])
+    (section,) = speed.SERVE.make([row(op="serve", case=case, values={"output_throughput": 5.0})])
     assert section.tables[0].header == ("request rate", "output (tokens/s)")
 
 
@@ -176,13 +174,13 @@ def test_advice_beside_what_was_measured():
         compared("TTFT", 1.0, predicted_speedup=1.1, error_percent=10.0),
         compared("host", 1.5),
     ]
-    (section,) = advice_sections(records)
+    (section,) = speed.COMPARED_ADVICE.make(records)
     points_, equal = section.figures[0].data
     assert (points_["x"], points_["y"]) == ([2.0, 1.0], [1.9, 1.1])
     assert equal["x"] == [1.0, 2.0]
     assert "2 speed-ups" in section.headline
     assert "half of them within 5.0 %, all within 10.0 %" in section.headline
-    (unsaid,) = advice_sections(records[2:])
+    (unsaid,) = speed.COMPARED_ADVICE.make(records[2:])
     assert unsaid.figures == () and unsaid.headline == ""
 
 

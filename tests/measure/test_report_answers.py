@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report import answers
+from octavo.measure.report import quality
 from octavo.measure.report.html import render
 from octavo.measure.report.pages import report_sections
 
@@ -27,7 +27,7 @@ def test_pass_at_1_with_errors_and_recovery():
         answered("choice", "fp8 head", 49.0, "bfloat16", **again, difference_percent=-1.0),
         answered("math", "bfloat16", 0.0),
     ]
-    choice, math = answers.pass_sections(records)
+    choice, math = quality.PASS_AT_1.make(records)
     assert choice.title == (
         "Multiple choice: m, gpqa, diamond, 198 questions × 4, temperature 0.6, A GPU"
     )

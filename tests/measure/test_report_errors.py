@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.errors import average, error_sections
 from octavo.measure.report.html import render
+from octavo.measure.report.layers import average, error_sections
 from octavo.measure.report.pages import report_sections
 
 row = partial(Measurement, machine=Machine.current(), command="pytest", impl="reference")

@@ -10,9 +10,7 @@ import pytest
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import pictures
-from octavo.measure.report.html import render
-from octavo.measure.report.images import images_sections
-from octavo.measure.report.markdown import sections_markdown
+from octavo.measure.report.html import render, sections_markdown
 from octavo.measure.report.pictures import with_pictures
 
 MACHINE = Machine(cpu="A CPU", python="3.12", platform="Linux", gpu="A GPU", capability=(9, 0))
@@ -26,12 +24,12 @@ def test_pictures_with_the_worst_one():
         return row(op="images", case=case, values=values, baseline=baseline, command="x")
 
     records = [scored("bf16"), scored("fp8", psnr_db=36.0, worst_psnr_db=30.0)]
-    (section,) = images_sections(records)
+    (section,) = pictures.IMAGES.make(records)
     (trace,) = section.figures[0].data
     assert trace["x"] == [36.0] and trace["error_x"]["arrayminus"] == [6.0]
     assert "30.0 dB PSNR against bf16, with fp8" in section.headline
     assert section.tables[0].header == ("row", "PSNR (dB)", "worst PSNR (dB)")
-    (alone,) = images_sections(records[:1])
+    (alone,) = pictures.IMAGES.make(records[:1])
     assert alone.figures == () and alone.headline == "" and alone.tables[0].rows == (("bf16",),)
 
 
@@ -60,7 +58,7 @@ def test_pictures_side_by_side_from_beside_their_records(tmp_path):
     found = with_pictures(records, tmp_path / "records.jsonl")
     assert records[0].case["picture"] == "sheet.jpg"  # as it was
     assert with_pictures(found, tmp_path / "elsewhere" / "records.jsonl") == found
-    (section,) = images_sections(found)
+    (section,) = pictures.IMAGES.make(found)
     both, one = section.sheets
     assert base64.b64decode(both.url.removeprefix("data:image/jpeg;base64,")) == JPEG
     assert one.url.startswith("data:image/png;base64,")
@@ -81,9 +79,9 @@ def test_prompts_of_a_picture_may_be_said():
     said = [
         replace(r, case={**r.case, "picture_prompts": many}) for r in [drawn("a", url, **SCORES)]
     ]
-    (sheet,) = images_sections(said)[0].sheets
+    (sheet,) = pictures.IMAGES.make(said)[0].sheets
     assert "“p0”, “p1”" in sheet.caption and "“p11” and 2 more in bf16, a" in sheet.caption
-    (sheet,) = images_sections([drawn("a", url, "by 'hand", **SCORES)])[0].sheets
+    (sheet,) = pictures.IMAGES.make([drawn("a", url, "by 'hand", **SCORES)])[0].sheets
     assert "dit: 4 prompts in bf16, a" in sheet.caption
 
 
@@ -119,7 +117,7 @@ def test_what_is_no_picture_of_the_project_is_not_shown(tmp_path, monkeypatch, n
     (results / "link.png").symlink_to(tmp_path / "outside.png")
     name = name.format(folder=tmp_path)
     found = with_pictures([drawn("fp8", name, **SCORES)], results / "r.jsonl")
-    (section,) = images_sections(found)
+    (section,) = pictures.IMAGES.make(found)
     assert section.sheets == () and f"The picture {name} of fp8 is not shown: {why}" in section.text
 
 
@@ -135,13 +133,13 @@ def test_a_picture_may_be_anywhere_in_the_project_of_its_records(tmp_path):
     (found,) = with_pictures([record], file)
     assert "picture_problem" not in found.case
     # Records that were not read by octavo report still say what they do not show.
-    (section,) = images_sections([record])
+    (section,) = pictures.IMAGES.make([record])
     assert "is not shown: it is read by octavo report" in section.text
 
 
 def test_the_repository_s_records_show_theirs():
     file = Path(__file__).parents[2] / "results" / "images_h200.jsonl"
-    (section, *_) = images_sections(with_pictures(store.read(file), file))
+    (section, *_) = pictures.IMAGES.make(with_pictures(store.read(file), file))
     (sheet,) = section.sheets
     assert sheet.url.startswith("data:image/jpeg;base64,") and "not shown" not in section.text
     assert "“dog”" in sheet.caption and "in bf16, fp8, fp8+attention" in sheet.caption

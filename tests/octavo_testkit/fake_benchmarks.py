@@ -2,9 +2,8 @@
 
 from octavo.errors import OctavoError
 from octavo.measure.bench import sweep as module
-from octavo.measure.bench.engine_rows import check_rows
-from octavo.measure.bench.latency import LatencyResult
-from octavo.measure.bench.throughput import ThroughputResult
+from octavo.measure.bench.engine import check_rows, row_about
+from octavo.measure.bench.engine_run import RowResult
 from octavo.measure.records import Machine, Measurement
 
 
@@ -23,7 +22,7 @@ class FakeBenchmarks:
         return Measurement(
             op=op,
             impl="octavo",
-            case={**row.about, "output_len": 3, **case},
+            case={**row_about(row), "output_len": 3, **case},
             values={"median_itl_ms": 1.0, "median_ttft_ms": 2.0, "relative_rms": 0.0},
             machine=Machine.current(),
             command=command,
@@ -44,9 +43,9 @@ class FakeBenchmarks:
             self.record("latency", row, command, baseline, input_len=length)
             for length in case.input_lens
         ]
-        return [LatencyResult.of_records(row, records)]
+        return [RowResult(row, tuple(records))]
 
     def throughput(self, subject, rows, case, settings, *, command, baseline, on_token):
         (row,) = rows
         self.begin("throughput", row)
-        return [ThroughputResult(row, self.record("throughput", row, command, baseline))]
+        return [RowResult(row, (self.record("throughput", row, command, baseline),))]

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from octavo.measure import store
-from octavo.measure.bench.engine_rows import make_rows, open_subject
-from octavo.measure.bench.latency import LatencyCase, run_latency
-from octavo.measure.bench.latency_fits import curve_values, line_values
-from octavo.measure.bench.request_times import Workload
-from octavo.measure.bench.throughput import ThroughputCase, run_throughput
+from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
+from octavo.measure.bench.engine import make_rows, open_subject
+from octavo.measure.bench.latency import curve_values, line_values, run_latency
+from octavo.measure.bench.throughput import run_throughput
 from octavo.measure.fit import Line, Quadratic, fit_line, fit_quadratic
 from octavo.measure.records import Machine, Measurement
 from octavo.serving.engine.settings import EngineSettings

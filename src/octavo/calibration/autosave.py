@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.brief import list_names
+from octavo.calibration.scale_document import Scale
 from octavo.calibration.scale_file import (
     LayerScales,
     ScaleHeader,
     ScaleSet,
     save_scales,
 )
-from octavo.calibration.scale_values import Scale
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling

@@ -4,23 +4,24 @@ A `Histogram` counts absolute values by their nearest bfloat16. For a model in b
 nothing: percentiles and errors are those of the data itself. Other values are off by at most 1/256.
 It covers the 40 powers of two below the largest value and moves up when a larger one comes, so its
 size is fixed; e4m3 spans 18 of them, and what is smaller counts as zero.
+
+`KeyMeans` finds the mean key of every KV head, in a pass of its own before scales are found.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.brief import list_names
+from octavo.calibration.settings import CalibrationSettings as CalibrationSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead
 from octavo.numerics.quantize import saturating_cast
-from octavo.numerics.scales import check_margin, finite_amax
-
-Observer = Literal["amax", "percentile", "mse"]
-OBSERVERS: tuple[Observer, ...] = ("amax", "percentile", "mse")
+from octavo.numerics.scales import finite_amax
 
 _OCTAVE = 128  # bfloat16 values from one power of two to the next
 _NUM_BINS = 40 * _OCTAVE
@@ -29,37 +30,6 @@ _MAX_CODE = 0x7F7F  # the largest finite one, as an integer
 _CHUNK_SIZE = 2**24  # values counted at once: as codes they take 64 MiB
 # The error is searched at 16 scales per power of two, over 6 powers: beyond, clipping dominates.
 _MSE_STEPS = tuple(2.0 ** (-step / 16) for step in range(6 * 16 + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationSettings:
-    """How scales are found: which observer, for how many values at once, with how much headroom.
-
-    percentile: of the observer of that name. granularity: "tensor" or "head". rotate_keys,
-    center_keys: of a KV cache whose recipe says so; then scales are those of such keys.
-    """
-
-    observer: Observer = "amax"
-    percentile: float = 99.99
-    granularity: Literal["tensor", "head"] = "tensor"
-    margin: float = 1.5
-    rotate_keys: bool = False
-    center_keys: bool = False
-
-    def __post_init__(self) -> None:
-        if self.observer not in OBSERVERS:
-            raise ConfigError(
-                f"expected an observer, one of {', '.join(OBSERVERS)}, got {self.observer!r}"
-            )
-        if self.granularity not in ("tensor", "head"):
-            raise ConfigError(f"expected granularity tensor or head, got {self.granularity!r}")
-        if not 0 < self.percentile <= 100:
-            raise ConfigError(f"expected a percentile above 0, up to 100, got {self.percentile}")
-        check_margin(self.margin)
-
-    def __str__(self) -> str:
-        name = self.observer
-        return f"{name} {self.percentile:g}" if name == "percentile" else name
 
 
 class Histogram:
@@ -215,6 +185,71 @@ class LayerObserver:
         """The observer that `state_dict` describes."""
         parts = {name: Histogram.from_state_dict(part) for name, part in state["parts"].items()}
         return cls(parts, state["num_passes"])
+
+
+class KeyMeans:
+    """Sums of the keys of all layers, in float64, over every token that was seen.
+
+    is_complete: whether the pass is over, and `of` gives the means. num_prompts: how many it saw.
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.sums: dict[str, Tensor | None] = dict.fromkeys(layers)
+        self.num_tokens = dict.fromkeys(layers, 0)
+        self.num_prompts = 0
+        self.is_complete = False
+
+    @torch.inference_mode()
+    def see(self, name: str, k: Tensor) -> None:
+        """One pass of one layer, k [..., num_kv_heads, head_dim]."""
+        rows = k.detach().flatten(0, -3)
+        total, before = rows.sum(0, dtype=torch.float64), self.sums[name]
+        if before is not None and before.shape != total.shape:
+            raise ConfigError(
+                f"layer {name}: expected keys {list(before.shape)} [num_kv_heads, head_dim] as in "
+                f"the passes before, got {list(total.shape)}"
+            )
+        self.sums[name] = total if before is None else before.to(total.device) + total
+        self.num_tokens[name] += len(rows)
+
+    def complete(self, num_prompts: int) -> None:
+        """End the pass; ConfigError names layers that saw nothing, or keys that are not finite."""
+        if missing := [name for name, total in self.sums.items() if total is None]:
+            raise ConfigError(
+                f"expected every layer to run, got no pass of {list_names(missing)}: "
+                "use prompts that reach them"
+            )
+        for name in self.sums:
+            if not bool(self.of(name).isfinite().all()):
+                raise ConfigError(
+                    f"layer {name}: k: expected finite keys to take the mean of, got NaN or Inf: "
+                    "no scales are saved; run the model in bfloat16 or float32"
+                )
+        self.num_prompts, self.is_complete = num_prompts, True
+
+    def of(self, name: str) -> Tensor:
+        """The mean keys of a layer, float32 [num_kv_heads, head_dim]."""
+        total = self.sums[name]
+        assert total is not None
+        return (total / self.num_tokens[name]).float()
+
+    def numbers(self, name: str) -> tuple[tuple[float, ...], ...]:
+        """The same as numbers for a file; nine digits are read back to the same float32."""
+        return tuple(tuple(float(f"{x:.9g}") for x in row) for row in self.of(name).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, on the CPU, as `load_state_dict` takes it."""
+        return {
+            "sums": {name: None if x is None else x.cpu() for name, x in self.sums.items()},
+            "num_tokens": dict(self.num_tokens),
+            "num_prompts": self.num_prompts,
+            "is_complete": self.is_complete,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was made."""
+        self.sums, self.num_tokens = dict(state["sums"]), dict(state["num_tokens"])
+        self.num_prompts, self.is_complete = state["num_prompts"], state["is_complete"]
 
 
 def _code(x: Tensor) -> Tensor:

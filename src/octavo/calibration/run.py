@@ -17,8 +17,13 @@ from torch import Tensor
 from octavo.brief import list_names
 from octavo.calibration.autosave import check_scale_paths
 from octavo.calibration.data import Prompt, PromptData, batches
-from octavo.calibration.key_means import KeyMeans
-from octavo.calibration.observers import CalibrationSettings, Histogram, LayerObserver
+from octavo.calibration.observers import (
+    CalibrationSettings,
+    Histogram,
+    KeyMeans,
+    LayerObserver,
+)
+from octavo.calibration.scale_document import Scale
 from octavo.calibration.scale_file import (
     Kind,
     LayerScales,
@@ -26,7 +31,6 @@ from octavo.calibration.scale_file import (
     ScaleSet,
     save_scales,
 )
-from octavo.calibration.scale_values import Scale
 from octavo.calibration.state import StateFile, state_path
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.formats import E4M3

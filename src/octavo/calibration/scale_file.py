@@ -43,8 +43,8 @@ from typing import Any, Literal, get_args
 
 from octavo.atomic import write_atomically
 from octavo.brief import brief, list_names, unique_keys
-from octavo.calibration.scale_document import FORMAT_VERSION, read_document
-from octavo.calibration.scale_values import (
+from octavo.calibration.scale_document import (
+    FORMAT_VERSION,
     KeyMean,
     Scale,
     check_text,
@@ -52,6 +52,7 @@ from octavo.calibration.scale_values import (
     checked_mean,
     checked_number,
     checked_scale,
+    read_document,
 )
 from octavo.errors import CheckpointError, ConfigError
 

@@ -1,9 +1,10 @@
-"""Texts to calibrate on: plain files, rows of text or of chats, or a data set's name.
+"""Texts to calibrate on: plain files, rows of text or of chats, a data set's name, or prompts.
 
 Nothing here knows a tokenizer: documents are read lazily, and whoever runs a model cuts them into
 windows of tokens.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -206,3 +207,31 @@ def _text_of(part: object) -> str | None:
         case {"type": "text", "text": str(text)}:
             return text
     return None
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[str]:
+    """The prompts of a file: its lines that are not blank, or `prompt` of each row of a .jsonl."""
+    place = Path(path)
+    if not place.is_file():
+        raise ConfigError(f"expected a file of prompts, got none at {place}")
+    if place.suffix == ".jsonl":
+        prompts = [_prompt(row) for row in open_file(place, "prompts").read(0)]
+    else:
+        try:
+            lines = place.read_text("utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{place}: expected text in UTF-8: {error}") from None
+        prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{place}: expected prompts, one in a line, got none")
+    return prompts
+
+
+def _prompt(row: Row) -> str:
+    content: Any = row.content
+    text = content.get("prompt") if isinstance(content, dict) else content
+    if not isinstance(text, str) or not text.strip():
+        raise CheckpointError(
+            f'{row.where}: expected a text, or {{"prompt": "…"}}, got {brief(content)}'
+        )
+    return text

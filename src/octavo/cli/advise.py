@@ -1,22 +1,29 @@
 """octavo advise: what to quantize in a model on a GPU, and why."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import RecordsFile, check_folder
+from octavo.cli.options import Flags, RecordsFile, check_folder, repeat_command, takes_settings
 from octavo.cli.tables import print_table
+from octavo.errors import ConfigError
+from octavo.measure.advise.shape import Workload, parse_size
 
 if TYPE_CHECKING:
     from octavo.measure.advise.gpus import Gpu
-    from octavo.measure.advise.model_shape import ModelShape
-    from octavo.measure.advise.workload import Workload
+    from octavo.measure.advise.shape import ModelShape
     from octavo.measure.records import Measurement
 
 
+@takes_settings
 def advise(
+    context: typer.Context,
+    workload: Annotated[
+        Workload, Flags(names={"num_images": "--images"}, without=("context", "image_size"))
+    ],
     model: Annotated[
         str,
         typer.Argument(
@@ -29,28 +36,17 @@ def advise(
     gpu: Annotated[
         str,
         typer.Option(
-            "--gpu",
             help="h200, h100, b200, l40s or a100, or hopper, blackwell, ada, ampere; it need not "
-            "be here.",
+            "be here."
         ),
     ] = "h200",
-    context: Annotated[
+    prompt_len: Annotated[
         str, typer.Option("--context", help="Tokens of a prompt (8192, 32k).")
     ] = "8k",
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, help="Requests that run at once.")
-    ] = 1,
-    output_len: Annotated[
-        int, typer.Option("--output-len", min=1, help="Tokens of an answer.")
-    ] = 512,
-    image_size: Annotated[
-        str, typer.Option("--image-size", help="1920x1080, or hd, fullhd, qhd, 4k.")
-    ] = "fullhd",
-    images: Annotated[int, typer.Option("--images", min=1, help="Images in one request.")] = 1,
+    image_size: Annotated[str, typer.Option(help="1920x1080, or hd, fullhd, qhd, 4k.")] = "fullhd",
     results: Annotated[
         Path | None,
         typer.Option(
-            "--results",
             help="Records to take speeds from, a JSON Lines file or a folder of them; left out, "
             "those that come with octavo.",
             show_default=False,
@@ -75,51 +71,46 @@ def advise(
     kernels say (--results), corrected by records of whole models. No GPU is needed, and no
     weights.
     """
-    from octavo.errors import ConfigError
+    from octavo.amounts import parse_tokens
+    from octavo.measure import store
+    from octavo.measure.advise.advice import (
+        expectation_table,
+        how_to_run,
+        memory_table,
+        recipe_text,
+        sentences,
+        title,
+    )
     from octavo.measure.advise.advise import advise as make_advice
     from octavo.measure.advise.gpus import find_gpu
-    from octavo.measure.advise.memory import parse_tokens
-    from octavo.measure.advise.model_shape import find_model
-    from octavo.measure.advise.workload import Workload, parse_size
+    from octavo.measure.advise.shape import find_model
 
     if output is not None and not is_measured:
         raise ConfigError("-o is for the records of --measure, which is not asked for")
     check_folder(output)
     found_gpu = find_gpu(gpu)
-    workload = Workload(
-        context=parse_tokens(context),
-        concurrency=concurrency,
-        output_len=output_len,
-        image_size=parse_size(image_size),
-        num_images=images,
+    workload = replace(
+        workload, context=parse_tokens(prompt_len), image_size=parse_size(image_size)
     )
     shape = find_model(model)
-    records = _read(results)
+    records = store.read(store.shipped() if results is None else results)
     if is_measured:
-        records += _measure(model, shape, found_gpu, workload, output)
+        records += _measure(context, model, shape, found_gpu, workload, output)
     advice = make_advice(shape, found_gpu, workload, records, served=_served(model, shape))
     if as_json:
         typer.echo(advice.to_json())
         return
-    from octavo.measure.advise import words
-
-    out.print(words.title(advice), soft_wrap=True)
+    out.print(title(advice), soft_wrap=True)
     if advice.expectations:
-        print_table(words.expectation_table(advice))
+        print_table(expectation_table(advice))
     if advice.memory:
-        print_table(words.memory_table(advice))
-    for line in words.sentences(advice):
+        print_table(memory_table(advice))
+    for line in sentences(advice):
         out.print(line, soft_wrap=True)
     out.print("\nRecipe (recipe.toml)", soft_wrap=True)
-    out.print(words.recipe_text(advice), soft_wrap=True)
-    for line in words.how_to_run(advice):
+    out.print(recipe_text(advice), soft_wrap=True)
+    for line in how_to_run(advice):
         out.print(line, soft_wrap=True)
-
-
-def _read(results: Path | None) -> "list[Measurement]":
-    from octavo.measure import store
-
-    return store.read(store.shipped() if results is None else results)
 
 
 def _served(name: str, shape: "ModelShape") -> str:
@@ -131,27 +122,28 @@ def _served(name: str, shape: "ModelShape") -> str:
 
 
 def _measure(
-    name: str, shape: "ModelShape", gpu: "Gpu", workload: "Workload", output: Path | None
+    context: typer.Context,
+    name: str,
+    shape: "ModelShape",
+    gpu: "Gpu",
+    workload: Workload,
+    output: Path | None,
 ) -> "list[Measurement]":
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.advise.measure_here import check_measurable, measure
+    from octavo.measure.advise.measured import check_measurable, measure
 
     device = default_device()
     check_measurable(shape, gpu, workload, device)
     height, width = workload.image_size
-    command = (
-        f"octavo advise {name} --gpu {gpu.key} --context {workload.context} --concurrency "
-        f"{workload.concurrency} --output-len {workload.output_len} --image-size {width}x{height} "
-        f"--images {workload.num_images} --measure"
-    )
+    taken = {"gpu": gpu.key, "prompt_len": workload.context, "image_size": f"{width}x{height}"}
     with err.status("measuring") as status:
         measured = measure(
             shape,
             workload,
             device.torch_device,
             name=name,
-            command=command,
+            command=repeat_command(context, taken=taken),
             on_progress=lambda what: status.update(f"measuring {what}"),
         )
     if output is not None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.engine_flags import batch_limits
+from octavo.cli.engine_options import batch_limits
 from octavo.cli.eval_flags import chat_rows, make_endpoints
 from octavo.cli.eval_run import run_and_print
 

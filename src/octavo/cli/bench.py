@@ -1,25 +1,23 @@
-"""octavo bench: how fast the ops run on this machine."""
+"""octavo bench: how fast ops, models and servers run on this machine."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.bench_diffusion import diffusion
-from octavo.cli.bench_encoder import encoder
-from octavo.cli.bench_generate import generate
-from octavo.cli.bench_latency import latency
+from octavo.cli.bench_engine import latency, throughput
 from octavo.cli.bench_mm_processor import mm_processor
+from octavo.cli.bench_models import Folder, diffusion, encoder, generate
 from octavo.cli.bench_serve import serve
 from octavo.cli.bench_sweep import sweep
-from octavo.cli.bench_throughput import throughput
 from octavo.cli.console import err, out
-from octavo.cli.options import AsJson, RecordsFile
-from octavo.cli.records import print_file, print_json
+from octavo.cli.options import PLACES, AsJson, RecordsFile, repeat_command, takes_settings
+from octavo.cli.records import Collected, print_file, print_json
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.precompile import Task
+    from octavo.measure.bench.tune import Task
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 app.command("diffusion")(diffusion)
@@ -42,95 +40,72 @@ def bench() -> None:
     """Measure speed on this machine; every result is checked before its time counts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelBench:
+    """Which ops are timed, beside whom, and how.
+
+    Attributes:
+        op: Only this op; may be given more than once.
+        peers: Folder with other libraries' kernels (FlashAttention-3's *.abi3.so, the cudnn
+            package); those that are installed are found without it.
+        jobs: Processes that compile kernels before they are timed.
+        tune: Search for launch settings first, and keep the winners for this GPU. Compiles every
+            candidate: allow minutes.
+        load_s: Time each participant after it alone has loaded the GPU for so long, at the clock
+            that the power limit leaves it; all in turn, at a clock they share, unless given.
+    """
+
+    op: tuple[str, ...] = ()
+    peers: Annotated[Path | None, Folder] = None
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1)] = 1
+    tune: Annotated[bool, typer.Option("--tune")] = False
+    load_s: Annotated[float | None, typer.Option("--load", min=0.1, metavar="SECONDS")] = None
+
+
 @app.command()
+@takes_settings
 def kernels(
-    op: Annotated[
-        list[str] | None,
-        typer.Option("--op", help="Only this op; may be given more than once."),
-    ] = None,
-    peers: Annotated[
-        Path | None,
-        typer.Option(
-            "--peers",
-            help="Folder with other libraries' kernels (FlashAttention-3's *.abi3.so, the cudnn "
-            "package); those that are installed are found without it.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
+    context: typer.Context,
+    asked: KernelBench,
     output: RecordsFile = None,
     as_json: AsJson = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            "--jobs", "-j", min=1, help="Processes that compile kernels before they are timed."
-        ),
-    ] = 1,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Search for launch settings first, and keep the winners for this GPU. Compiles "
-            "every candidate: allow minutes.",
-        ),
-    ] = False,
-    load_s: Annotated[
-        float | None,
-        typer.Option(
-            "--load",
-            min=0.1,
-            metavar="SECONDS",
-            help="Time each contender after it alone has loaded the GPU for so long, at the clock "
-            "that the power limit leaves it; all in turn, at a clock they share, unless given.",
-        ),
-    ] = None,
 ) -> None:
     """Time each op with each implementation and each peer that is installed.
 
     Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
     replayed in CUDA graphs over inputs that rotate through more than the L2 cache. The speed-up is
-    that over the fastest BF16 contender of the same run; the ceiling is the larger share of this
+    that over the fastest BF16 participant of the same run; the ceiling is the larger share of this
     machine's own memory bandwidth or matrix products, measured at the start. Who could not take
     part is listed, with the reason.
     """
     from rich.progress import track
 
     from octavo.kernels.device import default_device
-    from octavo.measure import store
-    from octavo.measure.bench.benchmark import Objection, run_benchmark
-    from octavo.measure.bench.ceilings import measure_ceilings
-    from octavo.measure.bench.kernels import benchmarks
-    from octavo.measure.records import Measurement
+    from octavo.measure.bench.benchmark import measure_ceilings, run_benchmark
+    from octavo.measure.bench.kernels import SUITES, benchmarks
     from octavo.measure.report.tables import Table, from_records
 
-    if tune:
-        _tune(op, output, jobs)
-    if jobs > 1:
-        from octavo.measure.bench.kernels import SUITES
-        from octavo.measure.bench.precompile import tasks_of_benchmarks
+    collected = Collected(output)
+    if asked.tune:
+        _tune(asked, output)
+    if asked.jobs > 1:
+        from octavo.measure.bench.tune import tasks_of_benchmarks
 
-        _precompile([t for name in op or SUITES for t in tasks_of_benchmarks(name, peers)], jobs)
+        names = asked.op or SUITES
+        _precompile([t for n in names for t in tasks_of_benchmarks(n, asked.peers)], asked.jobs)
     device = default_device().torch_device
-    options = [f"--op {name}" for name in op or []] + ([f"--load {load_s:g}"] if load_s else [])
-    command = " ".join(["octavo bench kernels", *options])
+    command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune"))
     ceilings = measure_ceilings(device)
-    records: list[Measurement] = []
-    objections: list[Objection] = []
-    for benchmark in track(benchmarks(device, op, peers), description="measuring", console=err):
-        found, objected = run_benchmark(benchmark, device, command, ceilings, load_s)
-        records += found
-        objections += objected
-        if output is not None:
-            store.append(output, found)
+    chosen = benchmarks(device, list(asked.op), asked.peers)
+    for benchmark in track(chosen, description="measuring", console=err):
+        collected.keep(*run_benchmark(benchmark, device, command, ceilings, asked.load_s))
     if as_json:
-        print_json(records)
-        return
-    for name in dict.fromkeys(record.op for record in records):
-        of_op = [record for record in records if record.op == name]
+        return print_json(collected.records)
+    for name in dict.fromkeys(record.op for record in collected.records):
+        of_op = [record for record in collected.records if record.op == name]
         cases = dict.fromkeys(case for record in of_op for case in record.case)
         print_table(from_records(of_op, caption=name, columns=("impl", *cases, *VALUES)))
-    rows = dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in objections)
-    if rows:
+    if rows := dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in collected.objections):
         header = ("op", "impl", "operands", "why not")
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
     print_file(output)
@@ -139,29 +114,27 @@ def kernels(
 def _precompile(tasks: "list[Task]", jobs: int) -> None:
     from rich.progress import track
 
-    from octavo.measure.bench.precompile import precompile
+    from octavo.measure.bench.tune import precompile
 
     done = precompile(tasks, jobs)
     for _ in track(done, total=len(tasks), description="compiling", console=err):
         pass
 
 
-def _tune(op: list[str] | None, output: Path | None, jobs: int) -> None:
+def _tune(asked: KernelBench, output: Path | None) -> None:
     """Search for the settings of some ops, or of all that have any."""
     from rich.progress import track
 
     from octavo.kernels import tuning
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.tune import SEARCHES, searches, tune
+    from octavo.measure.bench.tune import SEARCHES, searches, tasks_of_searches, tune
     from octavo.measure.report.tables import from_records
 
     device = default_device()
-    names = list(op or SEARCHES)
-    if jobs > 1:
-        from octavo.measure.bench.precompile import tasks_of_searches
-
-        _precompile([task for name in names for task in tasks_of_searches(name)], jobs)
+    names = list(asked.op or SEARCHES)
+    if asked.jobs > 1:
+        _precompile([task for name in names for task in tasks_of_searches(name)], asked.jobs)
     chosen = [search for name in names for search in searches(name, device)]
     for search in track(chosen, description="tuning", console=err):
         records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")

@@ -1,26 +1,33 @@
 """octavo bench mm-processor: the stages of a vision-language model's requests, as vLLM has it."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.encoder_flags import (
-    AttnBackend,
-    AttnDtype,
-    ScalePath,
-    ScaleSaveMargin,
-    ScaleSavePath,
-    encoder_options,
-)
-from octavo.cli.options import Strict, check_folder
+from octavo.cli.engine_options import EncoderFlags
+from octavo.cli.options import Flags, Strict, check_folder, split_numbers, takes_settings
+from octavo.cli.records import write_result
 from octavo.cli.tables import print_table
+from octavo.errors import ConfigError
 from octavo.extras import need
+from octavo.measure.bench.request_data import ImageRequests
 
 
+@takes_settings
 def mm_processor(
+    asked: Annotated[
+        ImageRequests,
+        Flags(
+            names={
+                "base_items_per_request": "--random-mm-base-items-per-request",
+                "bucket_config": "--random-mm-bucket-config",
+            }
+        ),
+    ],
+    options: EncoderFlags,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -33,46 +40,12 @@ def mm_processor(
         str | None,
         typer.Option("--model", help="The same, as vLLM's command takes it.", show_default=False),
     ] = None,
-    dataset_name: Annotated[
-        str, typer.Option("--dataset-name", help="random-mm (images of noise) or hf.")
-    ] = "random-mm",
-    dataset_path: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset-path",
-            help="For hf: a folder of images, a .jsonl or .parquet file, or a data set's name.",
-        ),
-    ] = None,
-    hf_subset: Annotated[str | None, typer.Option("--hf-subset", help="Of a data set.")] = None,
-    hf_split: Annotated[str, typer.Option("--hf-split", help="Of a data set.")] = "train",
-    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Requests to time.")] = 10,
-    num_warmups: Annotated[int, typer.Option("--num-warmups", help="Requests before.")] = 1,
-    input_len: Annotated[
-        int, typer.Option("--random-input-len", help="Letters in a random prompt.")
-    ] = 32,
-    items: Annotated[
-        int,
-        typer.Option("--random-mm-base-items-per-request", help="Images in a random request."),
-    ] = 1,
-    buckets: Annotated[
-        str | None,
-        typer.Option(
-            "--random-mm-bucket-config",
-            help="Sizes of random images and their shares: '{(256, 256, 1): 0.5, …}'.",
-        ),
-    ] = None,
-    output_len: Annotated[int, typer.Option("--output-len", help="Tokens to generate.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Of random images and prompts.")] = 0,
-    attn_dtype: AttnDtype = None,
-    attn_backend: AttnBackend = None,
-    scale_path: ScalePath = None,
+    num_warmups: Annotated[int, typer.Option(help="Requests before.")] = 1,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
     strict: Strict = False,
-    scale_save_path: ScaleSavePath = None,
-    margin: ScaleSaveMargin = None,
     graph_budgets: Annotated[
         str | None,
         typer.Option(
-            "--graph-budgets",
             help="Run the encoder by CUDA graphs of so many tokens, with commas between; requests "
             "beyond the largest run without.",
             show_default=False,
@@ -82,7 +55,7 @@ def mm_processor(
         str, typer.Option("--metric-percentiles", help="With commas between.")
     ] = "99",
     output_json: Annotated[
-        Path | None, typer.Option("--output-json", help="Write the results to this file.")
+        Path | None, typer.Option(help="Write the results to this file.")
     ] = None,
     is_quiet: Annotated[
         bool, typer.Option("--disable-tqdm", help="Show no bar of the requests that are done.")
@@ -104,42 +77,27 @@ def mm_processor(
     need("octavo bench mm-processor", "transformers", "PIL")
     from rich.progress import Progress
 
-    from octavo.atomic import write_atomically
     from octavo.integrations.transformers.vision_language import open_vision_language
     from octavo.kernels.device import default_device
-    from octavo.measure.bench.images import DataOptions, make_requests
     from octavo.measure.bench.mm_processor import run_mm_processor
+    from octavo.measure.bench.request_data import make_image_prompts
 
-    name = _one_model(model, model_option)
+    if model is not None and model_option not in (None, model):
+        raise ConfigError(f"expected one model, got {model} and --model {model_option}")
     check_folder(output_json)
-    options = encoder_options(
-        attn_dtype=attn_dtype,
-        attn_backend=attn_backend,
-        fp8_scale_path=scale_path,
-        fp8_scale_save_path=scale_save_path,
-        fp8_scale_save_margin=margin,
-        graph_budgets=_budgets(graph_budgets),
-    )
-    requests = make_requests(
-        DataOptions(
-            dataset_name=dataset_name,
-            dataset_path=dataset_path,
-            hf_subset=hf_subset,
-            hf_split=hf_split,
-            num_prompts=num_prompts,
-            random_input_len=input_len,
-            base_items_per_request=items,
-            bucket_config=buckets,
-            seed=seed,
-        )
-    )
-    numbers = _numbers(percentiles)
-    language = open_vision_language(name, default_device().torch_device)
+    if options.note is not None:
+        err.print(f"note: {options.note}", soft_wrap=True)
+    if graph_budgets is not None:
+        budgets = split_numbers(graph_budgets, "budgets such as 1024,4096", int)
+        options = replace(options, graph_budgets=budgets)
+    numbers = split_numbers(percentiles, "percentiles such as 50,99")
+    prompts = make_image_prompts(asked)
+    language = open_vision_language(model_option or model, default_device().torch_device)
     with Progress(console=err, disable=is_quiet) as progress:
-        task = progress.add_task("requests", total=len(requests) + num_warmups)
+        task = progress.add_task("requests", total=len(prompts) + num_warmups)
         result = run_mm_processor(
             language,
-            requests,
+            prompts,
             options,
             num_warmups=num_warmups,
             output_len=output_len,
@@ -147,42 +105,13 @@ def mm_processor(
             progress=lambda: progress.advance(task),
         )
     _print(result, numbers)
-    if scale_save_path is not None:
-        out.print(f"Scales: {scale_save_path}", soft_wrap=True)
+    if options.fp8_scale_save_path is not None:
+        out.print(f"Scales: {options.fp8_scale_save_path}", soft_wrap=True)
     if output_json is not None:
-        write_atomically(output_json, (json.dumps(result, indent=2) + "\n").encode())
-        out.print(f"Results: {output_json}", soft_wrap=True)
+        write_result(output_json, result, indent=2)
 
 
-def _one_model(argument: str | None, option: str | None) -> str | None:
-    from octavo.errors import ConfigError
-
-    if argument is not None and option is not None and argument != option:
-        raise ConfigError(f"expected one model, got {argument} and --model {option}")
-    return argument if option is None else option
-
-
-def _budgets(text: str | None) -> tuple[int, ...]:
-    from octavo.errors import ConfigError
-
-    if text is None:
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"expected budgets such as 1024,4096; got {text!r}") from None
-
-
-def _numbers(text: str) -> list[float]:
-    from octavo.errors import ConfigError
-
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"expected percentiles such as 50,99; got {text!r}") from None
-
-
-def _print(result: dict[str, Any], percentiles: list[float]) -> None:
+def _print(result: dict[str, Any], percentiles: tuple[float, ...]) -> None:
     from octavo.measure.report.tables import Table
 
     keys = ("mean", "median", "std", *(f"p{p}" for p in percentiles))

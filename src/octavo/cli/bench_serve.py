@@ -1,39 +1,34 @@
 """octavo bench serve: prompts over HTTP, to a server that runs or to one of its own."""
 
-import json
-import math
 import shlex
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli.console import err, out, print_error
-from octavo.cli.engine_flags import command_line
-from octavo.cli.options import AsJson, RecordsFile, check_folder
-from octavo.cli.serve_data_flags import (
-    Backend,
-    BucketConfig,
-    CustomOutputLen,
-    DatasetName,
-    DatasetPath,
-    Goodput,
-    ItemsPerRequest,
-    RampEnd,
-    RampStart,
-    RampStrategy,
-    ShareGptOutputLen,
-    Tokenizer,
-    choose_data,
-    make_ramp,
-    parse_goodput,
+from octavo.cli.options import (
+    PLACES,
+    AsJson,
+    Flags,
+    RecordsFile,
+    check_folder,
+    field_names,
+    repeat_command,
+    split_numbers,
+    takes_settings,
 )
+from octavo.cli.records import print_json, write_result
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
+from octavo.measure.bench.cases import Ramp, ServingCase, Workload
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.serving import Served, ServingCase
+    from octavo.measure.bench.request_data import DataSet
+    from octavo.measure.bench.serving import Served
 
 LINES = {
     "Successful requests": "completed",
@@ -49,11 +44,165 @@ LINES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Where prompts come from; names are vLLM's.
+
+    Attributes:
+        dataset_name: Where prompts come from: random (tokens), sharegpt (a JSON file in its form),
+            custom (JSON Lines of {"prompt": "…", "output_tokens": 128}), or random-mm (letters
+            with random images, for chat).
+        dataset_path: The file of sharegpt or custom.
+        sharegpt_output_len: Tokens of an answer; left out, those of the file's, counted by
+            --tokenizer.
+        custom_output_len: Tokens of an answer; left out, each row's output_tokens.
+        tokenizer: Folder or hub name; counts tokens of sharegpt, of which vLLM's limits then hold.
+        items_per_request: Images of a prompt.
+        bucket_config: Sizes of images and their shares: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.
+    """
+
+    dataset_name: str = "random"
+    dataset_path: Path | None = None
+    sharegpt_output_len: Annotated[int | None, typer.Option(min=1)] = None
+    custom_output_len: Annotated[int | None, typer.Option(min=1)] = None
+    tokenizer: str | None = None
+    items_per_request: Annotated[int, typer.Option("--random-mm-base-items-per-request", min=1)] = 1
+    bucket_config: Annotated[str | None, typer.Option("--random-mm-bucket-config")] = None
+
+    def __post_init__(self) -> None:
+        name, path = self.dataset_name, self.dataset_path
+        if name not in ("random", "sharegpt", "custom", "random-mm"):
+            raise ConfigError(
+                f"expected a data set of random, sharegpt, custom, random-mm; got {name!r}"
+            )
+        owned = {
+            "--sharegpt-output-len": (self.sharegpt_output_len, "sharegpt"),
+            "--tokenizer": (self.tokenizer, "sharegpt"),
+            "--custom-output-len": (self.custom_output_len, "custom"),
+            "--random-mm-bucket-config": (self.bucket_config, "random-mm"),
+        }
+        for flag, (value, owner) in owned.items():
+            if value is not None and owner != name:
+                raise ConfigError(f"{flag} is for --dataset-name {owner}, got {name}")
+        if (path is not None) != (name in ("sharegpt", "custom")):
+            raise ConfigError(
+                f"expected a --dataset-path for sharegpt and custom alone, got {path} for {name}"
+            )
+
+    def open(self, random: Workload) -> "Workload | DataSet":
+        """The prompts; random: what is asked of random ones, and how many."""
+        from octavo.measure.bench.request_data import (
+            ImageRequests,
+            custom_data,
+            random_mm_data,
+            sharegpt_data,
+        )
+
+        path, count, seed = self.dataset_path, random.num_prompts, random.seed
+        if self.dataset_name == "random-mm":
+            asked = ImageRequests(
+                num_prompts=count,
+                random_input_len=random.input_len,
+                base_items_per_request=self.items_per_request,
+                bucket_config=self.bucket_config,
+                seed=seed,
+            )
+            return random_mm_data(asked, output_len=random.output_len)
+        if path is None:
+            return random
+        if self.dataset_name == "custom":
+            return custom_data(path, count, output_len=self.custom_output_len, seed=seed)
+        counter = None
+        if self.tokenizer is not None:
+            from octavo.integrations.transformers.text_model import load_tokenizer
+
+            counter = partial(_count_tokens, load_tokenizer(self.tokenizer))
+        length = self.sharegpt_output_len
+        return sharegpt_data(path, count, output_len=length, count_tokens=counter, seed=seed)
+
+
+def _count_tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text).input_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Whether and where vLLM's JSON file of a run is written.
+
+    Attributes:
+        save_result: Write vLLM's JSON file of the run.
+        save_detailed: With the times of every request in it.
+        result_dir: For that file.
+        result_filename: Its name; left out, made of rate, concurrency, model and time.
+        metadata: KEY=VALUE for that file; more than once.
+    """
+
+    save_result: Annotated[bool, typer.Option("--save-result")] = False
+    save_detailed: Annotated[bool, typer.Option("--save-detailed")] = False
+    result_dir: Path | None = None
+    result_filename: str | None = None
+    metadata: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any("=" not in pair or pair.startswith("=") for pair in self.metadata):
+            raise ConfigError(f"expected --metadata KEY=VALUE, got {', '.join(self.metadata)}")
+
+    def write(self, case: ServingCase, served: "Served") -> None:
+        """Write the file if it was asked for, by vLLM's name for it if none was given."""
+        from octavo.measure.bench.serving import vllm_result
+
+        if not (self.save_result or self.save_detailed or self.result_filename):
+            return
+        notes = dict(pair.partition("=")[::2] for pair in self.metadata)
+        result = vllm_result(case, served, metadata=notes, is_detailed=self.save_detailed)
+        name = self.result_filename
+        if name is None:
+            limit = "" if case.max_concurrency is None else f"-concurrency{case.max_concurrency}"
+            model = served.model.split("/")[-1]
+            name = f"{case.backend}-{case.request_rate}qps{limit}-{model}-{result['date']}.json"
+        write_result((self.result_dir or Path()) / name, result, indent=2)
+
+
+@takes_settings
 def serve(
-    ctx: typer.Context,
-    model: Annotated[
+    context: typer.Context,
+    workload: Annotated[
+        Workload,
+        Flags(
+            names={
+                "input_len": "--random-input-len",
+                "output_len": "--random-output-len",
+                "range_ratio": "--random-range-ratio",
+            },
+            help={"seed": "Of prompts and arrivals."},
+        ),
+    ],
+    data: DataOptions,
+    case: Annotated[
+        ServingCase,
+        Flags(
+            defaults={"num_warmups": 1},
+            without=(
+                *("base_url", "workload", "backend", "ramp", "timeout_s"),
+                *("percentiles", "goodput_ms"),
+            ),
+        ),
+    ],
+    ramp: Annotated[
+        Ramp,
+        Flags(
+            names={
+                "strategy": "--ramp-up-strategy",
+                "start_rps": "--ramp-up-start-rps",
+                "end_rps": "--ramp-up-end-rps",
+            }
+        ),
+    ],
+    results: ResultOptions,
+    served_model: Annotated[
         str | None,
         typer.Argument(
+            metavar="MODEL",
             help="Start octavo serve with this model, and stop it at the end; options of octavo "
             "serve go after --. Left out: --base-url.",
             show_default=False,
@@ -61,77 +210,20 @@ def serve(
     ] = None,
     base_url: Annotated[
         str | None,
-        typer.Option(
-            "--base-url", help="Of a server that runs: http://localhost:8000.", show_default=False
-        ),
+        typer.Option(help="Of a server that runs: http://localhost:8000.", show_default=False),
     ] = None,
-    model_name: Annotated[
+    backend: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            help="What requests call the model; left out, the first that the server names.",
+            help="openai (completions) or openai-chat; left out, chat for random-mm alone.",
             show_default=False,
         ),
     ] = None,
-    backend: Backend = None,
-    dataset_name: DatasetName = "random",
-    dataset_path: DatasetPath = None,
-    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Requests.")] = 48,
-    max_concurrency: Annotated[
-        int | None,
+    goodput: Annotated[
+        list[str] | None,
         typer.Option(
-            "--max-concurrency",
-            min=1,
-            help="Requests open at once; left out, all that have come.",
-            show_default=False,
-        ),
-    ] = None,
-    input_len: Annotated[
-        int, typer.Option("--random-input-len", min=1, help="Tokens of a prompt.")
-    ] = 1024,
-    output_len: Annotated[
-        int, typer.Option("--random-output-len", min=1, help="Tokens of an answer.")
-    ] = 128,
-    range_ratio: Annotated[
-        float,
-        typer.Option("--random-range-ratio", help="Lengths are drawn from LENGTH · (1 ± this)."),
-    ] = 0.0,
-    sharegpt_output_len: ShareGptOutputLen = None,
-    custom_output_len: CustomOutputLen = None,
-    tokenizer: Tokenizer = None,
-    items_per_request: ItemsPerRequest = 1,
-    bucket_config: BucketConfig = None,
-    request_rate: Annotated[
-        float, typer.Option("--request-rate", help="Requests per second; inf is all at once.")
-    ] = math.inf,
-    burstiness: Annotated[
-        float,
-        typer.Option("--burstiness", help="1 is a Poisson process, less comes in bursts."),
-    ] = 1.0,
-    ramp_strategy: RampStrategy = None,
-    ramp_start: RampStart = None,
-    ramp_end: RampEnd = None,
-    goodput: Goodput = None,
-    num_warmups: Annotated[
-        int, typer.Option("--num-warmups", min=0, help="Requests before, one after the other.")
-    ] = 1,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos/--no-ignore-eos",
-            help="Whether answers have the length that was asked for; servers other than octavo's "
-            "and vLLM's may refuse it.",
-        ),
-    ] = True,
-    vocab_size: Annotated[
-        int, typer.Option("--vocab-size", min=2, help="Random tokens are below this.")
-    ] = 1000,
-    seed: Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.")] = 0,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            help="That the server wants; OCTAVO_API_KEY does the same.",
+            help="Limits in ms that a good request meets, all of them: ttft:200, tpot:50 or "
+            "e2el:5000; more than once, or with commas between.",
             show_default=False,
         ),
     ] = None,
@@ -142,29 +234,6 @@ def serve(
         float,
         typer.Option("--ready-check-timeout-sec", help="For a server of our own to be ready."),
     ] = 600.0,
-    save_result: Annotated[
-        bool, typer.Option("--save-result", help="Write vLLM's JSON file of the run.")
-    ] = False,
-    save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="With the times of every request in it.")
-    ] = False,
-    result_dir: Annotated[
-        Path | None, typer.Option("--result-dir", help="For that file.", show_default=False)
-    ] = None,
-    result_filename: Annotated[
-        str | None,
-        typer.Option(
-            "--result-filename",
-            help="Its name; left out, made of rate, concurrency, model and time.",
-            show_default=False,
-        ),
-    ] = None,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metadata", help="KEY=VALUE for that file; more than once.", show_default=False
-        ),
-    ] = None,
     output: RecordsFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -185,150 +254,70 @@ def serve(
 
     from octavo import env
     from octavo.measure import store
-    from octavo.measure.bench.own_server import own_server
-    from octavo.measure.bench.request_times import Workload
-    from octavo.measure.bench.serving import ServingCase, run_serving
-    from octavo.measure.bench.serving_result import make_record
+    from octavo.measure.bench.serving import make_record, own_server, run_serving
 
-    options = list(ctx.args)
-    if (model is None) == (base_url is None):
-        raise ConfigError(f"expected a model or --base-url, got {model} and {base_url}")
+    options = list(context.args)
+    if (served_model is None) == (base_url is None):
+        raise ConfigError(f"expected a model or --base-url, got {served_model} and {base_url}")
     if base_url is not None and options:
         raise ConfigError(f"options after -- are for a server of our own, got {options}")
-    notes = _metadata(metadata or [])
     check_folder(output)
-    key = api_key or env.API_KEY.read() or None
-    workload = choose_data(
-        Workload(
-            num_prompts=num_prompts,
-            input_len=input_len,
-            output_len=output_len,
-            range_ratio=range_ratio,
-            seed=seed,
-        ),
-        dataset_name,
-        dataset_path,
-        sharegpt_output_len=sharegpt_output_len,
-        custom_output_len=custom_output_len,
-        tokenizer=tokenizer,
-        items_per_request=items_per_request,
-        bucket_config=bucket_config,
+    case = replace(
+        case,
+        base_url=base_url or case.base_url,
+        workload=data.open(workload),
+        backend=backend or ("openai-chat" if data.dataset_name == "random-mm" else "openai"),
+        ramp=ramp,
+        goodput_ms=parse_goodput(goodput or []),
+        api_key=case.api_key or env.API_KEY.read() or None,
+        percentiles=split_numbers(percentiles, "percentiles such as 50,99"),
     )
-    fields: dict[str, Any] = {
-        "workload": workload,
-        "backend": backend or ("openai-chat" if dataset_name == "random-mm" else "openai"),
-        "ramp": make_ramp(ramp_strategy, ramp_start, ramp_end),
-        "goodput_ms": parse_goodput(goodput or []),
-        "model": model_name,
-        "api_key": key,
-        "request_rate": request_rate,
-        "burstiness": burstiness,
-        "max_concurrency": max_concurrency,
-        "num_warmups": num_warmups,
-        "ignore_eos": ignore_eos,
-        "vocab_size": vocab_size,
-        "percentiles": tuple(_numbers(percentiles)),
-    }
-    ServingCase(base_url=base_url or "http://localhost", **fields)  # before a server starts
     with ExitStack() as stack:
-        if model is not None:
+        if served_model is not None:
             with err.status("starting octavo serve"):
-                base_url = stack.enter_context(own_server([model, *options], ready_s=ready_s))
-        case = ServingCase(base_url=str(base_url), **fields)
+                url = stack.enter_context(own_server([served_model, *options], ready_s=ready_s))
+                case = replace(case, base_url=url)
         progress = stack.enter_context(Progress(console=err))
-        task = progress.add_task("requests", total=num_prompts)
+        task = progress.add_task("requests", total=workload.num_prompts)
         served = run_serving(case, on_request=lambda: progress.advance(task))
-    flags = {
-        "--base-url": base_url if model is None else None,
-        "--model": model_name,
-        "--backend": backend,
-        "--dataset-name": None if dataset_name == "random" else dataset_name,
-        "--dataset-path": None if dataset_path is None else dataset_path.name,
-        "--sharegpt-output-len": sharegpt_output_len,
-        "--custom-output-len": custom_output_len,
-        "--tokenizer": tokenizer,
-        "--random-mm-base-items-per-request": (
-            items_per_request if dataset_name == "random-mm" else None
-        ),
-        "--random-mm-bucket-config": bucket_config,
-        "--num-prompts": num_prompts,
-        "--max-concurrency": max_concurrency,
-        "--random-input-len": input_len,
-        "--random-output-len": output_len,
-        "--random-range-ratio": range_ratio,
-        "--request-rate": request_rate,
-        "--burstiness": burstiness,
-        "--ramp-up-strategy": ramp_strategy,
-        "--ramp-up-start-rps": ramp_start,
-        "--ramp-up-end-rps": ramp_end,
-        "--goodput": goodput,
-        "--num-warmups": num_warmups,
-        "--no-ignore-eos": not ignore_eos,
-        "--vocab-size": vocab_size,
-        "--seed": seed,
-    }
-    command = command_line("serve", [model] if model else [], flags)
+    places = (*PLACES, "api_key", "ready_s", *field_names(ResultOptions))
+    file = None if data.dataset_path is None else data.dataset_path.name
+    command = repeat_command(context, without=places, taken={"dataset_path": file})
     command += f" -- {shlex.join(options)}" if options else ""
-    record = make_record(
-        case, served, command=command, has_own_server=model is not None, options=options
-    )
+    is_own = served_model is not None
+    record = make_record(case, served, command=command, has_own_server=is_own, options=options)
     if output is not None:
         store.append(output, [record])
     if as_json:
-        typer.echo(record.to_json())
+        print_json([record])
     else:
         _print(case, served)
-    if save_result or save_detailed or result_filename:
-        path = _save(case, served, notes, result_dir, result_filename, is_detailed=save_detailed)
-        err.print(f"Result: {path}", soft_wrap=True)
+    results.write(case, served)
     failed = [one.error for one in served.times if one.error is not None]
     if failed:
-        print_error(f"{len(failed)} of {num_prompts} requests failed; the first: {failed[0]}")
+        print_error(f"{len(failed)} of {len(served.times)} requests failed; the first: {failed[0]}")
         raise typer.Exit(1)
 
 
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"expected percentiles such as 50,99; got {text!r}") from None
-
-
-def _metadata(pairs: list[str]) -> dict[str, str]:
-    found = dict(pair.partition("=")[::2] for pair in pairs)
-    if any("=" not in pair or pair.startswith("=") for pair in pairs):
-        raise ConfigError(f"expected --metadata KEY=VALUE, got {', '.join(pairs)}")
+def parse_goodput(texts: list[str]) -> dict[str, float]:
+    """Limits from ttft:200,tpot:50 and so on."""
+    found: dict[str, float] = {}
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        name, _, limit = part.partition(":")
+        try:
+            value = float(limit)
+        except ValueError:
+            raise ConfigError(f"expected --goodput such as ttft:200, got {part!r}") from None
+        if name in found:
+            raise ConfigError(f"expected one limit of {name}, got two")
+        found[name] = value
     return found
 
 
-def _save(
-    case: "ServingCase",
-    served: "Served",
-    metadata: dict[str, str],
-    folder: Path | None,
-    name: str | None,
-    *,
-    is_detailed: bool,
-) -> Path:
-    """Write vLLM's file, by its name for it if none was given."""
-    from octavo.atomic import write_atomically
-    from octavo.measure.bench.serving_result import vllm_result
-
-    result = vllm_result(case, served, metadata=metadata, is_detailed=is_detailed)
-    if name is None:
-        limit = "" if case.max_concurrency is None else f"-concurrency{case.max_concurrency}"
-        model = served.model.split("/")[-1]
-        name = f"{case.backend}-{case.request_rate}qps{limit}-{model}-{result['date']}.json"
-    path = (folder or Path()) / name
-    write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
-    return path
-
-
-def _print(case: "ServingCase", served: "Served") -> None:
+def _print(case: ServingCase, served: "Served") -> None:
     """vLLM's lines, then a table of the latencies."""
     from octavo.measure.bench.request_times import METRICS
-    from octavo.measure.report.labels import Cell, format_column
-    from octavo.measure.report.tables import Table
+    from octavo.measure.report.tables import Cell, Table, format_column
 
     limit = case.max_concurrency
     rows: list[tuple[str, Cell]] = [(line, served.metrics[key]) for line, key in LINES.items()]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.console import err, out, print_error
-from octavo.cli.engine_flags import DeviceName, Peers, command_line
-from octavo.cli.options import check_folder
+from octavo.cli.engine_options import DeviceName, RowOptions
+from octavo.cli.options import Flags, check_folder, takes_settings
 from octavo.cli.still_progress import StillProgress
 from octavo.cli.tables import print_table
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from octavo.measure.bench.sweep import Combination, Outcome
 
 
+@takes_settings
 def sweep(
+    rows: Annotated[RowOptions, Flags(without=("kv_cache_dtype", "skip_layers"))],
     file: Annotated[Path, typer.Argument(help="A TOML file, as above.", show_default=False)],
     output: Annotated[
         Path,
@@ -26,7 +28,6 @@ def sweep(
             show_default=False,
         ),
     ],
-    peers: Peers = None,
     device: DeviceName = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands and what has run, run nothing.")
@@ -68,17 +69,16 @@ def sweep(
     """
     from octavo.integrations.transformers.load import choose_device
     from octavo.measure.bench.peer_impls import registered_prefill
-    from octavo.measure.bench.sweep import combinations, run_sweep
-    from octavo.measure.bench.sweep_file import SweepFile
+    from octavo.measure.bench.sweep import SweepFile, combinations, run_sweep
 
     asked = SweepFile.load(file)
     check_folder(output)
     device = choose_device(device)
-    todo = combinations(asked, command_line, peers=peers is not None)
+    todo = combinations(asked, peers=rows.peers is not None)
     if dry_run:
         _print_plan(todo, output, device)
         return
-    with registered_prefill(peers), StillProgress() as progress:
+    with registered_prefill(rows.peers), StillProgress() as progress:
         task = progress.add_task("combinations", total=len(todo))
 
         def ended(outcome: "Outcome") -> None:
@@ -108,10 +108,11 @@ def sweep(
 def _print_plan(todo: "list[Combination]", output: Path, device: str) -> None:
     """What would run, as commands, and what has run."""
     from octavo.measure import store
-    from octavo.measure.bench.sweep import stored_records, this_machine
+    from octavo.measure.bench.sweep import stored_records
+    from octavo.measure.bench.timing import machine_of
 
     records = store.read(output) if output.exists() else []
-    machine = this_machine(device)
+    machine = machine_of(device)
     for one in todo:
         state = "has run" if stored_records(one, records, machine) else "would run"
         out.print(f"{state}: {one.command}", soft_wrap=True)
@@ -119,8 +120,7 @@ def _print_plan(todo: "list[Combination]", output: Path, device: str) -> None:
 
 def _print(outcomes: "list[Outcome]") -> None:
     """One line for each combination, with its median times where it has some."""
-    from octavo.measure.report.labels import Cell, format_column
-    from octavo.measure.report.tables import Table
+    from octavo.measure.report.tables import Cell, Table, format_column
 
     rows: list[tuple[Cell, ...]] = []
     for outcome in outcomes:
@@ -129,6 +129,6 @@ def _print(outcomes: "list[Outcome]") -> None:
             ", ".join(format_column([v[name] for v in values if name in v])) or None
             for name in ("median_ttft_ms", "median_itl_ms", "output_throughput")
         ]
-        rows.append((one.kind, one.workload, one.row.name, outcome.state, *medians))
+        rows.append((one.kind, str(one.load), one.row.name, outcome.state, *medians))
     header = ("benchmark", "workload", "recipe", "", "TTFT (ms)", "ITL (ms)", "output tokens/s")
     print_table(Table(caption="Sweep: medians", header=header, rows=tuple(rows)))

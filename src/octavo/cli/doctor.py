@@ -1,35 +1,38 @@
 """octavo doctor: what this machine has, and what a model's KV cache takes and bears."""
 
 import platform
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.options import takes_settings
 from octavo.cli.tables import print_table
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.kernels.device import Device
 
 
-class KvCacheDtype(StrEnum):
-    """The formats of an FP8 cache, as vLLM's command line knows them."""
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked about a model's KV cache.
 
-    fp8 = "fp8"
-    fp8_e5m2 = "fp8_e5m2"
+    Attributes:
+        context: How much memory the KV cache of a sequence of so many tokens takes (128k).
+        is_kv: Run the model over a text with an FP8 cache and scales of 1.0; the exit code is 1 if
+            any key or value saturates.
+        data: The text for --kv; left out, a page that octavo has.
+        num_tokens: How much of the text --kv reads at most.
+        kv_cache_dtype: fp8 is e4m3.
+        skip_layers: For --context: layers left in BF16 (0-1, sliding_window, …); may be given more
+            than once.
+        granularity: For --context: which values share a scale.
+        gpu_memory: For --context: of a GPU that is not here (141GiB, 80GB).
+    """
 
-
-class GranularityName(StrEnum):
-    """Which values of a cache share a scale."""
-
-    tensor = "tensor"
-    head = "head"
-    token = "token"
-
-
-def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
@@ -37,59 +40,37 @@ def doctor(
             "left out, this machine is described.",
             show_default=False,
         ),
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            "--context",
-            help="How much memory the KV cache of a sequence of so many tokens takes (128k).",
-            show_default=False,
-        ),
-    ] = None,
-    is_kv: Annotated[
-        bool,
-        typer.Option(
-            "--kv",
-            help="Run the model over a text with an FP8 cache and scales of 1.0; the exit code is "
-            "1 if any key or value saturates.",
-        ),
-    ] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            help="The text for --kv; left out, a page that octavo has.",
-            show_default=False,
-        ),
-    ] = None,
-    num_tokens: Annotated[
-        int, typer.Option("--num-tokens", min=1, help="How much of the text --kv reads at most.")
-    ] = 2048,
-    kv_cache_dtype: Annotated[
-        KvCacheDtype, typer.Option("--kv-cache-dtype", help="fp8 is e4m3.")
-    ] = KvCacheDtype.fp8,
-    skip_layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kv-cache-dtype-skip-layers",
-            help="For --context: layers left in BF16 (0-1, sliding_window, …); may be given more "
-            "than once.",
-            show_default=False,
-        ),
-    ] = None,
-    granularity: Annotated[
-        GranularityName,
-        typer.Option("--granularity", help="For --context: which values share a scale."),
-    ] = GranularityName.tensor,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-memory",
-            help="For --context: of a GPU that is not here (141GiB, 80GB).",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+    ] = None
+    context: str | None = None
+    is_kv: Annotated[bool, typer.Option("--kv")] = False
+    data: Path | None = None
+    num_tokens: Annotated[int, typer.Option(min=1)] = 2048
+    kv_cache_dtype: Literal["fp8", "fp8_e5m2"] = "fp8"
+    skip_layers: Annotated[tuple[str, ...], typer.Option("--kv-cache-dtype-skip-layers")] = ()
+    granularity: Literal["tensor", "head", "token"] = "tensor"
+    gpu_memory: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.model is None) != (self.context is None and not self.is_kv):
+            raise ConfigError(
+                "expected a MODEL with --context or --kv, or none of them: octavo doctor MODEL "
+                "--context 128k"
+            )
+        if not self.is_kv and self.data is not None:
+            raise ConfigError("--data is for --kv, which is not asked for")
+        if self.context is None and (self.skip_layers or self.gpu_memory):
+            raise ConfigError(
+                "skipped layers and GPU memory are for --context, which is not asked for"
+            )
+
+    @property
+    def format(self) -> Literal["e4m3", "e5m2"]:
+        """The format of the FP8 cache."""
+        return "e5m2" if self.kv_cache_dtype == "fp8_e5m2" else "e4m3"
+
+
+@takes_settings
+def doctor(asked: Question) -> None:
     """Show what this machine has, or what a model's KV cache takes and bears.
 
     Alone: GPU, versions and environment, what octavo was run with on a GPU and what it was only
@@ -97,83 +78,59 @@ def doctor(
     the cache's bytes in BF16 and FP8 from config.json alone; --kv finds layers whose keys and
     values break at scales of 1.0, before traffic does.
     """
-    from octavo.errors import ConfigError
-
-    if (model is None) != (context is None and not is_kv):
-        raise ConfigError(
-            "expected a MODEL with --context or --kv, or none of them: octavo doctor MODEL "
-            "--context 128k"
-        )
-    if not is_kv and data is not None:
-        raise ConfigError("--data is for --kv, which is not asked for")
-    if context is None and (skip_layers or gpu_memory):
-        raise ConfigError("skipped layers and GPU memory are for --context, which is not asked for")
-    if model is None:
+    if asked.model is None:
         return _describe_machine()
-    if context is not None:
-        _count_memory(model, context, kv_cache_dtype, skip_layers or [], granularity, gpu_memory)
-    if is_kv and not _check_kv(model, data, num_tokens, kv_cache_dtype):
+    if asked.context is not None:
+        _count_memory(asked.model, asked.context, asked)
+    if asked.is_kv and not _check_kv(asked.model, asked):
         raise typer.Exit(1)
 
 
-def _count_memory(
-    model: str,
-    context: str,
-    kv_cache_dtype: KvCacheDtype,
-    skip_layers: list[str],
-    granularity: GranularityName,
-    gpu_memory: str | None,
-) -> None:
+def _count_memory(model: str, context: str, asked: Question) -> None:
+    from octavo.amounts import parse_bytes, parse_tokens
     from octavo.integrations.transformers.cache_layers import read_cached_model
     from octavo.kernels.device import default_device
     from octavo.measure.advise import memory
     from octavo.recipe import KvCacheSettings
 
-    num_tokens = memory.parse_tokens(context)
-    gpu_bytes = memory.parse_bytes(gpu_memory) if gpu_memory else default_device().memory_bytes
+    num_tokens, given = parse_tokens(context), asked.gpu_memory
+    gpu_bytes = parse_bytes(given) if given else default_device().memory_bytes
     # The scales' values do not matter here, only how many there are.
-    scaling = "dynamic" if granularity is GranularityName.token else "unit"
-    settings = KvCacheSettings.read(
-        {
-            "format": _format(kv_cache_dtype),
-            "granularity": granularity.value,
-            "scaling": scaling,
-        }
+    settings = KvCacheSettings(
+        format=asked.format,
+        granularity=asked.granularity,
+        scaling="dynamic" if asked.granularity == "token" else "unit",
     )
-    assert settings is not None
     found = read_cached_model(model)
-    print_table(memory.memory_table(found, num_tokens, settings, skip_layers, gpu_bytes or None))
+    skipped = asked.skip_layers
+    print_table(memory.memory_table(found, num_tokens, settings, skipped, gpu_bytes or None))
     for note in memory.memory_notes(found, num_tokens, gpu_bytes or None):
         out.print(note)
 
 
-def _check_kv(model: str, data: Path | None, num_tokens: int, kv_cache_dtype: KvCacheDtype) -> bool:
+def _check_kv(model: str, asked: Question) -> bool:
     from octavo.integrations.transformers.text_model import load_text_model, read_text
-    from octavo.measure.advise import kv_check
+    from octavo.measure.advise.memory import check_kv, check_table, kv_advice
     from octavo.measure.evaluate.demo import sample_text
 
-    text = sample_text() if data is None else read_text(data)
+    text = sample_text() if asked.data is None else read_text(asked.data)
     with err.status("loading the model"):
         text_model = load_text_model(model)
-    length = min(num_tokens, text_model.max_length or num_tokens)
+    length = min(asked.num_tokens, text_model.max_length or asked.num_tokens)
     window = text_model.first_window(text, length)
     with err.status(f"{len(window)} tokens, as they are and in FP8"):
-        check = kv_check.check_kv(text_model, [window], _format(kv_cache_dtype))
-    print_table(kv_check.check_table(check))
-    for line in kv_check.advice(check, model):
+        check = check_kv(text_model, [window], asked.format)
+    print_table(check_table(check))
+    for line in kv_advice(check, model):
         out.print(line)
     return check.is_good
-
-
-def _format(kv_cache_dtype: KvCacheDtype) -> str:
-    return "e5m2" if kv_cache_dtype is KvCacheDtype.fp8_e5m2 else "e4m3"
 
 
 def _describe_machine() -> None:
     from octavo import env
     from octavo.internals import SUPPORTED, version_warning
     from octavo.kernels.device import default_device
-    from octavo.measure.advise.tried import caution_of_gpu, cautions_of_versions, tried_table
+    from octavo.measure.advise.gpus import caution_of_gpu, cautions_of_versions, tried_table
     from octavo.measure.records import Machine
     from octavo.measure.report.tables import Table
     from octavo.ops.explain import explain

@@ -86,8 +86,8 @@ def mrcr(
     A score is 0 without the prefix that was asked for, else how like the true answer the rest is
     (difflib's ratio). Scores are by buckets of lengths; AUC is their mean over all tokens.
     """
+    from octavo.amounts import parse_tokens
     from octavo.integrations.transformers.tokenizer import PromptSettings
-    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.evaluate import mrcr_run
     from octavo.measure.evaluate.mrcr import mrcr_table
 

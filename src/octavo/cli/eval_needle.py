@@ -119,7 +119,7 @@ def needle(
     from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate import needle_run
     from octavo.measure.evaluate.needle import Grid
-    from octavo.measure.report.needle import needle_section, needle_table
+    from octavo.measure.report.quality import needle_section, needle_table
 
     check_folder(plot)
     asked = lengths or _default_lengths(has_text=model is not None or bool(endpoint))
@@ -169,7 +169,7 @@ def _default_lengths(*, has_text: bool) -> str:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    from octavo.measure.advise.memory import parse_tokens
+    from octavo.amounts import parse_tokens
 
     return tuple(map(parse_tokens, text.split(",")))
 

@@ -1,33 +1,51 @@
 """octavo image: pictures and videos from words."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.console import err
-from octavo.cli.engine_flags import DeviceName
+from octavo.cli.engine_options import DeviceName
 from octavo.cli.image_drawing import Drawing, name_of
-from octavo.cli.omni_flags import (
-    Attention,
-    CacheBackend,
-    CacheConfig,
-    IgnoredLayers,
-    Quantization,
-    QuantizationConfig,
-    RecipePath,
-    ScalePath,
-    WeightOnlyLayers,
-    quantization_words,
-    read_object,
-)
-from octavo.cli.options import Strict
+from octavo.cli.options import Flags, Strict, read_object, takes_settings
+from octavo.cli.quantize_options import LinearOptions, OmniOptions
 from octavo.errors import ConfigError
 from octavo.extras import need
+from octavo.serving.engine.image_request import ImageSampling
+
+LinearFlags = Annotated[
+    LinearOptions,
+    Flags(
+        help={
+            "quantization": "Of the transformer's linear layers: fp8. Modulation, embeddings and "
+            "the first and last projection stay as they are.",
+            "ignored_layers": "Linear layers that --quantization leaves as they are: a part of a "
+            "name (img_mlp), a glob, re:…, a block's number or range; may be given more than once.",
+            "weight_only_layers": "Linear layers of which --quantization changes the weight alone; "
+            "modulation is all of that kind, which else stay as they are. May be given more than "
+            "once.",
+        }
+    ),
+]
+SamplingFlags = Annotated[
+    ImageSampling,
+    Flags(
+        names={"num_images_per_prompt": "--batch -n"},
+        help={
+            "seed": "Of the first picture of each prompt; the next ones have the seeds after it. "
+            "Left out: a random one, which is printed."
+        },
+        without=("extra_args",),
+    ),
+]
 
 
+@takes_settings
 def image(
+    *,
     model: Annotated[
         str | None,
         typer.Option(
@@ -44,51 +62,10 @@ def image(
             "--prompt", "-p", help="What to draw; may be given more than once.", show_default=False
         ),
     ] = None,
-    negative_prompt: Annotated[
-        str | None,
-        typer.Option("--negative-prompt", help="What not to draw.", show_default=False),
-    ] = None,
-    quantization: Quantization = None,
-    ignored_layers: IgnoredLayers = None,
-    weight_only_layers: WeightOnlyLayers = None,
-    quantization_config: QuantizationConfig = None,
-    attention: Attention = None,
-    scale_path: ScalePath = None,
+    linear: LinearFlags,
+    pipeline: OmniOptions,
     strict: Strict = False,
-    recipe_path: RecipePath = None,
-    cache_backend: CacheBackend = None,
-    cache_config: CacheConfig = None,
-    num_inference_steps: Annotated[
-        int | None,
-        typer.Option("--num-inference-steps", help="Denoising steps.", show_default=False),
-    ] = None,
-    guidance_scale: Annotated[
-        float | None,
-        typer.Option(
-            "--guidance-scale", help="How closely the prompt is followed.", show_default=False
-        ),
-    ] = None,
-    true_cfg_scale: Annotated[
-        float | None,
-        typer.Option(
-            "--true-cfg-scale",
-            help="The same by a second pass, of pipelines that have both (FLUX.1, Qwen-Image).",
-            show_default=False,
-        ),
-    ] = None,
-    height: Annotated[int | None, typer.Option("--height", show_default=False)] = None,
-    width: Annotated[int | None, typer.Option("--width", show_default=False)] = None,
-    num_frames: Annotated[
-        int | None, typer.Option("--num-frames", help="Of a video.", show_default=False)
-    ] = None,
-    max_sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-sequence-length",
-            help="Tokens of a prompt, of its text encoder.",
-            show_default=False,
-        ),
-    ] = None,
+    sampling: SamplingFlags,
     extra_args: Annotated[
         str | None,
         typer.Option(
@@ -97,16 +74,6 @@ def image(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            help="Of the first picture of each prompt; the next ones have the seeds after it. Left "
-            "out: a random one, which is printed.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option("--batch", "-n", help="Pictures of each prompt.")] = 1,
     max_batch_size: Annotated[
         int | None,
         typer.Option("--max-batch-size", help="Pictures at once; left out, all.", min=1),
@@ -149,29 +116,8 @@ def image(
     error, and so is a pattern that matches no layer.
     """
     need("octavo image", "diffusers")
-    from octavo.serving.engine.image_request import ImageSampling
-
-    patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
-    words = quantization_words(
-        *(recipe_path, quantization, patterns, quantization_config, attention, scale_path)
-    )
-    if cache_config is not None and cache_backend is None:
-        raise ConfigError("--cache-config: expected a --cache-backend with it, got none")
-    words["cache_backend"] = cache_backend
-    words["cache_config"] = read_object("--cache-config", cache_config)
-    sampling = ImageSampling(
-        num_inference_steps=num_inference_steps,
-        guidance_scale=guidance_scale,
-        true_cfg_scale=true_cfg_scale,
-        negative_prompt=negative_prompt,
-        height=height,
-        width=width,
-        num_frames=num_frames,
-        max_sequence_length=max_sequence_length,
-        num_images_per_prompt=batch,
-        seed=seed,
-        extra_args=read_object("--extra-args", extra_args) or {},
-    )
+    words = pipeline.words(linear)
+    sampling = replace(sampling, extra_args=read_object("--extra-args", extra_args) or {})
     _check_compare(compare, dtype, words)
     if not fps > 0:
         raise ConfigError(f"expected --fps above 0, got {fps}")

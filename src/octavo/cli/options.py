@@ -28,13 +28,16 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
@@ -47,7 +50,7 @@ class Flags:
     """Says how one command shows settings of others: `Annotated[EngineSettings, Flags(...)]`.
 
     Attributes:
-        names: Flags of fields whose flag is not their own name with hyphens.
+        names: Flags of fields whose flag is not their own name with hyphens: "--batch -n" for both.
         help: Texts that replace those of the docstring.
         defaults: Defaults that replace those of the fields.
         without: Fields that are not flags here and keep their defaults.
@@ -100,23 +103,66 @@ def field_help(settings: type) -> dict[str, str]:
     return found
 
 
-def repeat_command(context: typer.Context, without: Iterable[str] = ()) -> str:
+def field_names(*settings: type) -> frozenset[str]:
+    """The fields of some settings, which are parameters of a command that takes them."""
+    return frozenset(own.name for one in settings for own in dataclasses.fields(one))
+
+
+# Parameters that say where results go, and nothing of what is measured.
+PLACES = ("output", "as_json", "output_json", "plot", "strict")
+
+
+def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The flags of those parameters that are on the command line."""
+    wanted = set(names)
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in wanted and source is not None and source.name == "COMMANDLINE":
+            found.append(parameter.opts[0])
+    return found
+
+
+def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
+    """The JSON object that a flag has as its text."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: expected a JSON object, got {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag}: expected a JSON object, got {text[:100]}")
+    return found
+
+
+def repeat_command(
+    context: typer.Context,
+    without: Iterable[str] = PLACES,
+    taken: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """The command line that repeats this run: its arguments and all flags not at their defaults.
 
-    without: parameters that do not belong to a measurement, such as the file of its records.
+    without: parameters that do not belong to a measurement, such as the file of its records. taken:
+    values in place of those given, such as defaults that depend on the machine; None leaves one
+    out. A folder of peers is FOLDER, whichever it was on this machine.
     """
     arguments: list[str] = []
     flags: list[str] = []
     for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name in without or value in (None, [], ()):
+        name = parameter.name or ""
+        value = taken.get(name, context.params.get(name))
+        if name in without or value in (None, [], ()):
             continue
+        if name == "peers":
+            value = "FOLDER"
+        is_taken = name in taken or value != parameter.get_default(context)
         if parameter.param_type_name == "argument":
             arguments.append(str(value))
         elif isinstance(value, bool):
-            if value != parameter.get_default(context):
+            if is_taken:
                 flags.append((parameter.opts if value else parameter.secondary_opts)[0])
-        elif value != parameter.get_default(context):
+        elif is_taken:
             for one in value if isinstance(value, list | tuple) else [value]:
                 flags += [parameter.opts[0], str(one)]
     return shlex.join([*context.command_path.split(), *arguments, *flags])
@@ -166,7 +212,7 @@ def _default(own: "dataclasses.Field[Any]") -> Any:
 def _option(hint: Any, name: str | None, default: Any) -> Any:
     """The field's own typer.Option or typer.Argument, or one by its name."""
     given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
-    option = copy.copy(given[0]) if given and name is None else typer.Option(*filter(None, [name]))
+    option = copy.copy(given[0]) if given and name is None else typer.Option(*(name or "").split())
     if isinstance(option, OptionInfo) and default in (None, ()):
         option.show_default = False
     return option
@@ -175,16 +221,27 @@ def _option(hint: Any, name: str | None, default: Any) -> Any:
 def _typer_type(hint: Any) -> Any:
     """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(kind) is Literal:
+        # mypy does not know that calling an enum without members makes one with these.
+        return _Choice("Choice", {name: name for name in get_args(kind)})  # type: ignore[call-arg]
     return list[get_args(kind)[0]] if get_args(kind)[1:] == (...,) else kind  # type: ignore[misc]
 
 
+class _Choice(StrEnum):
+    """The texts of a Literal, which not every version of typer knows."""
+
+
 def _make(settings: type, values: dict[str, Any]) -> Any:
-    return settings(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    )
+    return settings(**{name: _as_field(value) for name, value in values.items()})
+
+
+def _as_field(value: Any) -> Any:
+    match value:
+        case list():
+            return tuple(value)
+        case _Choice():
+            return value.value
+    return value
 
 
 RecordsFile = Annotated[
@@ -231,6 +288,20 @@ def row_file(path: Path, *words: str | int) -> Path:
     return path.with_name("-".join([path.stem, *names]) + path.suffix)
 
 
+def split_numbers(text: str, expected: str, kind: Callable[[str], Any] = float) -> tuple[Any, ...]:
+    """Numbers with commas between; expected: what the error asks for."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected {expected}; got {text!r}") from None
+
+
 def split_names(text: str) -> list[str]:
     """Names with commas between, in lower case, each once."""
     return list(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
+
+
+def split_rows(text: str) -> list[str]:
+    """Rows with commas between, each once; words in lower case, files and patterns as they are."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return list(dict.fromkeys(p if set("/.=") & set(p) else p.lower() for p in parts))

@@ -1,14 +1,18 @@
-"""Records of a command that has run: as JSON Lines on stdout, or where they are."""
+"""What a command has measured: records on stdout or in a file, and documents of JSON."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from octavo.cli.console import out
+from octavo.cli.console import err, out
+from octavo.cli.options import check_folder, row_file
+from octavo.cli.tables import print_objections, print_table
 
 if TYPE_CHECKING:
+    from octavo.measure.bench.benchmark import Objection
     from octavo.measure.records import Measurement
 
 
@@ -22,3 +26,55 @@ def print_file(output: Path | None) -> None:
     """Say which file the records are in, if there is one: --output."""
     if output is not None:
         out.print(f"Records: {output}", soft_wrap=True)
+
+
+class Collected:
+    """Records as they come: each is appended to the file of --output at once, if there is one."""
+
+    def __init__(self, output: Path | None) -> None:
+        check_folder(output)
+        self.output = output
+        self.records: list[Measurement] = []
+        self.objections: list[Objection] = []
+
+    def keep(
+        self, records: "Sequence[Measurement]", objections: "Iterable[Objection]" = ()
+    ) -> None:
+        """Take the records of a part that is done, and who could not take part in it."""
+        from octavo.measure import store
+
+        self.records += records
+        self.objections += objections
+        if self.output is not None:
+            store.append(self.output, records)
+
+    def print_tables(self, key: str, columns: Sequence[str], caption: str) -> None:
+        """A table for each value of a case's key; caption: with the first case's fields."""
+        from octavo.measure.report.tables import from_records
+
+        for value in dict.fromkeys(record.case[key] for record in self.records):
+            found = [record for record in self.records if record.case[key] == value]
+            text = caption.format(baseline=found[0].baseline, **found[0].case)
+            print_table(from_records(found, caption=text, columns=columns))
+        print_objections(self.objections)
+        print_file(self.output)
+
+
+def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 4) -> None:
+    """Write a document of JSON, such as vLLM's file of a run, and say where it is."""
+    from octavo.atomic import write_atomically
+
+    text = json.dumps(document, indent=indent, allow_nan=False)
+    write_atomically(path, f"{text}\n".encode())
+    err.print(f"Result: {path}", soft_wrap=True)
+
+
+def write_results(
+    path: Path,
+    documents: Mapping[Any, Mapping[str, Any]],
+    *,
+    is_several: bool,
+) -> None:
+    """Write a document to the path; of several, each to a file with its words in the name."""
+    for words, document in documents.items():
+        write_result(row_file(path, *words) if is_several else path, document)

@@ -59,11 +59,10 @@ def report(
     """
     from octavo.atomic import write_atomically
     from octavo.measure import store
-    from octavo.measure.report.csv_file import write_csv
-    from octavo.measure.report.html import check_packages, write_report
-    from octavo.measure.report.markdown import sections_markdown
+    from octavo.measure.report.html import check_packages, sections_markdown, write_report
     from octavo.measure.report.pages import report_sections
     from octavo.measure.report.pictures import with_pictures
+    from octavo.measure.report.tables import write_csv
 
     _check_paths([path for path in (output, markdown, csv) if path is not None])
     check_packages()
@@ -130,7 +129,7 @@ def _compared(
     records: "list[Measurement]", gpus: "list[Gpu]"
 ) -> "tuple[list[Measurement], list[str]]":
     """Advice beside what was measured on each GPU; and why there is none of a GPU."""
-    from octavo.measure.report.advice import COMPARED_OPS
+    from octavo.measure.report.speed import COMPARED_OPS
 
     found: list[Measurement] = []
     notes = []
@@ -141,7 +140,7 @@ def _compared(
         machine = own[0].machine
         try:
             with err.status(f"comparing advice for {gpu.name}"):
-                from octavo.measure.advise.compared import as_records, compare_all
+                from octavo.measure.advise.measured import as_records, compare_all
 
                 rows = compare_all(records, gpu)
         except (ImportError, KeyError, OctavoError) as error:

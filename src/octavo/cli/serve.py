@@ -1,83 +1,138 @@
-"""octavo serve: a model behind OpenAI's API."""
+"""octavo serve: a model behind OpenAI's API, or with --omni a pipeline of diffusers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo import env
+from octavo.amounts import parse_tokens
 from octavo.cli.console import err
-from octavo.cli.encoder_flags import (
-    AttnBackend,
-    AttnDtype,
-    ScalePath,
-    ScaleSaveMargin,
-    ScaleSavePath,
-    encoder_options,
-)
-from octavo.cli.engine_flags import (
-    BatchedTokens,
-    Compile,
-    DeviceName,
-    EnforceEager,
-    IgnoredLayers,
-    MaxNumSeqs,
-    WeightOnlyLayers,
-    batch_limits,
-)
-from octavo.cli.omni_flags import (
-    Attention,
-    CacheBackend,
-    CacheConfig,
-    QuantizationConfig,
-    quantization_words,
-    read_object,
-)
-from octavo.cli.omni_flags import ScalePath as LinearScalePath
-from octavo.cli.options import Strict
+from octavo.cli.engine_options import DeviceName, EngineOptions
+from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
 from octavo.cli.prompt_flags import AddBos, ChatTemplate
-from octavo.cli.serve_omni import check_flags, serve_omni
-from octavo.cli.server_flags import (
-    AllowedHost,
-    ApiKey,
-    BodyTimeout,
-    CorsOrigin,
-    Grace,
-    HeaderTimeout,
-    Host,
-    ImageHosts,
-    LogLevel,
-    MaxBodyMib,
-    MaxConnections,
-    MaxQueue,
-    MaxTokens,
-    Port,
-    RequestTimeout,
-    ServedModelName,
-)
+from octavo.cli.quantize_options import LinearOptions, OmniOptions
 from octavo.cli.vllm_flags import OneGpuCommand
 from octavo.errors import ConfigError
 from octavo.extras import need
+from octavo.integrations.transformers.encoder_options import EncoderOptions
+from octavo.serving.server.settings import ImageLimits, ServerSettings
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.mm_processor import EncoderOptions
     from octavo.recipe import Recipe
 
 app = typer.Typer(add_completion=False)
 
 MIB = 2**20
-KV_CACHE_DTYPES = {
-    "auto": None,
-    "fp8": "fp8",
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8_e5m2",
+KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """Where the server listens, and what it takes from clients.
+
+    Attributes:
+        host: 0.0.0.0 for other machines.
+        port: 0 takes a free one.
+        max_queue: Requests that may wait; more get 429.
+        max_body_mib: Size of a request's body.
+        request_timeout: Seconds for a whole answer; 0 disables the timeout.
+        allowed_image_hosts: Host that images may be fetched from; may be given more than once. Left
+            out, only data: URLs are read.
+        log_level: debug, info, warning or error.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000
+    max_queue: Annotated[int, typer.Option(min=1)] = 1024
+    max_body_mib: Annotated[int, typer.Option(min=1)] = 32
+    request_timeout: float = 600.0
+    allowed_image_hosts: tuple[str, ...] = ()
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"expected debug, info, warning or error, got {self.log_level!r}")
+
+    def settings(self, server: ServerSettings, num_running: int) -> ServerSettings:
+        """All that the server allows; num_running: requests that run at once, beside the queue."""
+        return replace(
+            server,
+            api_keys=(*server.api_keys, *filter(None, [env.API_KEY.read()])),
+            max_body_bytes=self.max_body_mib * MIB,
+            max_open=num_running + self.max_queue,
+            timeout_s=self.request_timeout or None,
+            allowed_hosts=(self.host, *server.allowed_hosts),
+            images=ImageLimits(allowed_hosts=self.allowed_image_hosts),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The KV cache of a language model.
+
+    Attributes:
+        kv_cache_dtype: auto (as the model computes), fp8, fp8_e4m3 or fp8_e5m2.
+        kv_cache_dtype_skip_layers: Layers whose cache is left as it is (0-1, sliding_window, …);
+            may be given more than once.
+        max_model_len: Tokens of a prompt and its answer (8192, 32k); left out, the model's own, or
+            what the cache holds.
+        enable_prefix_caching: Whether prompts that begin alike share pages.
+    """
+
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
+    max_model_len: str | None = None
+    enable_prefix_caching: bool = True
+
+
+# Parameters that are for pipelines alone, and for language models alone.
+OMNI = field_names(OmniOptions)
+LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions) | {
+    *("chat_template", "add_bos", "strict", "max_tokens", "allowed_image_hosts")
 }
+ServerFlags = Annotated[
+    ServerSettings,
+    Flags(
+        names={
+            "model_names": "--served-model-name",
+            "api_keys": "--api-key",
+            "grace_s": "--grace",
+            "cors_origins": "--cors-origin",
+            "allowed_hosts": "--allowed-host",
+            "header_timeout_s": "--header-timeout",
+            "body_timeout_s": "--body-timeout",
+        },
+        without=(
+            *("max_body_bytes", "max_open_body_bytes", "max_body_values", "max_open", "timeout_s"),
+            *("retry_after_s", "send_timeout_s", "images"),
+        ),
+    ),
+]
+EncoderFlags = Annotated[
+    EncoderOptions,
+    Flags(
+        names={
+            name: f"--mm-encoder-{name.replace('_', '-')}" for name in field_names(EncoderOptions)
+        },
+        without=("graph_budgets",),
+    ),
+]
+EngineFlags = Annotated[
+    EngineOptions,
+    Flags(
+        help={"num_pages": "Pages of the cache; left out, what memory has room for."},
+        without=("page_size",),
+    ),
+]
 
 
 @app.command("serve", cls=OneGpuCommand)
+@takes_settings
 def serve(
+    *,
     context: typer.Context,
     model: Annotated[
         str | None,
@@ -96,107 +151,20 @@ def serve(
             "small-image, which comes with octavo.",
         ),
     ] = False,
-    served_model_name: ServedModelName = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Of the weights: auto, bfloat16, float16 or float32.")
     ] = "auto",
     device: DeviceName = None,
-    recipe_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--recipe",
-            help="A recipe (.toml or .json) in place of the flags that fill one.",
-            show_default=False,
-        ),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            "--kv-cache-dtype", help="auto (as the model computes), fp8, fp8_e4m3 or fp8_e5m2."
-        ),
-    ] = "auto",
-    skip_layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kv-cache-dtype-skip-layers",
-            help="Layers whose cache is left as it is (0-1, sliding_window, …); may be given more "
-            "than once.",
-            show_default=False,
-        ),
-    ] = None,
-    attn_dtype: AttnDtype = None,
-    attn_backend: AttnBackend = None,
-    scale_path: ScalePath = None,
-    scale_save_path: ScaleSavePath = None,
-    margin: ScaleSaveMargin = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            "--quantization",
-            help="Of linear layers: fp8, a scale for each output of a weight and for each token.",
-            show_default=False,
-        ),
-    ] = None,
-    ignored_layers: IgnoredLayers = None,
-    weight_only_layers: WeightOnlyLayers = None,
-    quantization_config: QuantizationConfig = None,
-    attention: Attention = None,
-    linear_scale_path: LinearScalePath = None,
+    cache: CacheOptions,
+    linear: LinearOptions,
+    encoder: EncoderFlags,
+    pipeline: OmniOptions,
     strict: Strict = False,
-    cache_backend: CacheBackend = None,
-    cache_config: CacheConfig = None,
     chat_template: ChatTemplate = None,
     add_bos: AddBos = None,
-    max_model_len: Annotated[
-        str | None,
-        typer.Option(
-            "--max-model-len",
-            help="Tokens of a prompt and its answer (8192, 32k); left out, the model's own, or "
-            "what the cache holds.",
-            show_default=False,
-        ),
-    ] = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: BatchedTokens = None,
-    memory_fraction: Annotated[
-        float,
-        typer.Option(
-            "--gpu-memory-utilization", help="Share of a GPU's memory for weights and cache."
-        ),
-    ] = 0.9,
-    num_pages: Annotated[
-        int | None,
-        typer.Option(
-            "--num-pages",
-            min=1,
-            help="Of the cache; left out, what memory has room for.",
-            show_default=False,
-        ),
-    ] = None,
-    has_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Whether prompts that begin alike share pages.",
-        ),
-    ] = True,
-    api_key: ApiKey = None,
-    max_queue: MaxQueue = 1024,
-    max_tokens: MaxTokens = None,
-    max_body_mib: MaxBodyMib = 32,
-    timeout_s: RequestTimeout = 600.0,
-    grace_s: Grace = 30.0,
-    cors_origin: CorsOrigin = None,
-    allowed_host: AllowedHost = None,
-    max_connections: MaxConnections = 2048,
-    header_timeout_s: HeaderTimeout = 10.0,
-    body_timeout_s: BodyTimeout = 60.0,
-    image_hosts: ImageHosts = None,
-    enforce_eager: EnforceEager = False,
-    compile: Compile = False,
-    log_level: LogLevel = "info",
+    engine: EngineFlags,
+    http: HttpOptions,
+    server: ServerFlags,
 ) -> None:
     """Serve a model on this machine: OpenAI's API, metrics, and a page with a chat at /.
 
@@ -214,119 +182,62 @@ def serve(
     """
     library = "diffusers" if omni else "transformers"
     need("octavo serve", "fastapi", "uvicorn", "prometheus_client", library)
-    from octavo import env
-    from octavo.serving.server.bind import bound
-    from octavo.serving.server.settings import ImageLimits, ServerSettings
+    from octavo.serving.server.run import bound, run
 
-    _check_log_level(log_level)
-    check_flags(context, is_omni=omni)
-    limits = batch_limits(max_num_seqs, max_num_batched_tokens)
-    keys = [*(api_key or []), *filter(None, [env.API_KEY.read()])]
-    settings = ServerSettings(
-        model_names=tuple(served_model_name or ()),
-        api_keys=tuple(keys),
-        max_body_bytes=max_body_mib * MIB,
-        max_tokens=max_tokens,
-        max_open=(1 if omni else limits["max_num_seqs"]) + max_queue,
-        timeout_s=timeout_s or None,
-        grace_s=grace_s,
-        cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=(host, *(allowed_host or ())),
-        max_connections=max_connections,
-        header_timeout_s=header_timeout_s,
-        body_timeout_s=body_timeout_s,
-        images=ImageLimits(allowed_hosts=tuple(image_hosts or ())),
-    )
+    _check_kind(context, is_omni=omni)
+    settings = http.settings(server, 1 if omni else engine.limits["max_num_seqs"])
     # Before all that takes long: a port that is in use is an error now, not after the model.
-    address = context.with_resource(bound(host, port))
-    patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
+    address = context.with_resource(bound(http.host, http.port))
     if omni:
-        words = quantization_words(
-            *(recipe_path, quantization, patterns, quantization_config),
-            *(attention, linear_scale_path),
+        loaded, app = _load_pipeline(model, pipeline.words(linear), settings, dtype, device)
+    else:
+        from octavo.integrations.transformers.tokenizer import PromptSettings
+
+        recipe = make_recipe(linear, cache, encoder)
+        context_len = None if cache.max_model_len is None else parse_tokens(cache.max_model_len)
+        if encoder.note is not None:
+            err.print(f"note: {encoder.note}", soft_wrap=True)
+        engine_settings = engine.settings(
+            max_context=context_len,
+            max_queue=http.max_queue,
+            enable_prefix_caching=cache.enable_prefix_caching,
         )
-        words |= {
-            "cache_backend": cache_backend,
-            "cache_config": read_object("--cache-config", cache_config),
-        }
-        options: Any = {"dtype": dtype, "device": device, "log_level": log_level}
-        return serve_omni(model, words, settings, address, **options)
-    encoder = encoder_options(
-        attn_dtype=attn_dtype,
-        attn_backend=attn_backend,
-        fp8_scale_path=scale_path,
-        fp8_scale_save_path=scale_save_path,
-        fp8_scale_save_margin=margin,
-    )
-    recipe = make_recipe(
-        *(recipe_path, kv_cache_dtype, skip_layers or [], encoder),
-        quantization=quantization,
-        patterns=patterns,
-    )
-    from octavo.measure.advise.memory import parse_tokens
-
-    engine = load(
-        model,
-        recipe,
-        dtype=dtype,
-        device=device,
-        vision_impl=encoder.attn_backend,
-        add_bos=add_bos,
-        chat_template=chat_template,
-        max_context=None if max_model_len is None else parse_tokens(max_model_len),
-        **limits,
-        max_queue=max_queue,
-        memory_fraction=memory_fraction,
-        num_pages=num_pages,
-        enable_prefix_caching=has_prefix_caching,
-        cuda_graphs=False if enforce_eager else None,
-        compile=compile,
-    )
-    _capture_graphs(engine)
-    err.print(f"{engine.model_name}: {engine.precision}", soft_wrap=True)
+        prompts = PromptSettings(add_bos=add_bos, chat_template=chat_template)
+        options = {"dtype": dtype, "device": device, "vision_impl": encoder.impl}
+        loaded, app = _load_engine(
+            model, recipe, engine_settings, settings, prompts=prompts, **options
+        )
+    err.print(f"{loaded.model_name}: {loaded.precision}", soft_wrap=True)
     err.print(address.announcement(), markup=False, soft_wrap=True)
-
-    from octavo.serving.server.app import create_app
-    from octavo.serving.server.run import run
-
-    app = create_app(engine, settings)
-    app.state.server.jobs.warm_up()
-    with _saving_scales(engine, encoder):
-        run(app, address, log_level=log_level)
+    with _saving_scales(loaded, encoder):
+        run(app, address, log_level=http.log_level)
 
 
-def make_recipe(
-    path: Path | None,
-    kv_cache_dtype: str,
-    skip_layers: list[str],
-    encoder: "EncoderOptions",
-    *,
-    quantization: str | None = None,
-    patterns: Mapping[str, Sequence[str] | None] = MappingProxyType({}),
-) -> "Recipe":
-    """The recipe that a file or the flags mean; patterns: of linear layers, by field."""
+def _check_kind(context: typer.Context, *, is_omni: bool) -> None:
+    """Raise for a flag that is of the other kind of model: it would change nothing."""
+    for flag in given_flags(context, LANGUAGE if is_omni else OMNI):
+        if is_omni:
+            raise ConfigError(f"{flag} is for language models: leave it out, or --omni")
+        raise ConfigError(f"{flag} needs --omni, got none: add it, or leave {flag} out")
+
+
+def make_recipe(linear: LinearOptions, cache: CacheOptions, encoder: EncoderOptions) -> "Recipe":
+    """The recipe that a file or the flags mean."""
     from octavo.recipe import Recipe
 
-    given = {name: texts for name, texts in patterns.items() if texts}
-    has_flags = kv_cache_dtype != "auto" or skip_layers or encoder.attn_dtype is not None
-    if path is not None:
-        if has_flags or quantization is not None or given:
-            raise ConfigError("expected --recipe or the flags that fill one, got both")
-        return Recipe.load(path)
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
+    name, skip_layers = cache.kv_cache_dtype, list(cache.kv_cache_dtype_skip_layers)
+    vision: Any = encoder.attn_dtype
+    recipe = linear.load_recipe(has_others=bool(name != "auto" or skip_layers or vision))
+    if recipe is not None:
+        return recipe
+    if name not in KV_CACHE_DTYPES:
         expected = ", ".join(KV_CACHE_DTYPES)
-        raise ConfigError(f"expected --kv-cache-dtype of {expected}; got {kv_cache_dtype!r}")
-    kv_cache = KV_CACHE_DTYPES[kv_cache_dtype]
+        raise ConfigError(f"expected --kv-cache-dtype of {expected}; got {name!r}")
+    kv_cache = KV_CACHE_DTYPES[name]
     if skip_layers and kv_cache is None:
         raise ConfigError("--kv-cache-dtype-skip-layers needs --kv-cache-dtype fp8, got auto")
-    if quantization not in (None, "fp8"):
-        raise ConfigError(f"expected --quantization fp8, or none; got {quantization!r}")
-    if given and quantization is None:
-        flag = f"--{next(iter(given)).replace('_', '-')}"
-        raise ConfigError(f"{flag} needs --quantization fp8, got none")
-    vision: Any = encoder.attn_dtype
     # A recipe's skip layers are those of all its attention, the encoder's too.
-    if vision and [name for name in skip_layers if name != "sliding_window"]:
+    if vision and [pattern for pattern in skip_layers if pattern != "sliding_window"]:
         raise ConfigError(
             "beside --mm-encoder-attn-dtype, expected --kv-cache-dtype-skip-layers of "
             f"sliding_window alone, which no encoder layer is; got {', '.join(skip_layers)}"
@@ -337,46 +248,51 @@ def make_recipe(
         vision_attention={"scaling": "static"} if scales is not None else vision,
         scales=None if scales is None else str(scales),
         skip_layers=skip_layers,
-        linear=quantization,
-        **given,
+        linear=linear.quantization,
+        **linear.patterns,
     )
 
 
-def load(
+def _load_engine(
     model: str | None,
     recipe: "Recipe",
-    *,
-    dtype: str,
-    device: str | None,
-    vision_impl: str | None = None,
-    add_bos: bool | None = None,
-    chat_template: str | None = None,
-    **settings: Any,
-) -> Any:
-    """The engine of a model; settings are those of EngineSettings."""
-    from octavo.integrations.transformers.tokenizer import PromptSettings
-    from octavo.serving.engine.engine import load_engine
-    from octavo.serving.engine.settings import EngineSettings
-
-    with err.status("loading the model"):
-        return load_engine(
-            *(model, recipe, EngineSettings(**settings)),
-            dtype=dtype,
-            device=device,
-            vision_impl=vision_impl,
-            prompts=PromptSettings(add_bos=add_bos, chat_template=chat_template),
-        )
-
-
-def _capture_graphs(engine: Any) -> None:
-    """Capture the graphs of all batch sizes now, so that no request waits for one."""
+    engine_settings: Any,
+    settings: ServerSettings,
+    **words: Any,
+) -> tuple[Any, Any]:
+    """The engine of a language model, with all of its CUDA graphs captured, and its app."""
     from rich.progress import track
 
+    from octavo.serving.engine.engine import load_engine
+    from octavo.serving.server.app import create_app
+
+    with err.status("loading the model"):
+        engine = load_engine(model, recipe, engine_settings, **words)
+    # Now, so that no request waits for one.
     engine.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
+    app = create_app(engine, settings)
+    app.state.server.jobs.warm_up()
+    return engine, app
+
+
+def _load_pipeline(
+    model: str | None,
+    words: dict[str, Any],
+    settings: ServerSettings,
+    dtype: str,
+    device: str | None,
+) -> tuple[Any, Any]:
+    """A pipeline of diffusers, and its app."""
+    from octavo.serving.engine.omni import Omni
+    from octavo.serving.server.drawing_app import create_image_app
+
+    with err.status("loading the pipeline"):
+        omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
+    return omni, create_image_app(omni, settings)
 
 
 @contextmanager
-def _saving_scales(engine: Any, encoder: "EncoderOptions") -> Iterator[None]:
+def _saving_scales(engine: Any, encoder: EncoderOptions) -> Iterator[None]:
     """Inside, the encoder's scales are saved as soon as they can be; an error if they never were.
 
     A run that failed says why by itself.
@@ -390,8 +306,3 @@ def _saving_scales(engine: Any, encoder: "EncoderOptions") -> Iterator[None]:
     saver = autosave(engine.model, path, margin=encoder.margin, model_name=name)
     yield
     saver.close()
-
-
-def _check_log_level(level: str) -> None:
-    if level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"expected debug, info, warning or error, got {level!r}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from octavo.cli.encoder_flags import VLLM_BACKEND
+from octavo.integrations.transformers.encoder_options import VLLM_BACKEND
 
 # Flags of vLLM for more than one GPU or machine.
 PARALLEL = re.compile(

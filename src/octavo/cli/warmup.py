@@ -1,37 +1,42 @@
 """octavo warmup: compile ahead what a model will need."""
 
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.options import takes_settings
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.ops.warm_up import Layers
 
 
-class LinearName(StrEnum):
-    """Kinds of FP8 linear layers, as the command line knows them."""
-
-    channel = "channel"
-    tensor = "tensor"
-    block = "block"
-    static = "static"
-    weights = "weights"
-
-
-SETTINGS: dict[LinearName, dict[str, Any]] = {
-    LinearName.channel: {},
-    LinearName.tensor: {"weight": "tensor", "activation": "tensor"},
-    LinearName.block: {"weight": "block 128x128"},
-    LinearName.static: {"scaling": "static"},
-    LinearName.weights: {"activation": None},
+SETTINGS: dict[str, dict[str, Any]] = {
+    "channel": {},
+    "tensor": {"weight": "tensor", "activation": "tensor"},
+    "block": {"weight": "block 128x128"},
+    "static": {"scaling": "static"},
+    "weights": {"activation": None},
 }
 
 
-def warmup(
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What will run.
+
+    Attributes:
+        shapes: Linear layers as MxKxN (tokens, inputs, outputs), such as 4608x3072x12288, with
+            commas between them.
+        tokens: Numbers of tokens for the model's linear layers, with commas between them: of a
+            transformer of diffusers, those of an image and its prompt.
+        linear: Linear layers: weights per channel and activations per token; one scale for each
+            tensor; blocks; static activations; weights alone.
+        kv_cache_dtype: Of the KV cache: fp8 (e4m3), fp8_e5m2, or bf16.
+    """
+
     model: Annotated[
         Path | None,
         typer.Argument(
@@ -40,38 +45,29 @@ def warmup(
             exists=True,
             show_default=False,
         ),
-    ] = None,
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            "--shapes",
-            help="Linear layers as MxKxN (tokens, inputs, outputs), such as 4608x3072x12288, with "
-            "commas between them.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--tokens",
-            help="Numbers of tokens for the model's linear layers, with commas between them: of a "
-            "transformer of diffusers, those of a picture and its prompt.",
-            show_default=False,
-        ),
-    ] = None,
-    linear: Annotated[
-        LinearName,
-        typer.Option(
-            "--linear",
-            help="Linear layers: weights per channel and activations per token; one scale for "
-            "each tensor; blocks; static activations; weights alone.",
-        ),
-    ] = LinearName.channel,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option("--kv-cache-dtype", help="Of the KV cache: fp8 (e4m3), fp8_e5m2, or bf16."),
-    ] = "fp8",
-) -> None:
+    ] = None
+    shapes: str | None = None
+    tokens: str | None = None
+    linear: Literal["channel", "tensor", "block", "static", "weights"] = "channel"
+    kv_cache_dtype: str = "fp8"
+
+    def __post_init__(self) -> None:
+        if self.model is None and self.shapes is None:
+            raise ConfigError("expected a model or --shapes, got neither")
+        if self.model is None and self.tokens is not None:
+            raise ConfigError("--tokens is for a model's layers, which is not there")
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """The numbers of tokens that were asked for."""
+        parts = [] if self.tokens is None else self.tokens.split(",")
+        if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+            raise ConfigError(f"expected numbers of tokens such as 4608,512, got {self.tokens!r}")
+        return [int(part) for part in parts]
+
+
+@takes_settings
+def warmup(asked: Wanted) -> None:
     """Compile every kernel that a model or linear layers will need: no first request waits.
 
     Kernels go to OCTAVO_CACHE_DIR (~/.cache/octavo if unset), a folder that survives restarts and
@@ -80,19 +76,15 @@ def warmup(
     from rich.progress import Progress
 
     from octavo import env
-    from octavo.errors import ConfigError
     from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
     from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 
-    if model is None and shapes is None:
-        raise ConfigError("expected a model or --shapes, got neither")
+    settings = SETTINGS[asked.linear]
     layers: list[Layers] = []
-    if shapes is not None:
-        layers += linear_layers(parse_shapes(shapes), SETTINGS[linear])
-    if model is not None:
-        layers += _layers(model, _numbers(tokens), SETTINGS[linear], kv_cache_dtype)
-    elif tokens is not None:
-        raise ConfigError("--tokens is for a model's layers, which is not there")
+    if asked.shapes is not None:
+        layers += linear_layers(parse_shapes(asked.shapes), settings)
+    if asked.model is not None:
+        layers += _layers(asked.model, asked.num_tokens, settings, asked.kv_cache_dtype)
     device = check_gpu()
     # A model may be served with plain linear layers where FP8 ones cannot run.
     if all(isinstance(one, LinearLayers) for one in layers):
@@ -115,9 +107,6 @@ def _layers(
     model: Path, tokens: list[int], settings: dict[str, Any], kv_cache_dtype: str
 ) -> "list[Layers]":
     """The layers of a model of transformers or diffusers."""
-    from dataclasses import replace
-
-    from octavo.errors import ConfigError
     from octavo.integrations.transformers.model_layers import read_layers
     from octavo.layers.warmup import linear_layers
     from octavo.ops.warm_up import ROWS, LinearLayers
@@ -145,12 +134,3 @@ def _is_diffusers(model: Path) -> bool:
     file = model / "config.json" if model.is_dir() else model
     has_index = (model / "model_index.json").is_file()
     return has_index or (file.is_file() and '"_class_name"' in file.read_text("utf-8", "replace"))
-
-
-def _numbers(text: str | None) -> list[int]:
-    from octavo.errors import ConfigError
-
-    parts = [] if text is None else text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(f"expected numbers of tokens such as 4608,512, got {text!r}")
-    return [int(part) for part in parts]

@@ -14,8 +14,7 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.diffusers.step_work import named_step, step_of_folder
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.model_shape import ModelShape
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.patterns import Layer, match_layers
 
 pytestmark = pytest.mark.slow

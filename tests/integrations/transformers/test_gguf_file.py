@@ -15,7 +15,7 @@ from octavo.integrations.transformers import load
 from octavo.integrations.transformers.cache_layers import read_cached_model
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
-from octavo.measure.advise.model_shape import find_model
+from octavo.measure.advise.shape import find_model
 from octavo.numerics.error import relative_rms
 from octavo.serving.engine.request import Sampling
 from octavo_testkit.models.gguf_files import Type, write_gguf

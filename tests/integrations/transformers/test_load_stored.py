@@ -24,7 +24,7 @@ from octavo.integrations.transformers.vision_tower import open_tower
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.layers.linear import Fp8Linear
 from octavo.measure import store
-from octavo.measure.bench.engine_rows import open_subject
+from octavo.measure.bench.engine import open_subject
 from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.quantize import quantize
 from octavo.serving.engine.request import Sampling

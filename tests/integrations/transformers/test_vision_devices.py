@@ -5,10 +5,10 @@ import torch
 
 from octavo import ConfigError, Recipe, UnsupportedError
 from octavo.integrations.apply import apply_
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.integrations.transformers.vision_tower import make_pixels, make_tower
 from octavo.kernels.device import Device
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.measure.bench.mm_processor import EncoderOptions
 from octavo.numerics.error import relative_rms
 from octavo.ops import check
 from octavo.testing.asserts import assert_same_bits

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from octavo.measure.bench.images import Request
-from octavo.measure.bench.mm_processor import EncoderOptions, run_mm_processor
+from octavo.integrations.transformers.encoder_options import EncoderOptions
+from octavo.measure.bench.mm_processor import run_mm_processor
+from octavo.measure.bench.request_data import ImagePrompt
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -35,7 +36,7 @@ def test_a_models_folder(tmp_path):
     assert prepared.processor_ms > 0 and prepared.update_prompt_ms == 0
     assert generate(language.model, prepared.inputs, 3) == 3
     options = EncoderOptions(attn_dtype="fp8")
-    requests = [Request("What?", tuple(images[:1])), Request("Both?", tuple(images))]
+    requests = [ImagePrompt("What?", tuple(images[:1])), ImagePrompt("Both?", tuple(images))]
     result = run_mm_processor(language, requests, options)
     assert (result["completed"], result["config"]["model"]) == (2, "llava")
     assert result["encoder_summary"]["total_encoder_calls"] == 2

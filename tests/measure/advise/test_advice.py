@@ -16,16 +16,15 @@ from octavo.integrations.transformers.cache_layers import CacheLayer
 from octavo.integrations.transformers.language_work import DecoderWork, ExpertWork
 from octavo.integrations.transformers.tower_work import tower_of_config
 from octavo.kernels.device import CPU
-from octavo.measure.advise import words
+from octavo.measure.advise import advice as words
 from octavo.measure.advise.advice import serve_command
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.cost import DecoderPlan, decode_cost, prefill_cost
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.measure_here import check_measurable
-from octavo.measure.advise.model_shape import ModelShape, find_model, known_models
+from octavo.measure.advise.measured import check_measurable
 from octavo.measure.advise.predict import Predictor
+from octavo.measure.advise.shape import ModelShape, Workload, find_model, known_models, parse_size
 from octavo.measure.advise.speeds import Speeds
-from octavo.measure.advise.workload import Workload, parse_size
 from octavo.measure.records import Machine, Measurement
 from octavo.recipe import Recipe
 
@@ -235,25 +234,23 @@ def test_the_hosts_time_is_that_of_one_short_prompt():
 
 def parsed(command):
     """The recipe that `octavo serve` makes of a command's flags."""
-    import typer
+    from octavo.cli.main import COMMANDS
+    from octavo.cli.quantize_options import LinearOptions
+    from octavo.cli.serve import CacheOptions, make_recipe
+    from octavo.integrations.transformers.encoder_options import EncoderOptions
 
-    from octavo.cli import serve
-    from octavo.measure.bench.mm_processor import EncoderOptions
+    (serve,) = (row.load() for row in COMMANDS if row.name == "serve")
+    flags = serve.make_context("serve", shlex.split(command)[2:]).params
 
-    app = typer.Typer()
-    app.command()(serve.serve)
-    flags = typer.main.get_command(app).make_context("serve", shlex.split(command)[2:]).params
+    def made(settings):
+        """The settings of the flags; what may be given more than once is a tuple there."""
+        names = settings.__dataclass_fields__.keys() & flags.keys()
+        values = {name: flags[name] for name in names}
+        return settings(**{n: tuple(v) if type(v) is list else v for n, v in values.items()})
+
     if flags["omni"]:
-        fields = {"linear": flags["quantization"], "attention": flags["attention"]}
-        return Recipe(**fields)
-    return serve.make_recipe(
-        flags["recipe_path"],
-        flags["kv_cache_dtype"],
-        list(flags["skip_layers"] or ()),
-        EncoderOptions(attn_dtype=flags["attn_dtype"]),
-        quantization=flags["quantization"],
-        patterns={"ignored_layers": flags["ignored_layers"]},
-    )
+        return Recipe(linear=flags["quantization"], attention=flags["attention"])
+    return make_recipe(made(LinearOptions), made(CacheOptions), made(EncoderOptions))
 
 
 @pytest.mark.parametrize(

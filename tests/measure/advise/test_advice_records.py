@@ -5,15 +5,13 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("transformers")
-
-from octavo.measure.advise.advice_records import advice_records
+from octavo.measure.advise.advice import advice_records
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.model_shape import find_model
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.records import Measurement
-from octavo.measure.report.advice_given import given_sections
 from octavo.measure.report.pages import report_sections
+from octavo.measure.report.speed import advice_sections
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def test_a_time_without_a_speed_up_says_why(advice):
     bound = replace(advice.expectations[0], note="bound by the host")
     records = advice_records(replace(advice, expectations=(bound,)), "c")
     assert "speedup" not in records[0].values and records[0].case["note"] == "bound by the host"
-    (section,) = given_sections(records)
+    (section,) = advice_sections(records)
     assert "bound by the host." in section.text and section.headline == ""
     assert section.tables[0].rows[0][-1] is None
 
@@ -64,4 +62,4 @@ def test_a_recipe_by_hand_is_shown_as_it_is(advice):
     records = advice_records(advice, "c")
     for text, rows in (("# nothing\n", ("nothing is quantized", "")), ("= x", ("recipe", "= x"))):
         some = [replace(r, case={**r.case, "recipe": text}) for r in records]
-        assert given_sections(some)[0].tables[1].rows == (rows,)
+        assert advice_sections(some)[0].tables[1].rows == (rows,)

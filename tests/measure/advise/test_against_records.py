@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 
 from octavo.measure import store
 from octavo.measure.advise.advise import advise
-from octavo.measure.advise.compared import as_records, compare, compared_table
 from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.advise.measured import as_records, compare, compared_table
 from octavo.measure.advise.predict import plan_of, shape_of
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import Workload
 from octavo.measure.bench.encoder import RESOLUTIONS
 from octavo.recipe import AttentionSettings
 

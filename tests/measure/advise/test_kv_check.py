@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
-from octavo.measure.advise.kv_check import advice, check_kv, check_table
+from octavo.measure.advise.memory import check_kv, check_table, kv_advice
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 WINDOWS = [make_prompts(1, 50)["input_ids"][0]]
@@ -21,8 +22,8 @@ def test_a_model_with_room_is_fine():
     found = check(make_decoder("llama"))
     assert found.is_good and found.num_tokens == 50
     assert all(0 < layer.key_amax < 448 for layer in found.layers)
-    assert "Nothing saturates on these 50 tokens" in advice(found, "tiny")[0]
-    assert "queries as they are" in advice(found, "tiny")[-1]
+    assert "Nothing saturates on these 50 tokens" in kv_advice(found, "tiny")[0]
+    assert "queries as they are" in kv_advice(found, "tiny")[-1]
 
 
 @pytest.mark.parametrize("which", ["k_proj", "v_proj"])
@@ -39,7 +40,7 @@ def test_a_planted_outlier_is_caught_and_its_layer_named(which):
     amax = (broken.key_amax, broken.value_amax)
     index = 0 if which == "k_proj" else 1
     assert 0 < counts[index] <= 50 * 2 and counts[1 - index] == 0 and amax[index] > 448
-    text = advice(found, "tiny")[0]
+    text = kv_advice(found, "tiny")[0]
     assert "break layers 2:" in text and "octavo calibrate tiny --kv --data TEXT" in text
     assert "--kv-cache-dtype-skip-layers 2)" in text
     verdicts = [row[-1] for row in check_table(found).rows]
@@ -63,12 +64,12 @@ def test_small_values_are_coarse_and_not_a_number_breaks():
         model.model.layers[1].self_attn.v_proj.weight *= 1e-3
     found = check(model)
     assert found.is_good and found.layers[1].is_coarse
-    assert any("Layers" in line and "few bits" in line for line in advice(found, "tiny"))
+    assert any("Layers" in line and "few bits" in line for line in kv_advice(found, "tiny"))
     with torch.no_grad():
         model.model.layers[3].self_attn.v_proj.weight[0, 0] = torch.nan
     found = check(model)
     assert not found.is_good and found.layers[3].num_nonfinite == 50
-    assert any("no scale mends them" in line for line in advice(found, "tiny"))
+    assert any("no scale mends them" in line for line in kv_advice(found, "tiny"))
 
 
 def test_nothing_to_read():

@@ -6,10 +6,9 @@ import torch
 pytest.importorskip("transformers")
 
 from octavo.errors import UnsupportedError
-from octavo.measure.advise import measure_here
-from octavo.measure.advise.measure_here import decoder_rows, measure, measured_output_len
-from octavo.measure.advise.model_shape import ModelShape, find_model
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise import measured
+from octavo.measure.advise.measured import decoder_rows, measure, measured_output_len
+from octavo.measure.advise.shape import ModelShape, Workload, find_model
 
 CPU = torch.device("cpu")
 
@@ -17,14 +16,14 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_a_decoder_is_measured_under_the_name_that_advice_knows():
     model, workload = find_model("tiny-gpt-oss"), Workload(context=64, output_len=4)
-    measured = measure(model, workload, CPU, name="tiny-gpt-oss", command="x")
-    records = measured.records
+    found = measure(model, workload, CPU, name="tiny-gpt-oss", command="x")
+    records = found.records
     rows = {str(record.case["row"]) for record in records}
     assert {"auto", "fp8", "fp8+skip=sliding_window"} <= rows
     assert {record.case["model"] for record in records} == {"tiny-gpt-oss"}
     assert all(record.values["median_itl_ms"] > 0 for record in records)
     # Who is not measured is named.
-    assert rows | {name for name, _ in measured.failures} == set(decoder_rows(model))
+    assert rows | {name for name, _ in found.failures} == set(decoder_rows(model))
 
 
 def test_the_first_sequence_decodes_while_the_last_prompt_is_computed():
@@ -43,13 +42,13 @@ def test_sequences_that_leave_prompts_no_room():
 @pytest.mark.slow
 def test_all_sequences_decode_at_once_after_many_prompts(monkeypatch):
     """Prompts that take more steps than tokens are timed."""
-    monkeypatch.setattr(measure_here, "MAX_BATCHED_TOKENS", 16)
-    monkeypatch.setattr(measure_here, "decoder_rows", lambda model: ["auto"])
+    monkeypatch.setattr(measured, "MAX_BATCHED_TOKENS", 16)
+    monkeypatch.setattr(measured, "decoder_rows", lambda model: ["auto"])
     workload = Workload(context=24, output_len=2, concurrency=4)
     model = find_model("tiny")
-    measured = measure(model, workload, CPU, name="tiny", command="x")
-    (record,) = measured.records
-    assert record.values["num_itl_samples"] >= 4 and not measured.failures
+    found = measure(model, workload, CPU, name="tiny", command="x")
+    (record,) = found.records
+    assert record.values["num_itl_samples"] >= 4 and not found.failures
 
 
 @pytest.mark.slow

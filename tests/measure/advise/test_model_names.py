@@ -7,9 +7,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig
 
 from octavo.errors import ConfigError
-from octavo.measure.advise.model_names import HUB_NAMES, SHORT_NAMES, near_names
-from octavo.measure.advise.model_shape import find_model, known_models
 from octavo.measure.advise.predict import shape_of
+from octavo.measure.advise.shape import HUB_NAMES, SHORT_NAMES, find_model, known_models, near_names
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from octavo.integrations.transformers.cache_layers import CacheLayer
 from octavo.integrations.transformers.language_work import DecoderWork
 from octavo.measure.advise.cost import DecoderPlan, decode_cost, prefill_cost
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.model_shape import ModelShape
 from octavo.measure.advise.predict import Predictor
+from octavo.measure.advise.shape import ModelShape
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.records import Machine, Measurement
 

@@ -13,11 +13,10 @@ from transformers import (
 import octavo
 from octavo.errors import UnsupportedError
 from octavo.integrations.transformers.engine_model import EngineModel
-from octavo.measure.advise import words
+from octavo.measure.advise import advice as words
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.model_shape import find_model
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import Workload, find_model
 from octavo_testkit.models.text_models import VOCABULARY, make_decoder
 
 # So many keys that they fit in FP8 alone: a cache is in the recipe where there can be one.

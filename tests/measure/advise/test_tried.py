@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from octavo.measure import store
-from octavo.measure.advise import tried
-from octavo.measure.report.markdown import to_markdown
+from octavo.measure.advise import gpus
+from octavo.measure.report.tables import to_markdown
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = (ROOT / "docs" / "reference" / "support.md").read_text("utf-8")
@@ -24,29 +24,29 @@ def versions_of(machines, package):
     return {version.partition("+")[0] for version in found}
 
 
-@pytest.mark.parametrize("package", tried.packages())
+@pytest.mark.parametrize("package", gpus.packages())
 def test_run_on_a_gpu_is_what_records_say(machines, package):
     """Both ways: no version is claimed without a record, none with records is left out."""
-    claimed = {v for v, how in tried.packages()[package].items() if how == "gpu"}
+    claimed = {v for v, how in gpus.packages()[package].items() if how == "gpu"}
     assert claimed == versions_of([m for m in machines if m.gpu], package)
     on_cpu = versions_of([m for m in machines if not m.gpu], package)
-    assert on_cpu <= tried.packages()[package].keys()
+    assert on_cpu <= gpus.packages()[package].keys()
 
 
 def test_gpus_are_those_of_records_and_compile_tests(machines):
     ran = {(m.capability, m.gpu) for m in machines if m.gpu}
-    own = tried.architectures().values()
+    own = gpus.architectures().values()
     assert {(one.capability, gpu) for one in own for gpu in one.gpus} == ran
     assert all((one.how == "gpu") == bool(one.gpus) for one in own)
     texts = [file.read_text("utf-8") for file in (ROOT / "tests/kernels").glob("*_compiled.py")]
     lists = [found for text in texts for found in OF_CAPABILITY.findall(text)]
     compiled = {divmod(int(number), 10) for found in lists for number in found.split(",")}
-    assert compiled == tried.architectures().keys()
+    assert compiled == gpus.architectures().keys()
 
 
 def test_the_docs_have_this_table():
     table = SUPPORT.partition("<!-- table: tried -->\n")[2].partition("<!-- end -->")[0]
-    assert table.strip() == to_markdown(tried.tried_table()).strip()
+    assert table.strip() == to_markdown(gpus.tried_table()).strip()
 
 
 def test_the_docs_say_the_same_of_hardware():
@@ -54,7 +54,7 @@ def test_the_docs_say_the_same_of_hardware():
     lines = [line.strip("|").split("|") for line in SUPPORT.splitlines() if line.startswith("| ")]
     heads = next(cells for cells in lines if "sm_89 (L4" in "".join(cells))
     rows = {cells[0].strip(): cells for cells in lines}
-    for one in tried.architectures().values():
+    for one in gpus.architectures().values():
         sm = "sm_{}{}".format(*one.capability)
         place = next(i for i, head in enumerate(heads) if sm in head)
         ran = rows["has been **run**"][place]
@@ -64,24 +64,24 @@ def test_the_docs_say_the_same_of_hardware():
 
 
 def test_gpus_that_octavo_never_ran_on_are_told():
-    assert tried.caution_of_gpu("NVIDIA H200", (9, 0)) is None
-    same = tried.caution_of_gpu("NVIDIA H100 80GB HBM3", (9, 0))
+    assert gpus.caution_of_gpu("NVIDIA H200", (9, 0)) is None
+    same = gpus.caution_of_gpu("NVIDIA H100 80GB HBM3", (9, 0))
     assert same == (
         "octavo was never run on NVIDIA H100 80GB HBM3; its kernels for Hopper (sm_90) were run on "
         "NVIDIA H200."
     )
-    assert "any other GPU of Ada (sm_89): its kernels are compiled" in tried.caution_of_gpu(
+    assert "any other GPU of Ada (sm_89): its kernels are compiled" in gpus.caution_of_gpu(
         "NVIDIA L4", (8, 9)
     )
-    assert "nor are its kernels compiled for sm_120" in tried.caution_of_gpu("RTX 5090", (12, 0))
+    assert "nor are its kernels compiled for sm_120" in gpus.caution_of_gpu("RTX 5090", (12, 0))
 
 
 def test_versions_that_octavo_never_ran_with_are_told(monkeypatch):
     rows = {"torch": {"2.11.0": "gpu", "2.13.0": "cpu"}, "triton": {"3.9.0": "compiled"}}
-    monkeypatch.setattr(tried, "packages", lambda: rows)
+    monkeypatch.setattr(gpus, "packages", lambda: rows)
 
     def told(has_gpu, **versions):
-        return list(tried.cautions_of_versions(versions, has_gpu=has_gpu))
+        return list(gpus.cautions_of_versions(versions, has_gpu=has_gpu))
 
     assert told(True, torch="2.11.0+cu130") == []
     assert told(False, torch="2.13.0+cpu") == []

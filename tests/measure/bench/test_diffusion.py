@@ -17,6 +17,7 @@ from octavo.measure.bench.diffusion import StepCase, run_step
 from octavo.measure.records import Measurement
 
 CPU = torch.device("cpu")
+STATIC = ("linear-static", "linear-static+attention", "linear-static+attention-static")
 EAGER = StepCase("tiny-flux", ("bf16", "linear+attention"), is_compiled=False)
 
 
@@ -49,7 +50,7 @@ def test_modulation_in_fp8_weights_takes_less_memory() -> None:
 
 
 def test_static_scales_are_of_the_steps_own_inputs() -> None:
-    names = ("bf16", "linear+attention", *diffusion.STATIC)
+    names = ("bf16", "linear+attention", *STATIC)
     seen: list[list[Measurement]] = []
     records, _ = run_step(
         replace(EAGER, recipes=names), CPU, "octavo bench diffusion", on_recipe=seen.append

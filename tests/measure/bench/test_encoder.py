@@ -19,9 +19,9 @@ from octavo.integrations.transformers.vision_tower import (
 )
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench import encoder, peer_impls
+from octavo.measure.bench.cases import RESOLUTIONS
 from octavo.measure.bench.encoder import (
     MAX_GRAPH_ERROR,
-    RESOLUTIONS,
     EncoderCase,
     _use_fastest,
     run_encoder,
@@ -117,9 +117,10 @@ class PaddedGraphs(VisionGraphs):
 def enter(tower, recipe, monkeypatch, graphs):
     monkeypatch.setattr(encoder, "VisionGraphs", graphs)
     inputs = make_pixels(tower.module, [(720, 1280)])
-    contenders, _ = encoder._contenders(tower, [recipe], inputs, None, ())
-    entered, _ = encoder._enter(contenders, inputs, encoder._truth(tower, inputs), 1, True)
-    return {is_graph: values for _, is_graph, _, values in entered}, contenders[0].tower
+    rows = encoder.encoder_rows([recipe])
+    entries, _ = encoder._enter(tower, rows, inputs, None, ())
+    checked, _ = encoder._check_all(entries, inputs, encoder._truth(tower, inputs), 1, True)
+    return {one.is_graph: one.values for one in checked}, entries[0].tower
 
 
 @pytest.mark.parametrize("recipe", ["fused-bf16", "dynamic", "static"])
@@ -212,10 +213,10 @@ def test_what_is_refused(tower):
     with pytest.raises(UnsupportedError, match="CUDA graphs need a CUDA GPU"):
         run_encoder(tower, EncoderCase("hd", 1), "x", use_graphs=True)
     with pytest.raises(
-        ConfigError, match="expected recipes of bf16, fused-bf16, dynamic, static; got int4"
+        ConfigError, match="row int4: expected words out of .*dynamic.*; got 'int4'"
     ):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=["bf16", "int4"])
-    with pytest.raises(ConfigError, match="got none"):
+    with pytest.raises(ConfigError, match="expected different rows, got"):
         run_encoder(tower, EncoderCase("hd", 1), "x", recipes=[])
     with pytest.raises(ConfigError, match="expected resolutions of .*; got '8k'"):
         EncoderCase("8k", 1)

@@ -11,8 +11,8 @@ from octavo.errors import OctavoError, UnsupportedError
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench import engine_check
+from octavo.measure.bench.engine import make_rows, open_engine, open_subject
 from octavo.measure.bench.engine_check import CONTEXT, MAX_ERROR, ask, check_row, judge
-from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
 from octavo.serving.engine.settings import EngineSettings
 
 SETTINGS = EngineSettings(max_num_seqs=2, num_pages=16, max_context=CONTEXT)

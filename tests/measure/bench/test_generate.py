@@ -86,8 +86,10 @@ def test_wrong_logits_end_the_run(model, monkeypatch):
 
 
 def test_what_is_refused(model):
-    with pytest.raises(ConfigError, match=r"expected recipes of stock, bf16.*got \['int4'\]"):
+    with pytest.raises(ConfigError, match="row int4: expected words out of .*fp8-head.*got 'int4'"):
         run(model, ["bf16", "int4"])
+    with pytest.raises(ConfigError, match="expected plain rows of bf16, stock; got fp16"):
+        run(model, ["bf16", "fp16"])
     with pytest.raises(ConfigError, match="a context and a batch of at least 1"):
         GenerateCase(0)
     with pytest.raises(ConfigError, match="expected one of llama-3.1-8b, tiny"):

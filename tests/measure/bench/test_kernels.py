@@ -9,8 +9,7 @@ import torch
 
 from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.measure.bench.benchmark import run_benchmark
-from octavo.measure.bench.ceilings import Ceilings, measure_ceilings
+from octavo.measure.bench.benchmark import Ceilings, measure_ceilings, run_benchmark
 from octavo.measure.bench.kernels import SUITES, benchmarks
 from octavo.numerics.quantize import quantize as run
 from octavo.ops.select import impl_names
@@ -33,7 +32,7 @@ def test_each_benchmark_is_right_and_timed(op):
     for benchmark in benchmarks(CPU, [op]):
         records, objections = timed(benchmark)
         took_part = {(record.impl, record.case["operands"]) for record in records}
-        expected = {(one.name, one.operands) for one in benchmark.contenders}
+        expected = {(one.name, one.operands) for one in benchmark.participants}
         assert took_part | {(one.name, one.operands) for one in objections} == expected
         cases = [(record.impl, *sorted(record.case.items())) for record in records]
         assert len(set(cases)) == len(cases)
@@ -57,7 +56,7 @@ def test_each_benchmark_is_right_and_timed(op):
 def test_the_peers_of_attention_on_a_gpu(op, expected):
     ours = {"octavo", *impl_names("attention")}
     for benchmark in benchmarks(torch.device("cuda"), [op]):
-        assert {one.name for one in benchmark.contenders} - ours == expected
+        assert {one.name for one in benchmark.participants} - ours == expected
 
 
 @pytest.mark.parametrize("op", ["packed_attention", "encoder_attention"])
@@ -112,15 +111,15 @@ def test_a_baseline_by_name_though_ours_is_bf16_as_well():
 def test_matvec_counts_the_weights_bytes():
     sizes = {}
     for benchmark in benchmarks(torch.device("cuda"), ["matvec"]):
-        assert [one.name for one in benchmark.contenders] == ["triton", "torch"]
-        (num_bytes,) = {one.bytes for one in benchmark.contenders}
+        assert [one.name for one in benchmark.participants] == ["triton", "torch"]
+        (num_bytes,) = {one.bytes for one in benchmark.participants}
         sizes[benchmark.case["shape"]] = num_bytes
     assert sizes["14336x4096"] == 14336 * 4096 * 2
     assert {"4096x2880", "512x2880", "2880x4096", "128256x4096"} < set(sizes)
 
 
 def test_a_wrong_result_is_not_timed(quantize):
-    wrong = replace(quantize, truth=torch.zeros_like)
+    wrong = replace(quantize, truth=lambda inputs: torch.zeros_like(inputs[0]))
     with pytest.raises(UnsupportedError, match="quantize by reference is wrong"):
         timed(wrong)
 

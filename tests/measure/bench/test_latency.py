@@ -8,15 +8,16 @@ pytest.importorskip("transformers")
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine_check, latency
-from octavo.measure.bench.engine_rows import make_rows, open_subject
+from octavo.measure.bench.cases import LatencyCase
+from octavo.measure.bench.engine import make_rows, open_subject
+from octavo.measure.bench.engine_run import RowResult
 from octavo.measure.bench.latency import (
-    LatencyCase,
-    LatencyResult,
+    curve_values,
     length_values,
+    line_values,
     run_latency,
     vllm_result,
 )
-from octavo.measure.bench.latency_fits import curve_values, line_values
 from octavo.measure.bench.request_times import RequestTimes
 from octavo.measure.fit import Line, Quadratic, curve_break_even, fit_quadratic
 from octavo.measure.records import Measurement
@@ -81,7 +82,7 @@ def test_three_lengths_are_a_curve_and_a_baseline_may_have_run_before(subject):
     assert curve["ttft_constant_ms"] == plain.curve.constant
     assert line["itl_slope_low_us_per_1k_tokens"] < line["itl_slope_us_per_1k_tokens"]
     assert "square_ratio" not in curve and "slope_ratio" not in line
-    again = LatencyResult.of_records(plain.row, plain.records[:4])
+    again = RowResult(plain.row, plain.records[:4])
     assert (again.line, again.curve) == (plain.line, plain.curve)
     (fp8,) = run(subject, ["fp8"], case, baseline=again)
     assert {record.baseline for record in fp8.records} == {"auto"}

@@ -8,12 +8,18 @@ import torch
 from octavo.calibration.scale_file import load_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import restore_
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.integrations.transformers.vision_graphs import VisionGraphs
 from octavo.integrations.transformers.vision_language import TinyModel, find_tower
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench import mm_processor
-from octavo.measure.bench.images import DataOptions, Request, make_requests, parse_buckets
-from octavo.measure.bench.mm_processor import STAGES, EncoderOptions, run_mm_processor
+from octavo.measure.bench.mm_processor import STAGES, run_mm_processor
+from octavo.measure.bench.request_data import (
+    ImagePrompt,
+    ImageRequests,
+    make_image_prompts,
+    parse_buckets,
+)
 from octavo.ops.select import _named, register_impl, unregister_impl
 
 pytest.importorskip("transformers")
@@ -40,7 +46,7 @@ def language(tiny):
 
 
 def requests(number=2, **options):
-    return make_requests(DataOptions(num_prompts=number, bucket_config=SMALL, **options))
+    return make_image_prompts(ImageRequests(num_prompts=number, bucket_config=SMALL, **options))
 
 
 def layers_of(model):
@@ -218,11 +224,11 @@ def test_requests_of_a_folder(tmp_path, language):
     for i in range(2):
         Image.new("RGB", (64, 64), (i, 0, 0)).save(tmp_path / f"{i}.png")
     options = {"dataset_name": "hf", "dataset_path": str(tmp_path)}
-    found = make_requests(DataOptions(num_prompts=2, **options))
-    assert isinstance(found[1], Request) and found[1].images[0].getpixel((0, 0)) == (1, 0, 0)
+    found = make_image_prompts(ImageRequests(num_prompts=2, **options))
+    assert isinstance(found[1], ImagePrompt) and found[1].images[0].getpixel((0, 0)) == (1, 0, 0)
     assert run_mm_processor(language, found, EncoderOptions())["completed"] == 2
     with pytest.raises(ConfigError, match="expected 3 prompts in .* got 2"):
-        make_requests(DataOptions(num_prompts=3, **options))
+        make_image_prompts(ImageRequests(num_prompts=3, **options))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +247,7 @@ def test_requests_of_a_folder(tmp_path, language):
 )
 def test_data_that_is_refused(options):
     with pytest.raises(ConfigError):
-        DataOptions(**options)
+        ImageRequests(**options)
 
 
 def test_buckets():

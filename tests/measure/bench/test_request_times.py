@@ -5,7 +5,8 @@ import math
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.request_times import RequestTimes, Workload, goodput, summarize
+from octavo.measure.bench.cases import Workload
+from octavo.measure.bench.request_times import RequestTimes, goodput, summarize
 
 
 def times(start_s, *parts_s, **changes):

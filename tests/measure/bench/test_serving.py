@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("httpx")
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.measure.bench.request_times import Workload
-from octavo.measure.bench.serving import Ramp, ServingCase, run_serving
-from octavo.measure.bench.serving_data import DataSet, ServingPrompt
-from octavo.measure.bench.serving_result import make_record, vllm_result
+from octavo.measure.bench.cases import Ramp, ServingCase, Workload
+from octavo.measure.bench.request_data import DataSet, ServingPrompt
+from octavo.measure.bench.serving import make_record, run_serving, vllm_result
 from octavo.measure.records import Measurement
 from octavo_testkit.serving.scripted_server import scripted
 
@@ -218,7 +217,7 @@ def test_what_waits_here_is_in_the_queue():
 @pytest.mark.parametrize(("strategy", "middle"), [("linear", 50.5), ("exponential", 10.0)])
 def test_a_ramp_goes_from_one_rate_to_another(strategy, middle):
     work = Workload(num_prompts=4002, input_len=1, output_len=1)
-    ramp = Ramp(strategy, 1.0, 100.0)
+    ramp = Ramp(strategy=strategy, start_rps=1.0, end_rps=100.0)
     case = ServingCase(base_url="http://x", workload=work, ramp=ramp, burstiness=1e6)
     delays = case.delays_s()
     gaps = [later - earlier for earlier, later in zip(delays, delays[1:], strict=False)]
@@ -252,7 +251,7 @@ def test_a_chat_without_text_has_one_part():
 
 
 def test_texts_go_to_completions():
-    data = DataSet(prompts=(ServingPrompt("hello", 2),), seed=3, about={"dataset": "custom"})
+    data = DataSet(prompts=(ServingPrompt("hello", 2),), seed=3, facts={"dataset": "custom"})
     with scripted() as server:
         case = make_case(server, workload=data)
         served = run_serving(case)
@@ -273,7 +272,10 @@ IMAGES = DataSet(prompts=(ServingPrompt("x", 1, ("data:,",)),))
         ({"workload": IMAGES}, "completions take no images"),
         ({"goodput_ms": {"itl": 3.0}}, "limits above 0 ms of ttft, tpot, e2el"),
         ({"goodput_ms": {"ttft": 0.0}}, "limits above 0 ms"),
-        ({"request_rate": 2.0, "ramp": Ramp("linear", 1, 2)}, "a request rate or a ramp"),
+        (
+            {"request_rate": 2.0, "ramp": Ramp(strategy="linear", start_rps=1, end_rps=2)},
+            "a request rate or a ramp",
+        ),
         ({"base_url": "localhost:8000"}, "expected a URL"),
         ({"request_rate": 0.0}, "request rate"),
         ({"request_rate": math.nan}, "request rate"),
@@ -291,4 +293,4 @@ def test_what_is_refused(change, message):
 @pytest.mark.parametrize("ramp", [("steep", 1, 2), ("linear", 0, 2), ("linear", 1, math.inf)])
 def test_what_is_no_ramp(ramp):
     with pytest.raises(ConfigError, match="ramp"):
-        Ramp(*ramp)
+        Ramp(**dict(zip(("strategy", "start_rps", "end_rps"), ramp, strict=True)))

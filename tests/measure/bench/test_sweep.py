@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-from octavo.cli.engine_flags import command_line
+
 from octavo.errors import ConfigError
 from octavo.measure import store
-from octavo.measure.bench.sweep import combinations, run_sweep, stored_records
-from octavo.measure.bench.sweep_file import SweepFile
+from octavo.measure.bench.sweep import (
+    SweepFile,
+    _command,
+    combinations,
+    run_sweep,
+    stored_records,
+)
 from octavo.measure.records import Machine
 from octavo_testkit.fake_benchmarks import FakeBenchmarks
 
@@ -41,10 +46,6 @@ def load(tmp_path, text=TEXT):
     return SweepFile.load(tmp_path / "sweep.toml")
 
 
-def combine(sweep):
-    return combinations(sweep, command_line)
-
-
 @pytest.fixture
 def benchmarks(monkeypatch):
     return FakeBenchmarks(monkeypatch)
@@ -53,7 +54,7 @@ def benchmarks(monkeypatch):
 def run(tmp_path, text=TEXT):
     sweep = load(tmp_path, text)
     path = tmp_path / "records.jsonl"
-    outcomes = run_sweep(sweep, combine(sweep), path, device="cpu")
+    outcomes = run_sweep(sweep, combinations(sweep), path, device="cpu")
     reasons = {outcome.reason for outcome in outcomes if outcome.state == "failed"}
     assert reasons <= {"boom", "RuntimeError: out of memory"}
     return [(o.combination.kind, o.combination.row.name, o.state) for o in outcomes]
@@ -63,7 +64,7 @@ ALL = [(kind, row) for kind in ("latency", "throughput") for row in ("auto", "fp
 
 
 def test_a_file_and_its_commands(tmp_path):
-    first, second, third, _ = combine(load(tmp_path))
+    first, second, third, _ = combinations(load(tmp_path))
     assert first.command == (
         "octavo bench latency --config tiny --layers 1 --dtype float32 --max-num-batched-tokens "
         "2048 --gpu-memory-utilization 0.9 --page-size 16 --input-len 5,256 --output-len 3 "
@@ -73,6 +74,12 @@ def test_a_file_and_its_commands(tmp_path):
     assert "bench throughput" in third.command and "--output-len 1024" in third.command
     assert str(second) == "latency, fp8, 5, 256 in, 3 out, 1 at once"
     assert str(third) == "throughput, auto, 4 × 8 in, 1,024 out, 2 at once"
+
+
+def test_a_command_leaves_out_what_was_not_given():
+    flags = {"--a": None, "--b": False, "--c": True, "--d": ["x", "y z"], "--e": [], "--f": 0}
+    line = _command("latency", "my model", flags)
+    assert line == "octavo bench latency 'my model' --c --d x --d 'y z' --f 0"
 
 
 def test_stopped_in_the_middle_it_goes_on_with_what_is_left(tmp_path, benchmarks):
@@ -122,7 +129,7 @@ def test_a_recipe_s_file_that_has_changed_is_another_combination(tmp_path, bench
 def test_other_versions_machines_and_halves_do_not_count(tmp_path, benchmarks):
     run(tmp_path)
     records, machine = store.read(tmp_path / "records.jsonl"), Machine.current()
-    (one, *_) = combine(load(tmp_path))
+    (one, *_) = combinations(load(tmp_path))
     assert [r.case["input_len"] for r in stored_records(one, records, machine)] == [5, 256]
     assert stored_records(one, records[1:], machine) == ()
     old = replace(machine, versions={**machine.versions, "octavo": "0.0.1"})
@@ -138,7 +145,7 @@ def test_other_versions_machines_and_halves_do_not_count(tmp_path, benchmarks):
         (("num_prompts", "num_prompt"), "did you mean 'num_prompts'"),
         (('config = "tiny"', ""), "expected a model or a config"),
         (('["auto", "fp8"]', '["auto", "auto"]'), "expected different recipes"),
-        (('"fp8"', '"int4"'), "expected auto, or fp8"),
+        (('"fp8"', '"int4"'), "expected words out of bf16, "),
         (("[5, ", '["5x", '), "expected a number of tokens"),
         (('input_len = [5, "0.25k"]', ""), "input_len"),
         (("[[latency]]", "[[latency]"), "sweep.toml: "),
@@ -168,6 +175,6 @@ def test_the_example_of_the_docs_is_a_sweep(tmp_path, monkeypatch):
     (example,) = re.findall(r"^```toml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("my-recipe.toml").write_text('kv_cache = "fp8"\n')
-    found = combine(load(tmp_path, example))
+    found = combinations(load(tmp_path, example))
     assert [one.kind for one in found] == ["latency"] * 4 + ["throughput"] * 4
     assert "--compile" in found[0].command

@@ -6,10 +6,11 @@ pytest.importorskip("transformers")
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine_check, throughput
-from octavo.measure.bench.engine_load import serve_prompts
-from octavo.measure.bench.engine_rows import make_rows, open_engine, open_subject
-from octavo.measure.bench.request_times import RandomPrompt, RequestTimes, Workload
-from octavo.measure.bench.throughput import ThroughputCase, run_throughput
+from octavo.measure.bench.cases import RandomPrompt, ThroughputCase, Workload
+from octavo.measure.bench.engine import make_rows, open_engine, open_subject
+from octavo.measure.bench.engine_run import serve_prompts
+from octavo.measure.bench.request_times import RequestTimes
+from octavo.measure.bench.throughput import run_throughput
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -33,7 +34,7 @@ def test_records(subject):
     auto, fp8 = run(subject, ["auto", "fp8"], max_concurrency=2)
     prompts = WORK.draw(256)
     for result in (auto, fp8):
-        values, case = result.record.values, result.record.case
+        values, case = result.records[0].values, result.records[0].case
         assert values["completed"] == 5 and values["failed"] == 0
         assert values["total_input_tokens"] == sum(len(prompt.tokens) for prompt in prompts)
         assert values["total_output_tokens"] == sum(prompt.output_len for prompt in prompts)
@@ -41,17 +42,17 @@ def test_records(subject):
         total = values["total_input_tokens"] + values["total_output_tokens"]
         assert values["total_token_throughput"] == pytest.approx(total / values["duration"])
         assert case["max_concurrency"] == case["max_num_seqs"] == 2 and case["range_ratio"] == 0.15
-    gain = fp8.record.values["output_throughput"] / auto.record.values["output_throughput"]
-    assert fp8.record.values["output_throughput_gain"] == gain
-    slower = fp8.record.values["median_itl_ms"] / auto.record.values["median_itl_ms"]
-    assert fp8.record.values["median_itl_gain"] == pytest.approx(1 / slower)
-    assert fp8.record.baseline == "auto" and auto.record.baseline is None
+    gain = fp8.records[0].values["output_throughput"] / auto.records[0].values["output_throughput"]
+    assert fp8.records[0].values["output_throughput_gain"] == gain
+    slower = fp8.records[0].values["median_itl_ms"] / auto.records[0].values["median_itl_ms"]
+    assert fp8.records[0].values["median_itl_gain"] == pytest.approx(1 / slower)
+    assert fp8.records[0].baseline == "auto" and auto.records[0].baseline is None
 
 
 def test_all_at_once(subject):
     (result,) = run(subject, ["auto"], num_warmups=0)
-    assert result.record.values["max_concurrent_requests"] == 5
-    assert "max_concurrency" not in result.record.case
+    assert result.records[0].values["max_concurrent_requests"] == 5
+    assert "max_concurrency" not in result.records[0].case
 
 
 def test_a_row_that_is_wrong(subject, monkeypatch):

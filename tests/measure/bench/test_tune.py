@@ -1,4 +1,7 @@
-"""A search keeps the fastest settings, after every candidate gave the right result."""
+"""A search keeps the fastest settings, after every candidate gave the right result.
+
+Calls in other processes compile before anything is timed.
+"""
 
 import json
 import time
@@ -10,9 +13,20 @@ import torch
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import tuning
 from octavo.kernels.device import CPU, Device
-from octavo.measure.bench import attention
-from octavo.measure.bench.benchmark import Benchmark, Contender
-from octavo.measure.bench.tune import SEARCHES, Search, name_of, searches, tune
+from octavo.measure.bench.benchmark import Benchmark, Participant
+from octavo.measure.bench.kernels import SUITES
+from octavo.measure.bench.tune import (
+    SEARCHES,
+    Search,
+    Task,
+    name_of,
+    precompile,
+    run_task,
+    searches,
+    tasks_of_benchmarks,
+    tasks_of_searches,
+    tune,
+)
 
 HERE = Device(type="cpu", name="NVIDIA H200", capability=(9, 0))
 
@@ -31,13 +45,13 @@ def search(*configs):
 
         return call
 
-    like = Contender("any", "FP8", lambda inputs: lambda: inputs, 0.01, 8)
+    like = Participant("any", "FP8", lambda inputs: lambda: inputs, 0.01, 8)
     benchmark = Benchmark(
         op="wait",
         case={"shape": "1"},
         make_inputs=lambda seed: torch.ones(2),
         truth=lambda inputs: inputs * 2,
-        contenders=(like,),
+        participants=(like,),
     )
     return Search("wait", "short", benchmark, list(configs), prepare)
 
@@ -78,7 +92,7 @@ def test_an_op_without_settings():
 
 def test_attention_is_tuned_once_for_each_head_dim():
     found = searches("attention", Device(type="cuda", name="NVIDIA H200", capability=(9, 0)))
-    sizes = [size for size in attention.LARGE if not size[-1]]
+    sizes = [size for size in SUITES["attention"].large if not size[-1]]
     assert len({one.problem for one in found}) == len(found) == len(sizes)
     assert not any(one.benchmark.case["causal"] for one in found)
 
@@ -91,3 +105,26 @@ def test_what_is_tuned_on_a_gpu(op):
     for one in searches(op, default_device()):
         assert len(one.configs) == len({name_of(config) for config in one.configs}) > 1
         assert one.op == op and tuning.file_name(default_device()).endswith(".json")
+
+
+def test_every_participant_is_a_task():
+    tasks = tasks_of_benchmarks("quantize", None)
+    assert tasks == [Task("quantize", 0, entry) for entry in range(3)]
+    for task in tasks:
+        run_task(task)  # those that this machine cannot run end in silence
+
+
+def test_a_search_needs_a_gpu():
+    with pytest.raises(UnsupportedError, match="on the GPU they are for"):
+        tasks_of_searches("quantize")
+
+
+def test_a_task_that_fails_is_not_swallowed():
+    with pytest.raises(ConfigError, match="got 'nothing'"):
+        run_task(Task("nothing", 0, 0))
+
+
+@pytest.mark.slow
+def test_tasks_run_in_other_processes():
+    tasks = tasks_of_benchmarks("quantize", None)
+    assert set(precompile(tasks, jobs=2)) == set(tasks)

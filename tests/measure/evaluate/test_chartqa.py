@@ -19,7 +19,7 @@ from octavo.measure.evaluate.chartqa import (
 )
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
 from octavo.measure.evaluate.charts import vocabulary
-from octavo.measure.report.labels import format_column
+from octavo.measure.report.tables import format_column
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")

@@ -23,9 +23,8 @@ import time
 from pathlib import Path
 
 from octavo.serving.server.app import create_app
-from octavo.serving.server.bind import bound
 from octavo.serving.server.http_protocol import LimitedProtocol
-from octavo.serving.server.run import run
+from octavo.serving.server.run import bound, run
 from octavo.serving.server.settings import ServerSettings
 from octavo_testkit.serving.fake_engine import FakeEngine, FakeGrammar
 

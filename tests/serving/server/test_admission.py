@@ -17,7 +17,7 @@ pytest.importorskip("httpx")
 import httpx
 
 from octavo.serving.server import request_thread
-from octavo.serving.server.gate import Gate
+from octavo.serving.server.admission import Gate
 from octavo.serving.server.settings import ServerSettings
 from octavo_testkit.serving.child_server import child_server
 from octavo_testkit.serving.fake_engine import FakeEngine, SlowTokenizer

@@ -7,9 +7,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-
 from octavo.errors import ConfigError
-from octavo.serving.server.bind import bound
+from octavo.serving.server.run import bound
 
 
 def has_ipv6():

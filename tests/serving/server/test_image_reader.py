@@ -14,8 +14,8 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from octavo.serving.server import image_reader
-from octavo.serving.server.image_reader import ImageReader
+from octavo.serving.server import input_images
+from octavo.serving.server.input_images import ImageReader
 from octavo.serving.server.settings import ImageLimits, ServerSettings
 from octavo_testkit.serving.fake_engine import FakeEngine
 from octavo_testkit.serving.fake_server import CHAT, serving
@@ -136,7 +136,7 @@ def test_a_client_that_leaves_stops_the_work_after_the_image_at_hand():
 
 
 def test_work_that_has_not_begun_is_dropped(monkeypatch):
-    monkeypatch.setattr(image_reader, "NUM_THREADS", 1)
+    monkeypatch.setattr(input_images, "NUM_THREADS", 1)
 
     async def scenario(reader, engine, at_end):
         files = await reader.check([data_url((10, 10))])

@@ -16,9 +16,9 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from octavo.errors import ConfigError
-from octavo.serving.server import images
+from octavo.serving.server import input_images
 from octavo.serving.server.api_error import ApiError
-from octavo.serving.server.images import decode, read_file
+from octavo.serving.server.input_images import decode, read_file
 from octavo.serving.server.settings import ImageLimits, ServerSettings
 from octavo_testkit.serving.fake_engine import FakeEngine
 from octavo_testkit.serving.fake_server import serving
@@ -87,7 +87,7 @@ def noise(size, mode):
 )
 @pytest.mark.parametrize("factor", [1, 2, 5])
 def test_a_reduced_image_is_that_of_the_whole_one(kind, mode, factor, monkeypatch):
-    monkeypatch.setattr(images, "STRIP_PIXELS", 1000)  # several strips, the last one shorter
+    monkeypatch.setattr(input_images, "STRIP_PIXELS", 1000)  # several strips, the last one shorter
     data = io.BytesIO()
     noise((103, 61), mode).save(data, kind, **({"lossless": True} if kind == "WEBP" else {}))
     file = read_file(data_url(data.getvalue()), ImageLimits())
@@ -105,7 +105,7 @@ def test_a_jpeg_is_decoded_at_the_smaller_size(mode, factor, monkeypatch):
     data = io.BytesIO()
     Image.linear_gradient("L").resize((333, 170)).convert(mode).save(data, "JPEG", quality=95)
     file = read_file(data_url(data.getvalue()), ImageLimits())
-    monkeypatch.delattr(images, "_reduced")  # of a whole one
+    monkeypatch.delattr(input_images, "_reduced")  # of a whole one
     found = decode(file, ImageLimits(), factor)
     expected = Image.open(data).convert("RGB").reduce(factor)
     assert found.size == expected.size == (-(-333 // factor), -(-170 // factor))

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from octavo.serving.server.pixel_budget import PixelBudget
+from octavo.serving.server.input_images import PixelBudget
 
 
 async def settle():

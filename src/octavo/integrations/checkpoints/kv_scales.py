@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.brief import brief, list_names
+from octavo.calibration.scale_document import MAX_SCALE, MIN_SCALE, Scale
 from octavo.calibration.scale_file import (
     LayerScales,
     ScaleSet,
 )
-from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE, Scale
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.checkpoints.kv_names import (
     ScaleName,

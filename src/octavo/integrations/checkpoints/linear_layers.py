@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.brief import brief, list_names
-from octavo.calibration.scale_values import MAX_SCALE, MIN_SCALE
+from octavo.calibration.scale_document import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError
 from octavo.integrations.checkpoints.kv_names import parse_scale_name
 from octavo.integrations.checkpoints.tensor_files import TensorEntry, check_zeros, read_tensor

@@ -1,18 +1,340 @@
-"""octavo advise: from a model's config, a GPU and stored records to a recipe with reasons."""
+"""octavo advise: from a model's config, a GPU and stored records to a recipe with reasons.
 
-from collections.abc import Collection, Sequence
-from typing import Any
+Each part of a model is decided by itself: a language model's cache and linear layers, the attention
+of a vision tower, and linear layers and attention of a diffusion transformer.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from octavo.measure.advise import cautions
-from octavo.measure.advise.advice import Advice, Part
-from octavo.measure.advise.choose_decoder import choose_decoder, choose_other
-from octavo.measure.advise.choose_encoder import choose_step, choose_tower
+from octavo.measure.advise.advice import Advice, Expectation, MemoryRow, Part
+from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu
-from octavo.measure.advise.model_shape import ModelShape
-from octavo.measure.advise.predict import Predictor
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.memory import cache_memory
+from octavo.measure.advise.predict import STEP_RECIPES, Prediction, Predictor
+from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.records import Measurement
-from octavo.recipe import Recipe
+from octavo.recipe import KvCacheSettings, Recipe
+
+if TYPE_CHECKING:
+    from octavo.integrations.transformers.language_work import DecoderWork, LanguageWork
+
+
+# A recipe that quantizes more must be faster by this share; less is noise between machines.
+MIN_GAIN = 0.01
+# Share of a GPU's memory for weights and cache, as `octavo serve` has it.
+MEMORY_SHARE = 0.9
+SLIDING = "sliding_window"
+# BF16 with the fastest attention of prompts that records have.
+BASELINE = DecoderPlan(prefill_impl="fastest")
+
+
+def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+    """The plan that serves the workload fastest, and quantizes no more than that takes."""
+    asked = _Decoder(predictor, model, workload)
+    plans = [BASELINE, *asked.candidates()]
+    times = {plan: asked.duration_s(plan) for plan in plans}
+    with_cache = {plan: s for plan, s in times.items() if plan.is_kv_fp8}
+    chosen = _least_changed(times)
+    reasons = asked.kv_reasons(plans, chosen)
+    has_room = asked.num_fitting(DecoderPlan()) >= workload.concurrency
+    if not has_room and not chosen.is_kv_fp8 and with_cache:
+        chosen = _least_changed(with_cache)
+        reasons.append(
+            f"{workload.concurrency} sequences of {workload.context:,} tokens do not fit in BF16 "
+            f"on {predictor.gpu.name}: an FP8 cache makes room for twice as many."
+        )
+    warnings = cautions.of_decoder(predictor, model, workload, plans, chosen)
+    return Part(
+        asked.fields(chosen),
+        tuple(asked.expectations(chosen)),
+        tuple(asked.memory(chosen)),
+        (*reasons, *asked.linear_reasons(chosen)),
+        (*asked.room_warnings(chosen), *warnings),
+    )
+
+
+def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:
+    """The first of those that are as fast as the fastest; they come least changed first."""
+    best = min(times.values())
+    return next(plan for plan, s in times.items() if s <= best * (1 + MIN_GAIN))
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """A language model under a workload: what plans take there, and what speaks for them."""
+
+    predictor: Predictor
+    model: ModelShape
+    workload: Workload
+
+    @property
+    def work(self) -> "DecoderWork":
+        assert self.model.decoder is not None
+        return self.model.decoder
+
+    def candidates(self) -> Iterator[DecoderPlan]:
+        """Everything beside BF16 that octavo has kernels for on this GPU, least changed first."""
+        speeds = self.predictor.speeds
+        if not speeds.gpu.has_fp8:
+            return
+        needed = (
+            *(("append_kv", "BF16 to FP8"), ("decode_attention", "BF16 to FP8")),
+            ("prefill_attention", "FP8"),
+        )
+        own = {speeds.selected(op, operands, self.work.head_dim) for op, operands in needed}
+        caches = [(False, False)]
+        if self.model.uncached is None and not own & {"reference", "none"}:
+            caches += [(True, True)] * bool(self.work.windows) + [(True, False)]
+        for is_linear in (False, True) if _has_plain_linear(self.model) else (False,):
+            for is_kv, skips in caches:
+                if is_kv or is_linear:
+                    yield DecoderPlan(is_kv, skips, is_linear, "fastest")
+
+    def duration_s(self, plan: DecoderPlan) -> float:
+        """Seconds of all requests."""
+        return self.predictor.duration_s(
+            self.model,
+            plan,
+            context=self.workload.context,
+            output_len=self.workload.output_len,
+            batch=self.workload.concurrency,
+            num_requests=self.workload.concurrency,
+        )
+
+    def token(self, plan: DecoderPlan) -> Prediction:
+        """A token of each sequence, in the middle of the answers."""
+        middle = self.workload.context + self.workload.output_len // 2
+        batch = self.workload.concurrency
+        return self.predictor.decode(self.model, plan, context=middle, batch=batch)
+
+    def fields(self, plan: DecoderPlan) -> dict[str, Any]:
+        """Those of the recipe that a plan is."""
+        fields: dict[str, Any] = {}
+        if plan.is_kv_fp8:
+            fields["kv_cache"] = "fp8"
+        if plan.skips_windows:
+            fields["skip_layers"] = [SLIDING]
+        if plan.is_linear_fp8:
+            fields["linear"] = "fp8"
+            if self.work.other_parts:
+                fields["ignored_layers"] = list(self.work.other_parts)
+        return fields
+
+    def expectations(self, chosen: DecoderPlan) -> Iterator[Expectation]:
+        """Times of a token, a prompt and the whole workload."""
+        load, plans = self.workload, (BASELINE, chosen)
+        at = f"{load.concurrency} × {load.context:,} tokens"
+        yield expectation(f"a token (ITL), {at}", *map(self.token, plans))
+        prompts = (self.predictor.prefill(self.model, plan, load.context) for plan in plans)
+        yield expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
+        before, after = (1e3 * self.duration_s(plan) for plan in plans)
+        what = f"{load.concurrency} × ({load.context:,} + {load.output_len:,}) tokens"
+        yield Expectation(f"all of {what}", before, after, {}, {})
+
+    def cache_bytes(self, plan: DecoderPlan) -> int:
+        """Of one sequence."""
+        settings = KvCacheSettings(scaling="unit") if plan.is_kv_fp8 else None
+        skips = [SLIDING] if plan.skips_windows else []
+        length = self.workload.context + self.workload.output_len
+        return cache_memory(self.work.layers, length, settings, skips).sequence
+
+    def weight_bytes(self, plan: DecoderPlan) -> int:
+        """Of the language model and the vision tower."""
+        of_tower = 0 if self.model.tower is None else self.model.tower.weight_bytes
+        work = self.work
+        return of_tower + (work.fp8_weight_bytes if plan.is_linear_fp8 else work.weight_bytes)
+
+    def num_fitting(self, plan: DecoderPlan) -> int:
+        """How many sequences fit beside the weights."""
+        free = int(MEMORY_SHARE * self.predictor.gpu.memory_bytes) - self.weight_bytes(plan)
+        return max(0, free) // self.cache_bytes(plan)
+
+    def room_warnings(self, chosen: DecoderPlan) -> Iterator[str]:
+        """Whether the workload fits with what was chosen; times are those of one that does."""
+        number, gpu = self.num_fitting(chosen), self.predictor.gpu.name
+        if number == 0:
+            yield f"The weights and one sequence do not fit on one {gpu}: times are as if they did."
+        elif number < self.workload.concurrency:
+            yield (
+                f"{number:,} of {self.workload.concurrency:,} sequences fit on one {gpu}, the "
+                "others wait: times are as if all of them did."
+            )
+
+    def memory(self, chosen: DecoderPlan) -> Iterator[MemoryRow]:
+        """Bytes of weights and cache, and how many sequences fit."""
+        plans, length = (DecoderPlan(), chosen), self.workload.context + self.workload.output_len
+        before, after = map(self.weight_bytes, plans)
+        yield MemoryRow("weights", before, after)
+        before, after = map(self.cache_bytes, plans)
+        yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", before, after)
+        share = f"{100 * MEMORY_SHARE:.0f} % of {self.predictor.gpu.memory_bytes / 1e9:.0f} GB"
+        before, after = map(self.num_fitting, plans)
+        yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
+
+    def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> list[str]:
+        """Why the cache is in FP8, or not."""
+        token, load = self.token(plans[0]), self.workload
+        share = token.cost.parts["keys and values"] / token.cost.total_ms
+        text = (
+            f"Reading keys and values is {100 * share:.0f} % of a token's time in BF16 at "
+            f"{load.concurrency} × {load.context:,} tokens"
+        )
+        if self.model.uncached is not None:
+            return [f"{text}; octavo has no FP8 cache for the model: {self.model.uncached}."]
+        if not any(plan.is_kv_fp8 for plan in plans):
+            return [f"{text}; octavo has no FP8 cache for {self.predictor.gpu.name}."]
+        if not chosen.is_kv_fp8:
+            return [f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."]
+        found = [f"{text}; FP8 reads half of the bytes."]
+        if chosen.skips_windows:
+            windows = " and ".join(map(str, self.work.windows))
+            found.append(
+                f"Layers with a window of {windows} tokens are skipped: what they read does not "
+                "grow with the context, FP8 gains nothing there, and BF16 keeps them exact."
+            )
+        return found
+
+    def linear_reasons(self, chosen: DecoderPlan) -> list[str]:
+        """Why linear layers are in FP8, or not."""
+        work = self.work
+        if not self.predictor.gpu.has_fp8:
+            return [_without_fp8(self.predictor)]
+        if not _has_plain_linear(self.model):
+            return [f"Linear layers stay as the checkpoint has them: {self.model.quantized}."]
+        if not chosen.is_linear_fp8:
+            return ["FP8 linear layers would gain less than 1 % here."]
+        before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
+        found = [
+            f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} GB, "
+            "which tokens read, and prompts multiply at twice BF16's peak. The output head stays "
+            "in BF16."
+        ]
+        if work.experts is not None:
+            found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
+        return found
+
+
+def _has_plain_linear(model: ModelShape) -> bool:
+    """Whether a checkpoint has linear layers for FP8; MXFP4 ones have them beside experts."""
+    return model.quantized in (None, "mxfp4")
+
+
+def expectation(what: str, before: Prediction, after: Prediction) -> Expectation:
+    """Two predictions as one row."""
+    is_bound = before.is_host_bound or after.is_host_bound
+    shown = () if is_bound else (before, after)  # the host's time is not made of these parts
+    parts = [{name: ms * p.factor for name, ms in p.cost.parts.items()} for p in shown] or [{}, {}]
+    note = "launches on the host take longer than the GPU: FP8 does not help" if is_bound else ""
+    return Expectation(
+        what,
+        before.ms,
+        after.ms,
+        parts[0],
+        parts[1],
+        tuple(sorted({*before.based_on, *after.based_on})),
+        note,
+    )
+
+
+def choose_other(predictor: Predictor, model: ModelShape, work: "LanguageWork") -> Part:
+    """Linear layers alone, of a language model whose times octavo cannot compute."""
+    has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(model)
+    is_fp8 = has_linear and predictor.gpu.has_fp8
+    after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
+    reasons = [f"Times are not predicted, and the cache stays as it is: {work.uncached}."]
+    if is_fp8:
+        reasons.append("Linear layers in FP8 take half of their memory, which tokens read.")
+    elif has_linear:
+        reasons.append(_without_fp8(predictor))
+    return Part(
+        {"linear": "fp8"} if is_fp8 else {},
+        memory=(MemoryRow("weights", work.weight_bytes, after),),
+        reasons=tuple(reasons),
+    )
+
+
+def _without_fp8(predictor: Predictor) -> str:
+    return f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has)."
+
+
+def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+    """Attention of a vision tower in FP8, or in BF16 by octavo's fused path."""
+    assert model.tower is not None
+    case: dict[str, Any] = {"size": workload.image_size, "num_images": workload.num_images}
+    names = ["bf16", "fused-bf16"]
+    ops = (("quantize_qkv", "BF16 to FP8"), ("attention", "FP8"))
+    own = {predictor.speeds.selected(op, kind, model.tower.head_dim) for op, kind in ops}
+    if predictor.gpu.has_fp8 and not own & {"reference", "none"}:
+        names += ["dynamic", "static"]
+    found = {name: predictor.tower(model, name, **case) for name in names}
+    times = {name: one.ms for name, one in found.items()}
+    best = min(times.values())
+    is_fp8 = min(times["bf16"], times["fused-bf16"]) > best * (1 + MIN_GAIN)
+    chosen = "dynamic" if is_fp8 else "fused-bf16"
+    height, width = workload.image_size
+    what = f"the vision tower, {workload.num_images} × {width} x {height}"
+    share = found["bf16"].cost.parts["attention"] / found["bf16"].cost.total_ms
+    reasons = [
+        f"Attention is {100 * share:.0f} % of the vision tower's time in BF16; octavo's path "
+        "splits, rotates and casts q, k and v in one pass."
+    ]
+    if is_fp8:
+        gain = times["fused-bf16"] / times["dynamic"]
+        reasons.append(f"FP8 itself makes the tower {gain:.2f} times as fast as that path in BF16.")
+    else:
+        reasons.append(
+            "FP8 attention would gain less than 1 % over that path in BF16."
+            if "dynamic" in times
+            else f"octavo has no FP8 attention for {predictor.gpu.name}."
+        )
+    host_ms = model.tower.depth * predictor.host_ms_per_layer()
+    return Part(
+        {"vision_attention": "fp8" if is_fp8 else "bf16"},
+        (expectation(what, found["bf16"], found[chosen]),),
+        (),
+        tuple(reasons),
+        tuple(cautions.of_tower(is_fp8, times, host_ms)),
+    )
+
+
+def choose_step(predictor: Predictor, model: ModelShape) -> Part:
+    """Linear layers and attention of a diffusion transformer."""
+    assert model.step is not None
+    names = ["bf16"]
+    if predictor.gpu.has_fp8:
+        names = list(STEP_RECIPES)
+    found = {name: predictor.step(model, name) for name in names}
+    best = min(one.ms for one in found.values())
+    chosen = next(name for name, one in found.items() if one.ms <= best * (1 + MIN_GAIN))
+    is_linear, is_fp8 = STEP_RECIPES[chosen]
+    fields = {name: "fp8" for name, on in (("linear", is_linear), ("attention", is_fp8)) if on}
+    parts = found["bf16"].cost.parts
+    total = found["bf16"].cost.total_ms
+    reasons = [
+        f"Of a step in BF16, linear layers are {100 * parts['linear layers'] / total:.0f} % and "
+        f"attention {100 * parts['attention'] / total:.0f} % ({model.step.about})."
+    ]
+    if is_linear:
+        kept = Counter(why.partition(":")[0] for why in model.step.kept.values())
+        reasons.append(
+            "Linear layers that stay in BF16 without being asked: "
+            + ", ".join(kept)
+            + " (docs/reference/diffusion.md says why)."
+        )
+    if not predictor.gpu.has_fp8:
+        reasons.append(_without_fp8(predictor))
+    after = model.step.fp8_weight_bytes if is_linear else model.step.weight_bytes
+    return Part(
+        fields,
+        (expectation("a step, compiled", found["bf16"], found[chosen]),),
+        (MemoryRow("weights of the transformer", model.step.weight_bytes, after),),
+        tuple(reasons),
+        tuple(cautions.of_step(model, fields)),
+    )
 
 
 def advise(

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.measure.advise.cost import DecoderPlan
-from octavo.measure.advise.model_shape import ModelShape
 from octavo.measure.advise.predict import Predictor
-from octavo.measure.advise.workload import Workload
+from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.records import Measurement
 
 # A prompt's attention at this head_dim and above has no kernel with a producer warp of its own.

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.measure.advise import cost
 from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu
-from octavo.measure.advise.model_shape import ModelShape, named_model
+from octavo.measure.advise.shape import ModelShape, named_model
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.records import Measurement
 

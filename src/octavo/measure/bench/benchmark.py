@@ -1,25 +1,39 @@
 """A benchmark: one op at one size, who takes part, and what a right result is.
 
-Whoever takes part is checked before it is timed. On a GPU calls are replayed in a CUDA graph over
-several sets of inputs, so that neither launching nor the L2 cache counts.
+A participant is one of the op's implementations or a peer, and is checked before it is timed. On a
+GPU calls are replayed in a CUDA graph over several sets of inputs, so that neither launching nor
+the L2 cache counts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.device import describe
-from octavo.measure.bench.ceilings import Ceilings
-from octavo.measure.bench.timing import capture, sample_in_turn_ms, sample_ms, sample_sustained_ms
-from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.internals import internals
+from octavo.measure.bench.timing import (
+    capture,
+    machine_of,
+    sample_graph_ms,
+    sample_in_turn_ms,
+    sample_ms,
+    sample_sustained_ms,
+)
+from octavo.measure.records import Measurement, Scalar, timing
+from octavo.measure.rows import Dialect, Row, parse_rows
 from octavo.numerics.error import relative_rms
+from octavo.numerics.quantize import Quantized
 from octavo.ops.select import impl_names
+
+with internals("torch"):
+    from torch import _scaled_mm
 
 # Bytes that the sets of inputs have together: several times an L2 cache.
 ROTATED_BYTES = 250e6
@@ -29,9 +43,16 @@ CACHED_SETS = 4
 MIN_GRAPH_MS = 2.0
 MAX_CALLS = 512
 
+# Rounding a product and its result to BF16 costs 0.002 to 0.003 on normal values, quantizing both
+# operands 0.037, and rounding to e4m3 less than 2^-4 of a value.
+MAX_ERROR = {"FP8": 0.06, "BF16 by FP8": 0.04, "BF16": 0.01, "BF16 to FP8": 2**-4}
+
+Call = Callable[[], Any]
+Prepare = Callable[[Any], Call]
+
 
 @dataclass(frozen=True)
-class Contender:
+class Participant:
     """Someone who can do the op: one of its implementations, or a peer.
 
     prepare: takes a set of inputs, does all that the clock must not see, and returns the call;
@@ -41,10 +62,15 @@ class Contender:
 
     name: str
     operands: str
-    prepare: Callable[[Any], Callable[[], Any]]
+    prepare: Prepare
     max_error: float
     bytes: float
     notes: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+def value_of(result: Tensor | Quantized) -> Tensor:
+    """What a result stands for, quantized or not."""
+    return result.dequantize() if isinstance(result, Quantized) else result
 
 
 @dataclass(frozen=True)
@@ -53,19 +79,63 @@ class Benchmark:
 
     make_inputs: takes a seed. truth: what a call should give, of the part of a result that
     `checked` returns. is_cached: inputs and results may lie in the L2 cache, where in a model the
-    kernel before leaves them. baseline: the BF16 contender that speed-ups are over; the fastest one
-    if left out.
+    kernel before leaves them. baseline: the BF16 participant that speed-ups are over; the fastest
+    one if left out.
     """
 
     op: str
     case: Mapping[str, Scalar]
     make_inputs: Callable[[int], Any]
     truth: Callable[[Any], Tensor]
-    contenders: tuple[Contender, ...]
+    participants: tuple[Participant, ...]
     flops: float = 0.0
-    checked: Callable[[Any], Tensor] = lambda result: result
+    checked: Callable[[Any], Tensor] = value_of
     is_cached: bool = False
     baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The benchmarks of an op: sizes for a CPU and for a GPU, and how one of a size is made.
+
+    make: takes a size, the device, and a folder that may hold peers.
+    """
+
+    small: tuple[Any, ...]
+    large: tuple[Any, ...]
+    make: Callable[[Any, torch.device, Path | None], Benchmark]
+
+    def benchmarks(self, device: torch.device, folder: Path | None = None) -> list[Benchmark]:
+        """One benchmark for each size that suits the device."""
+        sizes = self.large if device.type == "cuda" else self.small
+        return [self.make(size, device, folder) for size in sizes]
+
+
+def seeded(device: torch.device, draw: Callable[[torch.Generator], Any]) -> Callable[[int], Any]:
+    """The `make_inputs` that draws inputs on the device of the generator it is given."""
+    return lambda seed: draw(torch.Generator(device).manual_seed(seed))
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Normal values in BF16."""
+    return torch.randn(shape, device=generator.device, generator=generator).bfloat16()
+
+
+def timed_impls(op: str, device: torch.device) -> list[str]:
+    """The implementations to time: on a GPU all but the reference, which stops to wait for it."""
+    return [name for name in impl_names(op) if name != "reference" or device.type == "cpu"]
+
+
+def our_impls(op: str, device: torch.device, operands: str, num_bytes: float) -> list[Participant]:
+    """The implementations of an op that takes its inputs as they are: ops.<op>(*inputs)."""
+
+    def prepare(impl: str, inputs: tuple[Any, ...]) -> Callable[[], Any]:
+        return partial(getattr(ops, op), *inputs, impl=impl)
+
+    return [
+        Participant(name, operands, partial(prepare, name), MAX_ERROR[operands], num_bytes)
+        for name in timed_impls(op, device)
+    ]
 
 
 @dataclass(frozen=True)
@@ -78,17 +148,56 @@ class Objection:
     reason: str
 
 
+def read_rows(texts: Sequence[str], dialect: Dialect, plain: Sequence[str]) -> list[Row]:
+    """The rows of a benchmark of BF16 models; plain: the plain words that it knows."""
+    rows = parse_rows(texts, dialect)
+    if others := [row.name for row in rows if row.is_plain and row.name not in plain]:
+        raise ConfigError(f"expected plain rows of {', '.join(plain)}; got {', '.join(others)}")
+    return rows
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest error; NaN if one is."""
+    found = list(errors)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
 @dataclass(frozen=True)
-class Sampled:
-    """Milliseconds of a contender's calls, and what else was seen meanwhile."""
+class Ceilings:
+    """The fastest rates seen on this machine; FP8's is None where it has no FP8 products."""
 
-    ms: list[float]
-    values: Mapping[str, float] = field(default_factory=dict)
+    gb_per_s: float
+    bf16_tflops: float
+    fp8_tflops: float | None = None
+
+    def percent(self, operands: str, tflops: float | None, gb_per_s: float | None) -> float:
+        """How much of the nearer ceiling a speed reaches."""
+        peak = self.fp8_tflops if operands.startswith("FP8") and self.fp8_tflops else None
+        of_products = (tflops or 0.0) / (peak or self.bf16_tflops)
+        return 100 * max(of_products, (gb_per_s or 0.0) / self.gb_per_s)
 
 
-def timed_impls(op: str, device: torch.device) -> list[str]:
-    """The implementations to time: on a GPU all but the reference, which stops to wait for it."""
-    return [name for name in impl_names(op) if name != "reference" or device.type == "cpu"]
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure this machine's best: sum a large tensor, and multiply large matrices with torch."""
+
+    def median_ms(call: Call) -> float:
+        samples = sample_graph_ms([call]) if is_gpu else sample_ms(call, device)
+        return timing(samples)["median_ms"]
+
+    is_gpu = device.type == "cuda"
+    size, num_values = (8192, 2**30) if is_gpu else (512, 2**24)
+    x = torch.zeros(num_values // 8, dtype=torch.int64, device=device)
+    gb_per_s = num_values / 1e6 / median_ms(x.sum)
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    flops = 2.0 * size**3 / 1e9
+    bf16_tflops = flops / median_ms(partial(torch.mm, a, b))
+    fp8_tflops = None
+    if is_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+        one = torch.ones((), device=device)
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        options: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        fp8_tflops = flops / median_ms(partial(_scaled_mm, a8, b8, one, one, **options))
+    return Ceilings(gb_per_s, bf16_tflops, fp8_tflops)
 
 
 def run_benchmark(
@@ -101,39 +210,32 @@ def run_benchmark(
     """The records of all who took part, and who could not.
 
     Each record has the speed-up over the benchmark's baseline in the same run, and names it; and,
-    if the ceilings are known, how much of the nearer one it reached. load_s: time each contender
+    if the ceilings are known, how much of the nearer one it reached. load_s: time each participant
     after it alone has loaded the GPU for so long, instead of all of them in turn.
     """
     if load_s is not None and device.type != "cuda":
         raise ConfigError(f"expected a GPU to measure under load, got {device.type}")
     inputs = benchmark.make_inputs(0)
     truth = benchmark.truth(inputs)
-    entered: list[tuple[Contender, Callable[[], Any], float]] = []
+    entered: list[tuple[Participant, Call, float]] = []
     objections: list[Objection] = []
-    for contender in benchmark.contenders:
+    for one in benchmark.participants:
         try:
-            call = contender.prepare(inputs)
+            call = one.prepare(inputs)
             error = relative_rms(benchmark.checked(call()), truth)
         except UnsupportedError as reason:
-            objections.append(
-                Objection(benchmark.op, contender.name, contender.operands, str(reason))
-            )
+            objections.append(Objection(benchmark.op, one.name, one.operands, str(reason)))
             continue
-        if not error <= contender.max_error:
+        if not error <= one.max_error:
             raise UnsupportedError(
-                f"{benchmark.op} by {contender.name} is wrong: expected a relative error of at "
-                f"most {contender.max_error}, got {error:.3g} for {dict(benchmark.case)}"
+                f"{benchmark.op} by {one.name} is wrong: expected a relative error of at most "
+                f"{one.max_error}, got {error:.3g} for {dict(benchmark.case)}"
             )
-        entered.append((contender, call, error))
+        entered.append((one, call, error))
+    sampled = _sample_all(benchmark, entered, device, load_s)
     results = [
-        (
-            contender,
-            timing(sampled.ms, flops=benchmark.flops, bytes=contender.bytes)
-            | {"relative_rms": error, **sampled.values},
-        )
-        for (contender, _, error), sampled in zip(
-            entered, _sample_all(benchmark, entered, device, load_s), strict=True
-        )
+        (one, timing(ms, flops=benchmark.flops, bytes=one.bytes) | {"relative_rms": error, **seen})
+        for (one, _, error), (ms, seen) in zip(entered, sampled, strict=True)
     ]
     if load_s is not None:
         benchmark = replace(benchmark, case={**benchmark.case, "load_s": load_s})
@@ -145,30 +247,29 @@ def run_benchmark(
 
 def _sample_all(
     benchmark: Benchmark,
-    entered: list[tuple[Contender, Callable[[], Any], float]],
+    entered: list[tuple[Participant, Call, float]],
     device: torch.device,
     load_s: float | None,
-) -> list[Sampled]:
-    """Milliseconds of every contender's calls, taken in turn unless under load."""
+) -> list[tuple[list[float], dict[str, float]]]:
+    """Milliseconds of everyone's calls, taken in turn unless under load, and what else was seen."""
     if device.type != "cuda":
-        return [Sampled(sample_ms(call, device)) for _, call, _ in entered]
-    sets = [_calls(benchmark, contender, call) for contender, call, _ in entered]
+        return [(sample_ms(call, device), {}) for _, call, _ in entered]
+    sets = [_calls(benchmark, one, call) for one, call, _ in entered]
     sets = [calls * _num_rounds(calls) for calls in sets]
     graphs = [capture(calls) for calls in sets]
+    sampled: list[tuple[list[float], dict[str, float]]]
     if load_s is None:
-        sampled = [Sampled(samples) for samples in sample_in_turn_ms(graphs, device)]
+        sampled = [(samples, {}) for samples in sample_in_turn_ms(graphs, device)]
     else:
         loads = [sample_sustained_ms(graph, load_s=load_s) for graph in graphs]
-        sampled = [
-            Sampled(load.samples_ms, {"sm_mhz": load.sm_mhz, "watts": load.watts}) for load in loads
-        ]
+        sampled = [(load.samples_ms, load.seen) for load in loads]
     return [
-        replace(one, ms=[ms / len(calls) for ms in one.ms])
-        for calls, one in zip(sets, sampled, strict=True)
+        ([ms / len(calls) for ms in samples], seen)
+        for calls, (samples, seen) in zip(sets, sampled, strict=True)
     ]
 
 
-def _num_rounds(calls: list[Callable[[], Any]]) -> int:
+def _num_rounds(calls: list[Call]) -> int:
     """How often a graph goes through `calls`, so that it is long enough to be timed."""
     graph, device = capture(calls), torch.device("cuda")
     (samples,) = sample_in_turn_ms([graph], device, warmup_ms=0.0, num_samples=3)
@@ -176,46 +277,43 @@ def _num_rounds(calls: list[Callable[[], Any]]) -> int:
     return max(1, min(enough, MAX_CALLS // len(calls)))
 
 
-def _calls(
-    benchmark: Benchmark, contender: Contender, call: Callable[[], Any]
-) -> list[Callable[[], Any]]:
+def _calls(benchmark: Benchmark, participant: Participant, call: Call) -> list[Call]:
     """One call for each set of inputs."""
     num_sets = CACHED_SETS
     if not benchmark.is_cached:
-        num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / contender.bytes)))
-    more = [contender.prepare(benchmark.make_inputs(seed)) for seed in range(1, num_sets)]
+        num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / participant.bytes)))
+    more = [participant.prepare(benchmark.make_inputs(seed)) for seed in range(1, num_sets)]
     calls = [call, *more]
     if benchmark.is_cached:
         calls = [partial(_dropped, one) for one in calls]
     return calls
 
 
-def _dropped(call: Callable[[], Any]) -> None:
+def _dropped(call: Call) -> None:
     """A call whose result is dropped: the next one has its memory."""
     call()
 
 
 def _records(
     benchmark: Benchmark,
-    results: list[tuple[Contender, dict[str, float]]],
+    results: list[tuple[Participant, dict[str, float]]],
     device: torch.device,
     command: str,
 ) -> Iterator[Measurement]:
-    described = describe(device)
-    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    machine = machine_of(device)
     in_bf16 = [
-        (values["median_ms"], contender.name)
-        for contender, values in results
-        if contender.operands == "BF16" and benchmark.baseline in (None, contender.name)
+        (values["median_ms"], one.name)
+        for one, values in results
+        if one.operands == "BF16" and benchmark.baseline in (None, one.name)
     ]
     baseline_ms, baseline = min(in_bf16, default=(math.nan, None))
-    for contender, values in results:
+    for one, values in results:
         if baseline is not None:
             values = values | {"speedup": baseline_ms / values["median_ms"]}
         yield Measurement(
             op=benchmark.op,
-            impl=contender.name,
-            case={**benchmark.case, "operands": contender.operands, **contender.notes},
+            impl=one.name,
+            case={**benchmark.case, "operands": one.operands, **one.notes},
             values=values,
             machine=machine,
             command=command,

@@ -8,7 +8,6 @@ to itself for a second.
 
 import copy
 import gc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,43 +28,20 @@ from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.current_layer import observe_attention
 from octavo.integrations.diffusers.plain_layers import use_faster_forms_
 from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
-from octavo.kernels.device import describe
+from octavo.integrations.transformers.vision_tower import recorded_calls
 from octavo.measure.bench import peer_impls
-from octavo.measure.bench.benchmark import Objection
-from octavo.measure.bench.timing import (
-    capture,
-    sample_in_turn_ms,
-    sample_ms,
-    sample_sustained_ms,
-)
-from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.measure.bench.benchmark import Objection, read_rows, worst
+from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms, time_alone
+from octavo.measure.records import Measurement, Scalar
+from octavo.measure.rows import DIFFUSION, Row
 from octavo.numerics.error import relative_rms
-from octavo.recipe import Recipe
+from octavo.recipe import AttentionSettings, Recipe
 
 BF16 = "bf16"
 # What of a recipe is no FP8: how much faster the model is with its layers' faster forms alone.
 FASTER = "bf16-faster"
-RECIPES: Mapping[str, Recipe | None] = {
-    BF16: None,
-    FASTER: None,
-    "linear": Recipe(linear="fp8"),
-    "attention": Recipe(attention="fp8"),
-    "linear+attention": Recipe(linear="fp8", attention="fp8"),
-    "linear+attention+modulation": Recipe(
-        linear="fp8", attention="fp8", weight_only_layers=["modulation"]
-    ),
-    "linear-block": Recipe(linear={"weight": "block 128x128"}),
-    "linear-static": Recipe(linear="fp8"),
-    "linear-static+attention": Recipe(linear="fp8", attention="fp8"),
-    "linear-static+attention-static": Recipe(linear="fp8", attention="fp8"),
-}
-# What gets static scales in a recipe, found on the inputs of the step itself.
-STATIC: Mapping[str, tuple[str, ...]] = {
-    "linear-static": ("linear",),
-    "linear-static+attention": ("linear",),
-    "linear-static+attention-static": ("linear", "attention"),
-}
-LOAD_S, NUM_SAMPLES = 1.0, 7
+_Call = tuple[tuple[Any, ...], dict[str, Any], Any]
+NUM_SAMPLES = 7
 # Relative RMS against the same layer in BF16. Quantizing both operands of a product costs 0.037 on
 # normal values; an attention layer has up to two products and attention between them, in a row.
 MAX_LINEAR_ERROR, MAX_ATTENTION_ERROR = 0.057, 0.12
@@ -90,33 +66,28 @@ class StepCase:
 
     def __post_init__(self) -> None:
         full_size.find_full_size(self.size)
-        unknown = [name for name in self.recipes if name not in RECIPES]
-        if unknown or BF16 not in self.recipes:
-            raise ConfigError(
-                f"expected {BF16} and recipes of {', '.join(RECIPES)}; got "
-                f"{', '.join(self.recipes) or 'none'}"
-            )
+        if BF16 not in self.recipes:
+            names = ", ".join(self.recipes) or "none"
+            raise ConfigError(f"expected {BF16}, the baseline, among the recipes; got {names}")
+        self.rows()
 
-
-@dataclass(frozen=True)
-class _Call:
-    """What a layer of the BF16 model was given, and what it made of it."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
+    def rows(self) -> list[Row]:
+        """The rows of the recipes."""
+        return read_rows(self.recipes, DIFFUSION, (BF16, FASTER))
 
 
 @dataclass(frozen=True)
 class _Truth:
+    """What the BF16 model gave, and the calls of some of its layers by kind: arguments, result."""
+
     result: Tensor
     linear: Mapping[str, _Call]
     attention: Mapping[str, _Call]
 
 
 @dataclass(frozen=True)
-class _Row:
-    recipe: str
+class _Timed:
+    row: Row
     is_graph: bool
     values: dict[str, float]
 
@@ -146,15 +117,15 @@ def run_step(
         attention, objections = _fastest_attention(plain, inputs, ("native", "cudnn", *peers))
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)
-        rows: list[_Row] = []
+        timed: list[_Timed] = []
         records: list[Measurement] = []
-        for name in sorted(case.recipes, key=lambda name: name != BF16):
+        for row in sorted(case.rows(), key=lambda row: row.name != BF16):
             try:
-                rows += _measure(case, name, plain, inputs, truth)
+                timed += _measure(case, row, plain, inputs, truth)
             except UnsupportedError as error:
-                objections.append(Objection("diffusion_step", "octavo", name, str(error)))
+                objections.append(Objection("diffusion_step", "octavo", row.name, str(error)))
             _forget()
-            found = _records(case, rows, attention, device, command)[len(records) :]
+            found = _records(case, timed, attention, device, command)[len(records) :]
             records += found
             on_recipe(found)
     return records, objections
@@ -172,7 +143,9 @@ def _fastest_attention(
 ) -> tuple[str, list[Objection]]:
     """The fastest BF16 attention for the first attention layer's own q, k and v."""
     name, layer = next(iter(find_layers(model).items()))
-    call = _record(model, [name], inputs).calls[name]
+    with recorded_calls(model, [name]) as seen:
+        model(**inputs)
+    args, kwargs, expected = seen[name]
     device = next(model.parameters()).device
     calls: dict[str, Callable[[], Any]] = {}
     objections: list[Objection] = []
@@ -180,9 +153,9 @@ def _fastest_attention(
         twin = copy.deepcopy(layer)
         holder = nn.ModuleList([twin])
         full_size.use_bf16_attention_(holder, candidate)
-        attend = partial(twin, *call.args, **call.kwargs)
+        attend = partial(twin, *args, **kwargs)
         try:
-            error = _error(attend(), call.result)
+            error = _error(attend(), expected)
             # By graphs: else the host's time decides, which is the same for all.
             timed = capture([attend]) if device.type == "cuda" else attend
         except (UnsupportedError, RuntimeError) as reason:
@@ -200,34 +173,6 @@ def _fastest_attention(
     return min(best, key=lambda name: best[name]), objections
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    result: Tensor
-    calls: Mapping[str, _Call]
-
-
-def _record(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -> _Recorded:
-    """A pass of the model, and what the layers of these names were given and gave."""
-    calls: dict[str, _Call] = {}
-
-    def keep(name: str, args: Any, kwargs: Any, result: Any) -> None:
-        calls[name] = _Call(args, kwargs, result)
-
-    hooks = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _, args, kwargs, result, name=name: keep(name, args, kwargs, result),
-            with_kwargs=True,
-        )
-        for name in names
-    ]
-    try:
-        result = model(**inputs)[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return _Recorded(result, calls)
-
-
 def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
     """The BF16 model's own result, and its layers in the first and the last block."""
     blocks = list(full_size.repeated_blocks(model))
@@ -235,21 +180,18 @@ def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
     inside = [n for n, _ in model.named_modules() if any(n.startswith(f"{b}.") for b in some)]
     linear = [n for n in inside if isinstance(model.get_submodule(n), nn.Linear)]
     attention = [n for n in inside if n in find_layers(model)]
-    seen = _record(model, [*linear, *attention], inputs)
-    return _Truth(
-        seen.result,
-        {n: seen.calls[n] for n in linear if n in seen.calls},
-        {n: seen.calls[n] for n in attention if n in seen.calls},
-    )
+    with recorded_calls(model, [*linear, *attention]) as calls:
+        result = model(**inputs)[0]
+    kinds = ({n: calls[n] for n in names if n in calls} for names in (linear, attention))
+    return _Truth(result, *kinds)
 
 
 def _measure(
-    case: StepCase, name: str, plain: nn.Module, inputs: Mapping[str, Any], truth: _Truth
-) -> list[_Row]:
+    case: StepCase, row: Row, plain: nn.Module, inputs: Mapping[str, Any], truth: _Truth
+) -> list[_Timed]:
     """Check one recipe, then time it, by graphs as well if they are asked for."""
-    recipe, device = RECIPES[name], truth.result.device
-    if recipe is not None and name in STATIC:
-        recipe = _with_static_scales(recipe, STATIC[name], plain, inputs)
+    name, device = row.name, truth.result.device
+    recipe = row.recipe(_static_scales(row, plain, inputs) if row.needs_scales else None)
     model: Any = copy.deepcopy(plain)
     if recipe is not None:
         _apply(model, recipe)
@@ -265,7 +207,7 @@ def _measure(
         compiled = call()[0]
         values["compiled_relative_rms"] = _checked(f"{name} compiled", compiled, result, limit)
         result = compiled
-    rows = [_Row(name, False, values | _memory(model, call) | _sample(call, device))]
+    timed = [_Timed(row, False, values | _memory(model, call) | _sample(call, device))]
     if case.use_graphs:
         use_step_graphs_(model)
         # Joint products round elsewhere, too; a replay is what they are without a graph.
@@ -274,24 +216,22 @@ def _measure(
         joint_error = _checked(f"{name} by joint products", joint, result, limit)
         replayed = _checked(f"{name} by graphs", call()[0], joint, MAX_GRAPH_ERROR)
         own = values | {"joint_relative_rms": joint_error, "graph_relative_rms": replayed}
-        rows.append(_Row(name, True, own | _sample(call, device)))
-    return rows
+        timed.append(_Timed(row, True, own | _sample(call, device)))
+    return timed
 
 
-def _with_static_scales(
-    recipe: Recipe, parts: Sequence[str], plain: nn.Module, inputs: Mapping[str, Any]
-) -> Recipe:
-    """The recipe with static scales for these parts, those that a pass of these inputs needs."""
+def _static_scales(row: Row, plain: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """The static scales that a row needs, found on the inputs of the step itself."""
     scales = calibrate_linear(plain, [inputs])
-    if "attention" in parts:
+    settings = AttentionSettings.read(row.fields.get("attention"))
+    if settings is not None and settings.scaling == "static":
         layers = find_layers(plain)
         seen = Calibration(list(layers), CalibrationSettings())
         with observe_attention(layers, seen.see):
             plain(**inputs)
         header = replace(scales.header, kind=None)  # no longer of linear layers alone
         scales = replace(scales, layers=seen.result().scales.layers, header=header)
-    fields = recipe.settings() | {part: {"scaling": "static"} for part in parts}
-    return Recipe(**fields, scales=scales.to_dict())
+    return scales.to_dict()
 
 
 def _apply(model: nn.Module, recipe: Recipe) -> None:
@@ -322,8 +262,8 @@ def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:
     values = {}
     for kind, calls, limit in kinds:
         errors = {
-            layer: _error(model.get_submodule(layer)(*call.args, **call.kwargs), call.result)
-            for layer, call in calls.items()
+            layer: _error(model.get_submodule(layer)(*args, **kwargs), expected)
+            for layer, (args, kwargs, expected) in calls.items()
         }
         bad = [f"{layer} {error:.3g}" for layer, error in errors.items() if not error <= limit]
         if bad or not errors:
@@ -340,8 +280,7 @@ def _error(actual: Any, expected: Any) -> float:
     if isinstance(expected, Tensor):
         return relative_rms(actual, expected)
     pairs = [(a, b) for a, b in zip(actual, expected, strict=True) if isinstance(b, Tensor)]
-    errors = [relative_rms(a, b) for a, b in pairs]
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
+    return worst(relative_rms(a, b) for a, b in pairs)
 
 
 def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:
@@ -360,43 +299,38 @@ def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:
 
 
 def _sample(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    if device.type != "cuda":
-        return timing(sample_ms(call, device, warmup_ms=0.0, budget_ms=0.0, min_samples=3))
-    load = sample_sustained_ms(call, load_s=LOAD_S, num_samples=NUM_SAMPLES)
-    return timing(load.samples_ms) | {"sm_mhz": load.sm_mhz, "watts": load.watts}
+    return time_alone(call, device, num_samples=NUM_SAMPLES)
 
 
 def _records(
     case: StepCase,
-    rows: Sequence[_Row],
+    timed: Sequence[_Timed],
     attention: str,
     device: torch.device,
     command: str,
 ) -> list[Measurement]:
-    described, size = describe(device), full_size.find_full_size(case.size)
-    machine = Machine.current(gpu=described.gpu, capability=described.capability)
-    in_bf16 = [row for row in rows if row.recipe == BF16]
+    machine, size = machine_of(device), full_size.find_full_size(case.size)
+    in_bf16 = [one for one in timed if one.row.name == BF16]
     if not in_bf16:
         return []
-    fastest = min(in_bf16, key=lambda row: row.values["median_ms"])
+    fastest = min(in_bf16, key=lambda one: one.values["median_ms"])
     told = [f"diffusers BF16, {attention}", *(["compiled"] if case.is_compiled else [])]
     told += ["by graphs"] if fastest.is_graph else []
     plain = in_bf16[0].values  # without graphs: what they keep is no part of a model
     records = []
-    for row in rows:
-        recipe = RECIPES[row.recipe]
-        has_fp8_attention = recipe is not None and recipe.attention is not None
+    for one in timed:
+        has_fp8_attention = one.row.fields.get("attention") is not None
         about: dict[str, Scalar] = {
             "model": case.size,
             "weights": "random",
             "inputs": size.about,
             "layers": "all" if case.num_layers is None else case.num_layers,
-            "recipe": row.recipe,
+            "recipe": one.row.name,
             "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
             "compiled": case.is_compiled,
-            "graphs": row.is_graph,
+            "graphs": one.is_graph,
         }
-        values = dict(row.values)
+        values = dict(one.values)
         values["speedup"] = fastest.values["median_ms"] / values["median_ms"]
         for part in ("peak_bytes", "weight_bytes"):
             if part in values:
@@ -404,7 +338,7 @@ def _records(
         records.append(
             Measurement(
                 op="diffusion_step",
-                impl="diffusers" if row.recipe == BF16 else "octavo",
+                impl="diffusers" if one.row.name == BF16 else "octavo",
                 case=about,
                 values=values,
                 machine=machine,

@@ -12,7 +12,7 @@ fusions of the FP8 path and the fastest BF16 attention at hand, tells what FP8 i
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,22 @@ from octavo.integrations.transformers.vision_tower import (
     twin,
     use_attention,
 )
-from octavo.kernels.device import describe
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.measure.bench import peer_impls
 from octavo.measure.bench.attention import MAX_ERROR
-from octavo.measure.bench.benchmark import Objection
-from octavo.measure.bench.timing import sample_ms, sample_sustained_ms
-from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.measure.bench.benchmark import Objection, read_rows, worst
+from octavo.measure.bench.cases import RESOLUTIONS
+from octavo.measure.bench.timing import machine_of, time_alone
+from octavo.measure.records import Measurement, Scalar
+from octavo.measure.rows import VISION, Row
 from octavo.numerics.error import relative_rms
-from octavo.recipe import Recipe
+from octavo.recipe import Bf16Settings, Recipe
 
-# (height, width) of one image, before it is rounded to whole patches.
-RESOLUTIONS: Mapping[str, tuple[int, int]] = {
-    "hd": (720, 1280),
-    "fullhd": (1080, 1920),
-    "qhd": (1440, 2560),
-    "4k": (2160, 3840),
-}
 FUSED = "fused-bf16"
 RECIPES = ("bf16", FUSED, "dynamic", "static")
 STOCK = "sdpa"
-LOAD_S, NUM_SAMPLES = 1.0, 5
+NUM_SAMPLES = 5
 # Relative RMS between a replay and the same tower's eager call of the same images: the same kernels
 # with a few rows of padding more.
 MAX_GRAPH_ERROR = 0.005
@@ -82,10 +76,34 @@ class EncoderCase:
 
 
 @dataclass(frozen=True)
-class _Contender:
+class _Entry:
+    """A tower that takes part; name: who attends in it."""
+
     name: str
-    recipe: str
+    row: Row
     tower: Any
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.row.is_plain or _is_fused(self.row)
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.row.name}"
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A tower that can run and is right, by graphs or not; values: its errors, then its times."""
+
+    entry: _Entry
+    is_graph: bool
+    call: Call
+    values: dict[str, float]
+
+
+def _is_fused(row: Row) -> bool:
+    recipe = None if row.needs_scales else row.recipe()
+    return recipe is not None and isinstance(recipe.vision_attention, Bf16Settings)
 
 
 @dataclass(frozen=True)
@@ -96,13 +114,9 @@ class _Truth:
     layers: Mapping[str, tuple[tuple[Any, ...], dict[str, Any], Tensor]]
 
 
-def check_recipes(recipes: Sequence[str]) -> None:
-    """Raise unless all are recipes of RECIPES, one or more."""
-    unknown = [name for name in recipes if name not in RECIPES]
-    if unknown or not recipes:
-        raise ConfigError(
-            f"expected recipes of {', '.join(RECIPES)}; got {', '.join(unknown) or 'none'}"
-        )
+def encoder_rows(recipes: Sequence[str]) -> list[Row]:
+    """The rows of these recipes; bf16 is the stock tower."""
+    return read_rows(recipes, VISION, ("bf16",))
 
 
 @torch.no_grad()
@@ -122,7 +136,7 @@ def run_encoder(
     baseline of "speedup" is the fastest stock tower, without graphs; that of "fused_speedup" is
     ours in BF16, by graphs for those who run by graphs.
     """
-    check_recipes(recipes)
+    rows = encoder_rows(recipes)
     device = next(tower.module.parameters()).device
     if use_graphs and device.type != "cuda":
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got a tower on {device}")
@@ -130,48 +144,53 @@ def run_encoder(
     truth = _truth(tower, inputs)
     names = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
     with peer_impls.registered(folder, names):
-        contenders, objections = _contenders(tower, recipes, inputs, folder, names)
-        entered, refused = _enter(contenders, inputs, truth, case.num_images, use_graphs)
-        num_tokens = len(inputs["hidden_states"])
-        rows = [
-            (contender, is_graph, _sample(call, device) | values | {"tokens": float(num_tokens)})
-            for contender, is_graph, call, values in entered
+        entries, objections = _enter(tower, rows, inputs, folder, names)
+        checked, refused = _check_all(entries, inputs, truth, case.num_images, use_graphs)
+        num_tokens = {"tokens": float(len(inputs["hidden_states"]))}
+        timed = [
+            replace(
+                one,
+                values=time_alone(one.call, device, num_samples=NUM_SAMPLES)
+                | one.values
+                | num_tokens,
+            )
+            for one in checked
         ]
-    return _records(tower, case, rows, device, command), objections + refused
+    return _records(tower, case, timed, device, command), objections + refused
 
 
-def _enter(
-    contenders: Sequence[_Contender],
+def _check_all(
+    entries: Sequence[_Entry],
     inputs: Mapping[str, Tensor],
     truth: _Truth,
     num_images: int,
     use_graphs: bool,
-) -> tuple[list[tuple[_Contender, bool, Call, dict[str, float]]], list[Objection]]:
-    """Who can run and is right: (contender, whether by graphs, call, errors); and who cannot."""
-    entered: list[tuple[_Contender, bool, Call, dict[str, float]]] = []
+) -> tuple[list[_Timed], list[Objection]]:
+    """Who can run and is right, eagerly and, if asked, by graphs; and who cannot."""
+    found: list[_Timed] = []
     objections: list[Objection] = []
-    for contender in contenders:
-        call = partial(contender.tower, **inputs)
+    for entry in entries:
+        call = partial(entry.tower, **inputs)
         try:
             result = call()
         except UnsupportedError as error:
-            objections.append(Objection("encoder", contender.name, contender.recipe, str(error)))
+            objections.append(Objection("encoder", entry.name, entry.row.name, str(error)))
             continue
-        errors = _check(contender, truth, result)
-        entered.append((contender, False, call, errors))
+        errors = _check(entry, truth, result)
+        found.append(_Timed(entry, False, call, errors))
         if not use_graphs:
             continue
         budget = len(inputs["hidden_states"])
-        graphs = VisionGraphs(contender.tower, [budget], max_sequences=num_images)
+        graphs = VisionGraphs(entry.tower, [budget], max_sequences=num_images)
         plan = graphs.plan(inputs["grid_thw"])
         if plan.budget is None:
-            name = f"{contender.name} by graphs"
-            objections.append(Objection("encoder", name, contender.recipe, plan.reason))
+            name = f"{entry.name} by graphs"
+            objections.append(Objection("encoder", name, entry.row.name, plan.reason))
             continue
         replay = partial(graphs, **inputs, is_required=True)
-        of_graph = _check_replay(contender, truth, call, replay)
-        entered.append((contender, True, replay, errors | of_graph))
-    return entered, objections
+        of_graph = _check_replay(entry, truth, call, replay)
+        found.append(_Timed(entry, True, replay, errors | of_graph))
+    return found, objections
 
 
 def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
@@ -184,34 +203,34 @@ def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
     return _Truth(result, calls)
 
 
-def _contenders(
+def _enter(
     tower: Tower,
-    recipes: Sequence[str],
+    rows: Sequence[Row],
     inputs: Mapping[str, Tensor],
     folder: Path | None,
     peers: Sequence[str],
-) -> tuple[list[_Contender], list[Objection]]:
+) -> tuple[list[_Entry], list[Objection]]:
     """Towers that share their weights, each with its own attention."""
-    found: list[_Contender] = []
+    found: list[_Entry] = []
     objections: list[Objection] = []
-    if "bf16" in recipes:
+    for row in (row for row in rows if row.is_plain):
         stock = twin(tower.module)
         use_attention(stock, STOCK)
-        found.append(_Contender(STOCK, "bf16", stock))
+        found.append(_Entry(STOCK, row, stock))
         for name, attend in _peers_attention(folder, peers).items():
             other = twin(tower.module)
             use_attention(other, name, attend)
-            found.append(_Contender(name, "bf16", other))
-    for recipe in (recipe for recipe in recipes if recipe != "bf16"):
+            found.append(_Entry(name, row, other))
+    for row in (row for row in rows if not row.is_plain):
         other, name = twin(tower.module), "octavo"
         try:
-            apply_(other, _recipe(tower, recipe, inputs))
-            if recipe == FUSED and (peer := _use_fastest(other, inputs, peers)) is not None:
+            apply_(other, _recipe(tower, row, inputs))
+            if _is_fused(row) and (peer := _use_fastest(other, inputs, peers)) is not None:
                 name = f"octavo with {peer}"
         except UnsupportedError as error:
-            objections.append(Objection("encoder", name, recipe, str(error)))
+            objections.append(Objection("encoder", name, row.name, str(error)))
             continue
-        found.append(_Contender(name, recipe, other))
+        found.append(_Entry(name, row, other))
     return found, objections
 
 
@@ -226,17 +245,17 @@ def _use_fastest(tower: Any, inputs: Mapping[str, Tensor], peers: Sequence[str])
     return peer
 
 
-def _recipe(tower: Tower, name: str, inputs: Mapping[str, Tensor]) -> Recipe:
-    """The recipe of a name; static scales are those of this run's own images."""
-    if name == FUSED:
-        return Recipe(vision_attention="bf16")
-    dynamic = Recipe(vision_attention="fp8")
-    if name == "dynamic":
-        return dynamic
-    seen = twin(tower.module)
-    apply_(seen, dynamic)
-    seen(**inputs)
-    return Recipe(vision_attention={"scaling": "static"}, scales=_scales(seen))
+def _recipe(tower: Tower, row: Row, inputs: Mapping[str, Tensor]) -> Recipe:
+    """The recipe of a row; static scales are those of this run's own images."""
+    scales = None
+    if row.needs_scales:
+        seen = twin(tower.module)
+        apply_(seen, Recipe(vision_attention="fp8"))
+        seen(**inputs)
+        scales = _scales(seen)
+    recipe = row.recipe(scales)
+    assert recipe is not None
+    return recipe
 
 
 def _peers_attention(folder: Path | None, names: Sequence[str]) -> dict[str, PackedAttention]:
@@ -260,40 +279,36 @@ def _scales(tower: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-def _check(contender: _Contender, truth: _Truth, result: Any) -> dict[str, float]:
+def _check(entry: _Entry, truth: _Truth, result: Any) -> dict[str, float]:
     """How far attention and the whole tower are from stock; raises if attention is wrong."""
     errors = []
-    with history_kept(contender.tower):
+    with history_kept(entry.tower):
         for name, (args, kwargs, expected) in truth.layers.items():
-            actual = contender.tower.get_submodule(name)(*args, **kwargs)
+            actual = entry.tower.get_submodule(name)(*args, **kwargs)
             errors.append(relative_rms(actual, expected))
-    worst = _worst(errors)
-    limit = MAX_ERROR["BF16" if contender.recipe in ("bf16", FUSED) else "FP8"]
+    of_attention = worst(errors)
+    limit = MAX_ERROR["BF16" if entry.is_bf16 else "FP8"]
     of_tower = relative_rms(result.pooler_output, truth.result)
-    if not worst <= limit or math.isnan(of_tower):
+    if not of_attention <= limit or math.isnan(of_tower):
         raise UnsupportedError(
-            f"encoder with {contender.name}, {contender.recipe} eagerly is wrong: expected "
-            f"attention with a relative error of at most {limit} and a finite result, got "
-            f"{worst:.3g} and {of_tower:.3g}"
+            f"encoder with {entry} eagerly is wrong: expected attention with a relative error of "
+            f"at most {limit} and a finite result, got {of_attention:.3g} and {of_tower:.3g}"
         )
-    return {"relative_rms": worst, "tower_relative_rms": of_tower}
+    return {"relative_rms": of_attention, "tower_relative_rms": of_tower}
 
 
-def _check_replay(
-    contender: _Contender, truth: _Truth, call: Call, replay: Call
-) -> dict[str, float]:
+def _check_replay(entry: _Entry, truth: _Truth, call: Call, replay: Call) -> dict[str, float]:
     """How far a replay is from stock and from the same tower's eager call; raises if it is far."""
-    with history_kept(contender.tower):
+    with history_kept(entry.tower):
         expected = _outputs(call())
-    with history_kept(contender.tower):  # both begin with the same scales
+    with history_kept(entry.tower):  # both begin with the same scales
         result = replay()
     pairs = zip(_outputs(result), expected, strict=True)
-    of_graph = _worst([relative_rms(actual, eager) for actual, eager in pairs])
+    of_graph = worst(relative_rms(actual, eager) for actual, eager in pairs)
     if not of_graph <= MAX_GRAPH_ERROR:
         raise UnsupportedError(
-            f"encoder with {contender.name}, {contender.recipe} by graphs is wrong: expected the "
-            f"eager tower's result with a relative error of at most {MAX_GRAPH_ERROR}, got "
-            f"{of_graph:.3g}"
+            f"encoder with {entry} by graphs is wrong: expected the eager tower's result with a "
+            f"relative error of at most {MAX_GRAPH_ERROR}, got {of_graph:.3g}"
         )
     of_tower = relative_rms(result.pooler_output, truth.result)
     return {"tower_relative_rms": of_tower, "graph_relative_rms": of_graph}
@@ -304,54 +319,38 @@ def _outputs(result: Any) -> list[Tensor]:
     return [result.pooler_output, *(getattr(result, "deepstack_features", None) or ())]
 
 
-def _worst(errors: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
-def _sample(call: Call, device: torch.device) -> dict[str, float]:
-    """Times of a call by itself and, on a GPU, the clock and the power it had."""
-    if device.type != "cuda":
-        return timing(sample_ms(call, device, warmup_ms=0.0, budget_ms=0.0, min_samples=3))
-    load = sample_sustained_ms(call, load_s=LOAD_S, num_samples=NUM_SAMPLES)
-    return timing(load.samples_ms) | {"sm_mhz": load.sm_mhz, "watts": load.watts}
-
-
 def _records(
-    tower: Tower,
-    case: EncoderCase,
-    rows: list[tuple[_Contender, bool, dict[str, float]]],
-    device: torch.device,
-    command: str,
+    tower: Tower, case: EncoderCase, timed: list[_Timed], device: torch.device, command: str
 ) -> list[Measurement]:
-    described = describe(device)
-    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    machine = machine_of(device)
     # Stock is what a user has without octavo: no graphs, and no attention of ours.
     stock = [
-        (values["median_ms"], contender.name)
-        for contender, is_graph, values in rows
-        if contender.recipe == "bf16" and not is_graph
+        (one.values["median_ms"], one.entry.name)
+        for one in timed
+        if one.entry.row.is_plain and not one.is_graph
     ]
     baseline_ms, baseline = min(stock, default=(math.nan, None))
-    fused_ms = {g: values["median_ms"] for row, g, values in rows if row.recipe == FUSED}
+    fused_ms = {one.is_graph: one.values["median_ms"] for one in timed if _is_fused(one.entry.row)}
     records = []
-    for contender, is_graph, values in rows:
+    for one in timed:
         about: dict[str, Scalar] = {
             "model": tower.name,
             "weights": tower.weights,
             "layers": tower.num_layers,
             "resolution": case.resolution,
             "images": case.num_images,
-            "recipe": contender.recipe,
-            "graphs": is_graph,
+            "recipe": one.entry.row.name,
+            "graphs": one.is_graph,
         }
+        values = dict(one.values)
         if baseline is not None:
-            values = values | {"speedup": baseline_ms / values["median_ms"]}
-        if is_graph in fused_ms:
-            values = values | {"fused_speedup": fused_ms[is_graph] / values["median_ms"]}
+            values["speedup"] = baseline_ms / values["median_ms"]
+        if one.is_graph in fused_ms:
+            values["fused_speedup"] = fused_ms[one.is_graph] / values["median_ms"]
         records.append(
             Measurement(
                 op="encoder",
-                impl=contender.name,
+                impl=one.entry.name,
                 case=about,
                 values=values,
                 machine=machine,

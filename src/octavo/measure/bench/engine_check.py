@@ -21,7 +21,8 @@ import torch
 
 from octavo.errors import OctavoError, UnsupportedError
 from octavo.layers.linear import Fp8Linear
-from octavo.measure.bench.engine_rows import EngineRow, Subject, open_engine
+from octavo.measure.bench.engine import Subject, open_engine
+from octavo.measure.rows import Row
 from octavo.numerics.error import relative_rms
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.request import MAX_LOGPROBS, Completion, Delta, Request, Sampling, gather
@@ -89,7 +90,7 @@ def ask(engine: Engine, vocab_size: int) -> list[Answer]:
 
 def check_row(
     subject: Subject,
-    row: EngineRow,
+    row: Row,
     settings: EngineSettings,
     plain_error: float | None = None,
 ) -> dict[str, float]:
@@ -101,7 +102,7 @@ def check_row(
     with open_engine(subject, row, settings) as engine:
         answers = ask(engine, subject.vocab_size)
         own = replace(subject, model=engine.model)
-    if row.recipe.linear is None:
+    if row.linear is None:
         return {"relative_rms": judge(own, row, answers, plain_error)}
     linear_rms = judge_linear(subject, own, row, answers[0])
     rounding = max(_linear_rounding(subject.model, own.model, answer) for answer in answers)
@@ -112,7 +113,7 @@ def check_row(
 @torch.no_grad()
 def judge(
     subject: Subject,
-    row: EngineRow,
+    row: Row,
     answers: Sequence[Answer],
     plain_error: float | None = None,
     linear_rounding: float = 0.0,
@@ -125,10 +126,10 @@ def judge(
     step, its layers round otherwise than the model's, and two such costs lie between them.
     """
     model = subject.model
-    is_exact = model.dtype == torch.float32 and row.is_plain
+    is_exact = model.dtype == torch.float32 and row.kv_cache is None
     limit = MAX_ERROR["float32" if is_exact else "plain"]
-    if row.recipe.kv_cache is not None:
-        fmt = row.recipe.kv_cache.format
+    if row.kv_cache is not None:
+        fmt = row.kv_cache.format
         limit = MAX_ERROR[fmt]
         if plain_error is not None:
             limit = min(max(limit, TIMES_PLAIN[fmt] * plain_error), max(limit, HIGHEST))
@@ -153,7 +154,7 @@ def judge(
 
 
 @torch.no_grad()
-def judge_linear(subject: Subject, own: Subject, row: EngineRow, answer: Answer) -> float:
+def judge_linear(subject: Subject, own: Subject, row: Row, answer: Answer) -> float:
     """The largest error of a linear layer in FP8 beside its plain one, on the same input.
 
     own: with the FP8 layers. Raises if one is wrong.

@@ -26,22 +26,13 @@ from octavo.integrations.transformers.decoder import (
     make_static_cache,
     random_keys_and_values,
 )
-from octavo.kernels.device import describe
-from octavo.measure.bench.timing import capture, sample_in_turn_ms
-from octavo.measure.records import Machine, Measurement, Scalar, timing
+from octavo.measure.bench.benchmark import read_rows
+from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms
+from octavo.measure.records import Measurement, Scalar, timing
+from octavo.measure.rows import GENERATE, Row
 from octavo.numerics.error import relative_rms
-from octavo.recipe import KvCacheSettings
 
-# What a recipe stores: None is keys and values as they are, in pages. Static scales are from the
-# amax of what fills the cache, unit scales 1.0, as without calibration: saturation is then counted.
-RECIPES: dict[str, KvCacheSettings | None] = {
-    "bf16": None,
-    "fp8": KvCacheSettings(scaling="static"),
-    "fp8-head": KvCacheSettings(granularity="head", scaling="static"),
-    "fp8-unit": KvCacheSettings(scaling="unit"),
-    "fp8-token": KvCacheSettings(granularity="token"),
-}
-STOCK = "stock"
+BF16, STOCK = "bf16", "stock"
 # Tokens that the caches have room for after the context: warm-up and samples take some.
 ROOM = 256
 # What FP8 may do to the logits of random weights, and what another order of sums in BF16 does. The
@@ -63,8 +54,10 @@ class GenerateCase:
 
 
 @dataclass(frozen=True)
-class _Contender:
-    recipe: str
+class _Prepared:
+    """A row that has taken its step once: what it gave, and how to take it again."""
+
+    row: Row
     logits: Tensor
     step: Callable[[], object]
     cache_bytes: int
@@ -78,9 +71,13 @@ def run_generate(
     about: dict[str, Scalar],
     command: str,
 ) -> list[Measurement]:
-    """Time one step of the model after the context, for each recipe; the first is the baseline."""
-    if unknown := [name for name in recipes if name != STOCK and name not in RECIPES]:
-        raise ConfigError(f"expected recipes of {STOCK}, {', '.join(RECIPES)}; got {unknown}")
+    """Time one step of the model after the context, for each row; the first is the baseline.
+
+    bf16 is octavo's own attention over pages that are not quantized, stock is transformers with a
+    static cache. Static scales are from the amax of what fills the cache; with unit scales, 1.0 as
+    without calibration, saturation is counted.
+    """
+    rows = read_rows(recipes, GENERATE, (BF16, STOCK))
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     shape = (case.batch, 1)
@@ -88,57 +85,51 @@ def run_generate(
     source = random_keys_and_values(model, case.batch)
     with torch.no_grad():
         scales = None
-        if any(_is_static(recipe) for recipe in recipes):
+        if any(row.needs_scales for row in rows):
             scales = find_scales(model, source, case.context)
-        contenders = [_prepare(model, case, recipe, last, source, scales) for recipe in recipes]
-        errors = _check(contenders)
-        steps = [contender.step for contender in contenders]
+        prepared = [_prepare(model, case, row, last, source, scales) for row in rows]
+        errors = _check(prepared)
+        steps = [one.step for one in prepared]
         is_cuda = device.type == "cuda"
-        warmup_ms, num_samples = (60.0, 25) if is_cuda else (0.0, 3)
-        samples = sample_in_turn_ms(steps, device, warmup_ms=warmup_ms, num_samples=num_samples)
-    described = describe(device)
-    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+        warm_up_ms, num_samples = (60.0, 25) if is_cuda else (0.0, 3)
+        samples = sample_in_turn_ms(steps, device, warmup_ms=warm_up_ms, num_samples=num_samples)
+    machine = machine_of(device)
     first_ms = timing(samples[0])["median_ms"]
     records = []
-    for contender, own, error in zip(contenders, samples, errors, strict=True):
+    for one, own, error in zip(prepared, samples, errors, strict=True):
         values = timing(own)
-        values |= {"cache_bytes": contender.cache_bytes, "relative_rms": error}
+        values |= {"cache_bytes": one.cache_bytes, "relative_rms": error}
         values["speedup"] = first_ms / values["median_ms"]
-        values["cache_ratio"] = contender.cache_bytes / contenders[0].cache_bytes
+        values["cache_ratio"] = one.cache_bytes / prepared[0].cache_bytes
         records.append(
             Measurement(
                 op="generate",
-                impl="transformers" if contender.recipe == STOCK else "octavo",
+                impl="transformers" if one.row.name == STOCK else "octavo",
                 case={**about, "context": case.context, "batch": case.batch}
-                | {"recipe": contender.recipe, "graphs": is_cuda},
+                | {"recipe": one.row.name, "graphs": is_cuda},
                 values=values,
                 machine=machine,
                 command=command,
-                baseline=contenders[0].recipe,
+                baseline=rows[0].name,
             )
         )
     return records
 
 
-def _is_static(recipe: str) -> bool:
-    settings = RECIPES.get(recipe)
-    return settings is not None and settings.scaling == "static"
-
-
 def _prepare(
     model: Any,
     case: GenerateCase,
-    recipe: str,
+    row: Row,
     last: Tensor,
     source: KeysAndValues,
     scales: ScaleSet | None,
-) -> _Contender:
+) -> _Prepared:
     """Fill a cache, take the step once, and capture it: a graph needs the model no more."""
     is_cuda = last.is_cuda
     if not is_cuda:
         model = copy.deepcopy(model)
-    if recipe != STOCK:
-        kv_cache.attach(model, RECIPES[recipe], scales=scales if _is_static(recipe) else None)
+    if row.name != STOCK:
+        kv_cache.attach(model, row.kv_cache, scales=scales if row.needs_scales else None)
     try:
         cache = make_static_cache(model, case.context + 1 + ROOM)
         fill_cache(model, cache, source, case.context)
@@ -150,22 +141,22 @@ def _prepare(
 
         logits = step().float()
         taken = capture([step]) if is_cuda else step
-        return _Contender(recipe, logits, taken, cache_bytes(cache))
+        return _Prepared(row, logits, taken, cache_bytes(cache))
     finally:
-        if recipe != STOCK and is_cuda:
+        if row.name != STOCK and is_cuda:
             kv_cache.detach(model)
 
 
-def _check(contenders: list[_Contender]) -> list[float]:
+def _check(prepared: list[_Prepared]) -> list[float]:
     """How far the logits are from the first one's; raises if they are wrong."""
     errors = []
-    for contender in contenders:
-        error = relative_rms(contender.logits, contenders[0].logits)
-        limit = MAX_ERROR["fp8" if contender.recipe.startswith("fp8") else "bf16"]
+    for one in prepared:
+        error = relative_rms(one.logits, prepared[0].logits)
+        limit = MAX_ERROR["bf16" if one.row.kv_cache is None else "fp8"]
         if not error <= limit or math.isnan(error):
             raise UnsupportedError(
-                f"generate with {contender.recipe} is wrong: expected logits within {limit} of "
-                f"{contenders[0].recipe}'s, got {error:.3g}"
+                f"generate with {one.row.name} is wrong: expected logits within {limit} of "
+                f"{prepared[0].row.name}'s, got {error:.3g}"
             )
         errors.append(error)
     return errors

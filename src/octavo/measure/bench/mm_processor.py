@@ -11,109 +11,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from octavo.calibration.autosave import check_scale_paths
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.changes import Changes
+from octavo.errors import ConfigError, OctavoError
 from octavo.integrations.transformers.calibrate import autosave
-from octavo.integrations.transformers.graphed_vision import use_graphs_
-from octavo.integrations.transformers.vision_impl import check_vision_impl
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.integrations.transformers.vision_language import (
     VisionLanguage,
     find_tower,
     generate,
 )
-from octavo.measure.bench.images import Request
+from octavo.measure.bench.request_data import ImagePrompt
 from octavo.numerics.amax import HISTORY_LENGTH
-from octavo.ops.select import impl_names
-from octavo.recipe import Recipe
 
 STAGES = (
     *("get_mm_hashes", "get_cache_missing_items", "apply_hf_processor", "merge_mm_kwargs"),
     *("apply_prompt_updates", "preprocessor_total", "encoder_forward", "num_encoder_calls"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderOptions:
-    """How the vision encoder attends; the names are those of vLLM's `--mm-encoder-…` options.
-
-    fp8_scale_save_margin: of scales that are saved; 1.5 if left out.
-    graph_budgets: tokens of the CUDA graphs that it runs by; none runs it eagerly.
-    """
-
-    attn_dtype: str | None = None
-    attn_backend: str | None = None
-    fp8_scale_path: Path | None = None
-    fp8_scale_save_path: Path | None = None
-    fp8_scale_save_margin: float | None = None
-    graph_budgets: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.attn_dtype not in (None, "fp8"):
-            raise ConfigError(
-                f"expected an encoder attention dtype of fp8, got {self.attn_dtype!r}"
-            )
-        check_scale_paths(
-            is_fp8=self.attn_dtype == "fp8",
-            scale_path=self.fp8_scale_path,
-            save_path=self.fp8_scale_save_path,
-            margin=self.margin,
-        )
-        if self.fp8_scale_save_margin is not None and self.fp8_scale_save_path is None:
-            raise ConfigError(
-                f"expected a path to save scales to with the margin {self.margin:g}, got none"
-            )
-        if self.attn_backend is None:
-            return
-        if self.attn_dtype is None:
-            raise ConfigError(
-                f"a backend is chosen for attention in fp8: expected that dtype for "
-                f"{self.attn_backend!r}, got none"
-            )
-        if self.attn_backend not in impl_names("attention"):
-            # vLLM spells its names in capitals: FLASH_ATTN, TORCH_SDPA, …
-            whose = ", a name of vLLM's" if self.attn_backend.isupper() else ""
-            raise ConfigError(
-                f"expected a backend of octavo's, one of {', '.join(impl_names('attention'))}, or "
-                f"vLLM's FLASHINFER in a command; got {self.attn_backend!r}{whose}"
-            )
-
-    @property
-    def margin(self) -> float:
-        """What scales are multiplied by before they are saved."""
-        return 1.5 if self.fp8_scale_save_margin is None else self.fp8_scale_save_margin
-
-    def apply(self, model: nn.Module) -> Changes | None:
-        """Do it to a model, in place; one that cannot run like this stays as it was."""
-        changes = None if self.attn_dtype is None else self._apply_fp8(model)
-        if self.graph_budgets:
-            try:
-                use_graphs_(model, self.graph_budgets)
-            except OctavoError:
-                if changes is not None:
-                    restore_(model)
-                raise
-        return changes
-
-    def _apply_fp8(self, model: nn.Module) -> Changes:
-        recipe = Recipe(vision_attention="fp8")
-        if self.fp8_scale_path is not None:
-            recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
-        changes = apply_(model, recipe, vision_impl=self.attn_backend)
-        try:
-            check_vision_impl(model, self.attn_backend)
-        except UnsupportedError:
-            restore_(model)
-            raise
-        return changes
 
 
 @dataclass
@@ -160,7 +77,7 @@ def _timed_encoder(model: Any) -> Iterator[_EncoderClock]:
 
 def run_mm_processor(
     language: VisionLanguage,
-    requests: Sequence[Request],
+    requests: Sequence[ImagePrompt],
     options: EncoderOptions,
     *,
     num_warmups: int = 1,
@@ -188,17 +105,17 @@ def run_mm_processor(
     errors: list[Exception] = []
     with _timed_encoder(language.model) as clock:
         for number in range(num_warmups + len(requests)):
-            is_warmup = number < num_warmups
-            request = requests[number % len(requests) if is_warmup else number - num_warmups]
+            is_warm_up = number < num_warmups
+            request = requests[number % len(requests) if is_warm_up else number - num_warmups]
             try:
                 row, latency = _run_one(language, request, clock, output_len)
             except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
                 if isinstance(error, OctavoError):
                     raise  # what was asked for cannot be done, for this request or any other
                 clock.take()
-                errors += [] if is_warmup else [error]
+                errors += [] if is_warm_up else [error]
             else:
-                if not is_warmup:
+                if not is_warm_up:
                     latencies.append(latency)
                     for stage, value in row.items():
                         stages[stage].append(value)
@@ -211,7 +128,7 @@ def run_mm_processor(
 
 
 def _check_counts(
-    requests: Sequence[Request],
+    requests: Sequence[ImagePrompt],
     options: EncoderOptions,
     num_warmups: int,
     output_len: int,
@@ -233,7 +150,7 @@ def _check_counts(
 
 
 def _run_one(
-    language: VisionLanguage, request: Request, clock: _EncoderClock, output_len: int
+    language: VisionLanguage, request: ImagePrompt, clock: _EncoderClock, output_len: int
 ) -> tuple[dict[str, float], float]:
     """The stages of one request, and its whole latency in milliseconds."""
     start = time.perf_counter()
@@ -258,7 +175,7 @@ def _result(
     latencies: list[float],
     errors: list[Exception],
     percentiles: Sequence[float],
-    requests: Sequence[Request],
+    requests: Sequence[ImagePrompt],
     output_len: int,
 ) -> dict[str, Any]:
     calls = stages.pop("num_encoder_calls")

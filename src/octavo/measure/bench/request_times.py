@@ -5,75 +5,14 @@ Who served them, over HTTP or in this process, makes no difference here.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from octavo.errors import ConfigError
+from octavo.measure.bench.cases import GOODPUT_METRICS
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Random prompts: so many, with lengths of their inputs and outputs spread by range_ratio.
-
-    A length is drawn evenly from length · (1 ± range_ratio). The same seed draws the same prompts.
-    """
-
-    num_prompts: int
-    input_len: int
-    output_len: int
-    range_ratio: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.num_prompts, self.input_len, self.output_len) < 1:
-            raise ConfigError(f"expected prompts, inputs and outputs of at least 1, got {self}")
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(f"expected a range ratio in [0, 1), got {self.range_ratio}")
-
-    @property
-    def max_context(self) -> int:
-        """The most tokens that a prompt and its answer can have together."""
-        return (
-            _range(self.input_len, self.range_ratio)[1]
-            + (_range(self.output_len, self.range_ratio)[1])
-        )
-
-    def within(self, context: int | None) -> "Workload":
-        """The load with prompts that are short enough for this context; None is any."""
-        if context is None or self.max_context <= context:
-            return self
-        room = context - _range(self.output_len, self.range_ratio)[1]
-        return replace(self, input_len=max(1, int(room / (1 + self.range_ratio))))
-
-    def draw(self, vocab_size: int) -> "list[RandomPrompt]":
-        """The prompts, of tokens below vocab_size."""
-        if vocab_size < 2:
-            raise ConfigError(f"expected a vocabulary of 2 tokens or more, got {vocab_size}")
-        random = np.random.default_rng(self.seed)
-        sizes = [
-            random.integers(*_range(length, self.range_ratio), self.num_prompts, endpoint=True)
-            for length in (self.input_len, self.output_len)
-        ]
-        return [
-            RandomPrompt(tuple(random.integers(0, vocab_size, inputs).tolist()), int(outputs))
-            for inputs, outputs in zip(*sizes, strict=True)
-        ]
-
-
-def _range(length: int, ratio: float) -> tuple[int, int]:
-    return max(1, math.floor(length * (1 - ratio))), math.ceil(length * (1 + ratio))
-
-
-@dataclass(frozen=True)
-class RandomPrompt:
-    """A prompt, and how many tokens answer it."""
-
-    tokens: tuple[int, ...]
-    output_len: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,138 +1,50 @@
 """A server under load: prompts over HTTP to OpenAI's completions or chat, answers as streams.
 
 Any server will do for texts, and any that takes prompts of tokens for random ones; fields are those
-of vLLM's `bench serve`.
+of vLLM's `bench serve`. `own_server` runs `octavo serve` for as long as a benchmark needs it.
 """
 
 import asyncio
 import contextlib
 import json
 import math
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
-import numpy as np
-
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
 from octavo.extras import need
-from octavo.measure.bench.request_times import (
-    GOODPUT_METRICS,
-    RandomPrompt,
-    RequestTimes,
-    Workload,
-    goodput,
-    summarize,
-)
-from octavo.measure.bench.serving_data import DataSet, ServingPrompt, request_body
+from octavo.measure.bench.cases import ENDPOINTS, RandomPrompt, ServingCase
+from octavo.measure.bench.request_data import ServingPrompt
+from octavo.measure.bench.request_times import RequestTimes, goodput, summarize
+from octavo.measure.records import Machine, Measurement, Scalar
 
-# By vLLM's names.
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-RAMPS = ("linear", "exponential")
 DONE = "[DONE]"
 # Of an error's body, for a message.
 MAX_BODY = 300
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """A request rate that grows (or falls) from the first request to the last."""
-
-    strategy: str  # linear or exponential
-    start_rps: float
-    end_rps: float
-
-    def __post_init__(self) -> None:
-        if self.strategy not in RAMPS:
-            raise ConfigError(f"expected a ramp of {', '.join(RAMPS)}; got {self.strategy!r}")
-        if not (0 < self.start_rps < math.inf and 0 < self.end_rps < math.inf):
-            raise ConfigError(
-                f"expected rates above 0 to ramp between, got {self.start_rps} and {self.end_rps}"
-            )
-
-    def rates(self, count: int) -> "np.typing.NDArray[np.float64]":
-        """Requests per second at each of so many gaps."""
-        if self.strategy == "linear":
-            return np.linspace(self.start_rps, self.end_rps, count)
-        return np.geomspace(self.start_rps, self.end_rps, count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingCase:
-    """A load, where it goes, and how it comes.
-
-    workload: random tokens, or the prompts of a data set. backend: openai is completions,
-    openai-chat is chat, which takes texts and images. model: None is the first one that the server
-    names. request_rate: requests per second, inf for all at once; ramp: in place of it, one that
-    changes; burstiness 1 is a Poisson process, less comes in bursts, more is steadier. goodput_ms:
-    the limits of a request that counts as good.
-    max_concurrency: requests open at once; others wait here, and their clock with them. ignore_eos:
-    whether answers have the length that was asked for; servers of others may refuse the field.
-    vocab_size: random tokens are below it. timeout_s: between two parts of an answer.
-    """
-
-    base_url: str
-    workload: Workload | DataSet
-    backend: str = "openai"
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    request_rate: float = math.inf
-    ramp: Ramp | None = None
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    num_warmups: int = 0
-    ignore_eos: bool = True
-    vocab_size: int = 1000
-    timeout_s: float = 600.0
-    percentiles: tuple[float, ...] = (99.0,)
-    goodput_ms: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"expected a URL such as http://localhost:8000, got {self.base_url}")
-        if not self.request_rate > 0 or not self.burstiness > 0:
-            raise ConfigError(
-                f"expected a request rate and a burstiness above 0, got {self.request_rate} and "
-                f"{self.burstiness}"
-            )
-        if (self.max_concurrency is not None and self.max_concurrency < 1) or self.num_warmups < 0:
-            raise ConfigError(
-                f"expected 1 or more requests at once and 0 or more warm-ups, got "
-                f"{self.max_concurrency} and {self.num_warmups}"
-            )
-        if not self.percentiles or not all(0 <= p <= 100 for p in self.percentiles):
-            raise ConfigError(f"expected percentiles of 0 to 100, got {list(self.percentiles)}")
-        self._check_kinds()
-
-    def _check_kinds(self) -> None:
-        if self.backend not in ENDPOINTS:
-            raise ConfigError(f"expected a backend of {', '.join(ENDPOINTS)}; got {self.backend!r}")
-        if isinstance(self.workload, Workload):
-            if self.backend != "openai":
-                raise ConfigError(
-                    "random prompts are tokens, which chat does not take: backend openai"
-                )
-        elif self.workload.has_images and self.backend == "openai":
-            raise ConfigError("completions take no images: backend openai-chat")
-        if self.ramp is not None and not math.isinf(self.request_rate):
-            raise ConfigError(f"expected a request rate or a ramp, got {self.request_rate} as well")
-        is_good = all(name in GOODPUT_METRICS and ms > 0 for name, ms in self.goodput_ms.items())
-        if not is_good:
-            raise ConfigError(
-                f"expected limits above 0 ms of {', '.join(GOODPUT_METRICS)}, got "
-                f"{dict(self.goodput_ms)}"
-            )
-
-    def delays_s(self) -> list[float]:
-        """When each request comes, in seconds after the first; by vLLM's gamma distribution."""
-        count = self.workload.num_prompts
-        if self.ramp is None and math.isinf(self.request_rate):
-            return [0.0] * count
-        random = np.random.default_rng(self.workload.seed)
-        rates = self.request_rate if self.ramp is None else self.ramp.rates(count - 1)
-        gaps = random.gamma(self.burstiness, 1 / (rates * self.burstiness), count - 1)
-        return [0.0, *np.cumsum(gaps).tolist()]
+# Fields of vLLM's file that are whole numbers; all other numbers have a point.
+COUNTS = frozenset(
+    {
+        *("completed", "failed", "total_input_tokens", "total_output_tokens", "total_parts"),
+        "max_concurrent_requests",
+    }
+)
+# Between two looks at whether the server is ready.
+POLL_S = 0.2
+# Until a server that was asked to end is killed; it gives open requests GRACE_S.
+GRACE_S, KILL_S = 5, 20
+# Of what a server that failed had to say.
+MAX_LOG = 2000
 
 
 @dataclass(frozen=True)
@@ -212,6 +124,21 @@ async def _first_model(client: Any) -> str:
         ) from None
 
 
+def _request_body(prompt: RandomPrompt | ServingPrompt, *, is_chat: bool) -> dict[str, Any]:
+    """The prompt as OpenAI's completions or chat take it."""
+    if isinstance(prompt, RandomPrompt):
+        return {"prompt": list(prompt.tokens)}
+    if not is_chat:
+        return {"prompt": prompt.text}
+    content: Any = prompt.text
+    if prompt.images:
+        content = [
+            {"type": "text", "text": prompt.text},
+            *({"type": "image_url", "image_url": {"url": url}} for url in prompt.images),
+        ]
+    return {"messages": [{"role": "user", "content": content}]}
+
+
 async def _send(
     client: Any, case: ServingCase, model: str, prompt: RandomPrompt | ServingPrompt
 ) -> RequestTimes:
@@ -219,7 +146,7 @@ async def _send(
 
     body: dict[str, Any] = {
         "model": model,
-        **request_body(prompt, is_chat=case.backend == "openai-chat"),
+        **_request_body(prompt, is_chat=case.backend == "openai-chat"),
         "max_tokens": prompt.output_len,
         "temperature": 0,
         "stream": True,
@@ -319,3 +246,145 @@ class _Stream:
             error=error,
             text="".join(self.texts),
         )
+
+
+def vllm_result(
+    case: ServingCase, served: Served, *, metadata: Mapping[str, str], is_detailed: bool
+) -> dict[str, Any]:
+    """The JSON document that vLLM's `bench serve` writes, of this run.
+
+    is_detailed: with the times and errors of every request.
+    """
+    metrics = {name: _typed(name, value) for name, value in served.metrics.items()}
+    result: dict[str, Any] = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": case.backend,
+        "backend": case.backend,
+        "label": None,
+        "model_id": served.model,
+        "tokenizer_id": served.model,
+        "num_prompts": case.workload.num_prompts,
+        **metadata,
+        "request_rate": "inf" if math.isinf(case.request_rate) else case.request_rate,
+        "burstiness": case.burstiness,
+        "max_concurrency": case.max_concurrency,
+        **metrics,
+        "request_goodput": metrics.get("request_goodput"),
+        "rtfx": 0.0,  # of speech: none is sent
+        "latencies": [0.0 if one.error else one.latency_s for one in served.times],
+        "queue_times": [one.queue_s for one in served.times],
+    }
+    if case.ramp:
+        result |= {f"ramp_up_{name}": value for name, value in vars(case.ramp).items()}
+    if is_detailed:
+        done = [one for one in served.times if one.error is None]
+        result |= {
+            "input_lens": [one.input_len for one in done],
+            "output_lens": [one.output_len for one in done],
+            "start_times": [one.start_s for one in done],
+            "ttfts": [one.ttft_s for one in done],
+            "itls": [one.itls_s for one in done],
+            "generated_texts": [one.text for one in done],
+            "errors": [one.error or "" for one in served.times],
+        }
+    return result
+
+
+def _typed(name: str, value: float) -> float | int | None:
+    """A number of the type that vLLM's file has: counts are whole; NaN is null."""
+    if math.isnan(value):
+        return None
+    return int(value) if name in COUNTS else float(value)
+
+
+def make_record(
+    case: ServingCase, served: Served, *, command: str, has_own_server: bool, options: Sequence[str]
+) -> Measurement:
+    """The run as a record. The GPU is known if the server is our own: it is this machine's."""
+    about: dict[str, Scalar] = {
+        "model": served.model,
+        **case.workload.about,
+        "request_rate": "inf" if math.isinf(case.request_rate) else case.request_rate,
+        "burstiness": case.burstiness,
+    }
+    if case.backend != "openai":
+        about["backend"] = case.backend
+    if case.ramp:
+        ramp = case.ramp
+        about["ramp_up"] = f"{ramp.strategy} {ramp.start_rps:g} to {ramp.end_rps:g} per second"
+    if case.goodput_ms:
+        about["goodput"] = " ".join(f"{name}:{ms:g}" for name, ms in case.goodput_ms.items())
+    if case.max_concurrency is not None:
+        about["max_concurrency"] = case.max_concurrency
+    if options:
+        about["server_options"] = " ".join(options)
+    machine = Machine.current()
+    if has_own_server:
+        from octavo.kernels.device import default_device
+
+        device = default_device()
+        machine = Machine.current(gpu=device.gpu, capability=device.capability)
+    return Measurement(
+        op="serve",
+        impl="octavo" if has_own_server else "http",
+        case=about,
+        values=dict(served.metrics),
+        machine=machine,
+        command=command,
+    )
+
+
+@contextmanager
+def own_server(arguments: Sequence[str], *, ready_s: float = 600.0) -> Iterator[str]:
+    """The URL of a server with these arguments of `octavo serve`, which ends with the block.
+
+    OctavoError with its last words if it ends before it is ready, or is not in ready_s seconds.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "octavo", "serve", *arguments]
+    # Last, so that they are not what was asked for: the benchmark must find it.
+    command += ["--host", "127.0.0.1", "--port", str(port), "--grace", str(GRACE_S)]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile("w+b") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            reason = _wait_until_ready(process, url, ready_s)
+            if reason is not None:
+                log.seek(0)
+                words = log.read().decode(errors="replace")[-MAX_LOG:].strip()
+                raise OctavoError(f"expected octavo serve to start, but {reason}: {words}")
+            yield url
+        finally:
+            _end(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, ready_s: float) -> str | None:
+    """None once the server is healthy; else why it is not."""
+    deadline = time.monotonic() + ready_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            return f"it ended with {process.returncode}"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return None
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(POLL_S)
+    return f"it was not ready in {ready_s:g} s"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.device import describe
+from octavo.measure.records import Machine, timing
+
+
+def machine_of(device: torch.device | str) -> Machine:
+    """What records say of the machine, and of this device of it."""
+    described = describe(device)
+    return Machine.current(gpu=described.gpu, capability=described.capability)
 
 
 def sample_ms(
@@ -86,6 +94,11 @@ class Sustained:
     sm_mhz: float
     watts: float
 
+    @property
+    def seen(self) -> dict[str, float]:
+        """Clock and power as values of a record."""
+        return {"sm_mhz": self.sm_mhz, "watts": self.watts}
+
 
 def sample_sustained_ms(
     call: Callable[[], object], *, load_s: float, num_samples: int = 15
@@ -103,6 +116,19 @@ def sample_sustained_ms(
     samples = [_once_cuda(call) for _ in range(num_samples)]
     sm_mhz, watts = _meter(call)
     return Sustained(samples, sm_mhz, watts)
+
+
+def time_alone(
+    call: Callable[[], object], device: torch.device, *, num_samples: int
+) -> dict[str, float]:
+    """Values of a record: times of a call by itself and, on a GPU, its clock and power.
+
+    A GPU is loaded with the call for a second first.
+    """
+    if device.type != "cuda":
+        return timing(sample_ms(call, device, warmup_ms=0.0, budget_ms=0.0, min_samples=3))
+    load = sample_sustained_ms(call, load_s=1.0, num_samples=num_samples)
+    return timing(load.samples_ms) | load.seen
 
 
 def _meter(call: Callable[[], object]) -> tuple[float, float]:

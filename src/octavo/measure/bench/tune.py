@@ -1,6 +1,12 @@
-"""Finding launch settings: every candidate checked and timed, the winner kept as data."""
+"""Finding launch settings: every candidate checked and timed, the winner kept as data.
 
-from collections.abc import Callable
+Before anything is timed, `precompile` compiles kernels in many processes: each runs one call, so
+that Triton's cache on disk has what the timing process will need.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,20 +20,22 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import tuning
 from octavo.kernels.append_kv import config as append_config
 from octavo.kernels.attention import config as attention_config
-from octavo.kernels.device import Device
+from octavo.kernels.device import Device, default_device
 from octavo.kernels.quantize import config as quantize_config
 from octavo.kernels.scaled_mm import config as scaled_mm_config
-from octavo.measure.bench import append_kv, attention, quantize, scaled_mm
-from octavo.measure.bench.benchmark import Benchmark, run_benchmark
+from octavo.measure.bench import quantize
+from octavo.measure.bench.benchmark import Benchmark, Call, run_benchmark
+from octavo.measure.bench.kernels import SUITES, Operands, benchmarks
 from octavo.measure.records import Measurement
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerChannel, PerToken
-from octavo.numerics.quantize import Quantized
 
 # A winner must beat the default by more than two runs of one kernel differ.
 MARGIN = 1.02
-Call = Callable[[], Any]
+# Every process that compiles holds its own inputs on the GPU.
+MAX_JOBS = 12
+Problem = tuple[str, list[Any]]  # its name, and the settings it may have, the default first
 
 
 @dataclass(frozen=True)
@@ -48,18 +56,26 @@ def searches(op: str, device: Device) -> list[Search]:
         raise ConfigError(f"expected an op with settings to tune, one of {expected}; got {op!r}")
     if device.capability is None:
         raise UnsupportedError(f"settings are tuned on the GPU they are for, got {device.name}")
-    return SEARCHES[op](device)
+    find_problem, prepare = SEARCHES[op]
+    problems = [(size, find_problem(size, device)) for size in SUITES[op].large]
+    return [
+        Search(
+            op, problem[0], SUITES[op].make(size, device.torch_device, None), problem[1], prepare
+        )
+        for size, problem in problems
+        if problem is not None
+    ]
 
 
 def tune(search: Search, device: Device, folder: Path, command: str) -> list[Measurement]:
     """Time all candidates; the fastest wins if it beats the default. Returns their records."""
     names = {name_of(config): config for config in search.configs}
-    like = search.benchmark.contenders[0]
-    contenders = tuple(
+    like = search.benchmark.participants[0]
+    candidates = tuple(
         replace(like, name=name, prepare=partial(search.prepare, config))
         for name, config in names.items()
     )
-    timed = replace(search.benchmark, contenders=contenders)
+    timed = replace(search.benchmark, participants=candidates)
     records, _ = run_benchmark(timed, device.torch_device, command)
     times = {record.impl: record.values["median_ms"] for record in records}
     fastest, default = min(times, key=lambda name: times[name]), name_of(search.configs[0])
@@ -77,77 +93,53 @@ def _tried(record: Measurement, problem: str, is_winner: bool) -> Measurement:
     return replace(record, case={**record.case, "problem": problem, "is_winner": is_winner})
 
 
-def _attention_searches(device: Device) -> list[Search]:
-    found = []
-    sizes = attention.LARGE
-    for size, benchmark in zip(sizes, attention.benchmarks(device.torch_device, None), strict=True):
-        _, length, _, _, head_dim, is_causal = size
-        if is_causal:
-            continue  # its tiles are those of the same head_dim without
-        shape = attention_config.AttentionShape(torch.float8_e4m3fn, head_dim, length)
-        default = attention_config.default(shape, device)
-        configs = list(dict.fromkeys([default, *attention_config.candidates(shape, device)]))
-        name = attention_config.problem(shape)
-        found.append(Search("attention", name, benchmark, configs, _attend))
-    return found
+def _attention_problem(size: Any, device: Device) -> Problem | None:
+    _, length, _, _, head_dim, is_causal = size
+    if is_causal:
+        return None  # its tiles are those of the same head_dim without
+    shape = attention_config.AttentionShape(torch.float8_e4m3fn, head_dim, length)
+    default = attention_config.default(shape, device)
+    configs = list(dict.fromkeys([default, *attention_config.candidates(shape, device)]))
+    return attention_config.problem(shape), configs
 
 
-def _attend(
-    config: attention_config.AttentionConfig, inputs: attention.Inputs
-) -> Callable[[], Tensor]:
+def _attend(config: attention_config.AttentionConfig, inputs: Any) -> Call:
     from octavo.kernels.attention.triton import attention as run
 
     qkv = ops.quantize_qkv(*inputs, value_layout="transposed")
+    options: Any = {"packing": None, "sinks": None, "key_mask": None, "out_dtype": torch.bfloat16}
+    options |= {"value_layout": qkv.value_layout, "config": config}
 
     def call() -> Tensor:
-        out, _ = run(
-            *(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales),
-            packing=None,
-            sinks=None,
-            key_mask=None,
-            out_dtype=torch.bfloat16,
-            value_layout=qkv.value_layout,
-            config=config,
-        )
-        return out
+        return run(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales, **options)[0]
 
     return call
 
 
-def _quantize_searches(device: Device) -> list[Search]:
-    found = []
-    benchmarks = quantize.benchmarks(device.torch_device, None)
-    for size, benchmark in zip(quantize.LARGE, benchmarks, strict=True):
-        name = quantize_config.problem(size, PerToken())
-        assert name is not None
-        configs = quantize_config.candidates(size, PerToken())
-        found.append(Search("quantize", name, benchmark, configs, _quantize))
-    return found
+def _quantize_problem(size: Any, device: Device) -> Problem | None:
+    name = quantize_config.problem(size, PerToken())
+    assert name is not None
+    return name, quantize_config.candidates(size, PerToken())
 
 
-def _quantize(config: quantize_config.QuantizeConfig, x: Tensor) -> Callable[[], Quantized]:
+def _quantize(config: quantize_config.QuantizeConfig, inputs: Any) -> Call:
     from octavo.kernels.quantize.triton import quantize as run
 
-    return partial(
-        run, x, PerToken(), E4M3, scale=None, margin=1.0, power_of_two=False, config=config
-    )
+    x, granularity = inputs
+    options: Any = {"scale": None, "margin": 1.0, "power_of_two": False, "config": config}
+    return partial(run, x, granularity, E4M3, **options)
 
 
-def _scaled_mm_searches(device: Device) -> list[Search]:
+def _scaled_mm_problem(size: Any, device: Device) -> Problem | None:
     """Few rows, the activation quantized in front."""
-    found = []
-    benchmarks = scaled_mm.benchmarks(device.torch_device, None)
-    for size, benchmark in zip(scaled_mm.LARGE, benchmarks, strict=True):
-        shape = scaled_mm_config.MatmulShape(*size)
-        name = scaled_mm_config.problem(shape, 0, is_fp8=True)
-        if name is None or shape.rows != 16:
-            continue  # from 1 to 16 rows the tile is the same
-        configs = scaled_mm_config.candidates(shape, device, 0, is_fp8=True)
-        found.append(Search("scaled_mm", name, benchmark, list(configs), _scaled_mm))
-    return found
+    shape = scaled_mm_config.MatmulShape(*size)
+    name = scaled_mm_config.problem(shape, 0, is_fp8=True)
+    if name is None or shape.rows != 16:
+        return None  # from 1 to 16 rows the tile is the same
+    return name, list(scaled_mm_config.candidates(shape, device, 0, is_fp8=True))
 
 
-def _scaled_mm(config: Any, inputs: scaled_mm.Inputs) -> Callable[[], Tensor]:
+def _scaled_mm(config: Any, inputs: Operands) -> Call:
     from octavo.kernels.scaled_mm.triton import scaled_mm as run
 
     weight = ops.quantize(inputs.b, PerChannel())
@@ -155,40 +147,80 @@ def _scaled_mm(config: Any, inputs: scaled_mm.Inputs) -> Callable[[], Tensor]:
     return partial(run, inputs.a, weight, inputs.bias, **options)
 
 
-def _append_searches(device: Device) -> list[Search]:
-    found = []
-    benchmarks = append_kv.benchmarks(device.torch_device, None)
-    group = append_kv.NUM_HEADS // append_kv.NUM_KV_HEADS
-    heads = (append_kv.NUM_KV_HEADS, group, append_kv.HEAD_DIM)
-    for num_tokens, benchmark in zip(append_kv.NUM_TOKENS, benchmarks, strict=True):
-        name = append_config.problem(num_tokens, *heads)
-        default = append_config.default(device, *heads)
-        configs = list(dict.fromkeys([default, *append_config.candidates(device)]))
-        found.append(Search("append_kv", name, benchmark, configs, _append))
-    return found
+def _append_problem(num_tokens: Any, device: Device) -> Problem | None:
+    group = quantize.NUM_HEADS // quantize.NUM_KV_HEADS
+    heads = (quantize.NUM_KV_HEADS, group, quantize.HEAD_DIM)
+    default = append_config.default(device, *heads)
+    configs = list(dict.fromkeys([default, *append_config.candidates(device)]))
+    return append_config.problem(num_tokens, *heads), configs
 
 
-def _append(
-    config: append_config.AppendConfig, inputs: append_kv.Inputs
-) -> Callable[[], tuple[Tensor, append_kv.Inputs]]:
+def _append(config: append_config.AppendConfig, inputs: quantize.NewTokens) -> Call:
     from octavo.kernels.append_kv.triton import append_kv as run
 
-    def call() -> tuple[Tensor, append_kv.Inputs]:
-        query = run(
-            *(inputs.view, inputs.key, inputs.value, inputs.slots),
-            query=inputs.query,
-            rotary=inputs.rotary,
-            config=config,
-        )
-        assert query is not None
-        return query, inputs
-
-    return call
+    return inputs.append(run, config=config)
 
 
-SEARCHES: dict[str, Callable[[Device], list[Search]]] = {
-    "append_kv": _append_searches,
-    "attention": _attention_searches,
-    "quantize": _quantize_searches,
-    "scaled_mm": _scaled_mm_searches,
+SEARCHES: dict[str, tuple[Callable[[Any, Device], Problem | None], Callable[[Any, Any], Call]]] = {
+    "append_kv": (_append_problem, _append),
+    "attention": (_attention_problem, _attend),
+    "quantize": (_quantize_problem, _quantize),
+    "scaled_mm": (_scaled_mm_problem, _scaled_mm),
 }
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call to compile: a participant of a benchmark, or with `is_search` a candidate."""
+
+    op: str
+    index: int
+    entry: int
+    peers: Path | None = None
+    is_search: bool = False
+
+
+def tasks_of_benchmarks(op: str, peers: Path | None) -> list[Task]:
+    """One task for each participant of each benchmark of an op."""
+    found = benchmarks(default_device().torch_device, [op], peers)
+    return [
+        Task(op, index, entry, peers)
+        for index, benchmark in enumerate(found)
+        for entry in range(len(benchmark.participants))
+    ]
+
+
+def tasks_of_searches(op: str) -> list[Task]:
+    """One task for each candidate of each search of an op."""
+    return [
+        Task(op, index, entry, is_search=True)
+        for index, search in enumerate(searches(op, default_device()))
+        for entry in range(len(search.configs))
+    ]
+
+
+def precompile(tasks: list[Task], jobs: int) -> Iterator[Task]:
+    """Run all tasks, up to `jobs` at a time; yields each as it ends. A task that fails raises."""
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(min(jobs, MAX_JOBS), mp_context=context) as pool:
+        futures = {pool.submit(run_task, task): task for task in tasks}
+        for future in as_completed(futures):
+            future.result()
+            yield futures[future]
+
+
+def run_task(task: Task) -> None:
+    """The call of one task, if this machine can run it."""
+    device = default_device()
+    try:
+        if task.is_search:
+            search = searches(task.op, device)[task.index]
+            search.prepare(search.configs[task.entry], search.benchmark.make_inputs(0))()
+        else:
+            benchmark = benchmarks(device.torch_device, [task.op], task.peers)[task.index]
+            benchmark.participants[task.entry].prepare(benchmark.make_inputs(0))()
+    except UnsupportedError:
+        return  # listed when the benchmark itself runs
+    finally:
+        if device.capability is not None:
+            torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.needle import needle_table
+from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
 
 # What was measured, of which model, unquantized, with what in FP8, and what came out.

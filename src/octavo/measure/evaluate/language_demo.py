@@ -23,8 +23,8 @@ from octavo.measure.evaluate.needle import Grid
 from octavo.measure.evaluate.perplexity import perplexity_table
 from octavo.measure.evaluate.perplexity_rows import BASELINE, recipe_rows
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.errors import error_sections
-from octavo.measure.report.needle import needle_table
+from octavo.measure.report.layers import error_sections
+from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
 
 QUESTION = "Why do we have seasons? Answer in one sentence."

@@ -254,7 +254,7 @@ def _identity(
 
 def mrcr_table(records: Sequence[Measurement]) -> Table:
     """One row for each recipe: scores by bucket, of all questions, AUC and recovery."""
-    from octavo.measure.report.needle import tokens_text
+    from octavo.measure.report.quality import tokens_text
 
     names = list(dict.fromkeys(str(record.case["recipe"]) for record in records))
     ends = sorted({b for r in records if isinstance(b := r.case["bucket"], int)})

@@ -11,7 +11,8 @@ from typing import Any
 from octavo.errors import ConfigError, OctavoError
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.integrations.transformers.tokenizer import chat_tokens
-from octavo.measure.bench.engine_rows import EngineRow, Subject, open_engine
+from octavo.measure import rows
+from octavo.measure.bench.engine import Subject, open_engine
 from octavo.measure.evaluate.answering import stop_tokens
 from octavo.measure.evaluate.endpoint import Client, Endpoint, Message, Reply
 from octavo.measure.evaluate.perplexity import machine_of
@@ -113,7 +114,7 @@ def engine_row(
 
     @contextmanager
     def answer() -> Iterator[Ask]:
-        with open_engine(subject, EngineRow(row.name, recipe), settings) as engine:
+        with open_engine(subject, rows.Row.of(row.name, recipe), settings) as engine:
 
             def ask(items: Sequence[Item], on_reply: OnReply) -> None:
                 requests = {

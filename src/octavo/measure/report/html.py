@@ -1,7 +1,11 @@
-"""One HTML page that needs nothing else: styles, data, plots and plotly.js are inside."""
+"""Sections, and pages of them: one HTML file that needs nothing else, or Markdown.
+
+Styles, data, plots and plotly.js are inside the HTML file.
+"""
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.measure.records import Machine, utc_now
 from octavo.measure.report.plots import Figure
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, to_markdown
 from octavo.version import __version__
 
 
@@ -142,3 +146,23 @@ def _section_ids(sections: Sequence[Section]) -> dict[str, str]:
             if link.to not in ids:
                 raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
     return ids
+
+
+def sections_markdown(sections: Sequence[Section], *, title: str, summary: str = "") -> str:
+    """A page of sections: texts, links, tables; what plots and pictures show is said in words."""
+    parts = [f"# {title}", *([summary] if summary else [])]
+    for section in sections:
+        parts += [f"## {section.title}", *section.paragraphs]
+        if section.links:
+            parts.append("\n".join(map(_markdown_link, section.links)))
+        parts += [f"Plot: {figure.caption}" for figure in section.figures]
+        parts += [f"Picture: {sheet.caption}" for sheet in section.sheets]
+        for table in section.tables:
+            parts += [f"**{table.caption}**", to_markdown(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_link(link: Link) -> str:
+    """A link in a list, to the anchor that a heading has on GitHub."""
+    anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
+    return f"- [{link.text.replace('[', '(').replace(']', ')')}](#{anchor})"

@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Section
-from octavo.measure.report.labels import Cell, format_column, label
-from octavo.measure.report.plots import SYMBOLS, Figure
-from octavo.measure.report.points import MARK, log_ticks, titles
-from octavo.measure.report.select import grouped, newest
-from octavo.measure.report.tables import Table
+from octavo.measure.report.plots import Figure, Trace, axes, guide_line, log_ticks, markers
+from octavo.measure.report.tables import Cell, Table, format_column, grouped, label, newest
 
 OWN_IMPLS = frozenset({"cuda", "gluon", "octavo", "reference", "selected", "triton"})
 # Title -> ops. Records of one section have figures and tables of their own for each op.
@@ -56,8 +52,8 @@ class _Size:
             self.fastest[kind] = record
 
     def ms(self, *kinds: str) -> float | None:
-        return min((self.fastest[k].values["median_ms"] for k in kinds if k in self.fastest),
-                   default=None)  # fmt: skip
+        times = [self.fastest[k].values["median_ms"] for k in kinds if k in self.fastest]
+        return min(times, default=None)
 
     def over(self, *kinds: str) -> float | None:
         """How many times faster octavo's FP8 is than the fastest of these kinds."""
@@ -160,36 +156,22 @@ def _figure(op: str, sizes: Sequence[_Size], roof: Roof | None) -> Figure:
     """A roofline, or the bandwidth over the bytes where an op has no products."""
     records = [record for size in sizes for record in size.fastest.values()]
     is_roofline = all(record.tflops and record.gb_per_s for record in records)
-    data = []
-    for number, kind in enumerate(_KINDS):
-        own = [(size, size.fastest[kind]) for size in sizes if kind in size.fastest]
-        places = [(s, r, *_place(r, is_roofline)) for s, r in own]
-        drawn = [(s, r, x, y) for s, r, x, y in places if x is not None and y is not None]
-        if drawn:
-            data.append(_trace(kind, number, drawn))
-    x_title, y_title = (
-        ("arithmetic intensity (FLOP per byte)", "speed (TFLOP/s)")
-        if is_roofline
-        else ("bytes of a call (MB)", "bandwidth (GB/s)")
-    )
-    layout = titles(x_title, y_title)
-    layout["xaxis"] |= {"type": "log"} | log_ticks([x for trace in data for x in trace["x"]])
-    layout["yaxis"] |= {"rangemode": "tozero"}
+    traces = [_trace(kind, number, sizes, is_roofline) for number, kind in enumerate(_KINDS)]
+    data = [trace for trace in traces if trace["x"]]
     if is_roofline:
-        speeds = [y for trace in data for y in trace["y"]]
-        layout["yaxis"] = {**layout["yaxis"], "type": "log"} | log_ticks(speeds)
-    layout["showlegend"] = True
-    if roof is not None:
-        data += _roof_lines(roof, data, is_roofline)
-    what = (
-        "speed over arithmetic intensity; nearer to the roof is better"
-        if is_roofline
-        else "bytes per second over the bytes of a call; higher is better"
-    )
+        what = "speed over arithmetic intensity; nearer to the roof is better"
+        layout = axes("arithmetic intensity (FLOP per byte)", "speed (TFLOP/s)")
+        layout["yaxis"] |= {"type": "log"} | log_ticks([y for trace in data for y in trace["y"]])
+    else:
+        what = "bytes per second over the bytes of a call; higher is better"
+        layout = axes("bytes of a call (MB)", "bandwidth (GB/s)")
+    layout["xaxis"] |= {"type": "log"} | log_ticks([x for trace in data for x in trace["x"]])
+    layout["yaxis"]["rangemode"] = "tozero"
+    roofs = [] if roof is None else _roof_lines(roof, data, is_roofline)
     return Figure(
         caption=f"{label(op)}: {what}. A point is the fastest of its kind at one size.",
-        data=tuple(data),
-        layout=layout,
+        data=(*data, *roofs),
+        layout=layout | {"showlegend": True},
         height_rem=26,
     )
 
@@ -200,48 +182,32 @@ def _place(record: Measurement, is_roofline: bool) -> tuple[float | None, float 
     return record.values.get("bytes", 0.0) / 1e6 or None, record.gb_per_s
 
 
-def _trace(
-    kind: str, number: int, drawn: Sequence[tuple[_Size, Measurement, float, float]]
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": kind,
-        "x": [x for _, _, x, _ in drawn],
-        "y": [y for _, _, _, y in drawn],
-        "text": [escape(f"{_who(record)}, {size.name}") for size, record, _, _ in drawn],
-        "hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>",
-        "marker": {"symbol": SYMBOLS[number], "size": 8},
-        "meta": {"series": number},
-    }
+def _trace(kind: str, number: int, sizes: Sequence[_Size], is_roofline: bool) -> Trace:
+    """The points of a kind, of those sizes whose place is known."""
+    own = [(size, size.fastest[kind]) for size in sizes if kind in size.fastest]
+    places = [(size, record, *_place(record, is_roofline)) for size, record in own]
+    drawn = [(s, r, x, y) for s, r, x, y in places if x is not None and y is not None]
+    trace = markers(kind, number, [x for *_, x, _ in drawn], [y for *_, y in drawn])
+    trace["text"] = [escape(f"{_who(record)}, {size.name}") for size, record, *_ in drawn]
+    return trace | {"hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>"}
 
 
-def _roof_lines(
-    roof: Roof, data: Sequence[dict[str, Any]], is_roofline: bool
-) -> list[dict[str, Any]]:
+def _roof_lines(roof: Roof, data: Sequence[Trace], is_roofline: bool) -> list[Trace]:
     places = [x for trace in data for x in trace["x"]]
     low, high = min(places, default=1.0) / 2, max(places, default=1.0) * 2
-    lines: list[tuple[str, list[float], list[float], str]] = []
     if not is_roofline:
-        lines.append(
-            (f"memory, {roof.gb_per_s:,.0f} GB/s", [low, high], [roof.gb_per_s] * 2, "dash")
-        )
-    else:
-        for operands, peak, dash in (
-            ("FP8", roof.fp8_tflops, "dash"),
-            ("BF16", roof.bf16_tflops, "dot"),
-        ):
-            if peak is None:
-                continue
+        name, ends = f"memory, {roof.gb_per_s:,.0f} GB/s", [low, high]
+        return [guide_line(name, ends, [roof.gb_per_s] * 2, width=2, dash="dash")]
+    peaks = (("FP8", roof.fp8_tflops, "dash"), ("BF16", roof.bf16_tflops, "dot"))
+    lines = []
+    for operands, peak, dash in peaks:
+        if peak is not None:
             ridge = 1e3 * peak / roof.gb_per_s  # FLOP per byte where both limits meet
             x = sorted({low, max(low, min(ridge, high)), high})
             y = [min(peak, at * roof.gb_per_s / 1e3) for at in x]
-            lines.append((f"roof {operands}, {peak:,.0f} TFLOP/s", x, y, dash))
-    return [
-        {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "hoverinfo": "skip"}
-        | {"line": {"color": MARK, "width": 2, "dash": dash}}
-        for name, x, y, dash in lines
-    ]
+            name = f"roof {operands}, {peak:,.0f} TFLOP/s"
+            lines.append(guide_line(name, x, y, width=2, dash=dash))
+    return lines
 
 
 def _table(op: str, sizes: Sequence[_Size]) -> Table:

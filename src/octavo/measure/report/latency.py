@@ -5,46 +5,194 @@ fits had intervals are shown like new ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.measure.fit import BreakEven
-from octavo.measure.records import Measurement, Scalar
+from octavo.measure import fit as fits
+from octavo.measure.records import Measurement
+from octavo.measure.regression import Interval
 from octavo.measure.report.html import Section
-from octavo.measure.report.latency_rows import SAME, Row, itl_crossings, rows_of, ttft_crossings
-from octavo.measure.report.latency_tables import itl_table, range_text, ttft_table
-from octavo.measure.report.plots import SYMBOLS, Figure
-from octavo.measure.report.points import MARK, log_ticks, wrapped
+from octavo.measure.report.plots import (
+    Figure,
+    Trace,
+    axes,
+    error_bars,
+    guide,
+    log_ticks,
+    markers,
+    wrapped,
+)
+from octavo.measure.report.sections import Rows
+from octavo.measure.report.tables import Cell, Table, format_column, grouped, newest
 
+# Records of one section have these in common: the model, the engine and the batch.
+SAME = (
+    *("model", "dtype", "layers", "compile", "cuda_graphs", "page_size", "max_num_batched_tokens"),
+    *("batch_size", "output_len"),
+)
 _MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
 _FAR = 1.5  # a break-even beyond so many of the longest input is told in words only
 
 
-def latency_sections(records: Sequence[Measurement]) -> list[Section]:
+@dataclass(frozen=True)
+class Metric:
+    """A time that grows with the input: what is fitted to it, and how its fits are compared."""
+
+    name: str
+    words: str
+    shape: str
+    num_terms: int
+    fit: Callable[[Rows], Any]
+    terms: Callable[[Any], list[str]]
+    ratio: Callable[[Any, Any], fits.Ratio]
+    break_even: Callable[[Any, Any], fits.BreakEven]
+    header: tuple[str, ...]
+    caption: str
+
+
+ITL = Metric(
+    name="itl",
+    words="Time between tokens",
+    shape="line",
+    num_terms=2,
+    fit=fits.fit_itl,
+    terms=lambda line: [
+        with_interval(line.intercept, line.intercept_interval),
+        with_interval(line.slope * 1e6, line.slope_interval, 1e6),
+    ],
+    ratio=fits.slope_ratio,
+    break_even=fits.break_even,
+    header=("intercept (ms)", "slope (µs per 1k tokens)", "slope ratio"),
+    caption="ITL over the context: intercept + slope · tokens; in brackets intervals of 95 %",
+)
+TTFT = Metric(
+    name="ttft",
+    words="Time to the first token",
+    shape="curve",
+    num_terms=3,
+    fit=fits.fit_ttft,
+    terms=lambda curve: [
+        with_interval(curve.constant, curve.interval("constant")),
+        with_interval(curve.linear * 1e3, curve.interval("linear"), 1e3),
+        with_interval(curve.square * 1e6, curve.interval("square"), 1e6),
+    ],
+    ratio=fits.square_ratio,
+    break_even=fits.curve_break_even,
+    header=("c (ms)", "b (ms per 1k tokens)", "a (ms per 1k tokens, squared)", "ratio of a"),
+    caption="TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals of 95 %. The "
+    "break-even is of the curves, between the lengths that were measured",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The records of a row by length, and the row that it is compared with."""
+
+    name: str
+    records: tuple[Measurement, ...]
+    baseline: "Row | None" = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """The inputs' tokens, shortest first."""
+        return [int(record.case["input_len"]) for record in self.records]
+
+    def values(self, name: str) -> list[float]:
+        """One value of each length."""
+        return [record.values[name] for record in self.records]
+
+    def fit(self, metric: Metric) -> Any:
+        """What is fitted to a metric; None with fewer lengths than that has terms."""
+        return metric.fit(self.records) if len(self.records) >= metric.num_terms else None
+
+    def break_even(self, metric: Metric) -> fits.BreakEven | None:
+        """Where the fits of this row and its baseline cross; None unless both have one."""
+        own, other = self.fit(metric), self.baseline and self.baseline.fit(metric)
+        return None if own is None or other is None else metric.break_even(own, other)
+
+
+def rows_of(records: Rows) -> list[Row]:
+    """The rows of a model, an engine and a batch.
+
+    A row is that of one command, the one with the most lengths and of those the newest; of records
+    of the same length the newest counts. It is compared with the other row of the same command, if
+    there is one.
+    """
+    runs: dict[tuple[str, str], dict[int, Measurement]] = {}
+    for record in records:
+        run = runs.setdefault((str(record.case["row"]), record.command), {})
+        length = int(record.case["input_len"])
+        if length not in run or record.date >= run[length].date:
+            run[length] = record
+    by_length = {key: tuple(run[n] for n in sorted(run)) for key, run in runs.items()}
+    # Another command may have measured at another time, with other settings: no row mixes two.
+    chosen: dict[str, tuple[Measurement, ...]] = {}
+    for (name, _), own in by_length.items():
+        if name not in chosen or _rank(own) >= _rank(chosen[name]):
+            chosen[name] = own
+    found = []
+    for name, own in chosen.items():
+        first = own[0].baseline or ""
+        others = by_length.get((first, own[0].command)) or chosen.get(first)
+        found.append(Row(name, own, Row(first, others) if others else None))
+    return found
+
+
+def _rank(records: Rows) -> tuple[int, str]:
+    return len(records), max(record.date for record in records)
+
+
+def latency_sections(records: Rows) -> list[Section]:
     """A section for each model, engine and batch among the records of `octavo bench latency`.
 
     Its rows are those of `rows_of`. ConfigError if there are no records of lengths.
     """
-    groups: dict[tuple[Scalar | None, ...], list[Measurement]] = {}
-    for record in records:
-        if record.op == "latency":
-            machine = record.machine.gpu or record.machine.cpu
-            key = (machine, *(record.case.get(name) for name in SAME))
-            groups.setdefault(key, []).append(record)
-    if not groups:
+    found = [record for record in records if record.op == "latency"]
+    if not found:
         raise ConfigError(
             "expected records of octavo bench latency, got "
             f"{', '.join(sorted({record.op for record in records})) or 'none'}"
         )
-    return [_section(group) for group in groups.values()]
+    return [_section(own) for own in grouped(found, *SAME).values()]
 
 
-def _section(records: Sequence[Measurement]) -> Section:
+def latency_with_headlines(records: Rows) -> list[Section]:
+    """The sections of latency, with titles that name the machine, and their best row."""
+    sections: list[Section] = []
+    for (machine, *_), own in grouped(records, *SAME).items():
+        (section,) = latency_sections(own)
+        case = own[0].case
+        batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
+        headline = _headline(f"{case['model']}{batch}", own)
+        title = f"{section.title}{batch}, {machine}"
+        sections.append(replace(section, title=title, headline=headline))
+    return sections
+
+
+def _headline(model: str, records: Rows) -> str:
+    """The best row at its longest input: times of short ones are the host's, and scatter."""
+    said = []
+    for words in ("ITL", "TTFT"):
+        value = f"{words.lower()}_speedup"
+        rows = newest([row for row in records if value in row.values], "row", "input_len")
+        rows.sort(key=lambda row: int(row.case["input_len"]))
+        longest = {row.case["row"]: row for row in rows}
+        if longest:
+            best = max(longest.values(), key=lambda row: row.values[value])
+            said.append(
+                f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
+                f"{int(best.case['input_len']):,} tokens, against {best.baseline}"
+            )
+    return f"{model}: {'; '.join(said)}." if said else ""
+
+
+def _section(records: Rows) -> Section:
     rows, case = rows_of(records), records[0].case
     machine = records[0].machine
     text = (
@@ -54,12 +202,12 @@ def _section(records: Sequence[Measurement]) -> Section:
         "Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are there where "
         "more lengths were measured than a fit has terms."
     )
-    tables = [table for table in (itl_table(rows), ttft_table(rows)) if table is not None]
+    tables = [_table(rows, metric) for metric in (ITL, TTFT)]
     return Section(
         title=f"Latency over the input length: {case['model']}",
         text="\n\n".join([text, *_notes(rows)]),
         figures=(_itl_figure(rows), _ttft_figure(rows)),
-        tables=tuple(tables),
+        tables=tuple(table for table in tables if table.rows),
     )
 
 
@@ -76,7 +224,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             "for an interval."
         )
     for row in rows:
-        curve = row.curve
+        curve = row.fit(TTFT)
         if curve is None or not curve.held:
             continue
         terms = " and ".join(curve.held)
@@ -87,57 +235,121 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
+def _table(rows: Sequence[Row], metric: Metric) -> Table:
+    """The fit of each row: its terms with intervals, ratios, and where it breaks even."""
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        own = row.fit(metric)
+        if own is None:
+            continue
+        ratio: Cell = None
+        even: Cell = None
+        if (found := row.break_even(metric)) is not None and row.baseline is not None:
+            share = metric.ratio(own, row.baseline.fit(metric))
+            ratio = with_interval(share.value, share.interval)
+            even = f"{found}{_range_text(found.interval)}"
+        cells.append((row.name, *metric.terms(own), ratio, own.residual, even))
+    header = ("row", *metric.header, "left (ms)", "break-even")
+    return Table(caption=metric.caption, header=header, rows=tuple(cells))
+
+
+def with_interval(value: float, interval: Interval | None, factor: float = 1.0) -> str:
+    """A number and its interval in brackets, which is in units of 1 / factor."""
+    text = format_column([value])[0]
+    if interval is None:
+        return text
+    low, high = (format_column([end * factor])[0] for end in (interval.low, interval.high))
+    return f"{text} [{low}, {high}]"
+
+
+def _range_text(interval: Interval | None) -> str:
+    """Where lines cross, in words after a sentence; nothing where nothing is known."""
+    if interval is None:
+        return ""
+    if math.isinf(interval.low):
+        return " (95 %: the lines may be parallel)"
+    if interval.high <= 0:
+        return " (95 %: the lines cross at no length)"
+    if interval.low <= 0:
+        return f" (95 %: the lines cross at {interval.high:,.0f} tokens at the latest)"
+    return f" (95 %: {interval.low:,.0f} to {interval.high:,.0f})"
+
+
 def _itl_figure(rows: Sequence[Row]) -> Figure:
     longest = max(max(row.lengths) for row in rows)
     half = float(rows[0].records[0].case["output_len"]) / 2
-    data: list[dict[str, Any]] = []
-    for series, row in enumerate(rows):
-        data.append(_points(row, "itl", series))
-        line = row.line
-        if line is not None:
-            drawn = [0.0, float(longest)]
-            data.append(_curve(row, series, drawn, [line.at(x + half) for x in drawn]))
-    layout = _layout("ITL (ms)", len(rows), is_log=False)
-    crossings = itl_crossings(rows)
-    for row, _, found in crossings:
-        at = found.crossing
-        if at is not None and 0 < at < _FAR * longest:
-            _mark(layout, at - half, row.name, at, is_right=at > longest / 2)
-    caption = _caption("Time between tokens", rows, "line") + _said(crossings)
+    data, layout = _drawn(rows, ITL, lambda row: [0.0, float(longest)], half)
+    for name, at in _crossings(rows, ITL):
+        if 0 < at < _FAR * longest:
+            _mark(layout, at - half, name, at, is_right=at > longest / 2)
+    caption = _caption(rows, ITL) + _said(rows, ITL)
     return Figure(caption=caption, data=tuple(data), layout=layout)
 
 
 def _ttft_figure(rows: Sequence[Row]) -> Figure:
-    data: list[dict[str, Any]] = []
-    for series, row in enumerate(rows):
-        data.append(_points(row, "ttft", series))
-        curve = row.curve
-        if curve is not None:
-            drawn = np.geomspace(min(row.lengths), max(row.lengths), _NUM_DRAWN).tolist()
-            data.append(_curve(row, series, drawn, [curve.at(x) for x in drawn]))
-    layout = _layout("TTFT (ms)", len(rows), is_log=True)
-    ticks = _ticks(sorted({length for row in rows for length in row.lengths}))
-    layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
+    data, layout = _drawn(
+        rows,
+        TTFT,
+        lambda row: np.geomspace(min(row.lengths), max(row.lengths), _NUM_DRAWN).tolist(),
+    )
+    lengths = sorted({length for row in rows for length in row.lengths})
+    ticks = _ticks(lengths)
+    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": list(map(_short, ticks))}
     medians = [value for row in rows for value in row.values("median_ttft_ms")]
-    layout["yaxis"] |= log_ticks(medians)
-    lengths = [length for row in rows for length in row.lengths]
-    middle = math.sqrt(min(lengths) * max(lengths))
-    crossings = ttft_crossings(rows)
-    for row, _, found in crossings:
-        at = found.crossing
-        if at is not None:
-            _mark(layout, at, row.name, at, is_right=at > middle)
-    caption = _caption("Time to the first token", rows, "curve")
-    if crossings:
-        caption += " By the curves, between the lengths that were measured:" + _said(crossings)
+    layout["yaxis"] |= {"type": "log"} | log_ticks(medians)
+    middle = math.sqrt(lengths[0] * lengths[-1])
+    for name, at in _crossings(rows, TTFT):
+        _mark(layout, at, name, at, is_right=at > middle)
+    caption = _caption(rows, TTFT)
+    if said := _said(rows, TTFT):
+        caption += f" By the curves, between the lengths that were measured:{said}"
     return Figure(caption=caption, data=tuple(data), layout=layout)
 
 
-def _said(crossings: Sequence[tuple[Row, Row, BreakEven]]) -> str:
+def _drawn(
+    rows: Sequence[Row], metric: Metric, places: Callable[[Row], list[float]], shift: float = 0.0
+) -> tuple[list[Trace], dict[str, Any]]:
+    """Medians with percentiles, the fitted curves, and the axes; shift: of the lengths in fits."""
+    data = []
+    for series, row in enumerate(rows):
+        low, middle, high = (
+            row.values(f"{which}_{metric.name}_ms") for which in ("p10", "median", "p90")
+        )
+        trace = markers(escape(row.name), series, row.lengths, middle)
+        trace["error_y"] = error_bars(
+            [end - at for end, at in zip(high, middle, strict=True)],
+            [at - end for end, at in zip(low, middle, strict=True)],
+        )
+        data.append(trace | {"legendgroup": escape(row.name)})
+        if (fitted := row.fit(metric)) is not None:
+            x = places(row)
+            curve: Trace = {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"{escape(row.name)}, fitted",
+            }
+            curve |= {"x": x, "y": [fitted.at(one + shift) for one in x], "hoverinfo": "skip"}
+            curve |= {"showlegend": False, "legendgroup": escape(row.name)}
+            data.append(curve | {"meta": {"series": series}})
+    layout = axes("input length (tokens)", f"{metric.name.upper()} (ms)")
+    for axis in layout.values():
+        axis["type"] = "linear"
+    return data, layout | {"showlegend": len(rows) > 1, "shapes": [], "annotations": []}
+
+
+def _crossings(rows: Sequence[Row], metric: Metric) -> list[tuple[str, float]]:
+    """The rows that cross their baseline, and where."""
+    pairs = ((row.name, row.break_even(metric)) for row in rows)
+    found = [(name, even.crossing) for name, even in pairs if even is not None]
+    return [(name, at) for name, at in found if at is not None]
+
+
+def _said(rows: Sequence[Row], metric: Metric) -> str:
     """A sentence for each row that is compared, with a blank before it."""
     return "".join(
-        f" {row.name} is {found} than {first.name}{range_text(found.interval)}."
-        for row, first, found in crossings
+        f" {row.name} is {found} than {row.baseline.name}{_range_text(found.interval)}."
+        for row in rows
+        if row.baseline is not None and (found := row.break_even(metric)) is not None
     )
 
 
@@ -155,68 +367,19 @@ def _short(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
 
 
-def _caption(what: str, rows: Sequence[Row], fit: str) -> str:
-    has_fit = any((row.line if fit == "line" else row.curve) is not None for row in rows)
-    fitted = f", with the {fit} fitted to each row" if has_fit else ""
+def _caption(rows: Sequence[Row], metric: Metric) -> str:
+    has_fit = any(row.fit(metric) is not None for row in rows)
+    fitted = f", with the {metric.shape} fitted to each row" if has_fit else ""
     return (
-        f"{what} over the input length; lower is better. Medians{fitted}; bars reach from the "
-        "10th to the 90th percentile."
+        f"{metric.words} over the input length; lower is better. Medians{fitted}; bars reach from "
+        "the 10th to the 90th percentile."
     )
-
-
-def _points(row: Row, metric: str, series: int) -> dict[str, Any]:
-    medians = row.values(f"median_{metric}_ms")
-    low, high = (row.values(f"{end}_{metric}_ms") for end in ("p10", "p90"))
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": escape(row.name),
-        "x": row.lengths,
-        "y": medians,
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [end - middle for end, middle in zip(high, medians, strict=True)],
-            "arrayminus": [middle - end for end, middle in zip(low, medians, strict=True)],
-        },
-        "marker": {"symbol": SYMBOLS[series % len(SYMBOLS)], "size": 8},
-        "legendgroup": escape(row.name),
-        "meta": {"series": series},
-    }
-
-
-def _curve(row: Row, series: int, x: list[float], y: list[float]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"{escape(row.name)}, fitted",
-        "x": x,
-        "y": y,
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "legendgroup": escape(row.name),
-        "meta": {"series": series},
-    }
-
-
-def _layout(y_title: str, num_series: int, *, is_log: bool) -> dict[str, Any]:
-    kind = "log" if is_log else "linear"
-    titles = {"xaxis": "input length (tokens)", "yaxis": y_title}
-    layout: dict[str, Any] = {
-        axis: {"title": {"text": text, "font": {"size": 13}}, "type": kind}
-        for axis, text in titles.items()
-    }
-    layout["showlegend"] = num_series > 1
-    layout["shapes"], layout["annotations"] = [], []
-    return layout
 
 
 def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:
     """A line down at a break-even, with words that do not cover those of another."""
-    layout["shapes"].append(
-        {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-        | {"line": {"color": MARK, "width": 1, "dash": "dot"}}
-    )
+    line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
+    layout["shapes"].append(line | {"line": guide(1, "dot")})
     before = sum(text["text"].count("<br>") + 1 for text in layout["annotations"])
     # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
     at = math.log10(x) if layout["xaxis"]["type"] == "log" else x

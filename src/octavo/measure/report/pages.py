@@ -1,93 +1,57 @@
-"""One page from records alone: which section shows which records, and which records none shows."""
+"""One page from records alone: which part shows which records, and which records none shows."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from octavo.errors import ConfigError
-from octavo.measure.records import Measurement
-from octavo.measure.report import accuracy, answers, steps
-from octavo.measure.report.advice import advice_sections
-from octavo.measure.report.advice_given import given_sections
-from octavo.measure.report.calibration import calibration_section, pipeline_table
-from octavo.measure.report.errors import CASES, VALUES, error_sections
-from octavo.measure.report.html import Section
-from octavo.measure.report.images import images_sections
+from octavo.measure.records import Machine, Measurement
+from octavo.measure.report import layers, pictures, quality, speed
+from octavo.measure.report.html import Link, Section
 from octavo.measure.report.kernels import KERNEL_OPS, Roof, kernel_sections
-from octavo.measure.report.provenance import not_shown_section, sources_section
-from octavo.measure.report.select import grouped, newest
-from octavo.measure.report.sensitivity import sensitivity_sections
-from octavo.measure.report.summary import latency_with_headlines, summary_section
-from octavo.measure.report.throughput import serve_sections, throughput_sections
+from octavo.measure.report.latency import latency_with_headlines
+from octavo.measure.report.sections import Kind, Part, missing_names
+from octavo.measure.report.tables import MISSING, Table
 
 UNKNOWN = "no section for this op"
 # Known, and left to another section.
 REASONS = {
     op: "fits are made again from the records of lengths" for op in ("latency_fit", "ttft_fit")
 }
+_LATENCY = (
+    *("model", "row", "input_len", "output_len", "batch_size"),
+    *(f"{which}_{metric}_ms" for metric in ("itl", "ttft") for which in ("median", "p10", "p90")),
+)
+_NEEDLE = ("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent")
+_SCALES = ("layer", "tensor", "amax", "headroom", "sqnr_db")
 
 
-@dataclass(frozen=True)
-class Part:
-    """Sections of a page: the ops whose records they show, and the names that records must have."""
-
-    ops: tuple[str, ...]
-    needs: tuple[str, ...]
-    make: Callable[[Sequence[Measurement]], list[Section]]
-
-    def missing(self, record: Measurement) -> list[str]:
-        """The names that a record would need to be shown."""
-        return [name for name in self.needs if record.get(name) is None]
-
-
-def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Part, ...]:
+def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Part | Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
-    percentiles = tuple(
-        f"{which}_{metric}_ms" for metric in ("itl", "ttft") for which in ("median", "p10", "p90")
-    )
-    latency = ("model", "row", "input_len", "output_len", "batch_size", *percentiles)
-    step = ("model", "recipe", "median_ms")
+    kernels = partial(kernel_sections, roofs=roofs)
+    advice = ("model", "gpu", "context", "what", "recipe", "reasons")
     return (
-        Part(("latency",), latency, latency_with_headlines),
-        Part(("throughput",), ("model", "row", "output_throughput"), throughput_sections),
-        Part(("serve",), ("model", "output_throughput"), serve_sections),
-        Part(("encoder",), (*step, "images", "resolution"), steps.encoder_sections),
-        Part(("diffusion_step",), step, steps.diffusion_sections),
-        Part(("generate",), (*step, "batch", "context"), steps.generate_sections),
-        Part(KERNEL_OPS, ("shape", "operands", "median_ms"), partial(kernel_sections, roofs=roofs)),
+        Part(("latency",), _LATENCY, latency_with_headlines),
+        *(speed.THROUGHPUT, speed.SERVE, speed.ENCODER, speed.DIFFUSION, speed.GENERATE),
+        Part(KERNEL_OPS, ("shape", "operands", "median_ms"), kernels),
+        *(quality.PERPLEXITY, quality.CHARTQA),
+        Part(("needle",), _NEEDLE, quality.needle_sections),
+        *(quality.MRCR, quality.PASS_AT_1, quality.TEXTS, pictures.IMAGES),
         Part(
-            ("perplexity",),
-            ("model", "recipe", "perplexity", "context", "chunk"),
-            accuracy.perplexity_sections,
+            ("sensitivity", "sensitivity_of_all"), ("layer", "error"), layers.sensitivity_sections
         ),
+        Part(("calibrate",), _SCALES, layers.calibration_sections),
         Part(
-            ("chartqa",),
-            ("model", "recipe", "relaxed_accuracy_percent", "num_questions"),
-            accuracy.chartqa_sections,
+            ("calibrate_pipeline",),
+            ("group", "tensor", "amax", "headroom"),
+            layers.pipeline_sections,
         ),
-        Part(
-            ("needle",),
-            ("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent"),
-            accuracy.needle_sections,
+        *(
+            Part((op,), names + layers.VALUES[op], layers.error_sections)
+            for op, names in layers.CASES.items()
         ),
-        Part(
-            ("mrcr",),
-            ("model", "data", "recipe", "bucket", "num_needles", "score_percent"),
-            accuracy.mrcr_sections,
-        ),
-        Part(
-            ("choice", "math"),
-            ("model", "data", "recipe", "score_percent", "num_questions", "repetitions"),
-            answers.pass_sections,
-        ),
-        Part(("texts",), ("model", "recipe", "prompt", "text"), answers.texts_sections),
-        Part(("images",), ("model", "row"), images_sections),
-        Part(("sensitivity", "sensitivity_of_all"), ("layer", "error"), sensitivity_sections),
-        Part(("calibrate",), ("layer", "tensor", "amax", "headroom", "sqnr_db"), _scales),
-        Part(("calibrate_pipeline",), ("group", "tensor", "amax", "headroom"), _pipeline_scales),
-        *(Part((op,), CASES[op] + VALUES[op], error_sections) for op in CASES),
-        Part(("advice",), ("model", "gpu", "context", "what", "recipe", "reasons"), given_sections),
-        Part(("advise",), ("model", "what", "row", "measured_speedup"), advice_sections),
+        Part(("advice",), advice, speed.advice_sections),
+        speed.COMPARED_ADVICE,
     )
 
 
@@ -106,24 +70,23 @@ def report_sections(
     if not records:
         raise ConfigError("expected records to show, got none")
     parts = make_parts(roofs)
-    by_op = {op: part for part in parts for op in part.ops}
+    by_op = {op: (number, part) for number, part in enumerate(parts) for op in part.ops}
     shown: dict[int, list[Measurement]] = {}
     hidden: dict[str, list[Measurement]] = {}
     for record in (*records, *compared):
-        part = by_op.get(record.op)
-        if part is None:
+        if record.op not in by_op:
             hidden.setdefault(REASONS.get(record.op, UNKNOWN), []).append(record)
-        elif missing := part.missing(record):
+            continue
+        number, part = by_op[record.op]
+        if missing := missing_names(part, record):
             hidden.setdefault(f"without {', '.join(missing)}", []).append(record)
         else:
-            shown.setdefault(parts.index(part), []).append(record)
-    made = _numbered(
-        [section for index in sorted(shown) for section in parts[index].make(shown[index])]
-    )
-    summary = summary_section(made)
-    sections = [*([summary] if summary else []), *made, sources_section(records)]
+            shown.setdefault(number, []).append(record)
+    made = [section for number in sorted(shown) for section in parts[number].make(shown[number])]
+    made = _numbered(made)
+    sections = [*_summary(made), *made, _sources(records)]
     if hidden or notes:
-        sections.append(not_shown_section(hidden, notes))
+        sections.append(_not_shown(hidden, notes))
     return sections
 
 
@@ -140,20 +103,75 @@ def _numbered(sections: Sequence[Section]) -> list[Section]:
     return found
 
 
-def _scales(records: Sequence[Measurement]) -> list[Section]:
-    """One section for each command of `octavo calibrate`."""
-    return [
-        calibration_section(newest(own, "layer", "tensor"))
-        for own in grouped(records, "command").values()
-    ]
+def _summary(sections: Sequence[Section]) -> list[Section]:
+    """The headlines of the sections, each a link to where it comes from; nothing without any."""
+    links = tuple(Link(section.headline, section.title) for section in sections if section.headline)
+    summary = Section(
+        title="Summary",
+        text="The largest speed-ups, those of latency at the longest input of each row, and what "
+        "is recovered of the quality; each line leads to its numbers.",
+        links=links,
+    )
+    return [summary] if links else []
 
 
-def _pipeline_scales(records: Sequence[Measurement]) -> list[Section]:
-    return [
-        Section(
-            title="Static scales of a pipeline, by kind of layer",
-            text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate.",
-            tables=(pipeline_table(newest(own, "layer", "tensor")),),
-        )
-        for own in grouped(records, "command").values()
-    ]
+def _sources(records: Sequence[Measurement]) -> Section:
+    """Each machine with its versions, and each command with what it measured, where and when."""
+    machines: list[Machine] = []
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        if record.machine not in machines:
+            machines.append(record.machine)
+        machine = f"M{machines.index(record.machine) + 1}"
+        groups.setdefault((record.op, machine, record.command), []).append(record.date)
+    rows = []
+    for (op, machine, command), dates in groups.items():
+        first, last = min(dates), max(dates)
+        until = last if last != first else MISSING
+        rows.append((op, machine, len(dates), first, until, command))
+    commands = Table(
+        caption="Commands that repeat the measurements",
+        header=("op", "machine", "records", "first", "last", "command"),
+        rows=tuple(rows),
+    )
+    return Section(
+        title="Machines, versions and commands",
+        text="Every number of this page is in a record, and every record has the command that "
+        "repeats it. FOLDER stands for a folder of packages of others, where a command has one.",
+        tables=(_machine_table(machines), commands),
+    )
+
+
+def _machine_table(machines: Sequence[Machine]) -> Table:
+    packages = list(dict.fromkeys(name for machine in machines for name in machine.versions))
+    return Table(
+        caption="Machines, with the versions of the software on them",
+        header=("machine", "GPU", "CPU", "system", "Python", *packages),
+        rows=tuple(
+            (
+                *(f"M{number}", machine.gpu, machine.cpu, machine.platform, machine.python),
+                *(machine.versions.get(name) for name in packages),
+            )
+            for number, machine in enumerate(machines, 1)
+        ),
+    )
+
+
+def _not_shown(records: Mapping[str, Sequence[Measurement]], notes: Sequence[str]) -> Section:
+    """Records that no section shows: reason -> records. notes: what else is missing, and why."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for reason, some in records.items():
+        for record in some:
+            key = record.op, record.impl, reason
+            counts[key] = counts.get(key, 0) + 1
+    table = Table(
+        caption="Records that are not shown",
+        header=("op", "impl", "records", "why"),
+        rows=tuple((op, impl, num, why) for (op, impl, why), num in counts.items()),
+    )
+    intro = "What was read and has no place above; octavo report --csv writes all of it."
+    return Section(
+        title="Not shown",
+        text="\n\n".join([intro, *notes]),
+        tables=(table,) if counts else (),
+    )

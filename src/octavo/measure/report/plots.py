@@ -1,17 +1,26 @@
-"""Bar and line plots made from measurements, as data that plotly.js draws."""
+"""Plots as data that plotly.js draws: bars, lines, points with error bars, and their parts.
+
+Names and titles are escaped here: plotly reads tags such as <a href> in its texts.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape, unescape
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
-from octavo.measure.report.labels import format_column, label
+from octavo.measure.report.tables import format_column, label
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
-_MAX_TICKS = 8  # measured sizes are better marks than powers of ten, while there is room for them
+NAME_WIDTH = 18  # characters of a line of a name: a narrow page has room for it and a plot
+_MARK = "#808080"  # of lines that are no series: seen on light and dark pages
+_MAX_SIZES = 8  # measured sizes are better marks than powers of ten, while there is room for them
+_MAX_TICKS = 6  # of a logarithmic axis: what has room across a narrow page
+
+Trace = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +31,39 @@ class Figure:
     """
 
     caption: str
-    data: tuple[dict[str, Any], ...]
+    data: tuple[Trace, ...]
     layout: dict[str, Any]
     height_rem: int | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value of a name, and how far its error bar reaches above and below."""
+
+    name: str
+    value: float
+    up: float = 0.0
+    down: float = 0.0
 
 
 def bars(
     records: Sequence[Measurement], *, caption: str, x: str, y: str, series: str = "impl"
 ) -> Figure:
     """Groups of bars: one group per value of `x`, one colour per value of `series`."""
-    traces: list[dict[str, Any]] = [
+    traces: list[Trace] = [
         {
             "type": "bar",
             "name": name,
-            "x": [_text(at) for at, _ in points],
-            "y": [value for _, value in points],
+            "x": [_text(at) for at, _ in some],
+            "y": [value for _, value in some],
             "texttemplate": "%{y:.3g}",
             "textposition": "outside",
             "cliponaxis": False,
         }
-        for name, points in _series(records, x, y, series).items()
+        for name, some in _series(records, x, y, series).items()
     ]
-    layout = _layout(x, y, len(traces), x_type="category")
+    layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
+    layout["xaxis"]["type"], layout["yaxis"]["type"] = "category", "linear"
     values = [value for trace in traces for value in trace["y"] if value is not None]
     if values and min(values) >= 0 < max(values):
         # Room for the number over the highest bar, below the legend.
@@ -62,27 +82,133 @@ def lines(
     log_y: bool = False,
 ) -> Figure:
     """One line per value of `series`, its points ordered by the number `x`."""
-    traces: list[dict[str, Any]] = []
-    for name, points in _series(records, x, y, series).items():
-        if not all(isinstance(at, int | float) for at, _ in points):
-            raise ConfigError(f"the x axis of lines needs numbers, got {points[0][0]!r} for {x}")
-        points.sort(key=lambda point: point[0])
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": name,
-                "x": [at for at, _ in points],
-                "y": [value for _, value in points],
-                "marker": {"symbol": SYMBOLS[len(traces) % len(SYMBOLS)], "size": 8},
-            }
-        )
-    x_type, y_type = ("log" if is_log else "linear" for is_log in (log_x, log_y))
-    layout = _layout(x, y, len(traces), x_type=x_type, y_type=y_type)
+    traces: list[Trace] = []
+    for number, (name, some) in enumerate(_series(records, x, y, series).items()):
+        if not all(isinstance(at, int | float) for at, _ in some):
+            raise ConfigError(f"the x axis of lines needs numbers, got {some[0][0]!r} for {x}")
+        some.sort(key=lambda point: point[0])
+        trace = markers(name, number, [at for at, _ in some], [value for _, value in some])
+        traces.append(trace | {"mode": "lines+markers"})
+    layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
+    for axis, is_log in (("xaxis", log_x), ("yaxis", log_y)):
+        layout[axis]["type"] = "log" if is_log else "linear"
     measured = sorted({at for trace in traces for at in trace["x"]})
-    if log_x and len(measured) <= _MAX_TICKS:
+    if log_x and len(measured) <= _MAX_SIZES:
         layout["xaxis"] |= {"tickvals": measured, "ticktext": format_column(measured)}
     return Figure(caption=caption, data=tuple(traces), layout=layout)
+
+
+def points(series: Mapping[str, Sequence[Point]], *, caption: str, value_title: str) -> Figure:
+    """Names down, values across: one symbol and colour for each series, below each other.
+
+    The axis of names has no title, which would lie among them; the caption says what they are.
+    """
+    names = list(dict.fromkeys(point.name for some in series.values() for point in some))
+    places = {name: place for place, name in enumerate(names)}
+    data = []
+    for number, (name, some) in enumerate(series.items()):
+        # Symbols of several series at one name would hide each other.
+        shift = 0.6 * ((number + 0.5) / len(series) - 0.5)
+        x, y = [point.value for point in some], [places[point.name] + shift for point in some]
+        trace = markers(wrapped(name, 40), number, x, y, size=9)
+        trace["error_x"] = error_bars([p.up for p in some], [p.down for p in some])
+        trace["text"] = [escape(point.name) for point in some]
+        data.append(trace | {"hovertemplate": "%{text}: %{x:.4g}<extra></extra>"})
+    layout = axes(value_title) | {"showlegend": len(series) > 1}
+    layout["yaxis"] |= {
+        "tickvals": list(places.values()),
+        "ticktext": [wrapped(name) for name in names],
+        "range": [len(names) - 0.5, -0.5],  # the first name on top
+    }
+    height = _height(names) + 2 * len(series)
+    return Figure(caption=caption, data=tuple(data), layout=layout, height_rem=height)
+
+
+def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) -> Figure:
+    """One bar for each name, names down: long ones have room."""
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [wrapped(name) for name in values],
+        "x": list(values.values()),
+        "texttemplate": "%{x:.4g}",
+        "textposition": "auto",
+        "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
+    }
+    layout = axes(value_title) | {"showlegend": False}
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    return Figure(caption=caption, data=(trace,), layout=layout, height_rem=_height(values))
+
+
+def markers(name: str, series: int, x: Sequence[Any], y: Sequence[Any], *, size: int = 8) -> Trace:
+    """The points of a series, which has a symbol and a colour by its number; name: escaped."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": list(x),
+        "y": list(y),
+        "marker": {"symbol": SYMBOLS[series % len(SYMBOLS)], "size": size},
+        "meta": {"series": series},
+    }
+
+
+def error_bars(up: Sequence[float], down: Sequence[float]) -> Trace:
+    """How far the bars of points reach on either side."""
+    return {"type": "data", "symmetric": False, "array": list(up), "arrayminus": list(down)}
+
+
+def guide(width: int, dash: str) -> Trace:
+    """The style of a line that is no series, such as a roof or the place of a crossing."""
+    return {"color": _MARK, "width": width, "dash": dash}
+
+
+def guide_line(
+    name: str, x: Sequence[float], y: Sequence[float], *, width: int, dash: str
+) -> Trace:
+    """A line that is no series, through these points."""
+    trace = {"type": "scatter", "mode": "lines", "name": name, "hoverinfo": "skip"}
+    return trace | {"x": list(x), "y": list(y), "line": guide(width, dash)}
+
+
+def axes(x_title: str, y_title: str = "") -> dict[str, Any]:
+    """The part of a layout that names both axes."""
+    pairs = {"xaxis": x_title, "yaxis": y_title}
+    return {
+        axis: {"title": {"text": escape(text), "font": {"size": 13}}}
+        for axis, text in pairs.items()
+    }
+
+
+def log_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """Marks of a logarithmic axis around these values: 1, 2 and 5 of each power of ten, or fewer.
+
+    plotly's own write a 5 for 500, beside a 1000.
+    """
+    drawn = [value for value in values if 0 < value < math.inf]
+    if not drawn:
+        return {}
+    low, high = min(drawn) / 2, max(drawn) * 2
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= _MAX_TICKS:
+            break
+    return {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
+
+
+def titled(figure: Figure, x_title: str, y_title: str) -> Figure:
+    """The figure with other titles of its axes, and names folded so that they fit beside others."""
+    layout = dict(figure.layout)
+    for axis, title in axes(x_title, y_title).items():
+        layout[axis] = {**layout.get(axis, {}), **title}
+    return replace(figure, layout=layout, data=tuple(map(_folded, figure.data)))
+
+
+def wrapped(name: str, width: int = NAME_WIDTH) -> str:
+    """A name in lines for plotly, cut after a sign or a blank where there is one."""
+    return "<br>".join(map(escape, _lines(name, width)))
 
 
 def _series(
@@ -101,16 +227,33 @@ def _series(
     return found
 
 
-def _layout(
-    x: str, y: str, num_series: int, *, x_type: str, y_type: str = "linear"
-) -> dict[str, Any]:
-    return {
-        "xaxis": {"title": {"text": escape(label(x)), "font": {"size": 13}}, "type": x_type},
-        "yaxis": {"title": {"text": escape(label(y)), "font": {"size": 13}}, "type": y_type},
-        "showlegend": num_series > 1,
-    }
-
-
 def _text(value: Any) -> str:
-    # plotly reads tags such as <a href> in its texts.
     return escape(format_column([value])[0])
+
+
+def _short(number: float) -> str:
+    if number >= 1e6:
+        return f"{number / 1e6:,g}M"
+    return f"{number / 1e3:g}k" if number >= 1e4 else f"{number:,g}"
+
+
+def _lines(name: str, width: int = NAME_WIDTH) -> list[str]:
+    lines = [""]
+    for piece in re.findall(r"[^+.= ]*[+.= ]|[^+.= ]+$", name):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        while len(piece.rstrip()) > width:
+            lines[-1:] = [piece[:width], ""]
+            piece = piece[width:]
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
+def _height(names: Mapping[str, Any] | Sequence[str]) -> int:
+    """The height in rem that names below each other need."""
+    return 8 + sum(1 + len(_lines(name)) for name in names)
+
+
+def _folded(trace: Trace) -> Trace:
+    # The names are escaped already.
+    return trace | {"x": [wrapped(unescape(x)) if isinstance(x, str) else x for x in trace["x"]]}

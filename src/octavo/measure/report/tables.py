@@ -1,11 +1,139 @@
-"""Tables made from measurements."""
+"""Records as rows and columns: which of them count, how names and numbers read, tables and files.
 
-from collections.abc import Sequence
+A name says its unit: `median_ms` reads "median (ms)". Numbers have four digits: 0.75 is "0.7500".
+"""
+
+import csv
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
-from octavo.measure.records import Measurement
-from octavo.measure.report.labels import Cell, format_column, is_number, label
+from octavo.measure.records import Measurement, Scalar
+
+Cell = Scalar | None
+Key = tuple[Cell, ...]
+
+MISSING = "–"
+_UNITS = {
+    "_tokens_per_s": "tokens/s",
+    "_gb_per_s": "GB/s",
+    "_percent": "%",
+    "_tflops": "TFLOP/s",
+    "_bytes": "bytes",
+    "_ms": "ms",
+    "_us": "µs",
+    "_db": "dB",
+    "_s": "s",
+}
+_ACRONYMS = {"auc", "cpu", "e2el", "fp8", "gpu", "itl", "kv", "lpips", "psnr", "qkv", "rms", "sqnr"}
+_ACRONYMS |= {"ssim", "tpot", "ttft"}
+# Names whose ending is no unit: those of vLLM's files, and ratios.
+_HEADS = {
+    "auc_percent": "area under the curve (%)",
+    "cache_ratio": "cache (× of the baseline)",
+    "difference_high_points": "at most (points)",
+    "difference_low_points": "at least (points)",
+    "difference_percent": "difference (points)",
+    "difference_points": "difference (points)",
+    "difference_standard_error_percent": "± s.e. (points)",
+    "measured_speedup": "measured (×)",
+    "num_answers": "answers",
+    "num_cut": "cut",
+    "num_questions": "questions",
+    "num_unparsed": "unparsed",
+    "num_windows": "windows",
+    "output_throughput": "output (tokens/s)",
+    "output_throughput_gain": "gain (×)",
+    "peak_bytes_ratio": "memory (× of the baseline)",
+    "perplexity_ratio": "ratio",
+    "perplexity_standard_error": "± s.e.",
+    "predicted_speedup": "predicted (×)",
+    "recovery_standard_error_percent": "± s.e. (%)",
+    "repetition_standard_error_percent": "± of repetitions (%)",
+    "request_goodput": "goodput (requests/s)",
+    "request_throughput": "requests/s",
+    "score_standard_error_percent": "± s.e. (%)",
+    "speedup": "speed-up (×)",
+    "total_token_throughput": "all (tokens/s)",
+    "weight_bytes_ratio": "weights (× of the baseline)",
+}
+_CSV_FIRST = ("op", "impl", "date", "machine", "baseline")
+
+
+def machine_name(record: Measurement) -> str:
+    """The GPU that a record was measured on, or the CPU where there was none."""
+    return record.machine.gpu or record.machine.cpu
+
+
+def grouped(records: Sequence[Measurement], *names: str) -> dict[Key, list[Measurement]]:
+    """The records by machine and by what they have under these names, in order of appearance."""
+    found: dict[Key, list[Measurement]] = {}
+    for record in records:
+        key = machine_name(record), *map(record.get, names)
+        found.setdefault(key, []).append(record)
+    return found
+
+
+def newest(records: Sequence[Measurement], *names: str) -> list[Measurement]:
+    """The newest record of each machine and value of `names` (of op, impl and case, if none)."""
+    found: dict[object, Measurement] = {}
+    for record in records:
+        about: object = tuple(map(record.get, names))
+        if not names:
+            about = record.op, record.impl, tuple(sorted(record.case.items()))
+        key = machine_name(record), about
+        if key not in found or record.date >= found[key].date:
+            found[key] = record
+    return list(found.values())
+
+
+def label(name: str) -> str:
+    """A field's name in words, with the unit that its ending says."""
+    if f"_{name}" in _UNITS:
+        return _UNITS[f"_{name}"]
+    unit = next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
+    words = name.removesuffix(unit).split("_")
+    text = " ".join(word.upper() if word in _ACRONYMS else word for word in words if word)
+    return f"{text} ({_UNITS[unit]})" if unit else text
+
+
+def format_column(cells: Sequence[Cell]) -> list[str]:
+    """The cells of one column as text; numbers with 4 digits unless all of them are whole."""
+    numbers = [cell for cell in cells if isinstance(cell, int | float) and math.isfinite(cell)]
+    is_whole = all(number == int(number) for number in numbers)
+    return [_format(cell, is_whole) for cell in cells]
+
+
+def _format(cell: Cell, is_whole: bool) -> str:
+    match cell:
+        case None:
+            return MISSING
+        case bool():
+            return "yes" if cell else "no"
+        case str():
+            return cell
+    if not math.isfinite(cell):
+        return "NaN" if math.isnan(cell) else "∞" if cell > 0 else "−∞"
+    text = f"{int(cell):,}" if is_whole and abs(cell) < 1e15 else _four_digits(cell)
+    return text.replace("-", "−")
+
+
+def _four_digits(number: float) -> str:
+    if number == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(number)))
+    if -4 <= exponent < 7:
+        return f"{number:,.{max(0, 3 - exponent)}f}"
+    return f"{number:.3e}"
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +152,7 @@ class Table:
     def numeric(self) -> tuple[bool, ...]:
         """For each column, whether it holds numbers."""
         return tuple(
-            any(map(is_number, column)) and all(c is None or is_number(c) for c in column)
+            any(map(_is_number, column)) and all(c is None or _is_number(c) for c in column)
             for column in self._columns()
         )
 
@@ -41,11 +169,25 @@ def from_records(
 ) -> Table:
     """One row per record; `columns` are names of fields, cases or values (all, if left out)."""
     names = list(columns) or all_names(records)
-    return Table(
-        caption=caption,
-        header=tuple(map(label, names)),
-        rows=tuple(tuple(record.get(name) for name in names) for record in records),
-    )
+    rows = tuple(tuple(record.get(name) for name in names) for record in records)
+    return Table(caption=caption, header=tuple(map(label, names)), rows=rows)
+
+
+def filled_table(
+    records: Sequence[Measurement],
+    *,
+    caption: str,
+    columns: Sequence[str],
+    heads: Mapping[str, str] = MappingProxyType({}),
+) -> Table:
+    """One row per record; a column is left out if no record has a value for it.
+
+    heads: words over columns in place of their usual ones.
+    """
+    kept = [name for name in columns if any(record.get(name) is not None for record in records)]
+    rows = tuple(tuple(record.get(name) for name in kept) for record in records)
+    words = _HEADS | dict(heads)
+    return Table(caption=caption, header=tuple(words.get(n, label(n)) for n in kept), rows=rows)
 
 
 def pivot(
@@ -72,3 +214,26 @@ def all_names(records: Sequence[Measurement]) -> list[str]:
     cases = dict.fromkeys(name for record in records for name in record.case)
     values = dict.fromkeys(name for record in records for name in record.values)
     return list(dict.fromkeys(["op", "impl", *cases, *values]))
+
+
+def to_markdown(table: Table) -> str:
+    """The table without its caption, for README, docs and issues; numbers to the right."""
+    rule = ["---:" if is_numeric else "---" for is_numeric in table.numeric]
+    rows = [table.header, rule, *table.texts()]
+    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in escaped)
+
+
+def to_csv(records: Sequence[Measurement]) -> str:
+    """All records with all that they have, for spreadsheets; a cell without a value is empty."""
+    names = [name for name in all_names(records) if name not in _CSV_FIRST]
+    columns = (*_CSV_FIRST, *names, "command")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([columns, *([record.get(name) for name in columns] for record in records)])
+    return text.getvalue()
+
+
+def write_csv(records: Sequence[Measurement], path: str | os.PathLike[str]) -> None:
+    """Write the file in one step: a reader sees the old one or the new one."""
+    write_atomically(path, to_csv(records).encode("utf-8", "backslashreplace"))

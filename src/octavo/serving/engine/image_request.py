@@ -19,10 +19,20 @@ class ImageSampling:
     """How images or videos are drawn; names are those of diffusers.
 
     What is None is left to the pipeline, and what the pipeline does not have is an error.
-    seed: the first picture of each prompt has this seed, the next ones those after it, whatever
-    else is in the batch; None draws one for each prompt. true_cfg_scale: guidance by a second pass,
-    of pipelines that have both kinds. num_frames: of a video. extra_args: other arguments of the
-    pipeline, by their names there.
+
+    Attributes:
+        num_inference_steps: Denoising steps.
+        guidance_scale: How closely the prompt is followed.
+        true_cfg_scale: The same by a second pass, of pipelines that have both (FLUX.1, Qwen-Image).
+        negative_prompt: What not to draw.
+        height: In pixels.
+        width: In pixels.
+        num_frames: Of a video.
+        max_sequence_length: Tokens of a prompt, of its text encoder.
+        num_images_per_prompt: Pictures of each prompt.
+        seed: Of the first picture of each prompt; the next ones have the seeds after it, whatever
+            else is in the batch. Left out: a random one for each prompt.
+        extra_args: Other arguments of the pipeline, by their names there.
     """
 
     num_inference_steps: int | None = None

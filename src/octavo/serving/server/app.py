@@ -6,24 +6,34 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from octavo.errors import ConfigError
 from octavo.serving.engine.request import Delta, gather
 from octavo.serving.server.async_engine import Answer, AsyncEngine, Engine
-from octavo.serving.server.bare_app import ERRORS, add_page, add_status_routes, bare_app
+from octavo.serving.server.bare_app import (
+    ERRORS,
+    ServedModels,
+    add_page,
+    add_status_routes,
+    bare_app,
+)
 from octavo.serving.server.guidance import GuidedGrammars, MakeGrammar
 from octavo.serving.server.jobs import Job, Jobs
-from octavo.serving.server.metrics import TokenMetrics, engine_families, sum_and_count
-from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.metrics import (
+    RequestRecord,
+    TokenMetrics,
+    engine_families,
+    sum_and_count,
+)
 from octavo.serving.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.stream import EventStream, until_client_leaves
 
@@ -53,7 +63,7 @@ class Server:
         self.metrics = TokenMetrics()
         self.metrics.add(lambda: engine_families(self.engine))
 
-    async def answer(self, request: Request, making: Coroutine[Any, Any, Job]) -> Response:
+    async def answer(self, request: HttpRequest, making: Coroutine[Any, Any, Job]) -> Response:
         """The whole answer, or the beginning of a stream; the request ends if its client leaves."""
         record: RequestRecord = request.state.record
         job = await until_client_leaves(request.receive, making)
@@ -129,24 +139,24 @@ def create_app(
 
 def _add_openai_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", responses=ERRORS, response_model=None)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
         """Answer a conversation."""
         return await server.answer(request, server.jobs.chat(body, request.state.at_end))
 
     @app.post("/v1/completions", responses=ERRORS, response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue a text."""
         return await server.answer(request, server.jobs.completion(body))
 
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: HttpRequest) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
         return await until_client_leaves(request.receive, server.jobs.tokenize(body))
 
     @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> dict[str, Any]:
         """The text of tokens."""
         server.models.check(body.model)
         return await until_client_leaves(request.receive, server.jobs.detokenize(body.tokens))

@@ -1,12 +1,14 @@
 """What the applications of octavo share: keys, limits, errors as OpenAI writes them, a page."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
 from typing import Any, Protocol
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
@@ -14,10 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from octavo.brief import brief
+from octavo.serving.server.admission import Gate
 from octavo.serving.server.api_error import ApiError, bad_request
-from octavo.serving.server.gate import Gate
-from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
-from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__
@@ -130,14 +131,14 @@ def _constant(content: bytes, media_type: str, headers: dict[str, str]) -> Any:
     return respond
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
+async def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     record: RequestRecord = request.state.record
     record.failed(error)
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _http_exception(request: Request, error: Exception) -> Response:
+async def _http_exception(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404 and request.url.path.startswith("/v1/"):
         return await _api_error(request, _unknown_route(request))
@@ -157,7 +158,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     return await _api_error(request, refusal)
 
 
-def _unknown_route(request: Request) -> ApiError:
+def _unknown_route(request: HttpRequest) -> ApiError:
     path = request.url.path.rstrip("/")
     why = NOT_SUPPORTED.get(path, f"there is no {brief(path)} here")
     offered = [
@@ -170,7 +171,7 @@ def _unknown_route(request: Request) -> ApiError:
     return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code=code)
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
+async def _invalid(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
     shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
@@ -195,3 +196,34 @@ def _problem(problem: Any) -> str:
             return f"{place}: {problem['ctx']['error']}"
     expected = problem["msg"].replace("Input should be", "expected")
     return f"{place or 'body'}: {expected}, got {brief(problem['input'])}"
+
+
+class ServedModels:
+    """One model by its names, the first of which answers carry; about: what /v1/models adds."""
+
+    def __init__(self, names: tuple[str, ...], **about: Any) -> None:
+        self.names = names
+        self._about = {"created": int(time.time()), "owned_by": "octavo", **about}
+
+    def check(self, name: str | None) -> None:
+        """ApiError unless the model is one that is served here; none at all is the one we have."""
+        if name is not None and name not in self.names:
+            message = f"expected a model served here ({', '.join(self.names)}), got {name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def add_routes(self, app: FastAPI) -> None:
+        """OpenAI's two routes."""
+
+        @app.get("/v1/models", responses=ERRORS)
+        async def models() -> dict[str, Any]:
+            """The names under which the model can be asked."""
+            return {"object": "list", "data": [self._entry(name) for name in self.names]}
+
+        @app.get("/v1/models/{name:path}", responses=ERRORS)
+        async def model(name: str) -> dict[str, Any]:
+            """One of them."""
+            self.check(name)
+            return self._entry(name)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", **self._about}

@@ -14,8 +14,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from octavo.serving.server.admission import CLOSED
 from octavo.serving.server.api_error import ApiError, late, too_many_connections, unread
-from octavo.serving.server.gate import CLOSED
 from octavo.serving.server.settings import ServerSettings
 
 # What a client has to read of a large answer in each period of send_timeout_s.

@@ -23,6 +23,7 @@ from octavo.serving.server.answer_body import (
 )
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.async_engine import Engine
+from octavo.serving.server.bare_app import ServedModels
 from octavo.serving.server.guidance import (
     GrammarCache,
     MakeGrammar,
@@ -31,7 +32,7 @@ from octavo.serving.server.guidance import (
     forced_tools,
     format_schema,
 )
-from octavo.serving.server.image_reader import ImageReader
+from octavo.serving.server.input_images import ImageReader
 from octavo.serving.server.message_reader import (
     CLOSING,
     AnyCallReader,
@@ -55,7 +56,6 @@ from octavo.serving.server.schema import (
     TokenizeRequest,
     Tool,
 )
-from octavo.serving.server.served_models import ServedModels
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.worker_tools import WorkerSetUp, call_prompts
 from octavo.serving.server.workers import LARGE, WorkerError, Workers

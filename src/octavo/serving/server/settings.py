@@ -7,11 +7,18 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """What images may be; without allowed hosts only data: URLs are read.
+    """What images in messages may be; pixels are those that a file declares.
 
-    max_images, max_request_bytes, max_request_pixels: of all images of a request. max_bytes,
-    max_pixels: of one image; pixels are those that its file declares. max_server_pixels: of all
-    requests whose images are being decoded or wait for their answer; more wait for room.
+    Attributes:
+        max_images: In a request.
+        max_bytes: Of one image.
+        max_request_bytes: Of all images of a request.
+        max_pixels: Of one image.
+        max_request_pixels: Of all images of a request.
+        max_server_pixels: Of all requests whose images are being decoded or wait for their answer;
+            more wait for room.
+        allowed_hosts: Hosts that images may be fetched from; without any, only data: URLs are read.
+        fetch_timeout_s: Seconds for fetching an image.
     """
 
     max_images: int = 16
@@ -39,17 +46,28 @@ class ImageLimits:
 class ServerSettings:
     """Who may ask, how much, and for how long.
 
-    model_names: what `model` may be in a request; the first is what answers say; empty is the
-    engine's own name. max_tokens: the most that one request may ask for, None for the context.
-    max_open: requests inside the server, from arrival to end; more are refused. timeout_s: from
-    arrival to the last token, None for no limit. max_open_body_bytes: of the bodies of all open
-    requests together, not counting those below 64 KiB; more are refused. max_body_values: commas
-    and brackets in a body, since each may be a value to parse. grace_s: what open
-    requests get when the server ends. cors_origins: pages of other origins that may ask; none by
-    default. allowed_hosts: names that a Host header may have where there is no key, besides IP
-    addresses, localhost and this machine's own name. header_timeout_s, body_timeout_s: how long a
-    client may take to send them. send_timeout_s: after which a client that reads nothing of its
-    answer is dropped.
+    Attributes:
+        model_names: What clients may call the model; may be given more than once, the first is the
+            one that answers carry. Left out: the model's own.
+        api_keys: Key that clients must send; may be given more than once. OCTAVO_API_KEY does the
+            same, and other users of the machine do not see it.
+        max_body_bytes: Size of a request's body.
+        max_open_body_bytes: Of the bodies of all open requests together, not counting those below
+            64 KiB; more are refused.
+        max_body_values: Commas and brackets in a body, since each may be a value to parse.
+        max_tokens: The most one request may ask for; left out, what the context holds.
+        max_open: Requests inside the server, from arrival to end; more are refused.
+        timeout_s: Seconds from arrival to the last token; None disables the timeout.
+        grace_s: Seconds that open requests get after SIGTERM; Ctrl-C gives at most 5.
+        retry_after_s: Seconds after which a client that was refused may try again.
+        cors_origins: Origin of pages that may ask from a browser; may be given more than once.
+        allowed_hosts: Name under which clients reach this server, beside IP addresses, localhost
+            and the machine's own; may be given more than once. Checked only without --api-key.
+        max_connections: Open connections; more get 503.
+        header_timeout_s: Seconds for a request's headers; later ones get 408.
+        body_timeout_s: Seconds for a request's body; later ones get 408.
+        send_timeout_s: Seconds after which a client that reads nothing of its answer is dropped.
+        images: What images in messages may be.
     """
 
     model_names: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.serving.server.api_error import ApiError, client_left, server_error
 from octavo.serving.server.async_engine import Answer
 from octavo.serving.server.jobs import Job
-from octavo.serving.server.request_log import RequestRecord
+from octavo.serving.server.metrics import RequestRecord
 
 logger = logging.getLogger(__name__)
 

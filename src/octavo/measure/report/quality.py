@@ -1,0 +1,370 @@
+"""What FP8 does to answers, beside BF16: scores, their errors, and what is recovered."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from octavo.measure.records import Measurement
+from octavo.measure.report.html import Section, Sheet
+from octavo.measure.report.pictures import NAME, PROBLEM, is_picture_url
+from octavo.measure.report.plots import Figure, Point, points
+from octavo.measure.report.sections import Kind, Rows
+from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest
+
+# From lost to found: told apart without colors by their lightness, and by the numbers in them.
+COLORS = [[0.0, "#7f1d1d"], [0.5, "#f2c14e"], [1.0, "#2a9d8f"]]
+_RECOVERY, _RECOVERY_ERROR = "recovery_percent", "recovery_standard_error_percent"
+_SCORE, _SCORE_ERROR = "score_percent", "score_standard_error_percent"
+_PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
+
+
+def recovery_headline(model: str, what: str, rows: Rows) -> str:
+    """What the rows recover, in one sentence: the least and the most of them; "" if none does."""
+    found = sorted(
+        (r.values[_RECOVERY], str(r.case["recipe"])) for r in rows if _RECOVERY in r.values
+    )
+    if not found:
+        return ""
+    (low, worst), (high, best) = found[0], found[-1]
+    first = machine_name(rows[0])
+    if len(found) == 1:
+        return f"{model}, {what}: {worst} recovers {low:.1f} % ({first})."
+    return (
+        f"{model}, {what}: recipes recover {low:.1f} % ({worst}) to {high:.1f} % ({best}), {first}."
+    )
+
+
+def _recovers(what: str) -> Callable[[Rows], str]:
+    return lambda rows: recovery_headline(str(rows[0].case["model"]), what, rows)
+
+
+def _points(rows: Rows, value: str, error: str, name: str = "recipe") -> list[Point]:
+    """A point of each row that has this value, with its error on both sides."""
+    found = []
+    for row in rows:
+        if value in row.values:
+            reach = row.values.get(error, 0.0)
+            found.append(Point(str(row.case[name]), row.values[value], reach, reach))
+    return found
+
+
+def _windows(records: Rows) -> Rows:
+    """The rows of each run over text, one run after the other."""
+    same = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
+    return [row for runs in grouped(records, *same).values() for row in newest(runs, "recipe")]
+
+
+def _perplexity_figures(rows: Rows) -> Iterable[Figure]:
+    series: dict[str, list[Point]] = {}
+    for row in rows:
+        context = f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once"
+        if found := _points([row], _RECOVERY, _RECOVERY_ERROR):
+            series.setdefault(f"{context}, against {row.baseline}", []).extend(found)
+    if series:
+        yield points(
+            series,
+            caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as "
+            "good as the baseline. Bars are one standard error over the windows of text.",
+            value_title="recovery (%)",
+        )
+
+
+PERPLEXITY = Kind(
+    ops=("perplexity",),
+    needs=("model", "recipe", "perplexity", "context", "chunk"),
+    rows=_windows,
+    title="Perplexity: {model}, {machine}",
+    text="Real text in windows of the context's length; a chunk is how many tokens enter the cache "
+    "at once. A recipe is compared with the baseline on the same windows, so that its standard "
+    "error is much smaller than that of the perplexity.",
+    headline=_recovers("perplexity"),
+    figures=_perplexity_figures,
+    caption="Perplexity, by recipe",
+    columns=(
+        *("data", "context", "chunk", "num_windows", "recipe", "perplexity"),
+        *("perplexity_standard_error", "perplexity_ratio", _RECOVERY, _RECOVERY_ERROR),
+    ),
+)
+
+
+def _chart_text(rows: Rows) -> str:
+    unseen = dict.fromkeys(
+        f" The picture {row.case[NAME]} is not shown: {row.case[PROBLEM]}."
+        for row in rows
+        if PROBLEM in row.case
+    )
+    return (
+        f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
+        "same word. A difference whose interval has 0 in it is none that these questions could "
+        f"show.{''.join(unseen)}"
+    )
+
+
+def _chart_figures(rows: Rows) -> Iterable[Figure]:
+    compared = [
+        Point(str(row.case["recipe"]), middle, ends["high"] - middle, middle - ends["low"])
+        for row in rows
+        if (middle := row.values.get("difference_points")) is not None
+        for ends in [{end: row.values[f"difference_{end}_points"] for end in ("low", "high")}]
+    ]
+    if compared:
+        yield points(
+            {"difference": compared},
+            caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are "
+            "right as often. Bars are intervals of 95 %.",
+            value_title="difference (points)",
+        )
+
+
+def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
+    """Pictures of charts that records have as data URLs (`with_pictures`), each once."""
+    names = ", ".join(dict.fromkeys(str(row.case["recipe"]) for row in rows))
+    about = f"Charts with a question, the truth and the answers of {names}"
+    more = "first those that recipes answer differently, if there are any."
+    for url in dict.fromkeys(str(r.case[NAME]) for r in rows if is_picture_url(r.case.get(NAME))):
+        yield Sheet(caption=f"{about}; {more}", alt=about, url=url)
+
+
+CHARTQA = Kind(
+    ops=("chartqa",),
+    needs=("model", "recipe", "relaxed_accuracy_percent", "num_questions"),
+    by=("model", "data", "num_questions"),
+    rows=("recipe",),
+    title="Questions about charts: {model}, {data}, {machine}",
+    text=_chart_text,
+    headline=_recovers("chart questions"),
+    figures=_chart_figures,
+    sheets=_chart_sheets,
+    caption="Charts, by recipe",
+    columns=(
+        *("recipe", "relaxed_accuracy_percent", "exact_match_percent", _RECOVERY),
+        *("difference_points", "difference_low_points", "difference_high_points"),
+    ),
+)
+
+
+def _mrcr_figures(rows: Rows) -> Iterable[Figure]:
+    series: dict[str, list[Point]] = {}
+    for row in rows:
+        found = _points([row], _SCORE, _SCORE_ERROR, name="bucket")
+        series.setdefault(str(row.case["recipe"]), []).extend(found)
+    yield points(
+        series,
+        caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
+        "are one standard error.",
+        value_title="score (%)",
+    )
+
+
+MRCR = Kind(
+    ops=("mrcr",),
+    needs=("model", "data", "recipe", "bucket", "num_needles", "score_percent"),
+    by=("model", "data", "num_needles"),
+    rows=("recipe", "bucket"),
+    title="Long conversations (MRCR): {model}, {data}, {machine}",
+    text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
+    headline=lambda rows: recovery_headline(
+        str(rows[0].case["model"]), "MRCR", [row for row in rows if row.case["bucket"] == "all"]
+    ),
+    figures=_mrcr_figures,
+    caption="MRCR, by recipe",
+    columns=(
+        *("recipe", "bucket", "num_questions", _SCORE, _SCORE_ERROR, "auc_percent", _RECOVERY),
+    ),
+)
+
+
+def _asked(rows: Rows) -> str:
+    """How many questions were asked how often, and how answers were drawn."""
+    num_questions, repetitions, temperature = map(
+        rows[0].get, ("num_questions", "repetitions", "temperature")
+    )
+    drawn = "" if temperature is None else f", temperature {temperature:g}"
+    return f"{num_questions:,.0f} questions × {repetitions}{drawn}"
+
+
+def _pass_title(rows: Rows) -> str:
+    first = rows[0]
+    data = ", ".join(str(x) for x in map(first.get, ("data", "subset", "split")) if x is not None)
+    about = f"{_PASS_WORDS[first.op]}: {first.get('model')}, {data}"
+    return f"{about}, {_asked(rows)}, {machine_name(first)}"
+
+
+def _pass_figures(rows: Rows) -> Iterable[Figure]:
+    yield points(
+        {"pass@1": _points(rows, _SCORE, _SCORE_ERROR)},
+        caption="pass@1 of each recipe: the share of right answers; higher is better. Bars are one "
+        "standard error over questions and repetitions.",
+        value_title="pass@1 (%)",
+    )
+    if recovered := _points(rows, _RECOVERY, _RECOVERY_ERROR):
+        first = next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
+        yield points(
+            {"recovery": recovered},
+            caption=f"Recovery of each recipe: its pass@1 in that of {first}, of the same "
+            "questions; 100 % is as good. Bars are one standard error.",
+            value_title="recovery (%)",
+        )
+
+
+PASS_AT_1 = Kind(
+    ops=("choice", "math"),
+    needs=("model", "data", "recipe", "score_percent", "num_questions", "repetitions"),
+    by=(
+        *("op", "model", "data", "subset", "split", "num_questions", "repetitions", "temperature"),
+        "max_tokens",
+    ),
+    rows=("recipe",),
+    title=_pass_title,
+    text=lambda rows: (
+        f"{_asked(rows)}. pass@1 is how often a question is answered rightly, as the mean over "
+        "questions. Its standard error is that over other questions and repetitions; that of "
+        "repetitions is over the same questions alone. What a row recovers is compared question "
+        "by question, so that its standard error is smaller. Unparsed are answers without one "
+        "that could be read, cut those that reached the limit of tokens."
+    ),
+    headline=lambda rows: recovery_headline(
+        str(rows[0].case["model"]), _PASS_WORDS[rows[0].op].lower(), rows
+    ),
+    figures=_pass_figures,
+    caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
+    columns=(
+        *("recipe", _SCORE, _SCORE_ERROR, "repetition_standard_error_percent", _RECOVERY),
+        *(_RECOVERY_ERROR, "difference_percent", "difference_standard_error_percent"),
+        *("num_answers", "num_unparsed", "num_cut", "mean_answer_tokens"),
+    ),
+    heads={_SCORE: "pass@1 (%)"},
+)
+
+TEXTS = Kind(
+    ops=("texts",),
+    needs=("model", "recipe", "prompt", "text"),
+    rows=("prompt", "recipe"),
+    title="Texts: {model}, {machine}",
+    text="The same prompts, answered with each recipe.",
+    caption="Texts, by prompt and recipe",
+    columns=("prompt", "recipe", "text"),
+)
+
+
+def needle_table(records: Rows) -> Table:
+    """One row for each recipe: needles found by length, over all depths, and what is recovered."""
+    lengths = sorted({int(record.case["length"]) for record in records})
+    by_name = _by_recipe(records)
+    first = records[0].case
+    depths = len({record.case["depth"] for record in records})
+    rows: list[tuple[Cell, ...]] = []
+    base = 0.0
+    for name, own in by_name.items():
+        by_length = [[r for r in own if r.case["length"] == length] for length in lengths]
+        shares = [_mean_found(some) if some else None for some in by_length]
+        whole = _mean_found(own)
+        recovered = 100 * whole / base if base else None
+        base = base if rows else whole  # the first row is what the others are compared with
+        rows.append((name, *shares, whole, _standard_error(own), recovered))
+    return Table(
+        caption=f"needles found (%): {first['model']}, {first['haystack']}, depths: {depths}, "
+        f"repetitions: {first['repetitions']}",
+        header=("recipe", *map(tokens_text, lengths), "all", "± s.e.", "recovery (%)"),
+        rows=tuple(rows),
+    )
+
+
+def needle_figures(records: Rows) -> tuple[Figure, ...]:
+    """A heat map for each row: lengths across, depths down."""
+    return tuple(_heat_map(name, own) for name, own in _by_recipe(records).items())
+
+
+def needle_section(records: Rows) -> Section:
+    """The table and the heat maps, with a sentence for each row about where needles get lost."""
+    first = records[0].case
+    return Section(
+        title=f"Needles in a haystack: {first['model']}",
+        text="Every prompt has keys with values, and asks for the value of one of them, the "
+        "needle. A cell is how many needles a row finds, by the tokens of the prompt and the "
+        "needle's place in it, from the start (0 %) to the end (100 %).",
+        figures=needle_figures(records),
+        tables=(needle_table(records),),
+    )
+
+
+def needle_sections(records: Rows) -> list[Section]:
+    """A section with heat maps for each machine, model, haystack and number of repetitions."""
+    sections = []
+    for (machine, *_), own in grouped(records, "model", "haystack", "repetitions").items():
+        rows = newest(own, "recipe", "length", "depth")
+        section = needle_section(rows)
+        lines = [
+            f"{row[0]} {row[-1]:.1f} %"
+            for row in section.tables[0].rows
+            if isinstance(row[-1], float)
+        ]
+        headline = f"{rows[0].case['model']}: needles recovered: {', '.join(lines)}."
+        title = f"{section.title}, {machine}"
+        sections.append(replace(section, title=title, headline=headline if lines else ""))
+    return sections
+
+
+def tokens_text(number: int) -> str:
+    """A number of tokens as people say it: 8k for 8192, 1M for 1048576."""
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if number >= size and number % (size // 4) == 0:
+            return f"{number / size:g}{unit}"
+    return str(number)
+
+
+def _heat_map(name: str, records: Rows) -> Figure:
+    lengths = sorted({int(record.case["length"]) for record in records})
+    depths = sorted({float(record.case["depth"]) for record in records})
+    found = {
+        (int(r.case["length"]), float(r.case["depth"])): r.values["found_percent"] for r in records
+    }
+    cells = [[found.get((length, depth)) for length in lengths] for depth in depths]
+    trace = {
+        "type": "heatmap",
+        "x": [tokens_text(length) for length in lengths],
+        "y": [f"{100 * depth:g}" for depth in depths],
+        "z": cells,
+        "zmin": 0,
+        "zmax": 100,
+        "colorscale": COLORS,
+        "colorbar": {"title": {"text": "found (%)"}},
+        "texttemplate": "%{z:.0f}",
+        "xgap": 2,
+        "ygap": 2,
+        "hovertemplate": "%{x} tokens, depth %{y} %: %{z:.0f} % found<extra></extra>",
+    }
+    lost = sorted({length for (length, _), share in found.items() if share < 50})
+    where = f"most are lost at {', '.join(map(tokens_text, lost))} tokens, at one depth or more"
+    return Figure(
+        caption=f"{name}: {where if lost else 'most are found at all lengths and depths'}",
+        data=(trace,),
+        layout={
+            "xaxis": {"title": {"text": "tokens of the prompt"}, "type": "category"},
+            "yaxis": {
+                "title": {"text": "depth of the needle (%)"},
+                "type": "category",
+                "autorange": "reversed",
+            },
+            "showlegend": False,
+        },
+    )
+
+
+def _by_recipe(records: Rows) -> dict[str, list[Measurement]]:
+    found: dict[str, list[Measurement]] = {}
+    for record in records:
+        found.setdefault(str(record.case["recipe"]), []).append(record)
+    return found
+
+
+def _mean_found(records: Rows) -> float:
+    return statistics.fmean(record.values["found_percent"] for record in records)
+
+
+def _standard_error(records: Rows) -> float | None:
+    """Of the mean over all prompts, each found or not."""
+    count = sum(int(record.case["repetitions"]) for record in records)
+    share = sum(record.values["num_found"] for record in records) / count
+    return None if count < 2 else 100 * math.sqrt(share * (1 - share) / (count - 1))

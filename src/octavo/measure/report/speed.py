@@ -1,0 +1,332 @@
+"""How fast whole models are: one step, many requests at once; and advice beside measurements."""
+
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from html import escape
+
+from octavo.measure.records import Measurement
+from octavo.measure.report.html import Section
+from octavo.measure.report.plots import (
+    Figure,
+    axes,
+    bars,
+    guide_line,
+    markers,
+    name_bars,
+    titled,
+    wrapped,
+)
+from octavo.measure.report.quality import tokens_text
+from octavo.measure.report.sections import Kind, Rows
+from octavo.measure.report.tables import Table, grouped, machine_name, newest
+
+# Whose records advice can be compared with.
+COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
+
+
+def _step(
+    op: str,
+    *,
+    title: str,
+    what: str,
+    size: Callable[[Measurement], str],
+    needs: tuple[str, ...] = (),
+    x_title: str,
+    columns: tuple[str, ...],
+) -> Kind:
+    """Whole models that run one step, at several sizes: speed-ups, and medians as a table."""
+
+    def rows(records: Rows) -> Rows:
+        fastest: dict[str, dict[object, Measurement]] = {}
+        for record in newest(records):
+            of_size = fastest.setdefault(size(record), {})
+            best = of_size.setdefault(record.case["recipe"], record)
+            if record.values["median_ms"] < best.values["median_ms"]:
+                of_size[record.case["recipe"]] = record
+        return [
+            replace(record, case={**record.case, "size": name})
+            for name, of_size in fastest.items()
+            for record in of_size.values()
+        ]
+
+    def figures(rows: Rows) -> Iterable[Figure]:
+        compared = _compared(rows)
+        if not compared:
+            return
+        baselines = sorted({str(row.baseline) for row in compared})
+        caption = f"{what}: speed-up over {' or '.join(baselines)}; higher is better."
+        if len({row.case["size"] for row in rows}) == 1:
+            # No groups and no legend: many recipes have room below each other.
+            speedups = {str(row.case["recipe"]): row.values["speedup"] for row in compared}
+            yield name_bars(speedups, caption=caption, value_title="speed-up (×)")
+        else:
+            figure = bars(compared, caption=caption, x="size", y="speedup", series="recipe")
+            yield titled(figure, x_title, "speed-up (×)")
+
+    return Kind(
+        ops=(op,),
+        needs=("model", "recipe", "median_ms", *needs),
+        rows=rows,
+        title=f"{title}: {{model}}, {{machine}}",
+        text=f"{what}. A row is the fastest of the ways to run it that were measured (CUDA graphs "
+        "or not, compiled or not).",
+        headline=_step_headline,
+        figures=figures,
+        caption=f"{what}: medians",
+        columns=columns,
+    )
+
+
+def _compared(rows: Rows) -> Rows:
+    return [row for row in rows if row.baseline is not None and "speedup" in row.values]
+
+
+def _step_headline(rows: Rows) -> str:
+    best = max(_compared(rows), key=lambda row: row.values["speedup"], default=None)
+    if best is None:
+        return ""
+    return (
+        f"{best.case['model']}: {best.values['speedup']:.2f} times as fast with "
+        f"{best.case['recipe']} at {best.case['size']}, against {best.baseline}."
+    )
+
+
+def _diffusion_size(record: Measurement) -> str:
+    layers = record.case.get("layers", "all")
+    kept = "" if layers == "all" else f", {layers} block{'s' if layers != 1 else ''} of each kind"
+    return f"{record.case.get('inputs', 'inputs')}{kept}"
+
+
+ENCODER = _step(
+    "encoder",
+    title="Vision encoder",
+    what="The whole vision tower, by resolution and number of images",
+    size=lambda r: f"{r.case['images']} × {r.case['resolution']}",
+    needs=("images", "resolution"),
+    x_title="images",
+    columns=("size", "recipe", "impl", "median_ms", "speedup", "tower_relative_rms"),
+)
+DIFFUSION = _step(
+    "diffusion_step",
+    title="Diffusion step",
+    what="One step of the transformer, by the size of its inputs",
+    size=_diffusion_size,
+    x_title="inputs",
+    columns=(
+        *("size", "recipe", "attention", "median_ms", "speedup", "relative_rms"),
+        *("weight_bytes_ratio", "peak_bytes_ratio"),
+    ),
+)
+GENERATE = _step(
+    "generate",
+    title="One token in transformers",
+    what="One decoding step with an octavo cache, by batch and context",
+    size=lambda r: f"{r.case['batch']} × {tokens_text(int(r.case['context']))}",
+    needs=("batch", "context"),
+    x_title="batch × context (tokens)",
+    columns=("size", "recipe", "median_ms", "speedup", "cache_ratio", "relative_rms"),
+)
+
+
+def _throughput_text(rows: Rows) -> str:
+    case = rows[0].case
+    words = {
+        "num_prompts": "requests",
+        "input_len": "tokens of a prompt",
+        "output_len": "tokens of an answer",
+    }
+    load = [f"{case[n]:,} {word}" for n, word in words.items() if isinstance(case.get(n), int)]
+    batch = case.get("max_concurrency") or case.get("max_num_seqs") or "all"
+    return (
+        f"{', '.join(load)}, {batch} at once. Lengths may vary around these by "
+        f"{case.get('range_ratio', 0)} of them. A gain is over the first row of the same command."
+    )
+
+
+def _throughput_headline(rows: Rows) -> str:
+    gains = [row for row in rows if "output_throughput_gain" in row.values]
+    best = max(gains, key=lambda row: row.values["output_throughput_gain"], default=None)
+    if best is None:
+        return ""
+    return (
+        f"{best.case['model']}: {best.values['output_throughput_gain']:.2f} times the output "
+        f"tokens per second with {best.case['row']}, against {best.baseline}."
+    )
+
+
+def _throughput_figures(rows: Rows) -> Iterable[Figure]:
+    yield name_bars(
+        {str(row.case["row"]): row.values["output_throughput"] for row in rows},
+        caption="Output tokens per second of all requests together, by row; higher is better.",
+        value_title="output (tokens/s)",
+    )
+
+
+THROUGHPUT = Kind(
+    ops=("throughput",),
+    needs=("model", "row", "output_throughput"),
+    by=(  # the model, the engine and the workload
+        *("model", "dtype", "layers", "compile", "cuda_graphs", "data", "num_prompts", "input_len"),
+        *("output_len", "range_ratio", "max_concurrency", "max_num_seqs", "max_num_batched_tokens"),
+    ),
+    rows=("row",),
+    title="Throughput: {model}, {machine}",
+    text=_throughput_text,
+    headline=_throughput_headline,
+    figures=_throughput_figures,
+    caption="Throughput, by row",
+    columns=(
+        *("row", "output_throughput", "total_token_throughput", "output_throughput_gain"),
+        *("median_ttft_ms", "median_tpot_ms", "relative_rms"),
+    ),
+)
+SERVE = Kind(
+    ops=("serve",),
+    needs=("model", "output_throughput"),
+    title="Serving: {model}, {machine}",
+    text="Requests over HTTP to a server, as its users send them: at a rate, or with a number of "
+    "them at once.",
+    caption="Served requests, by run",
+    columns=(
+        *("server_options", "request_rate", "max_concurrency", "num_prompts"),
+        *("request_throughput", "output_throughput", "request_goodput", "median_ttft_ms"),
+        *("p99_ttft_ms", "median_tpot_ms", "median_itl_ms", "p99_itl_ms"),
+    ),
+)
+
+
+def _advice_headline(rows: Rows) -> str:
+    errors = sorted(abs(r.values["error_percent"]) for r in rows if "error_percent" in r.values)
+    if not errors:
+        return ""
+    return (
+        f"Advice on {machine_name(rows[0])}: {len(errors)} speed-ups of whole models predicted "
+        f"without their own records, half of them within {errors[(len(errors) - 1) // 2]:.1f} %, "
+        f"all within {errors[-1]:.1f} %."
+    )
+
+
+def _advice_figures(rows: Rows) -> Iterable[Figure]:
+    models: dict[str, list[Measurement]] = {}
+    for row in rows:
+        if "predicted_speedup" in row.values:
+            models.setdefault(str(row.case["model"]), []).append(row)
+    if not any("error_percent" in row.values for row in rows):
+        return
+    data = []
+    for number, (model, own) in enumerate(models.items()):
+        x, y = ([r.values[f"{how}_speedup"] for r in own] for how in ("measured", "predicted"))
+        trace = markers(wrapped(model), number, x, y)
+        trace["text"] = [escape(f"{row.case['what']}, {row.case['row']}") for row in own]
+        hover = "%{text}<br>measured %{x:.2f}, predicted %{y:.2f}<extra></extra>"
+        data.append(trace | {"hovertemplate": hover})
+    ends = [end for trace in data for axis in "xy" for end in trace[axis]]
+    equal = [min(ends), max(ends)]
+    yield Figure(
+        caption="Predicted over measured speed-up of whole models; on the dotted line they are "
+        "equal.",
+        data=(*data, guide_line("equal", equal, equal, width=1, dash="dot")),
+        layout=axes("measured speed-up (×)", "predicted speed-up (×)") | {"showlegend": True},
+        height_rem=26,
+    )
+
+
+# Records that compare advice with what was measured.
+COMPARED_ADVICE = Kind(
+    ops=("advise",),
+    needs=("model", "what", "row", "measured_speedup"),
+    by=(),
+    rows=lambda records: records,
+    title="Advice: predicted against measured, {machine}",
+    text="What octavo advise says of a model before anything of it was measured here, beside what "
+    "was measured. Rows without a prediction say why.",
+    headline=_advice_headline,
+    figures=_advice_figures,
+    caption="Speed-ups over BF16, predicted without the model's own records, and measured",
+    columns=(
+        *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
+    ),
+)
+
+
+def advice_sections(records: Rows) -> list[Section]:
+    """A section for each model, GPU and workload that advice was asked for."""
+    names = ("model", "gpu", "context", "concurrency")
+    return [_advice_section(newest(own, "what")) for own in grouped(records, *names).values()]
+
+
+def _advice_section(rows: Rows) -> Section:
+    case = rows[0].case
+    workload = f"{case.get('concurrency', 1)} × {int(case['context']):,} tokens"
+    faster = [
+        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
+        for row in rows
+        if "speedup" in row.values
+    ]
+    parts = [
+        "Nothing here was measured on this machine: octavo advise computes it from the sizes of "
+        "the model and what is known of the GPU.",
+        *_lines(case.get("reasons")),
+        *(f"{row.case['what']}: {row.case['note']}." for row in rows if "note" in row.case),
+    ]
+    if case.get("warnings"):
+        parts.append(f"Mind: {' '.join(_lines(case['warnings']))}")
+    if "serve" in case:
+        parts.append(f"To serve it: {case['serve']}")
+    about = f"{case['model']} on {case['gpu']}, {workload}"
+    expected = Table(
+        caption="What to expect of the recipe",
+        header=("what", "BF16", "recipe", "speed-up (×)"),
+        rows=tuple(map(_expected, rows)),
+    )
+    recipe = Table(
+        caption="The recipe (recipe.toml)",
+        header=("setting", "value"),
+        rows=tuple(_settings(str(case["recipe"]))),
+    )
+    return Section(
+        title=f"Advice: {about}",
+        text="\n\n".join(parts),
+        headline=f"Advice for {about}: {'; '.join(faster)}." if faster else "",
+        tables=(expected, recipe),
+    )
+
+
+def _expected(record: Measurement) -> tuple[str | float | None, ...]:
+    what, values = str(record.case["what"]), record.values
+    unit = next((unit for unit in ("ms", "bytes", "count") if f"before_{unit}" in values), None)
+    if unit is None:
+        return (what, None, None, None)
+    before, after = (_amount(values[f"{which}_{unit}"], unit) for which in ("before", "after"))
+    return (what, before, after, values.get("speedup"))
+
+
+def _amount(number: float, unit: str) -> str:
+    if unit == "count":
+        return f"{number:,.0f}"
+    if unit == "bytes":
+        return f"{number / 1e9:,.2f} GB"
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.2f} ms"
+
+
+def _lines(text: object) -> list[str]:
+    return [line for line in str(text or "").splitlines() if line]
+
+
+def _settings(recipe: str) -> list[tuple[str, str]]:
+    """A recipe's TOML as pairs of a dotted name and a value."""
+    try:
+        return _flat(tomllib.loads(recipe)) or [("nothing is quantized", "")]
+    except tomllib.TOMLDecodeError:  # of a record that somebody wrote by hand
+        return [("recipe", recipe)]
+
+
+def _flat(table: dict[str, object], start: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{start}{name}.")
+        else:
+            found.append((f"{start}{name}", str(value)))
+    return found

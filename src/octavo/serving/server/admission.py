@@ -1,0 +1,232 @@
+"""What every request passes before a route sees it: an id, its host, the key, its body's size."""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.brief import brief
+from octavo.serving.server.api_error import ApiError, bad_request, server_error
+from octavo.serving.server.metrics import Metrics, RequestRecord, choose_id
+from octavo.serving.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+LARGE_BODY_BYTES = 64 * 1024
+# The page asks for the key itself; a probe has none.
+OPEN_PATHS: Collection[str] = ("/", "/page.js", "/page.css", "/health")
+# In a request's state: the ApiError because of which the server closed its connection.
+CLOSED = "octavo.closed"
+
+
+class Slots(Protocol):
+    """Where requests get their places; see RequestThread."""
+
+    def slot(self) -> AbstractAsyncContextManager[asyncio.Timeout]: ...
+    def has_arrived(self, clock: asyncio.Timeout) -> None: ...
+
+
+class ArrivingBody:
+    """Counts what comes of a request's body, and refuses more than the settings allow."""
+
+    def __init__(self, settings: ServerSettings, headers: Headers) -> None:
+        self._settings = settings
+        self._num_bytes = self._num_values = 0
+        self.num_charged = 0  # of the bytes that large bodies may have together
+        self.is_whole = False
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > settings.max_body_bytes:
+            raise ApiError(413, self._too_large, code="body_too_large")
+
+    @property
+    def _too_large(self) -> str:
+        return f"expected a body of at most {self._settings.max_body_bytes} bytes, got more"
+
+    @property
+    def num_large_bytes(self) -> int:
+        """The bytes so far of a large body, 0 of another: small ones are not limited in sum."""
+        return self._num_bytes if self._num_bytes > LARGE_BODY_BYTES else 0
+
+    def add(self, message: Message) -> None:
+        """Count a part; an HTTPException, which FastAPI hands on, if it is too much."""
+        part: bytes = message.get("body", b"")
+        self.is_whole = self.is_whole or not message.get("more_body", False)
+        self._num_bytes += len(part)
+        if self._num_bytes > self._settings.max_body_bytes:
+            raise HTTPException(413, self._too_large)
+        # Many tiny values take a parser far more time and memory than one long text does.
+        self._num_values += sum(map(part.count, (b",", b"[", b"{")))
+        most = self._settings.max_body_values
+        if self._num_values > most:
+            raise HTTPException(
+                413, f"expected at most {most:,} commas and brackets in a body, got more"
+            )
+
+
+class Gate:
+    """ASGI middleware: a record of each request, and refusals that need no route.
+
+    A POST takes a slot and its clock starts before its body is read, so that nobody's work comes
+    before its admission.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        metrics: Metrics,
+        slots: Slots,
+    ) -> None:
+        self.app = app
+        self._settings = settings
+        self._slots = slots
+        self._num_large_bytes = 0  # of all large bodies of open requests
+        self._metrics = metrics
+        self._keys = [key.encode() for key in settings.api_keys]
+        names = ("localhost", socket.gethostname(), *settings.allowed_hosts)
+        self._hosts = frozenset(name.lower().removesuffix(".") for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        record = RequestRecord(
+            choose_id(headers.get("x-request-id")), scope["method"], scope["path"], self._metrics
+        )
+        at_end = ExitStack()  # what the request holds until it has ended, however it ends
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state.update(record=record, at_end=at_end)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if CLOSED not in state:  # else it goes nowhere
+                    record.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            _check_framing(headers)
+            self._check_host(headers.get("host"))
+            self._check_key(scope["path"], headers)
+            await self._admit(scope, headers, receive, send_with_id, record)
+        except ApiError as error:
+            await self._refuse(error, record, send_with_id)
+        except asyncio.CancelledError:  # a server that is made to end at once
+            record.outcome = record.outcome or "aborted"
+            raise
+        except Exception as error:
+            logger.exception("request %s failed", record.request_id)
+            failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
+            await self._refuse(failure, record, send_with_id)
+        finally:
+            at_end.close()
+            route: Any = scope.get("route")
+            record.route = getattr(route, "path", record.route)
+            if CLOSED in state:
+                record.closed(state[CLOSED])
+            record.end()
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if not self._keys or path in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Every key is compared, in constant time: the answer tells nothing about them.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "expected an API key of this server as 'Authorization: Bearer KEY', got another "
+                "one or none",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_host(self, given: str | None) -> None:
+        """Refuse names that are not this server's, unless a key protects it.
+
+        A web page can point its own name at this machine (DNS rebinding) and would then be of the
+        same origin as the server: a browser lets it ask, and read the answers.
+        """
+        if self._keys or given is None or self._is_ours(given):
+            return
+        message = (
+            f"expected a Host that is an IP address, localhost or a name of this server, got "
+            f"{brief(given)}: start the server with --allowed-host NAME for each name that its "
+            "clients use, or with --api-key"
+        )
+        raise ApiError(403, message, code="host_not_allowed")
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+            if name in self._hosts or name.endswith(".localhost"):
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    async def _admit(
+        self, scope: Scope, headers: Headers, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
+        """Let the application have the request, in a slot and in time if it asks for work."""
+        body = ArrivingBody(self._settings, headers)
+        if scope["method"] != "POST":
+            await self.app(scope, self._limited(body, receive, record), send)
+            return
+        try:
+            async with self._slots.slot() as record.clock:
+                await self.app(scope, self._limited(body, receive, record), send)
+        finally:
+            self._num_large_bytes -= body.num_charged
+
+    def _limited(self, body: ArrivingBody, receive: Receive, record: RequestRecord) -> Receive:
+        """`receive` that stops at the first part of a body that is too much."""
+
+        async def receive_limited() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not body.is_whole:
+                record.left()  # FastAPI makes a 400 of it
+            body.add(message)
+            if body.is_whole and record.clock is not None:
+                self._slots.has_arrived(record.clock)
+            self._num_large_bytes += body.num_large_bytes - body.num_charged
+            body.num_charged = body.num_large_bytes
+            if self._num_large_bytes > self._settings.max_open_body_bytes:
+                retry = {"Retry-After": str(self._settings.retry_after_s)}
+                raise HTTPException(429, "too many large requests are open: try later", retry)
+            return message
+
+        return receive_limited
+
+    async def _refuse(self, error: ApiError, record: RequestRecord, send: Send) -> None:
+        record.failed(error)
+        if record.status is not None:
+            return  # half an answer is out; the connection ends with it
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers |= {"connection": "close", **error.headers}
+        raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+        start = {"type": "http.response.start", "status": error.status, "headers": raw}
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
+
+
+def _check_framing(headers: Headers) -> None:
+    """Refuse a body of two lengths: a proxy in front may take the other one (smuggling)."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise bad_request(
+            "expected Content-Length or Transfer-Encoding, got both: send one of them",
+            code="ambiguous_length",
+        )

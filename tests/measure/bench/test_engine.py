@@ -1,0 +1,181 @@
+"""Names of rows to recipes; a model that all rows share, and get back as it was."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from octavo.errors import ConfigError, OctavoError
+from octavo.measure.bench.engine import (
+    check_rows,
+    engine_about,
+    make_rows,
+    open_engine,
+    open_subject,
+    row_about,
+)
+from octavo.measure.bench.engine_check import ask
+from octavo.recipe import Recipe
+from octavo.serving.engine.settings import EngineSettings
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return open_subject(None, "tiny", dtype="auto", device="cpu", layers=None)
+
+
+def test_what_is_said_of_the_model(subject):
+    assert subject.about == {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        # Two layers of 64 · 128 · 2 + 64 · 64 · 2 attention, 3 · 64 · 128 MLP and 2 norms; a norm
+        # and the head, but no embedding.
+        "weight_bytes": 2 * (2 * (16384 + 8192 + 24576 + 128) + 64 + 64 * 256),
+        "weights": "random",
+        "layers": 2,
+    }
+    assert subject.vocab_size == 256 and subject.device.type == "cpu"
+    small = open_subject(None, "tiny", dtype="float32", device="cpu", layers=1)
+    assert small.about["layers"] == 1 and small.model.dtype == torch.float32
+
+
+def test_random_weights_get_calibrated_scales(subject):
+    names = ["auto", "fp8", "fp8+head", "fp8+token", "fp8+unit", "fp8_e5m2"]
+    rows = {row.name: row for row in make_rows(names, subject)}
+    assert list(rows) == names
+    assert rows["auto"].recipe() is None
+    kinds = {
+        name: (row.kv_cache.format, row.kv_cache.granularity, row_about(row)["scaling"])
+        for name, row in rows.items()
+        if row.kv_cache is not None
+    }
+    assert kinds == {
+        "fp8": ("e4m3", "tensor", "static"),
+        "fp8+head": ("e4m3", "head", "static"),
+        "fp8+token": ("e4m3", "token", "dynamic"),
+        "fp8+unit": ("e4m3", "tensor", "unit"),
+        "fp8_e5m2": ("e5m2", "tensor", "static"),
+    }
+    assert rows["fp8"].recipe().scales is not None
+    assert rows["fp8+unit"].recipe().scales is None
+
+
+def test_other_weights_bring_their_scales(subject):
+    trained = type(subject)(subject.model, subject.about, is_random=False)
+    (row,) = make_rows(["fp8"], trained)
+    assert row_about(row)["scaling"] == "checkpoint" and row.recipe().scales is None
+
+
+def test_layers_to_skip_are_a_rows_own_or_all_rows(subject):
+    names = ["auto", "fp8+unit+skip=0", "fp8+unit"]
+    rows = make_rows(names, subject, skip_layers=["1"])
+    assert [row.recipe().skip_layers for row in rows[1:]] == [("0", "1"), ("1",)]
+    assert row_about(rows[1])["skip_layers"] == "0,1"
+    with pytest.raises(ConfigError, match="layers to skip are for rows in FP8"):
+        make_rows(["auto"], subject, skip_layers=["1"])
+
+
+def test_prompts_may_have_an_implementation_of_their_own(subject):
+    plain, fp8 = make_rows(["auto+prefill=reference", "fp8+unit+skip=0+prefill=mine"], subject)
+    assert plain.recipe() is None
+    assert plain.prefill_impl == row_about(plain)["prefill_impl"] == "reference"
+    assert fp8.recipe().skip_layers == ("0",) and fp8.prefill_impl == "mine"
+    assert "prefill_impl" not in row_about(make_rows(["auto"], subject)[0])
+    with pytest.raises(ConfigError, match="prefill=IMPL.*got 'prefill='"):
+        check_rows(["auto+prefill="])
+
+
+def test_linear_layers_may_be_fp8(subject):
+    names = ["auto", "auto+linear", "fp8+unit+linear", "fp8+linear+head+skip=0"]
+    plain, alone, both, head = make_rows(names, subject)
+    assert "linear" not in row_about(plain) and plain.linear is None
+    assert alone.recipe() == Recipe(linear="fp8") and alone.kv_cache is None
+    assert row_about(alone)["linear"] == str(alone.recipe().linear)
+    assert both.recipe() == Recipe(
+        linear="fp8", kv_cache={"granularity": "tensor", "scaling": "unit"}
+    )
+    assert head.kv_cache.granularity == "head" and head.recipe().skip_layers == ("0",)
+    for name in ("auto+linear+linear", "auto+linear+skip=0", "auto+linear+head"):
+        with pytest.raises(ConfigError, match="expected each word once|auto quantizes nothing"):
+            check_rows([name])
+
+
+def test_weights_in_fp8_are_half_as_many_bytes(subject):
+    rows = make_rows(["auto", "auto+linear"], subject)
+    found = []
+    for row in rows:
+        with open_engine(subject, row, EngineSettings(num_pages=8)) as engine:
+            found.append(engine_about(engine)["weight_bytes"])
+    assert found[0] == subject.about["weight_bytes"]
+    # Two layers of attention and MLP in FP8, and a float32 scale for each output.
+    num_weights = 2 * (16384 + 8192 + 24576)
+    num_outputs = 2 * (128 + 2 * 64 + 64 + 2 * 128 + 64)
+    assert found[1] == found[0] - num_weights + 4 * num_outputs
+
+
+def test_the_implementation_of_prompts_runs_or_raises(subject):
+    settings = EngineSettings(num_pages=8)
+    plain, missing = make_rows(["auto+prefill=reference", "auto+prefill=missing"], subject)
+    with open_engine(subject, plain, settings) as engine:
+        assert {layer.prefill_impl for layer in engine._model.attention} == {"reference"}
+        assert {layer.impl for layer in engine._model.attention} == {None}
+        assert ask(engine, subject.vocab_size)
+    with (
+        open_engine(subject, missing, settings) as engine,
+        pytest.raises(OctavoError, match="missing"),
+    ):
+        ask(engine, subject.vocab_size)
+
+
+def test_a_recipe_s_file_is_a_row(subject, tmp_path):
+    path = tmp_path / "r.json"
+    Recipe(kv_cache={"granularity": "token"}, skip_layers=["0"]).save(path)
+    row, more = make_rows([str(path), f"{path}+skip=1"], subject)
+    assert row_about(row)["granularity"] == "token"
+    assert more.recipe().skip_layers == ("0", "1")
+    Recipe().save(path)
+    (plain, _) = make_rows([str(path), "fp8+unit"], subject, skip_layers=["1"])
+    assert plain.recipe() == Recipe()
+    with pytest.raises(ConfigError, match="skip_layers needs quantized attention or kv_cache"):
+        make_rows([f"{path}+skip=1"], subject)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "fp4", "auto+skip=0", "auto+head", "fp8+", "fp8+head+token", "fp8+token+unit", "fp8+x"],
+)
+def test_names_that_are_no_rows(name):
+    with pytest.raises(
+        ConfigError, match="row .*: (expected|auto quantizes nothing|granularity 'token' and)"
+    ):
+        check_rows([name])
+
+
+def test_rows_differ(subject):
+    with pytest.raises(ConfigError, match="expected different rows"):
+        make_rows(["auto", "auto"], subject)
+    with pytest.raises(ConfigError, match="expected different rows"):
+        make_rows([], subject)
+
+
+def test_a_model_or_a_config():
+    options = {"dtype": "auto", "device": "cpu", "layers": None}
+    for pair in [(None, None), ("model", "tiny")]:
+        with pytest.raises(ConfigError, match="expected a model or a config"):
+            open_subject(*pair, **options)
+    with pytest.raises(ConfigError, match="a number of layers is for random weights"):
+        open_subject("model", None, **{**options, "layers": 1})
+    with pytest.raises(ConfigError, match="expected auto, bfloat16"):
+        open_subject(None, "tiny", **{**options, "dtype": "int8"})
+
+
+def test_the_model_comes_back(subject):
+    before = subject.model.config._attn_implementation
+    (row,) = make_rows(["fp8"], subject)
+    with (
+        pytest.raises(ZeroDivisionError),
+        open_engine(subject, row, EngineSettings(num_pages=4)),
+    ):
+        assert subject.model.config._attn_implementation != before
+        raise ZeroDivisionError
+    assert subject.model.config._attn_implementation == before
