@@ -24,6 +24,7 @@ WITHOUT_TORCH = [
     "octavo.serving.engine.scheduler",
     "octavo.serving.engine.settings",
     "octavo.measure.records",
+    "octavo.measure.rows",
     "octavo.measure.store",
     "octavo.measure.advise.gpus",
     "octavo.measure.report.tables",

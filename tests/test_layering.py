@@ -59,8 +59,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"numerics", "cache", "reference"},
     "measure": set(),
     **dict.fromkeys(TELLERS, TELLERS | SETTINGS),
-    **dict.fromkeys(MEASURERS, LIBRARY | TELLERS | MEASURERS | SETTINGS | {"testing"}),
-    "cli": LIBRARY | TELLERS | MEASURERS | SETTINGS | {"measure", "serving", "octavo"},
+    "measure.rows": SETTINGS,
+    **dict.fromkeys(
+        MEASURERS, LIBRARY | TELLERS | MEASURERS | SETTINGS | {"measure.rows", "testing"}
+    ),
+    "cli": LIBRARY
+    | TELLERS
+    | MEASURERS
+    | SETTINGS
+    | {"measure", "measure.rows", "serving", "octavo"},
     "__main__": {"cli"},
     "octavo": LIBRARY | SETTINGS,  # __init__.py: the public names
 }

@@ -1,0 +1,442 @@
+"""Rows: the one grammar for "a recipe to compare", in every benchmark and evaluation.
+
+    ROW := PLAIN[+WORD]… | WORD[+WORD]… | FILE[+WORD]…
+
+A row is a plain word, which quantizes nothing (`PLAIN`), words that say what is quantized
+(`WORDS`), or the .toml or .json file of a recipe, which words may change. `kv=head,static` and
+`kv=head+kv=static` are the same row; the second form fits into lists with commas. A workload also
+understands its own older words, which a `Dialect` spells out: `fp8+head` of the engine is
+`kv+kv=head`. Whether a combination makes sense is up to `Recipe`.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.recipe import KvCacheSettings, LinearSettings, Recipe
+
+# Words that quantize nothing -> the dtype that they ask for; None is the model's own.
+PLAIN: Mapping[str, str | None] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "auto": None,
+    "baseline": None,
+}
+AFTER_PLAIN = ("linear", "prefill")  # the words that may follow a plain one
+RECIPE_FILES = (".json", ".toml")
+FORMATS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}  # of --kv-cache-dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A word of the grammar.
+
+    recipe_field: the field of the recipe that it sets; None is none. values: what may follow the
+    equals sign, and the settings that it makes; is_single: whether only one of them may. operand:
+    stands for a text of any kind after the equals sign, in `help`.
+    """
+
+    help: str
+    recipe_field: str | None
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_single: bool = False
+    operand: str | None = None
+    is_repeatable: bool = False
+
+    def usage(self, name: str) -> str:
+        """How the word is written, such as "attention[=tensor|head|static]"."""
+        if self.operand is not None:
+            return f"{name}={self.operand}"
+        more = "" if self.is_single else ",…"
+        return f"{name}[={'|'.join(self.values)}{more}]" if self.values else name
+
+
+def _patterns(recipe_field: str, help: str) -> Word:
+    return Word(help=help, recipe_field=recipe_field, operand="PATTERN", is_repeatable=True)
+
+
+_TENSOR, _HEAD = {"granularity": "tensor"}, {"granularity": "head"}
+_STATIC = {"scaling": "static"}
+WORDS: Mapping[str, Word] = {
+    "kv": Word(
+        help="KV cache in FP8. Scales per tensor, head or token; the checkpoint's (static: "
+        "calibrated or of a scale file, unit: 1.0); e4m3 or e5m2. rotate multiplies keys and "
+        "queries by a Hadamard matrix, center takes the calibrated mean off keys",
+        recipe_field="kv_cache",
+        values={
+            "tensor": _TENSOR,
+            "head": _HEAD,
+            "token": {"granularity": "token"},
+            "checkpoint": {"scaling": "checkpoint"},
+            "static": _STATIC,
+            "unit": {"scaling": "unit"},
+            "e4m3": {"format": "e4m3"},
+            "e5m2": {"format": "e5m2"},
+            "rotate": {"rotate_keys": True},
+            "center": {"center_keys": True},
+        },
+    ),
+    "linear": Word(
+        help="linear layers in FP8: weights per channel and activations per token; one scale for "
+        "each (tensor); weights in blocks of 128 × 128 (block); FP8 weights alone (weights); "
+        "static scales of activations (static)",
+        recipe_field="linear",
+        values={
+            "tensor": {"weight": "tensor", "activation": "tensor"},
+            "block": {"weight": "block 128x128"},
+            "weights": {"activation": None},
+            "static": _STATIC,
+        },
+        is_single=True,
+    ),
+    "attention": Word(
+        help="attention of diffusion transformers in FP8, per tensor or head; dynamic or static "
+        "scales",
+        recipe_field="attention",
+        values={"tensor": _TENSOR, "head": _HEAD, "static": _STATIC},
+    ),
+    "vision": Word(
+        help="attention of vision towers in FP8, per tensor or head; dynamic or static scales; "
+        "bf16: the same fused path in BF16",
+        recipe_field="vision_attention",
+        values={"tensor": _TENSOR, "head": _HEAD, "static": _STATIC, "bf16": {"dtype": "bf16"}},
+    ),
+    "text_encoder": Word(
+        help="linear layers of a pipeline's text encoders in FP8", recipe_field="text_encoder"
+    ),
+    "ignore": _patterns("ignored_layers", "linear layers that stay as they are"),
+    "include": _patterns(
+        "included_layers", "linear layers that are quantized although they stay by default"
+    ),
+    "weight_only": _patterns("weight_only_layers", "linear layers with FP8 weights alone"),
+    "skip": _patterns("skip_layers", "attention layers that stay as they are"),
+    "promote": Word(
+        help="tiles between additions to the FP32 sum; none: one-level accumulation",
+        recipe_field="promote_every",
+        operand="TILES",
+    ),
+    "scales": Word(help="scale file for static scales", recipe_field="scales", operand="FILE"),
+    "prefill": Word(
+        help="attention of prompts by this implementation", recipe_field=None, operand="IMPL"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """The older words of a workload, each with what it means in the words of the grammar.
+
+    A word that ends in "=" takes a value, which ends its meaning. plain: further words that
+    quantize nothing. takes: the words of the grammar that the workload can run; () is all.
+    """
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    plain: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every word by its name, with how it is written."""
+        own = {word.partition("=")[0]: word for word in self.words}
+        known = {n: w.usage(n) for n, w in WORDS.items() if not self.takes or n in self.takes}
+        return {**{word: word for word in (*PLAIN, *self.plain)}, **own, **known}
+
+
+CANONICAL = Dialect()
+_LINEAR_PATTERNS = ("ignore", "include", "weight_only")
+ENGINE = Dialect(
+    words={
+        "fp8": "kv",
+        "fp8_e4m3": "kv=e4m3",
+        "fp8_e5m2": "kv=e5m2",
+        "head": "kv=head",
+        "token": "kv=token",
+        "unit": "kv=unit",
+    }
+)
+LANGUAGE = Dialect(  # perplexity, needles, MRCR, choice and math
+    words={
+        "unit": "kv=unit",
+        "tensor": "kv=tensor,static",
+        "head": "kv=head,static",
+        "token": "kv=token",
+        "rotate": "kv=rotate",
+        "center": "kv=center",
+    }
+)
+IMAGES = Dialect(
+    words={
+        "fp8": "linear",
+        "tensor": "linear=tensor",
+        "block": "linear=block",
+        "weights": "linear=weights",
+        "static=": "linear=static+scales=",
+    }
+)
+DIFFUSION = Dialect(
+    words={
+        "modulation": "weight_only=modulation",
+        "linear-block": "linear=block",
+        "linear-static": "linear=static",
+        "attention-static": "attention=static",
+    },
+    plain=("bf16-faster",),
+    takes=("linear", "attention", *_LINEAR_PATTERNS, "skip", "promote", "scales"),
+)
+VISION = Dialect(  # ChartQA and whole vision towers
+    words={"dynamic": "vision", "static": "vision=static", "fused-bf16": "vision=bf16"},
+    takes=("vision", "linear", *_LINEAR_PATTERNS, "skip", "promote", "scales"),
+)
+GENERATE = Dialect(
+    words={
+        "fp8": "kv=tensor,static",
+        "fp8-head": "kv=head,static",
+        "fp8-unit": "kv=unit",
+        "fp8-token": "kv=token",
+    },
+    plain=("stock",),
+    takes=("kv",),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe to compare, by the name that was asked for.
+
+    fields: those of the recipe; without any, nothing is quantized. prefill_impl: attention of
+    prompts by this implementation. digest: of the file that the recipe came from, if it did.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    prefill_impl: str | None = None
+    digest: str | None = None
+
+    @staticmethod
+    def of(name: str, recipe: Recipe | None) -> "Row":
+        """The row of a recipe; None quantizes nothing."""
+        return Row(name, {} if recipe is None else dict(recipe))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row leaves the model as it is."""
+        return not self.fields
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether the row takes scales, or the means of keys, that it does not have yet."""
+        return not self.is_plain and _is_static(self.fields) and self.fields.get("scales") is None
+
+    @property
+    def kv_cache(self) -> KvCacheSettings | None:
+        """What the row says of the KV cache."""
+        return KvCacheSettings.read(self.fields.get("kv_cache"))
+
+    @property
+    def linear(self) -> LinearSettings | None:
+        """What the row says of linear layers."""
+        return LinearSettings.read(self.fields.get("linear"))
+
+    def recipe(self, scales: object = None) -> Recipe | None:
+        """The recipe; None of a plain row. scales: those that the row still needs, if it does."""
+        if self.is_plain:
+            return None
+        own = {"scales": scales} if scales is not None and self.needs_scales else {}
+        with _named(self.name):
+            return Recipe(**{**self.fields, **own})
+
+    def using(self, recipe: Recipe) -> "Row":
+        """This row with another recipe, such as its own with scales."""
+        return replace(self, fields=dict(recipe))
+
+    def skipping(self, patterns: Sequence[str]) -> "Row":
+        """This row with more attention layers left as they are, where its KV cache is in FP8."""
+        if self.kv_cache is None or not patterns:
+            return self
+        skipped = [*self.fields.get("skip_layers", ()), *patterns]
+        return replace(self, fields={**self.fields, "skip_layers": skipped})
+
+
+def parse_rows(
+    texts: Sequence[str], dialect: Dialect = CANONICAL, *, kv_cache_dtype: str = "fp8"
+) -> list[Row]:
+    """The rows of these texts, one or more, all different; see `parse_row`."""
+    if not texts or len(set(texts)) != len(texts):
+        raise ConfigError(f"expected different rows, got {list(texts)}")
+    return [parse_row(text, dialect, kv_cache_dtype=kv_cache_dtype) for text in texts]
+
+
+def parse_row(text: str, dialect: Dialect = CANONICAL, *, kv_cache_dtype: str = "fp8") -> Row:
+    """The row of a text, which becomes its name; ConfigError says which words there are.
+
+    kv_cache_dtype: the format of a KV cache in FP8 where the text does not say it.
+    """
+    if kv_cache_dtype not in FORMATS:
+        raise ConfigError(
+            f"expected a KV cache dtype, one of {', '.join(FORMATS)}, got {kv_cache_dtype!r}"
+        )
+    with _named(text):
+        first, *more = words = _split(text, dialect)
+        is_known = first.partition("=")[0] in dialect.names
+        is_file = not is_known and first.endswith(RECIPE_FILES)
+        is_plain = first in (*PLAIN, *dialect.plain)
+        said = _read(more if is_file or is_plain else words, dialect)
+        if is_plain and (extra := [name for name, _ in said if name not in AFTER_PLAIN]):
+            raise ConfigError(f"{first} quantizes nothing: {', '.join(extra)} cannot follow it")
+        fields: dict[str, Any] = dict(Recipe.load(first)) if is_file else {}
+        for name in dict.fromkeys(name for name, _ in said):
+            word = WORDS[name]
+            found = _value(name, [value for own, value in said if own == name])
+            if word.is_repeatable:
+                found = [*fields.get(str(word.recipe_field), ()), *found]
+            elif name == "kv":
+                before = KvCacheSettings.read(fields.get("kv_cache"))
+                default = {"format": FORMATS[kv_cache_dtype]} if before is None else before
+                found = {**dict(default), **found}
+            if word.recipe_field is not None:
+                fields[word.recipe_field] = found
+        prefill = dict(said).get("prefill")
+        digest = hashlib.sha256(Path(first).read_bytes()).hexdigest()[:12] if is_file else None
+        _check(fields)
+        return Row(text, fields, prefill, digest)
+
+
+def plain_row(dtype: str) -> str:
+    """The plain word for a model in this dtype, such as "bf16" for "bfloat16"."""
+    found = [word for word, own in PLAIN.items() if own == dtype]
+    if not found:
+        known = ", ".join(own for own in PLAIN.values() if own)
+        raise ConfigError(f"expected a dtype, one of {known}, got {dtype!r}")
+    return found[0]
+
+
+def describe_words(dialect: Dialect) -> str:
+    """How a workload's rows are written, for the help of a flag."""
+    own = [f"{word.rstrip('=')} ({meaning})" for word, meaning in dialect.words.items()]
+    usages = [usage for name, usage in dialect.names.items() if name in WORDS]
+    plain = ", ".join((*PLAIN, *dialect.plain))
+    return (
+        f"a plain word ({plain}), WORD[+WORD]… or a recipe's .toml or .json file. Words: "
+        f"{', '.join([*own, *usages])}"
+    )
+
+
+def reference() -> str:
+    """The grammar as Markdown tables, for the documentation."""
+    lines = ["| word | meaning |", "| --- | --- |"]
+    lines += [f"| {_code(word)} | nothing is quantized |" for word in PLAIN]
+    lines += [f"| {_code(word.usage(name))} | {word.help} |" for name, word in WORDS.items()]
+    titles = {
+        "octavo bench latency, throughput and sweep": ENGINE,
+        "octavo eval perplexity, needle, mrcr, choice and math": LANGUAGE,
+        "octavo eval images": IMAGES,
+        "octavo bench diffusion": DIFFUSION,
+        "octavo eval chartqa, octavo bench encoder": VISION,
+        "octavo bench generate": GENERATE,
+    }
+    for title, dialect in titles.items():
+        lines += ["", f"| older word of {title} | the same as |", "| --- | --- |"]
+        for word, meaning in dialect.words.items():
+            value = "FILE" if word.endswith("=") else ""
+            lines.append(f"| {_code(word + value)} | {_code(meaning + value)} |")
+        lines += [f"| {_code(word)} | nothing is quantized |" for word in dialect.plain]
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def _split(text: str, dialect: Dialect) -> list[str]:
+    """The words of a text. A plus inside a path or a pattern belongs to it unless a word follows.
+
+    After `.`, `)`, `]` or a class such as `\\w` a plus repeats what is before it in a pattern.
+    """
+    names = "|".join(map(re.escape, sorted(dialect.names, key=len, reverse=True)))
+    return re.split(rf"(?<![.)\]])(?<!\\[dswDSW])\+(?=(?:{names})(?:[=+]|$))", text)
+
+
+def _read(words: Sequence[str], dialect: Dialect) -> list[tuple[str, str]]:
+    """The words of the grammar that these mean, each with its value, "" where it has none."""
+    found: list[tuple[str, str]] = []
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        usage = dialect.names.get(name)
+        takes_value = usage is not None and "=" in usage
+        must = usage is not None and "[" not in usage and takes_value
+        is_plain = name in (*PLAIN, *dialect.plain)
+        if usage is None or is_plain or bool(equals) != bool(value) or (must and not value):
+            known = ", ".join(dialect.names.values())
+            raise ConfigError(f"expected words out of {known}; got {word!r}")
+        if value and not takes_value:
+            raise ConfigError(f"expected {name} without a value, got {word}")
+        if word in words[:i] and not (name in WORDS and WORDS[name].is_repeatable):
+            raise ConfigError(f"expected each word once, got {word} {words.count(word)} times")
+        meaning = dialect.words.get(name, dialect.words.get(f"{name}="))
+        parts = [word] if meaning is None else (meaning + value).split("+", meaning.count("+"))
+        found += [(own, its) for own, _, its in (part.partition("=") for part in parts)]
+    return found
+
+
+def _value(name: str, values: Sequence[str]) -> Any:
+    """What a recipe's field gets of a word that was said with these values."""
+    word = WORDS[name]
+    if word.is_repeatable:
+        return list(values)
+    if word.operand is not None:
+        if len(values) > 1:
+            raise ConfigError(f"expected {name} once, got {' and '.join(values)}")
+        return _tiles(values[0]) if name == "promote" else values[0]
+    settings: dict[str, Any] = {}
+    said: dict[str, str] = {}  # which value made which setting
+    for value in (part for text in values for part in text.split(",") if text):
+        if value not in word.values:
+            known = ", ".join(word.values)
+            raise ConfigError(f"expected values of {name} out of {known}; got {value!r}")
+        made = word.values[value]
+        for setting in ("all",) if word.is_single else made:
+            if said.setdefault(setting, value) != value:
+                raise ConfigError(
+                    f"expected one value of {name}, got {said[setting]} and {value}: they exclude "
+                    "each other"
+                )
+        settings |= made
+    return settings or ({} if name == "kv" else "fp8")
+
+
+def _tiles(text: str) -> int | None:
+    if text == "none":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"expected promote=none or a number of tiles, got {text!r}")
+    return int(text)
+
+
+def _is_static(fields: Mapping[str, Any]) -> bool:
+    """Whether a recipe of these fields takes scales."""
+    one = {"layer": {"q": 1.0, "k": 1.0, "v": 1.0}}
+    try:
+        return Recipe(**{**fields, "scales": one}).is_static
+    except ConfigError:
+        return False
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError if no recipe has these fields, with or without scales to come."""
+    if not _is_static(fields):
+        Recipe(**fields)
+
+
+@contextmanager
+def _named(text: str) -> Iterator[None]:
+    """Let errors say which row they are about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"row {text}: {error}") from None
