@@ -56,9 +56,8 @@ from octavo.integrations.transformers.chart_reader_training import (
 )
 from octavo.measure import store
 from octavo.measure.evaluate.chart_drawing import Place, draw_with_places
-from octavo.measure.evaluate.chartqa import RecipeRow, evaluate
+from octavo.measure.evaluate.chartqa import evaluate, relaxed_accuracy
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
-from octavo.measure.evaluate.chartqa_scores import relaxed_accuracy
 from octavo.measure.evaluate.charts import (
     KINDS,
     SIZES,
@@ -70,6 +69,7 @@ from octavo.measure.evaluate.charts import (
     vocabulary,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.rows import Row
 
 Reading = tuple[Tensor, ...]  # images, ids, labels, segments, places
 
@@ -438,7 +438,7 @@ def finish(settings: Settings, reader: ChartReader) -> Measurement:
     loaded = load_chart_reader(settings.output).to(settings.device)
     loaded.name = "chart reader"  # as it is called where it is shipped
     questions = generated_questions(settings.final_questions)
-    rows = [RecipeRow("bf16", None)]
+    rows = [Row("bf16")]
     command = "python scripts/train_chart_reader.py"
     record = evaluate(loaded, questions, rows, data="generated", command=command)[0]
     record = replace(record, values={**record.values, "weights_bytes": size})

@@ -57,9 +57,9 @@ def test_a_scale_file_and_data_of_ones_own(capsys, model, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--recipe", "int8"), "bf16, dynamic, static, got ['int8']"),
+        (("--recipe", "int8"), "row int8: expected words out of bf16,"),
         (("--recipe", "bf16", "--recipe", "bf16"), "expected different rows"),
-        (("--recipe", "bf16", "--scales", "s.json"), "--scales is for the row static"),
+        (("--recipe", "bf16", "--scales", "s.json"), "--scales is for rows with static scales"),
         (("--data", "questions.csv"), "questions.csv"),
         (("--scales", "nowhere.json"), "nowhere.json"),
         (("-o", "no/such/folder.jsonl"), "existing folder"),

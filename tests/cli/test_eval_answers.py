@@ -18,8 +18,10 @@ from text_models import make_decoder, save_decoder  # noqa: E402
 
 from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.measure import store  # noqa: E402
-from octavo.measure.evaluate.choice_data import generated_choice_questions  # noqa: E402
-from octavo.measure.evaluate.math_data import generated_math_questions  # noqa: E402
+from octavo.measure.evaluate.task_data import (  # noqa: E402
+    generated_choice_questions,
+    generated_math_questions,
+)
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -144,7 +146,7 @@ def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
         (("m", "--recipe", "unit", "--scales", "s.json"), "which are not asked for"),
         (("m", "--resume"), "--resume goes on with the file of --answers"),
         (("m", "-o", "no/where.jsonl"), "expected an existing folder"),
-        (("m", "--recipe", "best"), "expected a row, one of"),
+        (("m", "--recipe", "best"), "row best: expected words out of"),
         (("m", "--data", __file__), "a file of .csv"),
         (("m", "--checker", "sympy"), "expected --checker"),
         (

@@ -25,7 +25,7 @@ from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales  # noqa: E402
 from octavo.layers.linear import Fp8Linear  # noqa: E402
 from octavo.measure import store  # noqa: E402
-from octavo.measure.evaluate.answer_file import AnswerFile  # noqa: E402
+from octavo.measure.evaluate.answers import AnswerFile  # noqa: E402
 from octavo.measure.evaluate.endpoint import Client, Reply  # noqa: E402
 from octavo.measure.records import Machine, Measurement  # noqa: E402
 from octavo.testing.asserts import assert_same_bits  # noqa: E402

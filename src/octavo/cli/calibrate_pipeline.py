@@ -187,7 +187,7 @@ def calibrate_pipeline(request: PipelineRequest, settings: "CalibrationSettings"
 def scan_layers(request: PipelineRequest) -> None:
     """Print which layers matter and which to ignore; write records if asked."""
     from octavo.integrations.diffusers.sensitivity import Scan
-    from octavo.measure.evaluate.sensitivity import sensitivity_records
+    from octavo.measure.evaluate.calibration import sensitivity_records
     from octavo.measure.report.sensitivity import sensitivity_table
     from octavo.measure.store import append
 

@@ -148,9 +148,9 @@ def _count_memory(
 
 
 def _check_kv(model: str, data: Path | None, num_tokens: int, kv_cache_dtype: KvCacheDtype) -> bool:
+    from octavo.demo.story import sample_text
     from octavo.integrations.transformers.text_model import load_text_model, read_text
     from octavo.measure.advise import kv_check
-    from octavo.measure.evaluate.demo import sample_text
 
     text = sample_text() if data is None else read_text(data)
     with err.status("loading the model"):

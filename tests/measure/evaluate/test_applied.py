@@ -15,11 +15,14 @@ from octavo import Recipe  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
 from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.measure.evaluate import mrcr, needle, perplexity  # noqa: E402
-from octavo.measure.evaluate.applied import applied  # noqa: E402
-from octavo.measure.evaluate.perplexity_rows import RecipeRow  # noqa: E402
+from octavo.measure.evaluate import perplexity  # noqa: E402
+from octavo.measure.evaluate.language import (  # noqa: E402
+    LanguageRequest,
+    applied,
+    local_participants,
+)
 from octavo.measure.evaluate.reading import Reading  # noqa: E402
-from octavo.measure.records import Machine  # noqa: E402
+from octavo.measure.rows import Row  # noqa: E402
 
 CACHE = Recipe(kv_cache={"scaling": "unit"})
 RECIPES = {
@@ -55,20 +58,22 @@ def test_the_model_is_left_as_it_was(recipe):
 def test_rows_with_fp8_linear_layers_are_evaluated():
     text_model = TextModel("a", make_decoder("llama"), None)
     before = logits(text_model.model)
-    rows = [RecipeRow("plain", None), RecipeRow("linear", RECIPES["linear"])]
-    rows.append(RecipeRow("both", RECIPES["both"]))
+    rows = [Row.of("plain", None), Row.of("linear", RECIPES["linear"])]
+    rows.append(Row.of("both", RECIPES["both"]))
     windows, reading = [PROMPT[0]], Reading(chunk=10)
     found = perplexity.evaluate(text_model, windows, rows, reading, data="x", command="c")
     assert len({record.values["perplexity"] for record in found}) == 3
-    for make in (needle.local_row, mrcr.local_row):
-        row = make(
-            TextModel("a", text_model.model, _Words()),
-            rows[1],
-            chunk=32,
-            machine=Machine.current(),
-        )
-        with row.answer():
-            pass
+    request = LanguageRequest(rows=("baseline", "linear+ignore=mlp"))
+    named = TextModel("a", text_model.model, _Words())
+
+    def count(own, item):
+        return sum(isinstance(part, Fp8Linear) for part in own.model.modules()) > 0
+
+    found = []
+    for row in local_participants(request, named, {}, count, calibration=None):
+        with row.open() as ask:
+            found += ask(["x"])
+    assert found == [False, True]
     assert torch.equal(logits(text_model.model), before)
 
 

@@ -10,16 +10,16 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.evaluate import chartqa
 from octavo.measure.evaluate.chartqa import (
-    RecipeRow,
     calibration_scales,
+    chart_rows,
     chartqa_table,
     evaluate,
     load_reader,
-    recipe_rows,
 )
 from octavo.measure.evaluate.chartqa_data import Question, generated_questions
 from octavo.measure.evaluate.charts import vocabulary
 from octavo.measure.report.labels import format_column
+from octavo.measure.rows import Row
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -52,7 +52,7 @@ def scripted_rows(monkeypatch, num_wrong, right=str):
     monkeypatch.setattr(chartqa, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
     monkeypatch.setattr(chartqa, "restore_", lambda model: setattr(reader, "is_fp8", False))
     questions = [Question(None, str(i), (right(i),)) for i in range(400)]
-    rows = [RecipeRow("bf16", None), RecipeRow("fp8", Recipe(vision_attention="fp8"))]
+    rows = [Row.of("bf16", None), Row.of("fp8", Recipe(vision_attention="fp8"))]
     steps = []
     records = evaluate(
         reader, questions, rows, data="d", command="c", batch_size=150, on_step=steps.append
@@ -91,7 +91,7 @@ def test_nothing_is_recovered_of_nothing(monkeypatch):
 def test_evaluate_with_random_weights(reader):
     questions = generated_questions(4)
     scales = calibration_scales(reader, num_images=3, batch_size=2)
-    rows = recipe_rows(["bf16", "dynamic", "static"], scales)
+    rows = chart_rows(["bf16", "dynamic", "static"], scales)
     before = {name: tensor.clone() for name, tensor in reader.model.state_dict().items()}
     records = evaluate(reader, questions, rows, data="generated", command="test", batch_size=3)
     assert [r.case["recipe"] for r in records] == ["bf16", "fp8 dynamic", "fp8 static"]
@@ -137,22 +137,37 @@ def calibrate_on(reader, questions):
 def test_the_model_is_restored_after_an_error(reader):
     broken = [Question(SimpleNamespace(size=(0, 0)), "How many bars are there?", ("3",))]
     with pytest.raises(ConfigError, match="0 × 0"):
-        evaluate(reader, broken, recipe_rows(["dynamic"], None), data="d", command="c")
+        evaluate(reader, broken, chart_rows(["dynamic"], None), data="d", command="c")
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())
 
 
 def test_rows_that_cannot_be():
     scales = ScaleSet({"visual.blocks.0.attn.attn": LayerScales(0.1, 0.1, 0.1)})
-    assert recipe_rows(["static"], scales)[0].recipe.is_static
-    with pytest.raises(ConfigError, match="expected scales for the row static"):
-        recipe_rows(["static"], None)
-    for names in ([], ["bf16", "bf16"], ["int8"]):
-        with pytest.raises(ConfigError, match="bf16, dynamic, static"):
-            recipe_rows(names, None)
+    assert chart_rows(["static"], scales)[0].recipe().is_static
+    with pytest.raises(ConfigError, match="row fp8 static: .*needs scales, got none"):
+        chart_rows(["static"], None)[0].recipe()
+    for names, message in (
+        ([], "expected different rows"),
+        (["bf16", "bf16"], "expected different rows"),
+        (["int8"], "bf16, .*dynamic, static"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            chart_rows(names, None)
+
+
+def test_rows_of_the_grammar_and_of_files(tmp_path):
+    Recipe(vision_attention={"granularity": "head"}).save(tmp_path / "r.toml")
+    rows = chart_rows(["bf16", "vision=head", str(tmp_path / "r.toml"), "fused-bf16"])
+    assert [row.name for row in rows] == ["bf16", "vision=head", f"{tmp_path}/r.toml",
+                                          "fp8 fused-bf16"]  # fmt: skip
+    assert rows[1].recipe() == rows[2].recipe()
+    Recipe(linear="fp8").save(tmp_path / "r.toml")
+    with pytest.raises(ConfigError, match="expected vision attention, got linear layers"):
+        chart_rows([str(tmp_path / "r.toml")])
 
 
 def test_nothing_to_evaluate(reader):
-    rows = recipe_rows(["bf16"], None)
+    rows = chart_rows(["bf16"], None)
     with pytest.raises(ConfigError, match="got none"):
         evaluate(reader, [], rows, data="d", command="c")
     with pytest.raises(ConfigError, match="batch size"):

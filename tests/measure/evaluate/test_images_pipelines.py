@@ -10,8 +10,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "diffusers")
 
 from tiny_pipelines import FAMILIES, load_pipeline, write_pipeline  # noqa: E402
 
-from octavo.measure.evaluate.image_rows import parse_rows  # noqa: E402
-from octavo.measure.evaluate.images import ImageJob, evaluate, images_table  # noqa: E402
+from octavo.measure.evaluate.images import (  # noqa: E402
+    ImageJob,
+    evaluate,
+    images_table,
+    parse_image_rows,
+)
 
 pytestmark = pytest.mark.slow
 # FLUX.2-klein must be told, by a tuple, which layers of its small text encoder to read.
@@ -22,7 +26,7 @@ OTHERS = [name for name in FAMILIES if name != "flux2_klein"]
 def test_a_pipeline_is_compared_with_itself_in_fp8(family, tmp_path):
     write_pipeline(family, tmp_path)
     attention = "fp8+attention" + ("" if family == "cosmos3" else "+text_encoder")
-    rows = parse_rows(["bf16", "fp8", attention], "bfloat16")
+    rows = parse_image_rows(["bf16", "fp8", attention], "bfloat16")
     job = ImageJob(
         model=family,
         dtype="bfloat16",
