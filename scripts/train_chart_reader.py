@@ -35,6 +35,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from octavo.atomic import write_atomically
+from octavo.demo.chart_drawing import Place, draw_with_places, generated_questions
+from octavo.demo.charts import (
+    KINDS,
+    SIZES,
+    Chart,
+    description,
+    make_chart,
+    make_questions,
+    practice,
+    vocabulary,
+)
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.chart_reader import (
     END,
@@ -55,19 +66,8 @@ from octavo.integrations.transformers.chart_reader_training import (
     equal_images,
 )
 from octavo.measure import store
-from octavo.measure.evaluate.chart_drawing import Place, draw_with_places
 from octavo.measure.evaluate.chartqa import evaluate, relaxed_accuracy
-from octavo.measure.evaluate.chartqa_data import Question, generated_questions
-from octavo.measure.evaluate.charts import (
-    KINDS,
-    SIZES,
-    Chart,
-    description,
-    make_chart,
-    make_questions,
-    practice,
-    vocabulary,
-)
+from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.rows import Row
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.calibration.scale_file import load_scales
-from octavo.demo.charts import (
+from octavo.demo.chart_story import (
     GAP,
     LINE,
     WIDTH,
@@ -15,12 +15,12 @@ from octavo.demo.charts import (
     draw_chart_sheet,
     noisy_charts,
 )
+from octavo.demo.charts import vocabulary
 from octavo.demo.stage import Sizes, one_thread
 from octavo.errors import ConfigError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure import store
 from octavo.measure.evaluate.chartqa_data import Question
-from octavo.measure.evaluate.charts import vocabulary
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")

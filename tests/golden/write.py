@@ -25,8 +25,8 @@ from octavo.calibration.state import StateFile
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.diffusers import OctavoDiffusersConfig
 from octavo.measure import store
-from octavo.measure.evaluate.task_data import generated_choice_questions
 from octavo.measure.evaluate.endpoint import Client
+from octavo.measure.evaluate.task_data import generated_choice_questions
 from octavo.measure.records import Machine, Measurement
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from octavo.calibration.scale_file import ScaleSet
     from octavo.measure.evaluate.chartqa import Reader
 
+NUM_CALIBRATION_IMAGES = 128
 app = typer.Typer(add_completion=False, help="Measure quality: BF16 beside FP8, on the same data.")
 
 
@@ -77,6 +78,7 @@ def chartqa(
     need("octavo eval chartqa", "transformers", "PIL")
     from rich.progress import Progress
 
+    from octavo.demo.chart_drawing import generated_questions
     from octavo.errors import ConfigError
     from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.kernels.device import default_device
@@ -90,7 +92,7 @@ def chartqa(
         raise ConfigError("--scales is for rows with static scales, which are not asked for")
     records = Records.of_file(output)
     reader = task.load_reader(model, default_device().torch_device, prompts)
-    questions = load_questions(asked.data, asked.num_questions)
+    questions = load_questions(asked.data, asked.num_questions, generated_questions)
     flags = {"--data": asked.data, "--num-questions": asked.num_questions}
     flags |= {"--recipe": names, "--scales": asked.scales}
     with Progress(console=err) as progress:
@@ -114,14 +116,18 @@ def chartqa(
 def _scales(reader: "Reader", path: Path | None, progress: "Progress") -> "ScaleSet":
     """The scales of a file, or those that other charts ask for."""
     from octavo.calibration.scale_file import load_scales
+    from octavo.demo.chart_drawing import generated_questions
     from octavo.measure.evaluate import chartqa as task
 
     if path is not None:
         return load_scales(path)
-    num_images = task.NUM_CALIBRATION_IMAGES
-    bar = progress.add_task("calibrating", total=num_images)
+    questions = generated_questions(4 * NUM_CALIBRATION_IMAGES, "noisy")[::4]
+    bar = progress.add_task("calibrating", total=len(questions))
     return task.calibration_scales(
-        reader, num_images=num_images, on_step=lambda count: progress.advance(bar, count)
+        reader,
+        questions,
+        data="generated noisy charts",
+        on_step=lambda count: progress.advance(bar, count),
     )
 
 

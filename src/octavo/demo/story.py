@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from octavo.demo.charts import IMAGE, SCALES, ChartDemo
+from octavo.demo.chart_story import IMAGE, SCALES, ChartDemo
 from octavo.demo.language import TEXT, LanguageDemo
 from octavo.demo.stage import Sizes, Stage, one_thread
 from octavo.integrations.transformers.chart_reader import load_chart_reader

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo import LayerScales, Recipe, ScaleSet
+from octavo.demo.charts import vocabulary
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.evaluate import chartqa
@@ -16,13 +17,13 @@ from octavo.measure.evaluate.chartqa import (
     evaluate,
     load_reader,
 )
-from octavo.measure.evaluate.chartqa_data import Question, generated_questions
-from octavo.measure.evaluate.charts import vocabulary
+from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.report.labels import format_column
 from octavo.measure.rows import Row
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
+from octavo.demo.chart_drawing import generated_questions
 from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
@@ -31,6 +32,10 @@ pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 @pytest.fixture(scope="module")
 def reader():
     return make_chart_reader(vocabulary(), seed=1)
+
+
+def noisy(num_images):
+    return generated_questions(4 * num_images, "noisy")[::4]
 
 
 class Scripted:
@@ -90,7 +95,7 @@ def test_nothing_is_recovered_of_nothing(monkeypatch):
 
 def test_evaluate_with_random_weights(reader):
     questions = generated_questions(4)
-    scales = calibration_scales(reader, num_images=3, batch_size=2)
+    scales = calibration_scales(reader, noisy(3), data="noisy", batch_size=2)
     rows = chart_rows(["bf16", "dynamic", "static"], scales)
     before = {name: tensor.clone() for name, tensor in reader.model.state_dict().items()}
     records = evaluate(reader, questions, rows, data="generated", command="test", batch_size=3)
@@ -104,7 +109,7 @@ def test_evaluate_with_random_weights(reader):
 
 
 def test_calibration_keeps_the_largest_of_all_batches(reader):
-    scales = calibration_scales(reader, num_images=2, margin=1.0, batch_size=1)
+    scales = calibration_scales(reader, noisy(2), data="noisy", margin=1.0, batch_size=1)
     assert list(scales.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(6)]
     singles = [
         calibrate_on(reader, generated_questions(8, "noisy")[index : index + 1]) for index in (0, 4)
@@ -114,7 +119,7 @@ def test_calibration_keeps_the_largest_of_all_batches(reader):
             expected = max(float(getattr(single[name], key)) for single in singles)
             # Layers see what the rounding of those before them left, and that has a history.
             assert getattr(layer, key) == pytest.approx(expected, rel=1e-3)
-    wider = calibration_scales(reader, num_images=2, batch_size=1)
+    wider = calibration_scales(reader, noisy(2), data="noisy", batch_size=1)
     first = "visual.blocks.0.attn.attn"
     assert wider.layer(first).q == pytest.approx(1.5 * scales.layer(first).q)
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())
@@ -175,7 +180,7 @@ def test_nothing_to_evaluate(reader):
     with pytest.raises(ConfigError, match="different names"):
         evaluate(reader, generated_questions(1), [*rows, *rows], data="d", command="c")
     with pytest.raises(ConfigError, match="one image or more"):
-        calibration_scales(reader, num_images=0)
+        calibration_scales(reader, [], data="noisy")
 
 
 def test_a_reader_from_a_folder(reader, tmp_path):

@@ -7,10 +7,10 @@ import torch
 
 from octavo.measure import store
 from octavo.measure.evaluate.chartqa import chart_rows, evaluate, load_reader
-from octavo.measure.evaluate.chartqa_data import generated_questions
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
+from octavo.demo.chart_drawing import generated_questions
 from octavo.integrations.transformers.calibrate import load_image_model
 from octavo.integrations.transformers.chart_reader import FOLDER, WEIGHTS, is_chart_reader
 from octavo.integrations.transformers.vision_language import open_vision_language

@@ -18,10 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_server import listening  # noqa: E402
 
+from octavo.demo.chart_drawing import draw_chart, generated_questions  # noqa: E402
+from octavo.demo.charts import make_chart  # noqa: E402
 from octavo.integrations.transformers.chart_reader import load_chart_reader  # noqa: E402
-from octavo.measure.evaluate.chart_drawing import draw_chart  # noqa: E402
-from octavo.measure.evaluate.chartqa_data import generated_questions  # noqa: E402
-from octavo.measure.evaluate.charts import make_chart  # noqa: E402
 from octavo.recipe import Recipe  # noqa: E402
 from octavo.serving.engine.engine import load_engine  # noqa: E402
 from octavo.serving.engine.settings import EngineSettings  # noqa: E402

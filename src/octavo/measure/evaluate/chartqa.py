@@ -27,7 +27,7 @@ from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
-from octavo.measure.evaluate.chartqa_data import Question, generated_questions
+from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.evaluate.language import machine_of
 from octavo.measure.evaluate.statistics import paired_difference
 from octavo.measure.records import Measurement
@@ -38,7 +38,6 @@ from octavo.numerics.qkv import QkvScales
 from octavo.recipe import Recipe
 
 BATCH_SIZE = 16
-NUM_CALIBRATION_IMAGES = 128
 ROWS = ("bf16", "dynamic", "static")
 TOLERANCE = 0.05
 HEADER = (
@@ -186,19 +185,19 @@ def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
 
 def calibration_scales(
     reader: Reader,
+    questions: Sequence[Question],
     *,
-    num_images: int = NUM_CALIBRATION_IMAGES,
+    data: str,
     margin: float = 1.5,
     batch_size: int = BATCH_SIZE,
     on_step: Step = lambda num_questions: None,
 ) -> ScaleSet:
-    """Static scales of a reader's tower, from charts of the noisy distribution.
+    """Static scales of a reader's tower, by questions that are not measured; data: their name.
 
     Dynamic scales follow the last 16 passes only, so the largest of all batches is kept.
     """
-    if num_images < 1:
-        raise ConfigError(f"expected one image or more, got {num_images}")
-    questions = generated_questions(4 * num_images, "noisy")[::4]
+    if not questions:
+        raise ConfigError("expected one image or more to calibrate on, got none")
     apply_(reader.model, Recipe(vision_attention="fp8"))
     largest: dict[str, QkvScales] = {}
     try:
@@ -209,9 +208,7 @@ def calibration_scales(
             on_step(len(batch))
     finally:
         restore_(reader.model)
-    header = ScaleHeader(
-        model=reader.name, data="generated noisy charts", observer="amax", margin=margin
-    )
+    header = ScaleHeader(model=reader.name, data=data, observer="amax", margin=margin)
     layers = {name: LayerScales(*map(float, (s.q, s.k, s.v))) for name, s in largest.items()}
     return ScaleSet(layers, header)
 

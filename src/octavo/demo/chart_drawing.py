@@ -1,4 +1,4 @@
-"""Charts as pictures, drawn with pillow at twice their size and reduced.
+"""Charts as images, drawn with pillow at twice their size and reduced, and questions about them.
 
 Every value is printed where it is shown: a small model reads numbers more easily than heights.
 """
@@ -11,11 +11,13 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from octavo.demo.charts import COLORS, Chart, Distribution, Rgb, make_chart, make_questions
 from octavo.errors import UnsupportedError
-from octavo.measure.evaluate.charts import COLORS, Chart, Rgb
+from octavo.measure.evaluate.chartqa_data import Question
 
 UP = 2  # drawn larger by this, then reduced: smooth edges
 GRID: Rgb = (215, 215, 215)
+QUESTIONS_PER_CHART = 4
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class Place:
 
 
 def draw_chart(chart: Chart) -> Image.Image:
-    """The picture of a chart, RGB, of its style's size."""
+    """The image of a chart, RGB, of its style's size."""
     return draw_with_places(chart)[0]
 
 
 def draw_with_places(chart: Chart) -> tuple[Image.Image, list[Place]]:
-    """The picture of a chart, and where its labels, series and values are written."""
+    """The image of a chart, and where its labels, series and values are written."""
     style = chart.style
     image = Image.new("RGB", (style.width * UP, style.height * UP), style.background)
     if style.is_noisy:
@@ -55,6 +57,19 @@ def draw_with_places(chart: Chart) -> tuple[Image.Image, list[Place]]:
         case "pie":
             pen.pie()
     return image.reduce(UP), pen.places
+
+
+def generated_questions(
+    num_questions: int, distribution: Distribution = "plain", first_seed: int = 0
+) -> list[Question]:
+    """Questions about charts of consecutive seeds, four about each; training uses other seeds."""
+    found: list[Question] = []
+    for seed in range(first_seed, first_seed + -(-num_questions // QUESTIONS_PER_CHART)):
+        chart = make_chart(seed, distribution)
+        image = draw_chart(chart)
+        asked = make_questions(chart, seed, QUESTIONS_PER_CHART)
+        found += [Question(image, question.text, (question.answer,)) for question in asked]
+    return found[:num_questions]
 
 
 @cache

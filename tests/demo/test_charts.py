@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from octavo.errors import ConfigError
-from octavo.measure.evaluate.charts import (
+from octavo.demo.charts import (
     COLORS,
     KINDS,
     SIZES,
@@ -20,9 +19,10 @@ from octavo.measure.evaluate.charts import (
     practice,
     vocabulary,
 )
+from octavo.errors import ConfigError
 
 pytest.importorskip("PIL")
-from octavo.measure.evaluate.chart_drawing import draw_chart
+from octavo.demo.chart_drawing import draw_chart
 
 SEEDS = range(200)
 
