@@ -25,6 +25,7 @@ WITHOUT_TORCH = [
     "octavo.serving.engine.settings",
     "octavo.measure.records",
     "octavo.measure.rows",
+    "octavo.measure.run",
     "octavo.measure.store",
     "octavo.measure.advise.gpus",
     "octavo.measure.report.tables",

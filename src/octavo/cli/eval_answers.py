@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from octavo.cli.eval_options import (
-    CHAT_SCALES,
     ChatModel,
     OutputOptions,
     PromptOptions,
@@ -78,7 +77,6 @@ class MemoryOptions:
     num_pages: Annotated[int | None, typer.Option(min=1)] = None
 
 
-Rows = Annotated[RowOptions, Flags(help={"scales": CHAT_SCALES})]
 Servers = Annotated[
     ServerOptions,
     Flags(
@@ -96,7 +94,7 @@ Records = Annotated[
 def choice(
     asked: AnswerOptions,
     sampling: SamplingOptions,
-    rows: Rows,
+    rows: RowOptions,
     servers: Servers,
     prompts: PromptOptions,
     memory: MemoryOptions,
@@ -126,7 +124,7 @@ def math(
         ),
     ],
     sampling: SamplingOptions,
-    rows: Rows,
+    rows: RowOptions,
     servers: Servers,
     prompts: PromptOptions,
     memory: MemoryOptions,

@@ -9,7 +9,6 @@ import typer
 
 from octavo.cli.console import out
 from octavo.cli.eval_options import (
-    CHAT_SCALES,
     ChatModel,
     OutputOptions,
     PromptOptions,
@@ -126,40 +125,10 @@ class NeedleOptions:
 @takes_settings
 def needle(
     search: NeedleOptions,
-    rows: Annotated[
-        RowOptions,
-        Flags(
-            help={
-                "recipe": "A row of the table, by the names of octavo eval perplexity: baseline, "
-                "unit, tensor, head, token or a recipe's file, with +rotate, +center, "
-                "+promote=TILES (none: one-level accumulation) and +skip=PATTERN behind. May be "
-                "given more than once; the first is what the others are compared with. Left out: "
-                "baseline, unit+promote=none (on a GPU) and unit of the retrieval model; baseline, "
-                "tensor, head and token of others.",
-                "scales": "Scale file for rows with static scales or +center; left out, they are "
-                "calibrated on other prompts first.",
-            }
-        ),
-    ],
-    servers: Annotated[
-        ServerOptions,
-        Flags(
-            help={
-                "tokenizer": "Folder or name of the tokenizer of the servers' model, for prompts "
-                "of text of the right length; left out, they get the words of the retrieval model."
-            }
-        ),
-    ],
+    rows: RowOptions,
+    servers: ServerOptions,
     prompts: Annotated[PromptOptions, BOS_ONLY],
-    records: Annotated[
-        OutputOptions,
-        Flags(
-            help={
-                "output": "Append the records to this JSON Lines file, each as soon as its cell is "
-                "done."
-            }
-        ),
-    ],
+    records: OutputOptions,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -249,18 +218,10 @@ class MrcrOptions:
 @takes_settings
 def mrcr(
     asked: MrcrOptions,
-    rows: Annotated[RowOptions, Flags(help={"scales": CHAT_SCALES})],
+    rows: RowOptions,
     servers: ServerOptions,
     prompts: PromptOptions,
-    records: Annotated[
-        OutputOptions,
-        Flags(
-            help={
-                "output": "Append the records to this JSON Lines file, each as soon as its bucket "
-                "is done."
-            }
-        ),
-    ],
+    records: OutputOptions,
     model: ChatModel = None,
     strict: Strict = False,
 ) -> None:

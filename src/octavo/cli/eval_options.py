@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from octavo.measure.report.tables import Table
     from octavo.measure.run import Watch
 
-CHAT_SCALES = (
-    "Scale file for rows with static scales or +center; left out, they are calibrated on generated "
-    "chats first."
-)
 ChatModel = Annotated[
     str | None,
     typer.Argument(
@@ -41,8 +37,9 @@ class RowOptions:
     Attributes:
         recipe: A row of the table: baseline (the model's own dtype), unit (scales of 1.0), tensor
             or head (static scales), token (one for each token and head), or a recipe's .json or
-            .toml file; may be given more than once, and is baseline, tensor, head and token if left
-            out. The first is what the others are compared with. A name may go on:
+            .toml file; may be given more than once. The first is what the others are compared with.
+            Left out: baseline, tensor, head and token; of the retrieval model baseline and unit,
+            and on a GPU unit+promote=none between them. A name may go on:
             NAME[+rotate][+center][+promote=TILES][+skip=PATTERN]…, such as head+rotate+center or
             head+skip=0-1. promote sets promote_every (none: one-level accumulation), rotate
             multiplies keys and queries by a Hadamard matrix, center takes the calibrated mean off
@@ -50,7 +47,8 @@ class RowOptions:
             kv=head,static, linear, linear=block and so on.
         kv_cache_dtype: Of the rows in FP8: fp8 (e4m3) or fp8_e5m2.
         scales: Scale file for rows with static scales or +center, found on keys such as theirs;
-            left out, scales are calibrated first, for every kind of keys among the rows.
+            left out, scales are calibrated first, for every kind of keys among the rows: on other
+            windows of the text, other haystacks, or generated chats.
         margin: Headroom of calibrated scales.
         dtype: The model runs in this: its own, or such as bfloat16.
     """
@@ -74,7 +72,8 @@ class ServerOptions:
     Attributes:
         endpoint: URL or NAME=URL of a server with OpenAI's API, in place of a model; may be given
             more than once, a row each.
-        tokenizer: Folder or name of the tokenizer of the servers' model, which counts tokens.
+        tokenizer: Folder or name of the tokenizer of the servers' model, which counts tokens. Of
+            needles: left out, servers get the words of the retrieval model.
         served_model: The model to ask the servers for.
         api_key: That the servers want; OCTAVO_API_KEY does the same.
         max_concurrency: Requests open at once.
@@ -141,7 +140,8 @@ class OutputOptions:
     """Where records go.
 
     Attributes:
-        output: Append the records to this JSON Lines file, each as soon as its row is done.
+        output: Append the records to this JSON Lines file, each as soon as its row is done, or its
+            part of a row: a cell, a bucket.
         resume: Leave out what --output has records of already.
     """
 
