@@ -28,15 +28,13 @@ from octavo.measure.report.needle import needle_table
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import Row
 from octavo.measure.run import (
-    ALL,
     Outcome,
     Participant,
     Progress,
     Records,
     Watch,
-    Workload,
     ready,
-    run_workload,
+    run_whole,
 )
 from octavo.serving.engine.llm import LLM
 from octavo.serving.engine.request import Sampling
@@ -170,7 +168,7 @@ def chat_turn(
     num_pages = -(-(len(tokens) + max_tokens) // EngineSettings().page_size) + 1
     answers: list[tuple[int, ...]] = []  # of the rows so far
 
-    def measure(row: Row, _: str) -> Outcome:
+    def measure(row: Row) -> Outcome:
         settings = EngineSettings(max_num_seqs=1, num_pages=num_pages)
         with LLM(text_model.model, recipe=row.recipe(), settings=settings) as llm:
             (answer,) = llm.generate([tokens], sampling)
@@ -192,10 +190,8 @@ def chat_turn(
         )
         for row in rows
     ]
-    workload = Workload(
-        op="texts", command=command, cells={ALL: {"prompt": question}}, measure=measure
-    )
-    return run_workload(participants, workload, records)
+    about = {"prompt": question}
+    return run_whole(participants, measure, records, op="texts", command=command, about=about)
 
 
 def chat_table(records: Sequence[Measurement]) -> Table:

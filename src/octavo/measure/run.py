@@ -161,6 +161,30 @@ def run_workload(
     return found
 
 
+def run_whole(
+    participants: Sequence[Participant[Work]],
+    measure: Callable[[Work], Outcome],
+    records: Records | None = None,
+    *,
+    op: str,
+    command: str,
+    about: Mapping[str, Scalar],
+    row_key: str = "recipe",
+) -> list[Measurement]:
+    """One record for each participant, which is measured as a whole; about: what all records say.
+
+    `measure` may keep what the first participant gave, and compare the others with it.
+    """
+    workload: Workload[Work, str] = Workload(
+        op=op,
+        command=command,
+        cells={ALL: about},
+        measure=lambda work, cell: measure(work),
+        row_key=row_key,
+    )
+    return run_workload(participants, workload, records)
+
+
 def _run_one(
     participant: Participant[Work],
     workload: Workload[Work, Cell],

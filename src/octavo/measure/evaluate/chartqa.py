@@ -30,10 +30,10 @@ from octavo.layers.scaling import DynamicScaling
 from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.evaluate.language import machine_of
 from octavo.measure.evaluate.statistics import paired_difference
-from octavo.measure.records import Measurement
+from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows
-from octavo.measure.run import ALL, Outcome, Participant, Records, Workload, run_workload
+from octavo.measure.run import Outcome, Participant, Records, run_whole
 from octavo.numerics.qkv import QkvScales
 from octavo.recipe import Recipe
 
@@ -79,7 +79,7 @@ def evaluate(
         raise ConfigError("expected one question or more, got none")
     scores: list[dict[str, list[float]]] = []  # of the rows so far
 
-    def measure(row: Row, _: str) -> Outcome:
+    def measure(row: Row) -> Outcome:
         answers: list[str] = []
         for batch in _batches(questions, batch_size):
             answers += reader.answer([q.image for q in batch], [q.text for q in batch])
@@ -98,13 +98,8 @@ def evaluate(
         )
         for row in rows
     ]
-    workload = Workload(
-        op="chartqa",
-        command=command,
-        cells={ALL: {"data": data, "num_questions": len(questions)}},
-        measure=measure,
-    )
-    return run_workload(participants, workload, records)
+    about: dict[str, Scalar] = {"data": data, "num_questions": len(questions)}
+    return run_whole(participants, measure, records, op="chartqa", command=command, about=about)
 
 
 @contextmanager

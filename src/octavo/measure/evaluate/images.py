@@ -23,7 +23,7 @@ from octavo.measure.evaluate.image_scores import ImageScores, compare_images, wh
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
-from octavo.measure.run import ALL, Outcome, Participant, Records, Workload, run_workload
+from octavo.measure.run import Outcome, Participant, Records, run_whole
 
 DEFAULT_PROMPTS = files("octavo") / "assets" / "small_image_prompts.txt"
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
@@ -114,12 +114,14 @@ def evaluate(
         why_no_lpips(lpips)  # what must be there and is not raises before anything is drawn
     drawn: list[list[Tensor]] = []  # by the rows so far
 
-    def measure(work: "_Pipeline", _: str) -> Outcome:
+    def measure(work: "_Pipeline") -> Outcome:
         name, pipe = work.row.name, work.pipe
         first = drawn[0] if drawn else None
         try:
             images = draw(pipe, job, on_image=partial(on_image, name))
-            scores = None if first is None else _compare(images, first, lpips)
+            scores = None
+            if first is not None:
+                scores = compare_images(torch.cat(images), torch.cat(first), lpips=lpips)
         except ConfigError as error:
             raise ConfigError(f"row {name}: {error}") from error
         about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(work.changes)}
@@ -142,11 +144,9 @@ def evaluate(
         )
         for row in rows
     ]
-    workload = Workload(
-        op="images", command=command, cells={ALL: {}}, measure=measure, row_key="row"
-    )
     records = Records(on_record=lambda record: on_row(record, drawn[-1]))
-    return run_workload(participants, workload, records)
+    options = {"op": "images", "command": command, "row_key": "row"}
+    return run_whole(participants, measure, records, about={}, **options)
 
 
 @dataclass(frozen=True)
@@ -258,16 +258,10 @@ def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
 def images_table(records: Sequence[Measurement]) -> Table:
     """The rows with the mean and the worst of each score that was taken."""
     case = records[0].case
-    heads = {
-        "psnr_db": "PSNR (dB)",
-        "worst_psnr_db": "worst",
-        "ssim": "SSIM",
-        "worst_ssim": "worst",
-        "lpips": "LPIPS",
-        "worst_lpips": "worst",
-        "clip_score": "CLIP score",
-        "worst_clip_score": "worst",
-    }
+    scores = {"psnr_db": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS", "clip_score": "CLIP score"}
+    heads: dict[str, str] = {}
+    for name, title in scores.items():
+        heads |= {name: title, f"worst_{name}": "worst"}
     taken = [name for name in heads if any(name in record.values for record in records)]
     return Table(
         caption=(
@@ -288,10 +282,6 @@ def _frames(result: Any) -> Tensor:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ConfigError(f"expected images [..., 3, height, width] of a pipeline, got {got}")
     return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
-
-
-def _compare(images: list[Tensor], first: list[Tensor], lpips: bool | None) -> ImageScores:
-    return compare_images(torch.cat(images), torch.cat(first), lpips=lpips)
 
 
 def _score_values(scores: ImageScores | None) -> dict[str, float]:

@@ -28,7 +28,7 @@ from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import generated_questions
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import LANGUAGE, Row, parse_rows
-from octavo.measure.run import Participant, Watch
+from octavo.measure.run import Participant, Progress, Watch
 from octavo.recipe import Recipe
 
 BASELINE = "baseline"
@@ -204,17 +204,18 @@ def calibrate_rows(
     """Scales by these windows for all kinds of keys that the rows have."""
     kinds = list(dict.fromkeys(map(Keys.of_row, rows)))
     total = len(windows) * sum(keys.num_passes for keys in kinds)
-    scales: dict[Keys, ScaleSet] = {}
-    for keys in kinds:
-        num_before = len(windows) * sum(done.num_passes for done in scales)
-
-        def tell(num_windows: int, num_before: int = num_before) -> None:
-            watch("calibrating", num_before + num_windows, total)
-
-        scales[keys] = calibration_scales(
-            text_model, windows, keys, data=data, margin=margin, on_window=tell
+    progress = Progress(watch, "calibrating", total)
+    return {
+        keys: calibration_scales(
+            text_model,
+            windows,
+            keys,
+            data=data,
+            margin=margin,
+            on_window=lambda num_windows: progress.add(),
         )
-    return scales
+        for keys in kinds
+    }
 
 
 def calibration_scales(

@@ -22,19 +22,17 @@ from octavo.measure.evaluate.language import (
 )
 from octavo.measure.evaluate.reading import DEFAULT_CHUNK, Count, Reading, Step, window_losses
 from octavo.measure.evaluate.statistics import standard_error
-from octavo.measure.records import Measurement
+from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import Row
 from octavo.measure.run import (
-    ALL,
     Outcome,
     Participant,
     Progress,
     Records,
     Watch,
-    Workload,
     command_line,
-    run_workload,
+    run_whole,
     unwatched,
 )
 
@@ -147,7 +145,7 @@ def evaluate(
     reading.check(len(windows[0]))
     losses: list[list[float]] = []  # of each row so far
 
-    def measure(model: Any, _: str) -> Outcome:
+    def measure(model: Any) -> Outcome:
         losses.append(window_losses(model, windows, reading, on_step))
         return Outcome(_values(losses[-1], losses[0], len(losses) == 1))
 
@@ -162,21 +160,9 @@ def evaluate(
         )
         for row in rows
     ]
-    workload = Workload(
-        op="perplexity",
-        command=command,
-        cells={
-            ALL: {
-                "data": data,
-                "context": len(windows[0]),
-                "chunk": reading.chunk,
-                "count": reading.count,
-                "num_windows": len(windows),
-            }
-        },
-        measure=measure,
-    )
-    return run_workload(participants, workload, records)
+    about: dict[str, Scalar] = {"data": data, "context": len(windows[0]), "chunk": reading.chunk}
+    about |= {"count": reading.count, "num_windows": len(windows)}
+    return run_whole(participants, measure, records, op="perplexity", command=command, about=about)
 
 
 def _values(own: Sequence[float], first: Sequence[float], is_first: bool) -> dict[str, float]:

@@ -36,16 +36,14 @@ from octavo.measure.evaluate.task_data import (
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.run import (
-    ALL,
     Outcome,
     Participant,
     Progress,
     Records,
     Watch,
-    Workload,
     command_line,
     ready,
-    run_workload,
+    run_whole,
     unwatched,
 )
 from octavo.serving.engine.settings import EngineSettings
@@ -246,7 +244,7 @@ def evaluate(
     """
     first: list[list[bool]] = []
 
-    def measure(row: Sampler, _: str) -> Outcome:
+    def measure(row: Sampler) -> Outcome:
         nonlocal first
         graded = _answer_all(row, task, plan, answers, on_answer)
         scores = _by_question(task, graded)
@@ -256,12 +254,6 @@ def evaluate(
         first = first or scores
         return Outcome(values)
 
-    workload = Workload(
-        op=task.op,
-        command=command,
-        cells={ALL: {**about, **task.about, **plan.about()}},
-        measure=measure,
-    )
     participants = [
         Participant(
             name=row.name,
@@ -272,7 +264,8 @@ def evaluate(
         )
         for row in rows
     ]
-    return run_workload(participants, workload, records)
+    whole = {**about, **task.about, **plan.about()}
+    return run_whole(participants, measure, records, op=task.op, command=command, about=whole)
 
 
 def _answer_all(
