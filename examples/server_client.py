@@ -10,8 +10,8 @@ import time
 import httpx
 import openai
 
-from octavo.measure.evaluate.chart_drawing import draw_chart
-from octavo.measure.evaluate.charts import make_chart
+from octavo.demo.chart_drawing import draw_chart
+from octavo.demo.charts import make_chart
 
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))

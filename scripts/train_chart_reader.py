@@ -35,6 +35,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from octavo.atomic import write_atomically
+from octavo.demo.chart_drawing import Place, draw_with_places, generated_questions
+from octavo.demo.charts import (
+    KINDS,
+    SIZES,
+    Chart,
+    description,
+    make_chart,
+    make_questions,
+    practice,
+    vocabulary,
+)
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.chart_reader import (
     END,
@@ -55,21 +66,10 @@ from octavo.integrations.transformers.chart_reader_training import (
     equal_images,
 )
 from octavo.measure import store
-from octavo.measure.evaluate.chart_drawing import Place, draw_with_places
-from octavo.measure.evaluate.chartqa import RecipeRow, evaluate
-from octavo.measure.evaluate.chartqa_data import Question, generated_questions
-from octavo.measure.evaluate.chartqa_scores import relaxed_accuracy
-from octavo.measure.evaluate.charts import (
-    KINDS,
-    SIZES,
-    Chart,
-    description,
-    make_chart,
-    make_questions,
-    practice,
-    vocabulary,
-)
+from octavo.measure.evaluate.chartqa import evaluate, relaxed_accuracy
+from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.rows import Row
 from octavo.numerics.narrow_products import use_float32_products
 
 Reading = tuple[Tensor, ...]  # images, ids, labels, segments, places
@@ -439,7 +439,7 @@ def finish(settings: Settings, reader: ChartReader) -> Measurement:
     loaded = load_chart_reader(settings.output).to(settings.device)
     loaded.name = "chart reader"  # as it is called where it is shipped
     questions = generated_questions(settings.final_questions)
-    rows = [RecipeRow("bf16", None)]
+    rows = [Row("bf16")]
     command = "python scripts/train_chart_reader.py"
     record = evaluate(loaded, questions, rows, data="generated", command=command)[0]
     record = replace(record, values={**record.values, "weights_bytes": size})

@@ -29,6 +29,7 @@ WITHOUT_TORCH = [
     "octavo.serving.server.settings",
     "octavo.measure.records",
     "octavo.measure.rows",
+    "octavo.measure.run",
     "octavo.measure.store",
     "octavo.measure.advise.gpus",
     "octavo.measure.advise.shape",

@@ -23,6 +23,7 @@ LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving
 TELLERS = {
     f"measure.{name}" for name in ("records", "store", "regression", "fit", "roofline", "report")
 }
+RUNNERS = {"measure.rows", "measure.run"}
 MEASURERS = {f"measure.{name}" for name in ("bench", "evaluate", "advise")}
 
 # Row -> rows it may import besides itself and OPEN. The longest row that matches decides.
@@ -61,14 +62,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "measure": set(),
     **dict.fromkeys(TELLERS, TELLERS | SETTINGS),
     "measure.rows": SETTINGS,
-    **dict.fromkeys(
-        MEASURERS, LIBRARY | TELLERS | MEASURERS | SETTINGS | {"measure.rows", "testing"}
-    ),
+    "measure.run": TELLERS,
+    **dict.fromkeys(MEASURERS, LIBRARY | TELLERS | RUNNERS | MEASURERS | SETTINGS | {"testing"}),
+    # The embedded models and the story of octavo demo: nobody but cli may import it.
+    "demo": LIBRARY | TELLERS | RUNNERS | MEASURERS | SETTINGS | {"measure"},
     "cli": LIBRARY
     | TELLERS
+    | RUNNERS
     | MEASURERS
     | SETTINGS
-    | {"measure", "measure.rows", "serving", "octavo"},
+    | {"demo", "measure", "serving", "octavo"},
     "__main__": {"cli"},
     "octavo": LIBRARY | SETTINGS,  # __init__.py: the public names
 }
@@ -89,7 +92,7 @@ PACKAGES: dict[str, set[str]] = {
     "testing": {"torch", "pytest"},
     **dict.fromkeys(TELLERS, {"numpy"}),
     "measure.report": {"numpy", "jinja2", "markupsafe", "plotly"},
-    **dict.fromkeys(MEASURERS, {"torch", "numpy"}),
+    **dict.fromkeys((*MEASURERS, "demo"), {"torch", "numpy"}),
     "cli": {"typer", "rich"},
 }
 
@@ -102,11 +105,9 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
-    "measure/evaluate/chart_drawing.py": {"PIL"},
-    "measure/evaluate/chart_sheet.py": {"PIL"},
-    "measure/evaluate/side_by_side.py": {"PIL"},
+    "demo/chart_*.py": {"PIL"},
     "measure/evaluate/chartqa_data.py": {"PIL"},
-    "measure/evaluate/contact_sheet.py": {"PIL"},
+    "measure/evaluate/image_sheets.py": {"PIL"},
     "measure/evaluate/endpoint.py": {"httpx"},
     "measure/evaluate/math_equality.py": {"math_verify"},
     "measure/evaluate/question_files.py": {"datasets", "pyarrow"},
@@ -343,6 +344,13 @@ def test_the_tables_name_only_rows_that_exist():
         ("measure/store.py", "from octavo.measure.bench.timing import run", "measure.bench"),
         ("measure/store.py", "import jinja2", "may not import jinja2"),
         ("measure/bench/serving.py", "from octavo.serving.engine import engine", "serving.engine"),
+        ("measure/rows.py", "import torch", "may not import torch"),
+        ("measure/run.py", "from octavo.measure.bench.timing import run", "measure.bench"),
+        ("measure/evaluate/x.py", "from octavo.demo.story import run", "may not import demo"),
+        ("integrations/x.py", "def f():\n    import octavo.demo.story", "may not import demo"),
+        ("serving/server/x.py", "from octavo.demo import story", "may not import demo"),
+        ("cli/x.py", "from octavo.demo.story import run", "only inside functions"),
+        ("demo/x.py", "from octavo.cli.main import run", "may not import cli"),
         ("measure/new.py", "from octavo.numerics.formats import E4M3", "may not import numerics"),
         ("cli/x.py", "from octavo.ops.select import select", "only inside functions"),
         ("cli/x.py", "from octavo.serving.server import settings", "only inside functions"),

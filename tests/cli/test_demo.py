@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 
 from octavo.calibration.scale_file import load_scales
 from octavo.cli.main import COMMANDS, make_app, run
+from octavo.demo import story as demo
+from octavo.demo.stage import Stage
 from octavo.errors import UnsupportedError
 from octavo.measure import store
-from octavo.measure.evaluate import demo
-from octavo.measure.evaluate.demo_stage import Stage
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.tables import Table
 
@@ -103,7 +103,7 @@ def test_stages_end_in_one_page_and_a_table(canned, capsys, tmp_path):
     assert "100 questions about charts, right reader 91.0 % fp8 static 90.0 %" in text
     assert "perplexity of a text m 9.000 fp8 token 9.100, recovers 98.9 %" in text
     assert "2 tokens fp8 token the same for 0 of 3" in text
-    assert "4 pictures, PSNR small-image bf16 fp8 36.4 dB, the worst 30.2 dB" in text
+    assert "4 images, PSNR small-image bf16 fp8 36.4 dB, the worst 30.2 dB" in text
     page = (folder / "report.html").read_text()
     assert "<title>octavo demo</title>" in page and "Just so." in page
     assert "Questions about charts: reader" in page and "Not shown" not in page

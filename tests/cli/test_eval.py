@@ -4,13 +4,15 @@ import json
 
 import pytest
 
+from octavo.cli import eval as eval_command
 from octavo.cli.main import COMMANDS, make_app, run
+from octavo.demo.charts import vocabulary
 from octavo.measure import store
-from octavo.measure.evaluate.charts import vocabulary
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from octavo.calibration.scale_file import save_scales
+from octavo.demo.chart_drawing import generated_questions
 from octavo.integrations.transformers import chart_reader
 from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
 from octavo.measure.evaluate import chartqa
@@ -29,7 +31,7 @@ def octavo(*args):
 
 @pytest.mark.slow
 def test_three_rows_with_scales_from_other_charts(capsys, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(chartqa, "NUM_CALIBRATION_IMAGES", 2)
+    monkeypatch.setattr(eval_command, "NUM_CALIBRATION_IMAGES", 2)
     path = tmp_path / "records.jsonl"
     assert octavo(model, "-n", 2, "-o", path, "--batch-size", 2) == 0
     text = capsys.readouterr().out
@@ -48,7 +50,8 @@ def test_a_scale_file_and_data_of_ones_own(capsys, model, tmp_path):
     row = {"image": "one.png", "query": "How many bars are there?", "label": ["3"]}
     (tmp_path / "own.jsonl").write_text(json.dumps(row) + "\n")
     reader = chart_reader.load_chart_reader(chart_reader.Path(model))
-    save_scales(tmp_path / "s.json", chartqa.calibration_scales(reader, num_images=1))
+    noisy = generated_questions(1, "noisy")
+    save_scales(tmp_path / "s.json", chartqa.calibration_scales(reader, noisy, data="noisy"))
     args = ("--data", tmp_path / "own.jsonl", "--recipe", "static", "--scales", tmp_path / "s.json")
     assert octavo(model, *args) == 0
     assert "fp8 static" in capsys.readouterr().out
@@ -57,9 +60,9 @@ def test_a_scale_file_and_data_of_ones_own(capsys, model, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--recipe", "int8"), "bf16, dynamic, static, got ['int8']"),
+        (("--recipe", "int8"), "row int8: expected words out of bf16,"),
         (("--recipe", "bf16", "--recipe", "bf16"), "expected different rows"),
-        (("--recipe", "bf16", "--scales", "s.json"), "--scales is for the row static"),
+        (("--recipe", "bf16", "--scales", "s.json"), "--scales is for rows with static scales"),
         (("--data", "questions.csv"), "questions.csv"),
         (("--scales", "nowhere.json"), "nowhere.json"),
         (("-o", "no/such/folder.jsonl"), "existing folder"),

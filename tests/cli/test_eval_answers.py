@@ -7,10 +7,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
 
+
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
-from octavo.measure.evaluate.choice_data import generated_choice_questions
-from octavo.measure.evaluate.math_data import generated_math_questions
+from octavo.measure.evaluate.task_data import (
+    generated_choice_questions,
+    generated_math_questions,
+)
 from octavo_testkit.models.text_models import make_decoder, save_decoder
 from octavo_testkit.serving.fake_engine import FakeEngine
 from octavo_testkit.serving.fake_server import listening
@@ -138,7 +141,7 @@ def test_static_scales_are_calibrated_on_generated_chats(folder, tmp_path):
         (("m", "--recipe", "unit", "--scales", "s.json"), "which are not asked for"),
         (("m", "--resume"), "--resume goes on with the file of --answers"),
         (("m", "-o", "no/where.jsonl"), "expected an existing folder"),
-        (("m", "--recipe", "best"), "expected a row, one of"),
+        (("m", "--recipe", "best"), "row best: expected words out of"),
         (("m", "--data", __file__), "a file of .csv"),
         (("m", "--checker", "sympy"), "expected --checker"),
         (

@@ -95,7 +95,10 @@ def test_the_gate_fails_with_its_reason(capsys, model, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--row", "bf16", "--row", "int8"), "row int8: expected words out of bf16, fp8"),
+        (
+            ("--row", "bf16", "--row", "int8"),
+            "row int8: expected words out of bf16, fp16, fp32, auto, baseline, fp8",
+        ),
         (("--row", "fp8"), "two different rows or more"),
         (("--dtype", "float32", "--row", "bf16", "--row", "fp8"), "rows in float32"),
         (("--dtype", "auto"), "expected a dtype, one of bfloat16, float16, float32, got 'auto'"),

@@ -185,7 +185,7 @@ def test_the_retrieval_model_through_our_server(tmp_path):
         (("--api-key", "k"), "are for --endpoint"),
         (("--resume",), "--resume goes on with the records of --output"),
         (("--recipe", "unit", "--scales", "s.json"), "which are not asked for"),
-        (("--recipe", "tensr"), "expected a row"),
+        (("--recipe", "tensr"), "row tensr: expected words out of"),
     ],
 )
 def test_what_cannot_be_is_said(capsys, args, message):

@@ -9,9 +9,10 @@ from octavo.measure import store
 
 pytest.importorskip("transformers")
 
+
 from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales
 from octavo.integrations.transformers import small_model
-from octavo.measure.evaluate import applied
+from octavo.measure.evaluate import language
 from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 
@@ -47,14 +48,14 @@ def test_four_rows_with_scales_from_the_rest_of_the_text(capsys, folder, tmp_pat
 
 def test_finished_rows_survive_a_crash(folder, tmp_path, monkeypatch):
     path = tmp_path / "records.jsonl"
-    apply_ = applied.apply_
+    apply_ = language.apply_
 
     def fail_at_tokens(model, recipe):
         if recipe.kv_cache.granularity == "token":
             raise KeyboardInterrupt
         return apply_(model, recipe)
 
-    monkeypatch.setattr(applied, "apply_", fail_at_tokens)
+    monkeypatch.setattr(language, "apply_", fail_at_tokens)
     args = ("--data", folder / "text", "--context", 40, "--chunk", 16, "-n", 1, "-o", path)
     assert octavo(folder, *args) == 130
     assert [record.case["recipe"] for record in store.read(path)][1:] == ["fp8 tensor", "fp8 head"]
@@ -99,7 +100,7 @@ def test_rows_with_rotated_and_centered_keys(capsys, folder, tmp_path):
         (("--data", "text", "--recipe", "int8"), "baseline, unit, tensor, head, token"),
         (("--data", "text", "--scales", "nowhere.json"), "nowhere.json"),
         (("--data", "text", "--recipe", "token", "--scales", "s.json"), "are not asked for"),
-        (("--data", "text", "--recipe", "unit+center"), "center needs calibrated means"),
+        (("--data", "text", "--recipe", "unit+center"), "center_keys takes the means"),
         (("--data", "text", "--context", 16, "--chunk", 16), "predictions to count"),
         (("--data", "text", "--context", 900, "-n", 4), "use a longer text"),
         (("--data", "text", "--context", 100, "-n", 8, "--chunk", 8), "12 windows of 100"),

@@ -14,11 +14,11 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import ConfigError
 from octavo.integrations.diffusers import picture_files
 from octavo.integrations.diffusers.step_cache import use_step_cache_
-from octavo.measure.evaluate.side_by_side import (
-    GAP,
-    LINE,
+from octavo.measure.evaluate.image_sheets import (
+    BETWEEN,
+    CAPTION,
     draw_side_by_side,
-    score_pictures,
+    score_images,
 )
 from octavo.recipe import Recipe
 from octavo.serving.engine.omni import Omni
@@ -92,7 +92,7 @@ def test_compare(small, capsys):
     assert draw(small, "-p", "cat", "--quantization", "fp8", "--compare", "bf16") == 0
     panels = opened("out-compare.png")
     zoom = 6  # 48 pixels become 288
-    assert panels.size == (3 * 48 * zoom + 2 * GAP, 48 * zoom + LINE)
+    assert panels.size == (3 * 48 * zoom + 2 * BETWEEN, 48 * zoom + CAPTION)
     printed = capsys.readouterr()
     assert "out-compare.png: PSNR" in said(printed.out) and "SSIM" in said(printed.out)
     assert "times as fast" in said(printed.out) and "FP8" in said(printed.out)
@@ -100,7 +100,8 @@ def test_compare(small, capsys):
     assert "on a CPU FP8 is emulated" in said(printed.err)
     assert draw(small, "-p", "cat", "--quantization", "fp8", "--compare", "bf16") == 1
     fp8 = opened("out.png").convert("RGB")
-    panel = panels.crop((48 * zoom + GAP, LINE, 2 * 48 * zoom + GAP, LINE + 48 * zoom))
+    left, side = 48 * zoom + BETWEEN, 48 * zoom
+    panel = panels.crop((left, CAPTION, left + side, CAPTION + side))
     assert panel.resize((48, 48), Image.Resampling.NEAREST).tobytes() == fp8.tobytes()
 
 
@@ -134,11 +135,11 @@ def test_side_by_side_shows_and_scores_a_difference():
     colors = [panels.getpixel((x, 30)) for x in (100, 400, 700)]
     assert colors == [(10, 0, 0), (0, 0, 0), (80, 0, 0)]
     assert panels.getpixel((303, 30)) == (255, 255, 255)
-    scores = score_pictures([first, first], [second, first])
+    scores = score_images([first, first], [second, first])
     assert scores.psnr_db[0] == pytest.approx(32.9, abs=0.01)  # 10 of 255 in one color of three
     assert scores.psnr_db[1] == 100.0 and scores.ssim[1] == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match="pictures of one size"):
-        score_pictures([first, Image.new("RGB", (2, 2))], [first, first])
+    with pytest.raises(ConfigError, match="images of one size"):
+        score_images([first, Image.new("RGB", (2, 2))], [first, first])
 
 
 @pytest.mark.parametrize(

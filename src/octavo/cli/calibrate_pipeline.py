@@ -157,7 +157,7 @@ def check_pipeline(context: typer.Context, run: RunOptions, options: PipelineOpt
 def scan_layers(run: RunOptions, options: PipelineOptions, command: str) -> None:
     """Print which layers matter and which to ignore; write records if asked."""
     from octavo.integrations.diffusers.sensitivity import Scan
-    from octavo.measure.evaluate.sensitivity import sensitivity_records
+    from octavo.measure.evaluate.calibration import sensitivity_records
     from octavo.measure.report.layers import sensitivity_table
     from octavo.measure.store import append
 

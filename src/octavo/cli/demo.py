@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.extras import need
 
 if TYPE_CHECKING:
-    from octavo.measure.evaluate.demo_stage import Stage
+    from octavo.demo.stage import Stage
     from octavo.measure.records import Measurement
 
 RECORDS, REPORT = "records.jsonl", "report.html"
@@ -53,9 +53,9 @@ def demo(
     """
     need("octavo demo", "PIL", "diffusers", "jinja2", "plotly", "transformers", extra="demo")
     env.let_threads_sleep()
+    from octavo.demo import story
+    from octavo.demo.summary import summary_table
     from octavo.measure import store
-    from octavo.measure.evaluate.demo import make_stages
-    from octavo.measure.evaluate.demo_summary import summary_table
     from octavo.numerics.narrow_products import use_float32_products
 
     use_float32_products()
@@ -63,7 +63,7 @@ def demo(
     _check_earlier(output, is_forced=force)
     began = time.monotonic()
     err.print("Loading the models")  # transformers has bars of its own
-    stages = make_stages(records, store.shipped())
+    stages = story.make_stages(records, store.shipped())
     # Only now: what is missing here costs nobody the demo of before.
     _clear(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def _check_earlier(folder: Path, *, is_forced: bool) -> None:
 
 def _clear(folder: Path) -> None:
     """Remove what an earlier demo wrote, and nothing else."""
-    from octavo.measure.evaluate.demo import FILES
+    from octavo.demo.story import FILES
 
     for pattern in (RECORDS, REPORT, *FILES):
         for path in folder.glob(pattern):

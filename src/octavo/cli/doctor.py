@@ -109,9 +109,9 @@ def _count_memory(model: str, context: str, asked: Question) -> None:
 
 
 def _check_kv(model: str, asked: Question) -> bool:
+    from octavo.demo.story import sample_text
     from octavo.integrations.transformers.text_model import load_text_model, read_text
     from octavo.measure.advise.memory import check_kv, check_table, kv_advice
-    from octavo.measure.evaluate.demo import sample_text
 
     text = sample_text() if asked.data is None else read_text(asked.data)
     with err.status("loading the model"):

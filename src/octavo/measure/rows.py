@@ -140,10 +140,17 @@ class Dialect:
     plain: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
 
+    def operand(self, word: str) -> str:
+        """What stands for the value of an older word, such as "FILE"; "" if it takes none."""
+        if not word.endswith("="):
+            return ""
+        _, _, last = self.words[word].rpartition("+")
+        return WORDS[last.rstrip("=")].operand or ""
+
     @property
     def names(self) -> dict[str, str]:
         """Every word by its name, with how it is written."""
-        own = {word.partition("=")[0]: word for word in self.words}
+        own = {word.rstrip("="): word + self.operand(word) for word in self.words}
         known = {n: w.usage(n) for n, w in WORDS.items() if not self.takes or n in self.takes}
         return {**{word: word for word in (*PLAIN, *self.plain)}, **own, **known}
 
@@ -191,7 +198,7 @@ DIFFUSION = Dialect(
 )
 VISION = Dialect(  # ChartQA and whole vision towers
     words={"dynamic": "vision", "static": "vision=static", "fused-bf16": "vision=bf16"},
-    takes=("vision", "linear", *_LINEAR_PATTERNS, "skip", "promote", "scales"),
+    takes=("vision", "skip", "promote", "scales"),
 )
 GENERATE = Dialect(
     words={
@@ -343,7 +350,7 @@ def reference() -> str:
     for title, dialect in titles.items():
         lines += ["", f"| older word of {title} | the same as |", "| --- | --- |"]
         for word, meaning in dialect.words.items():
-            value = "FILE" if word.endswith("=") else ""
+            value = dialect.operand(word)
             lines.append(f"| {_code(word + value)} | {_code(meaning + value)} |")
         lines += [f"| {_code(word)} | nothing is quantized |" for word in dialect.plain]
     return "\n".join(lines) + "\n"

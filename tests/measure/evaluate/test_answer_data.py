@@ -7,13 +7,14 @@ from fractions import Fraction
 import pytest
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.measure.evaluate.choice_data import (
+from octavo.measure.evaluate.math_equality import is_equal
+from octavo.measure.evaluate.task_data import (
     generated_choice_questions,
+    generated_math_questions,
     load_choice_questions,
+    load_math_questions,
     shuffle_options,
 )
-from octavo.measure.evaluate.math_data import generated_math_questions, load_math_questions
-from octavo.measure.evaluate.math_equality import is_equal
 
 GPQA = {
     "Pre-Revision Question": "old",
@@ -125,7 +126,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ConfigError, match="a file of .csv"):
         load_math_questions(str(tmp_path / "x.txt"))
     (tmp_path / "x.jsonl").write_text("\n")
-    with pytest.raises(CheckpointError, match="expected problems in"):
+    with pytest.raises(CheckpointError, match="expected questions in"):
         load_math_questions(str(tmp_path / "x.jsonl"))
     (tmp_path / "x.jsonl").write_text("[1]\n")
     with pytest.raises(CheckpointError, match="x.jsonl:1: expected an object"):

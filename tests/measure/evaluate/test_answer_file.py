@@ -7,7 +7,7 @@ import os
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.measure.evaluate.answer_file import AnswerFile, StoredAnswer
+from octavo.measure.evaluate.answers import AnswerFile, StoredAnswer
 from octavo.measure.evaluate.endpoint import Reply
 from octavo.measure.store import TornLineWarning
 

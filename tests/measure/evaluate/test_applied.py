@@ -5,15 +5,19 @@ import torch
 
 pytest.importorskip("transformers")
 
+
 from octavo import Recipe
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.layers.linear import Fp8Linear
-from octavo.measure.evaluate import mrcr, needle, perplexity
-from octavo.measure.evaluate.applied import applied
-from octavo.measure.evaluate.perplexity_rows import RecipeRow
+from octavo.measure.evaluate import perplexity
+from octavo.measure.evaluate.language import (
+    LanguageRequest,
+    applied,
+    local_participants,
+)
 from octavo.measure.evaluate.reading import Reading
-from octavo.measure.records import Machine
+from octavo.measure.rows import Row
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 CACHE = Recipe(kv_cache={"scaling": "unit"})
@@ -50,20 +54,22 @@ def test_the_model_is_left_as_it_was(recipe):
 def test_rows_with_fp8_linear_layers_are_evaluated():
     text_model = TextModel("a", make_decoder("llama"), None)
     before = logits(text_model.model)
-    rows = [RecipeRow("plain", None), RecipeRow("linear", RECIPES["linear"])]
-    rows.append(RecipeRow("both", RECIPES["both"]))
+    rows = [Row.of("plain", None), Row.of("linear", RECIPES["linear"])]
+    rows.append(Row.of("both", RECIPES["both"]))
     windows, reading = [PROMPT[0]], Reading(chunk=10)
     found = perplexity.evaluate(text_model, windows, rows, reading, data="x", command="c")
     assert len({record.values["perplexity"] for record in found}) == 3
-    for make in (needle.local_row, mrcr.local_row):
-        row = make(
-            TextModel("a", text_model.model, _Words()),
-            rows[1],
-            chunk=32,
-            machine=Machine.current(),
-        )
-        with row.answer():
-            pass
+    request = LanguageRequest(rows=("baseline", "linear+ignore=mlp"))
+    named = TextModel("a", text_model.model, _Words())
+
+    def count(own, item):
+        return sum(isinstance(part, Fp8Linear) for part in own.model.modules()) > 0
+
+    found = []
+    for row in local_participants(request, named, {}, count, calibration=None):
+        with row.open() as ask:
+            found += ask(["x"])
+    assert found == [False, True]
     assert torch.equal(logits(text_model.model), before)
 
 

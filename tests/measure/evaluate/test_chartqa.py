@@ -6,23 +6,24 @@ import pytest
 import torch
 
 from octavo import LayerScales, Recipe, ScaleSet
+from octavo.demo.charts import vocabulary
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.evaluate import chartqa
 from octavo.measure.evaluate.chartqa import (
-    RecipeRow,
     calibration_scales,
+    chart_rows,
     chartqa_table,
     evaluate,
     load_reader,
-    recipe_rows,
 )
-from octavo.measure.evaluate.chartqa_data import Question, generated_questions
-from octavo.measure.evaluate.charts import vocabulary
+from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.report.tables import format_column
+from octavo.measure.rows import Row
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
+from octavo.demo.chart_drawing import generated_questions
 from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
@@ -31,6 +32,10 @@ pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 @pytest.fixture(scope="module")
 def reader():
     return make_chart_reader(vocabulary(), seed=1)
+
+
+def noisy(num_images):
+    return generated_questions(4 * num_images, "noisy")[::4]
 
 
 class Scripted:
@@ -52,7 +57,7 @@ def scripted_rows(monkeypatch, num_wrong, right=str):
     monkeypatch.setattr(chartqa, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
     monkeypatch.setattr(chartqa, "restore_", lambda model: setattr(reader, "is_fp8", False))
     questions = [Question(None, str(i), (right(i),)) for i in range(400)]
-    rows = [RecipeRow("bf16", None), RecipeRow("fp8", Recipe(vision_attention="fp8"))]
+    rows = [Row.of("bf16", None), Row.of("fp8", Recipe(vision_attention="fp8"))]
     steps = []
     records = evaluate(
         reader, questions, rows, data="d", command="c", batch_size=150, on_step=steps.append
@@ -90,8 +95,8 @@ def test_nothing_is_recovered_of_nothing(monkeypatch):
 
 def test_evaluate_with_random_weights(reader):
     questions = generated_questions(4)
-    scales = calibration_scales(reader, num_images=3, batch_size=2)
-    rows = recipe_rows(["bf16", "dynamic", "static"], scales)
+    scales = calibration_scales(reader, noisy(3), data="noisy", batch_size=2)
+    rows = chart_rows(["bf16", "dynamic", "static"], scales)
     before = {name: tensor.clone() for name, tensor in reader.model.state_dict().items()}
     records = evaluate(reader, questions, rows, data="generated", command="test", batch_size=3)
     assert [r.case["recipe"] for r in records] == ["bf16", "fp8 dynamic", "fp8 static"]
@@ -104,7 +109,7 @@ def test_evaluate_with_random_weights(reader):
 
 
 def test_calibration_keeps_the_largest_of_all_batches(reader):
-    scales = calibration_scales(reader, num_images=2, margin=1.0, batch_size=1)
+    scales = calibration_scales(reader, noisy(2), data="noisy", margin=1.0, batch_size=1)
     assert list(scales.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(6)]
     singles = [
         calibrate_on(reader, generated_questions(8, "noisy")[index : index + 1]) for index in (0, 4)
@@ -114,7 +119,7 @@ def test_calibration_keeps_the_largest_of_all_batches(reader):
             expected = max(float(getattr(single[name], key)) for single in singles)
             # Layers see what the rounding of those before them left, and that has a history.
             assert getattr(layer, key) == pytest.approx(expected, rel=1e-3)
-    wider = calibration_scales(reader, num_images=2, batch_size=1)
+    wider = calibration_scales(reader, noisy(2), data="noisy", batch_size=1)
     first = "visual.blocks.0.attn.attn"
     assert wider.layer(first).q == pytest.approx(1.5 * scales.layer(first).q)
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())
@@ -137,22 +142,37 @@ def calibrate_on(reader, questions):
 def test_the_model_is_restored_after_an_error(reader):
     broken = [Question(SimpleNamespace(size=(0, 0)), "How many bars are there?", ("3",))]
     with pytest.raises(ConfigError, match="0 × 0"):
-        evaluate(reader, broken, recipe_rows(["dynamic"], None), data="d", command="c")
+        evaluate(reader, broken, chart_rows(["dynamic"], None), data="d", command="c")
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())
 
 
 def test_rows_that_cannot_be():
     scales = ScaleSet({"visual.blocks.0.attn.attn": LayerScales(0.1, 0.1, 0.1)})
-    assert recipe_rows(["static"], scales)[0].recipe.is_static
-    with pytest.raises(ConfigError, match="expected scales for the row static"):
-        recipe_rows(["static"], None)
-    for names in ([], ["bf16", "bf16"], ["int8"]):
-        with pytest.raises(ConfigError, match="bf16, dynamic, static"):
-            recipe_rows(names, None)
+    assert chart_rows(["static"], scales)[0].recipe().is_static
+    with pytest.raises(ConfigError, match="row fp8 static: .*needs scales, got none"):
+        chart_rows(["static"], None)[0].recipe()
+    for names, message in (
+        ([], "expected different rows"),
+        (["bf16", "bf16"], "expected different rows"),
+        (["int8"], "bf16, .*dynamic, static"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            chart_rows(names, None)
+
+
+def test_rows_of_the_grammar_and_of_files(tmp_path):
+    Recipe(vision_attention={"granularity": "head"}).save(tmp_path / "r.toml")
+    rows = chart_rows(["bf16", "vision=head", str(tmp_path / "r.toml"), "fused-bf16"])
+    assert [row.name for row in rows] == ["bf16", "vision=head", f"{tmp_path}/r.toml",
+                                          "fp8 fused-bf16"]  # fmt: skip
+    assert rows[1].recipe() == rows[2].recipe()
+    Recipe(linear="fp8").save(tmp_path / "r.toml")
+    with pytest.raises(ConfigError, match="expected vision attention, got linear layers"):
+        chart_rows([str(tmp_path / "r.toml")])
 
 
 def test_nothing_to_evaluate(reader):
-    rows = recipe_rows(["bf16"], None)
+    rows = chart_rows(["bf16"], None)
     with pytest.raises(ConfigError, match="got none"):
         evaluate(reader, [], rows, data="d", command="c")
     with pytest.raises(ConfigError, match="batch size"):
@@ -160,7 +180,7 @@ def test_nothing_to_evaluate(reader):
     with pytest.raises(ConfigError, match="different names"):
         evaluate(reader, generated_questions(1), [*rows, *rows], data="d", command="c")
     with pytest.raises(ConfigError, match="one image or more"):
-        calibration_scales(reader, num_images=0)
+        calibration_scales(reader, [], data="noisy")
 
 
 def test_a_reader_from_a_folder(reader, tmp_path):

@@ -7,9 +7,15 @@ import pytest
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.measure.evaluate import chartqa_data
-from octavo.measure.evaluate.chartqa_data import generated_questions, load_questions
 
-Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("PIL")
+from PIL import Image
+
+from octavo.demo.chart_drawing import generated_questions
+
+
+def load_questions(data, num_questions):
+    return chartqa_data.load_questions(data, num_questions, generated_questions)
 
 
 def png(color="red"):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.measure.evaluate.chartqa_scores import (
+from octavo.measure.evaluate.chartqa import (
     anywhere_accuracy,
     exact_match,
     final_answer,
-    paired_difference,
     relaxed_accuracy,
 )
+from octavo.measure.evaluate.statistics import paired_difference
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,20 +14,21 @@ from octavo import Recipe, quantize_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.changes import Changes
 from octavo.measure.evaluate import images
-from octavo.measure.evaluate.image_rows import ImageRow
 from octavo.measure.evaluate.images import (
     ImageJob,
     choose_prompts,
     draw,
     evaluate,
     images_table,
+    parse_image_rows,
     read_prompts,
     rows_below,
 )
+from octavo.measure.rows import Row
 
 pytest.importorskip("diffusers")
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-ROWS = [ImageRow("bf16", None), ImageRow("fp8", Recipe(linear="fp8"))]
+ROWS = [Row.of("bf16", None), Row.of("fp8", Recipe(linear="fp8"))]
 JOB = ImageJob(model="m", dtype="bfloat16", prompts=("dog", "cat"), seed=5)
 
 
@@ -84,7 +86,7 @@ def test_each_row_is_compared_with_the_first(made):
 
 
 def test_later_rows_are_compared_with_the_first_too(made):
-    rows = [*ROWS, ImageRow("fp8+ignore=ff", ROWS[1].recipe)]
+    rows = [*ROWS, replace(ROWS[1], name="fp8+ignore=ff")]
     _, second, third = run(made, rows)
     assert third.baseline == "bf16" and third.values == second.values
 
@@ -147,7 +149,7 @@ def test_a_scorer_sees_every_row_with_its_prompts(made):
 
 def test_progress_is_told(made):
     names = []
-    run(made, on_picture=names.append)
+    run(made, on_image=names.append)
     assert names == ["bf16", "bf16", "fp8", "fp8"]
 
 
@@ -239,7 +241,7 @@ def test_the_table_has_the_scores_that_were_taken(made):
     table = images_table(run(made))
     assert table.header == ("row", "PSNR (dB)", "worst", "SSIM", "worst")
     assert [row[0] for row in table.rows] == ["bf16", "fp8"] and table.rows[0][1] is None
-    assert "2 pictures of 24 × 16, 7 steps, against bf16" in table.caption
+    assert "2 images of 24 × 16, 7 steps, against bf16" in table.caption
 
 
 def test_prompts_of_a_file(tmp_path):
@@ -257,7 +259,7 @@ def test_prompts_serve_again():
     assert choose_prompts(("a", "b"), None) == ("a", "b")
     assert choose_prompts(("a", "b"), 1) == ("a",)
     assert choose_prompts(("a", "b"), 5) == ("a", "b", "a", "b", "a")
-    with pytest.raises(ConfigError, match="one picture or more"):
+    with pytest.raises(ConfigError, match="one image or more"):
         choose_prompts(("a",), 0)
 
 
@@ -289,7 +291,7 @@ def test_a_record_names_the_picture_that_was_kept(made):
 
 def test_pictures_are_named_from_the_records_file_on(made, tmp_path, monkeypatch):
     pytest.importorskip("PIL")
-    from octavo.measure.evaluate.kept_pictures import keep_compared
+    from octavo.measure.evaluate.image_sheets import keep_compared
 
     monkeypatch.chdir(tmp_path)
     records, folder = Path("a/records.jsonl"), Path("b")
@@ -300,3 +302,17 @@ def test_pictures_are_named_from_the_records_file_on(made, tmp_path, monkeypatch
     _, fp8 = run(made, keep=keep)
     assert fp8.case["picture"] == "../b/compared_fp8.jpg" and Path("b/compared_fp8.jpg").is_file()
     assert fp8.case["picture_prompts"] == "dog; cat"
+
+
+def test_rows_start_with_what_the_others_are_compared_with():
+    rows = parse_image_rows(["bf16", "fp8"], "bfloat16")
+    assert [row.name for row in rows] == ["bf16", "fp8"] and rows[0].is_plain
+    for names, message in (
+        (["bf16"], "two different rows"),
+        (["bf16", "bf16"], "two different rows"),
+        (["fp8", "bf16"], "first row to compare with"),
+        (["fp32", "fp8"], "rows in bfloat16, .* got 'fp32'"),
+        (["bf16", "fp8+attention=static"], "row fp8.attention=static: .*needs scales, got none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_image_rows(names, "bfloat16")

@@ -5,8 +5,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from octavo.measure.evaluate.image_rows import parse_rows
-from octavo.measure.evaluate.images import ImageJob, evaluate, images_table
+
+from octavo.measure.evaluate.images import (
+    ImageJob,
+    evaluate,
+    images_table,
+    parse_image_rows,
+)
 from octavo_testkit.models.tiny_pipelines import FAMILIES, load_pipeline, write_pipeline
 
 pytestmark = pytest.mark.slow
@@ -18,7 +23,7 @@ OTHERS = [name for name in FAMILIES if name != "flux2_klein"]
 def test_a_pipeline_is_compared_with_itself_in_fp8(family, tmp_path):
     write_pipeline(family, tmp_path)
     attention = "fp8+attention" + ("" if family == "cosmos3" else "+text_encoder")
-    rows = parse_rows(["bf16", "fp8", attention], "bfloat16")
+    rows = parse_image_rows(["bf16", "fp8", attention], "bfloat16")
     job = ImageJob(
         model=family,
         dtype="bfloat16",

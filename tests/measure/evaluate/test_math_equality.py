@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.evaluate import math_equality
-from octavo.measure.evaluate.math_equality import is_equal, make_checker
+from octavo.measure.evaluate.math_equality import is_equal, make_checker, normalize
 from octavo.measure.evaluate.math_expression import Expression, NotAnExpression
-from octavo.measure.evaluate.math_normal import normalize
 
 SAME = [
     ("42", "42"),

@@ -9,16 +9,20 @@ import pytest
 pytest.importorskip("transformers")
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.measure.evaluate.mrcr import Counted, Row, choose_questions, evaluate, mrcr_table
-from octavo.measure.evaluate.mrcr_data import generated_questions, load_questions
-from octavo.measure.evaluate.mrcr_scores import (
+from octavo.measure.evaluate.mrcr import (
+    Counted,
     area_under_curve,
     bucket_of,
+    choose_questions,
+    evaluate,
     grade,
     joined_values,
+    mrcr_table,
     score_values,
 )
+from octavo.measure.evaluate.mrcr_data import generated_questions, load_questions
 from octavo.measure.records import Machine
+from octavo.measure.run import Participant, Records
 
 MACHINE = Machine.current()
 MESSAGES = [
@@ -169,7 +173,7 @@ def row(name, answer):
     def enter():
         yield lambda questions: [answer(one.question) for one in questions]
 
-    return Row(name=name, impl="test", about={"model": "m"}, machine=MACHINE, answer=enter)
+    return Participant(name=name, impl="test", about={"model": "m"}, machine=MACHINE, open=enter)
 
 
 def test_records_of_buckets_and_of_all():
@@ -181,7 +185,9 @@ def test_records_of_buckets_and_of_all():
     ]
     told = []
     about = {"data": "generated", "num_needles": "all"}
-    records = evaluate(rows, buckets, about=about, command="c", on_record=told.append)
+    records = evaluate(
+        rows, buckets, about=about, command="c", records=Records(on_record=told.append)
+    )
     assert told == records
     assert [r.case["bucket"] for r in records] == [2048, 4096, "all"] * 3
     first, second, third = records[2], records[5], records[8]
@@ -223,7 +229,7 @@ def test_what_was_measured_before_is_not_asked_again():
             buckets,
             about=ABOUT,
             command="c",
-            on_record=told.append,
+            records=Records(on_record=told.append),
         )
     assert [(r.case["recipe"], r.case["bucket"]) for r in told] == [
         *(("bf16", 2048), ("bf16", 4096), ("bf16", "all"), ("fp8", 2048)),
@@ -232,7 +238,11 @@ def test_what_was_measured_before_is_not_asked_again():
     del asked[:], told[:]
     settings = {"about": ABOUT, "command": "d"}
     records = evaluate(
-        rows, buckets, **settings, done=before, on_record=told.append, on_skip=skipped.append
+        rows,
+        buckets,
+        **settings,
+        records=Records(before, told.append),
+        on_skip=skipped.append,
     )
     assert len(asked) == 1 and sorted(skipped) == [1, 2, 2]
     assert records[:4] == before and records[4:] == told and len(told) == 2
@@ -240,7 +250,7 @@ def test_what_was_measured_before_is_not_asked_again():
     for resumed, fresh in zip(records, whole, strict=True):
         assert resumed.case == fresh.case and resumed.values == pytest.approx(fresh.values)
     del asked[:]
-    assert evaluate(rows, buckets, **settings, done=records) == records and not asked
+    assert evaluate(rows, buckets, **settings, records=Records(records)) == records and not asked
 
 
 @pytest.mark.parametrize("change", ["recipe", "machine", "about", "questions", "baseline", "op"])
@@ -263,5 +273,5 @@ def test_records_of_something_else_are_asked_again(change):
             rows[0] = replace(rows[0], name="fp16")
         case "op":
             done = [replace(record, op="needle") for record in done]
-    evaluate(rows, buckets, about=about, command="c", done=done)
+    evaluate(rows, buckets, about=about, command="c", records=Records(done))
     assert len(asked) == 1

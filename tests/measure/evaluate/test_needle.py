@@ -3,17 +3,19 @@
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
-from octavo import Recipe
+from octavo import LayerScales, Recipe, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import retrieval_model as built
-from octavo.measure.evaluate import needle_run
 from octavo.measure.evaluate.answering import prompt_chunks
-from octavo.measure.evaluate.needle import Grid, Row, evaluate
+from octavo.measure.evaluate.language import PLAIN_KEYS, local_participants, recipe_digest
+from octavo.measure.evaluate.needle import Grid, Request, evaluate
 from octavo.measure.evaluate.needle_prompts import (
     NeedlePrompt,
     PairHaystack,
@@ -21,10 +23,16 @@ from octavo.measure.evaluate.needle_prompts import (
     prompt_seed,
     split_sentences,
 )
-from octavo.measure.evaluate.perplexity_rows import RowName, recipe_rows
-from octavo.measure.evaluate.recovery import recovery
+from octavo.measure.evaluate.statistics import recovery
 from octavo.measure.records import Machine
+from octavo.measure.run import Participant, Records
 
+MODEL = SimpleNamespace(
+    name="m",
+    dtype="bf16",
+    prompts=SimpleNamespace(about={}),
+    model=SimpleNamespace(parameters=lambda: iter([torch.zeros(1)])),
+)
 GRID = Grid(lengths=(64, 32), depths=(0.0, 1.0), repetitions=4)
 
 
@@ -35,12 +43,12 @@ def count(text):
 def row(name, is_right=lambda prompt_number: True, calls=None):
     """A row that knows the answers: the value behind the key that is asked for."""
 
-    def complete(texts, max_tokens):
-        assert max_tokens == 1
+    def complete(asked):
         if calls is not None:
-            calls.append(len(texts))
+            calls.append(len(asked))
         answers = []
-        for number, text in enumerate(texts):
+        for number, (text, max_tokens) in enumerate(asked):
+            assert max_tokens == 1
             words = text.split()
             answer = words[words.index(words[-1]) + 1]
             answers.append(answer if is_right(number) else "nothing")
@@ -50,7 +58,7 @@ def row(name, is_right=lambda prompt_number: True, calls=None):
     def answer():
         yield complete
 
-    return Row(name=name, impl="test", about={"model": "m"}, machine=MACHINE, answer=answer)
+    return Participant(name=name, impl="test", about={"model": "m"}, machine=MACHINE, open=answer)
 
 
 MACHINE = Machine.current()
@@ -142,7 +150,9 @@ def test_the_last_pass_over_a_prompt_is_whole(length):
 def test_one_record_for_each_row_and_cell():
     told = []
     rows = [row("bf16"), row("fp8", is_right=lambda number: number != 0)]
-    records = evaluate(rows, GRID, PairHaystack(), command="c", on_record=told.append)
+    records = evaluate(
+        rows, GRID, PairHaystack(), command="c", records=Records(on_record=told.append)
+    )
     assert told == records and len(records) == 8
     cells = [(r.case["recipe"], r.case["length"], r.case["depth"]) for r in records[:3]]
     assert cells == [("bf16", 32, 0.0), ("bf16", 32, 1.0), ("bf16", 64, 0.0)]
@@ -170,21 +180,23 @@ def test_done_cells_are_not_measured_again():
     whole = evaluate(rows, GRID, PairHaystack(), command="c")
     assert len(calls) == 8
     done = whole[:3] + whole[5:6]
-    again = evaluate(rows, GRID, PairHaystack(), command="c", done=done, on_skip=skipped.append)
+    again = evaluate(
+        rows, GRID, PairHaystack(), command="c", records=Records(done), on_skip=skipped.append
+    )
     assert len(calls) == 8 + 4 and sum(skipped) == 4 * (32 + 32 + 64 + 32)
     assert [r.values for r in again] == [r.values for r in whole]
     # On another machine, and with another seed, it is another search.
     elsewhere = [replace(r, machine=replace(r.machine, gpu="another")) for r in whole]
-    evaluate(rows, GRID, PairHaystack(), command="c", done=elsewhere)
+    evaluate(rows, GRID, PairHaystack(), command="c", records=Records(elsewhere))
     assert len(calls) == 12 + 8
     other = Grid(lengths=GRID.lengths, depths=GRID.depths, repetitions=4, seed=1)
-    evaluate(rows, other, PairHaystack(), command="c", done=whole)
+    evaluate(rows, other, PairHaystack(), command="c", records=Records(whole))
     assert len(calls) == 20 + 8
     # So are answers that another row's are compared with, by another recipe of the same name.
-    evaluate(rows[::-1], GRID, PairHaystack(), command="c", done=whole)
+    evaluate(rows[::-1], GRID, PairHaystack(), command="c", records=Records(whole))
     assert len(calls) == 28 + 8
     changed = [rows[0], replace(rows[1], about={"model": "m", "recipe_digest": "0"})]
-    evaluate(changed, GRID, PairHaystack(), command="c", done=whole)
+    evaluate(changed, GRID, PairHaystack(), command="c", records=Records(whole))
     assert len(calls) == 36 + 4
 
 
@@ -199,40 +211,39 @@ def test_a_text_that_changes_makes_another_haystack():
 
 
 def test_a_recipe_is_known_by_what_it_does(tmp_path):
-    path, layers = tmp_path / "recipe.toml", {"layers.0.self_attn": {"k": 0.1, "v": 0.1}}
-    file = tmp_path / "scales.json"
+    path, file = tmp_path / "recipe.toml", tmp_path / "scales.json"
 
-    def digest(row, recipe=None, **changes):
-        request = needle_run.Request(grid=GRID, rows=(row,), **changes)
-        made = recipe or Recipe(kv_cache={"scaling": "static"}, scales=layers)
-        return needle_run._digest(request, RowName.parse(row), made)
+    def digest(row, scale=0.1, **changes):
+        request = Request(grid=GRID, rows=(row,), **changes)
+        scales = {PLAIN_KEYS: ScaleSet({"layers.0.self_attn": LayerScales(None, scale, scale)})}
+        (found,) = local_participants(request, MODEL, scales, None, calibration=request.calibration)
+        return found.about["recipe_digest"]
 
     # Calibrated: by the margin. Given: by the scales, whatever their file is called.
     assert digest("tensor") == digest("tensor") != digest("tensor", margin=2.0)
-    other = Recipe(kv_cache={"scaling": "static"}, scales={"layers.0.self_attn": {"k": 1, "v": 1}})
-    assert digest("tensor") == digest("tensor", other)
-    assert digest("tensor", scales=file) != digest("tensor", other, scales=file)
-    unit, token = Recipe(kv_cache={"scaling": "unit"}), Recipe(kv_cache={"granularity": "token"})
-    assert digest(str(path), unit) != digest(str(path), token)
+    assert digest("tensor") == digest("tensor", scale=1.0)
+    assert digest("tensor", scales=file) != digest("tensor", scale=1.0, scales=file)
     found = []
+    for settings in ({"scaling": "unit"}, {"granularity": "token"}):
+        Recipe(kv_cache=settings).save(path)
+        found.append(digest(str(path)))
+    Recipe(kv_cache={"scaling": "static"}, scales=file).save(path)
     for scale in (0.1, 0.2):
         file.write_text(json.dumps({"a": {"q": scale, "k": scale, "v": scale}}))
-        found.append(digest(str(path), Recipe(kv_cache={"scaling": "static"}, scales=file)))
-    assert found[0] != found[1]
+        found.append(digest(str(path)))
+    assert len(set(found)) == 4
+    # Records of earlier runs are found by these letters.
+    assert recipe_digest(Recipe(kv_cache={"scaling": "unit"})) == "a21fae62f2a7"
+    written = {"tensor": "0544f35c668a", "head+skip=0": "99804dbf5e9c", "token": "0ba8178d53b5"}
+    written["unit+rotate+promote=none"] = "588f6cc084ac"
+    assert {row: digest(row) for row in written} == written
 
 
 def test_rows_may_say_when_sums_are_promoted():
-    names = ["baseline", "unit+promote=none", "unit+rotate+promote=4+skip=0", "unit"]
-    rows = recipe_rows(names, {})
-    assert [r.recipe.promote_every for r in rows[1:]] == [None, 4, 1]
-    assert rows[2].recipe.skip_layers == ("0",) and rows[2].name == f"fp8 {names[2]}"
-    for name, message in (
-        ("unit+promote=0", "promote=none or a number of tiles, got '0'"),
-        ("unit+promote=1+promote=2", "each of the first three once"),
-        ("baseline+promote=none", "for rows in FP8"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            RowName.parse(name)
+    names = ("baseline", "unit+promote=none", "unit+rotate+promote=4+skip=0", "unit")
+    rows = [row for _, row in Request(grid=GRID, rows=names).local_rows(MODEL, {})]
+    assert [r.recipe().promote_every for r in rows[1:]] == [None, 4, 1]
+    assert rows[2].recipe().skip_layers == ("0",) and rows[2].name == f"fp8 {names[2]}"
 
 
 def test_the_error_of_a_recovery_is_that_of_a_quotient():

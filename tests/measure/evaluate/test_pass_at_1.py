@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,14 @@ from octavo.integrations.transformers.generation_sampling import (
     generation_sampling,
     load_generation_sampling,
 )
-from octavo.measure.evaluate.answer_file import AnswerFile
-from octavo.measure.evaluate.choice_data import generated_choice_questions
+from octavo.measure.evaluate.answers import AnswerFile, Sampler, SamplingPlan
 from octavo.measure.evaluate.endpoint import Reply
-from octavo.measure.evaluate.math_data import generated_math_questions
 from octavo.measure.evaluate.math_equality import make_checker
-from octavo.measure.evaluate.pass_at_1 import choice_task, evaluate, math_task, pass_table
-from octavo.measure.evaluate.pass_rate import paired_recovery, pass_values
-from octavo.measure.evaluate.sampled_answers import Row, SamplingPlan
+from octavo.measure.evaluate.statistics import paired_recovery, pass_values
+from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
+from octavo.measure.evaluate.tasks import choice_task, evaluate, math_task, pass_table
 from octavo.measure.records import Machine
+from octavo.measure.run import Records
 from octavo.measure.store import TornLineWarning
 
 PLAN = SamplingPlan(options={"temperature": 0.6}, max_tokens=100)
@@ -58,23 +56,19 @@ def test_recovery_is_of_the_same_questions():
 
 
 def row(name, reply, asked=None):
-    @contextmanager
-    def enter():
-        def ask(items, on_reply):
-            for item in reversed(items):  # in any order
-                if asked is not None:
-                    asked.append(item)
-                on_reply(item, reply(item))
+    def ask(items, on_reply):
+        for item in reversed(items):  # in any order
+            if asked is not None:
+                asked.append(item)
+            on_reply(item, reply(item))
 
-        yield ask
-
-    return Row(
+    return Sampler(
         name=name,
         impl="test",
         about={"model": "m"},
         machine=Machine.current(),
         identity=name,
-        answer=enter,
+        ask=ask,
     )
 
 
@@ -93,7 +87,13 @@ def test_records_of_choice():
     rows = [row("bf16", right), row("fp8", often), row("lost", lambda item: Reply("Answer: ?"))]
     told = []
     records = evaluate(
-        *(rows, task, PLAN), about=ABOUT, command="c", answers=AnswerFile(), on_record=told.append
+        rows,
+        task,
+        PLAN,
+        about=ABOUT,
+        command="c",
+        answers=AnswerFile(),
+        records=Records(on_record=told.append),
     )
     assert told == records and [r.op for r in records] == ["choice"] * 3
     first, second, third = (r.values for r in records)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from octavo.measure import store
-from octavo.measure.evaluate.chartqa import evaluate, load_reader, recipe_rows
-from octavo.measure.evaluate.chartqa_data import generated_questions
+from octavo.measure.evaluate.chartqa import chart_rows, evaluate, load_reader
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
+from octavo.demo.chart_drawing import generated_questions
 from octavo.integrations.transformers.calibrate import load_image_model
 from octavo.integrations.transformers.chart_reader import FOLDER, WEIGHTS, is_chart_reader
 from octavo.integrations.transformers.vision_language import open_vision_language
@@ -41,7 +41,7 @@ def test_the_record_is_good_enough(record):
 def test_the_weights_are_those_of_the_record(record):
     """The first of the record's questions are answered as well, within their sampling error."""
     questions = generated_questions(NUM_QUESTIONS)
-    rows = recipe_rows(["bf16"], None)
+    rows = chart_rows(["bf16"], None)
     (again,) = evaluate(load_reader(None, "cpu"), questions, rows, data="generated", command="x")
     share = record.values[ACCURACY] / 100
     error = 100 * math.sqrt(share * (1 - share) / NUM_QUESTIONS)

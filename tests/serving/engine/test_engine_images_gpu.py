@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
 import octavo
+from octavo.demo.chart_drawing import generated_questions
 from octavo.integrations.transformers.chart_reader import load_chart_reader
-from octavo.measure.evaluate.chartqa_data import generated_questions
 
 pytestmark = pytest.mark.gpu
 SPARE = 16 * 2**30

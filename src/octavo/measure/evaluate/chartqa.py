@@ -1,11 +1,21 @@
-"""ChartQA: what FP8 vision attention does to a model's answers about charts."""
+"""ChartQA: what FP8 vision attention does to a model's answers about charts.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+The three scores are those of ChartQA and of lm-eval's task of that name. A model that was asked to
+end with "Final Answer: …" is judged by what follows; an answer without those words is taken whole
+by `relaxed_accuracy` and `exact_match` if it is one line, as the chart reader's are.
+"""
+
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
@@ -17,18 +27,20 @@ from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
-from octavo.measure.evaluate.chartqa_data import Question, generated_questions
-from octavo.measure.evaluate.chartqa_scores import SCORES, paired_difference
-from octavo.measure.records import Machine, Measurement
+from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.language import machine_of
+from octavo.measure.evaluate.statistics import paired_difference
+from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
+from octavo.measure.rows import VISION, Row, parse_rows
+from octavo.measure.run import Outcome, Participant, Records, run_whole
 from octavo.numerics.qkv import QkvScales
 from octavo.recipe import Recipe
 
 BATCH_SIZE = 16
-NUM_CALIBRATION_IMAGES = 128
-BASELINE = "bf16"
-# Row -> what its recipe says about vision attention.
-SETTINGS: dict[str, Any] = {"dynamic": "fp8", "static": {"scaling": "static"}}
+ROWS = ("bf16", "dynamic", "static")
+TOLERANCE = 0.05
+SHOWN = ("relaxed (%)", "anywhere (%)", "exact (%)")  # the scores, in their order
 
 Step = Callable[[int], None]  # told how many questions are done
 
@@ -44,24 +56,17 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RecipeRow:
-    """A row of the table: its name, and what is done to the model; None leaves it as it is."""
-
-    name: str
-    recipe: Recipe | None
-
-
 def evaluate(
     reader: Reader,
     questions: Sequence[Question],
-    rows: Sequence[RecipeRow],
+    rows: Sequence[Row],
     *,
     data: str,
     command: str,
     batch_size: int = BATCH_SIZE,
-    on_step: Step | None = None,
+    on_step: Step = lambda num_questions: None,
     on_answers: Callable[[str, list[str]], None] = lambda name, answers: None,
+    records: Records | None = None,
 ) -> list[Measurement]:
     """One record for each row: the scores, and how they compare with the first row's.
 
@@ -70,56 +75,59 @@ def evaluate(
     and the confidence interval of the difference.
     on_answers: called with each row's name and its answers.
     """
-    if not rows or len({row.name for row in rows}) != len(rows):
-        raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
     if not questions:
         raise ConfigError("expected one question or more, got none")
-    machine = _machine(reader)
-    scores: dict[str, dict[str, list[float]]] = {}
-    records = []
-    for row in rows:
-        answers = _answers(reader, questions, row.recipe, batch_size, on_step)
+    scores: list[dict[str, list[float]]] = []  # of the rows so far
+
+    def measure(row: Row) -> Outcome:
+        answers: list[str] = []
+        for batch in _batches(questions, batch_size):
+            answers += reader.answer([q.image for q in batch], [q.text for q in batch])
+            on_step(len(batch))
         on_answers(row.name, answers)
-        scores[row.name] = _scores(questions, answers)
-        records.append(
-            Measurement(
-                op="chartqa",
-                impl="transformers",
-                case={
-                    "model": reader.name,
-                    "data": data,
-                    "recipe": row.name,
-                    "num_questions": len(questions),
-                },
-                values=_values(scores[row.name], scores[rows[0].name], row is rows[0]),
-                machine=machine,
-                command=command,
-                baseline=None if row is rows[0] else rows[0].name,
-            )
+        scores.append(_scores(questions, answers))
+        return Outcome(_values(scores[-1], scores[0], len(scores) == 1))
+
+    participants = [
+        Participant(
+            name=row.name,
+            impl="transformers",
+            about={"model": reader.name},
+            machine=machine_of(reader.model),
+            open=partial(_applied, reader.model, row),
         )
-    return records
+        for row in rows
+    ]
+    about: dict[str, Scalar] = {"data": data, "num_questions": len(questions)}
+    return run_whole(participants, measure, records, op="chartqa", command=command, about=about)
 
 
-def check_rows(names: Sequence[str]) -> None:
-    """ConfigError unless these are different rows that `recipe_rows` knows."""
-    known = (BASELINE, *SETTINGS)
-    if not names or len(set(names)) != len(names) or any(name not in known for name in names):
-        raise ConfigError(f"expected different rows out of {', '.join(known)}, got {list(names)}")
+@contextmanager
+def _applied(model: Any, row: Row) -> Iterator[Row]:
+    """A model with a row's recipe, for as long as this is entered."""
+    recipe = row.recipe()
+    if recipe is None:
+        yield row
+        return
+    apply_(model, recipe)
+    try:
+        yield row
+    finally:
+        restore_(model)
 
 
-def recipe_rows(names: Sequence[str], scales: ScaleSet | None) -> list[RecipeRow]:
-    """The rows with these names: bf16, dynamic, static; static needs scales."""
-    check_rows(names)
+def chart_rows(names: Sequence[str], scales: ScaleSet | None = None) -> list[Row]:
+    """The rows of these names; scales: for those that need some, None leaves them without."""
     rows = []
-    for name in names:
-        if name == BASELINE:
-            rows.append(RecipeRow(name, None))
-            continue
-        if name == "static" and scales is None:
-            raise ConfigError("expected scales for the row static, got none")
-        layers = scales.to_dict()["layers"] if scales is not None and name == "static" else None
-        recipe = Recipe(vision_attention=SETTINGS[name], scales=layers)
-        rows.append(RecipeRow(f"fp8 {name}", recipe))
+    for row in parse_rows(names, VISION):
+        if row.linear is not None:
+            raise ConfigError(f"row {row.name}: expected vision attention, got linear layers too")
+        if not row.is_plain and row.digest is None and row.name in VISION.words:
+            row = replace(row, name=f"fp8 {row.name}")
+        recipe = None
+        if row.needs_scales and scales is not None:
+            recipe = row.recipe(scales.to_dict()["layers"])
+        rows.append(row if recipe is None else row.using(recipe))
     return rows
 
 
@@ -144,8 +152,12 @@ def chartqa_table(records: Sequence[Measurement]) -> Table:
     return Table(
         caption=f"chartqa: {first['model']}, {first['num_questions']} questions of {first['data']}",
         header=(
-            *("recipe", "relaxed (%)", "anywhere (%)", "exact (%)", "recovery (%)"),
-            *("difference (points)", "95 % interval", "verdict"),
+            "recipe",
+            *SHOWN,
+            "recovery (%)",
+            "difference (points)",
+            "95 % interval",
+            "verdict",
         ),
         rows=tuple(rows),
     )
@@ -153,7 +165,7 @@ def chartqa_table(records: Sequence[Measurement]) -> Table:
 
 def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
     values = record.values
-    row: list[str | float] = [str(record.case["recipe"])]
+    row: list[str | float | None] = [str(record.case["recipe"])]
     row += [values[f"{name}_percent"] for name in SCORES]
     if "difference_points" not in values:
         return (*row, None, None, None, None)
@@ -166,19 +178,19 @@ def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
 
 def calibration_scales(
     reader: Reader,
+    questions: Sequence[Question],
     *,
-    num_images: int = NUM_CALIBRATION_IMAGES,
+    data: str,
     margin: float = 1.5,
     batch_size: int = BATCH_SIZE,
-    on_step: Step | None = None,
+    on_step: Step = lambda num_questions: None,
 ) -> ScaleSet:
-    """Static scales of a reader's tower, from charts of the noisy distribution.
+    """Static scales of a reader's tower, by questions that are not measured; data: their name.
 
     Dynamic scales follow the last 16 passes only, so the largest of all batches is kept.
     """
-    if num_images < 1:
-        raise ConfigError(f"expected one image or more, got {num_images}")
-    questions = generated_questions(4 * num_images, "noisy")[::4]
+    if not questions:
+        raise ConfigError("expected one image or more to calibrate on, got none")
     apply_(reader.model, Recipe(vision_attention="fp8"))
     largest: dict[str, QkvScales] = {}
     try:
@@ -186,13 +198,10 @@ def calibration_scales(
             reader.answer([q.image for q in batch], [q.text for q in batch])
             for name, scales in _current_scales(reader.model, margin).items():
                 largest[name] = _larger(largest.get(name), scales)
-            if on_step is not None:
-                on_step(len(batch))
+            on_step(len(batch))
     finally:
         restore_(reader.model)
-    header = ScaleHeader(
-        model=reader.name, data="generated noisy charts", observer="amax", margin=margin
-    )
+    header = ScaleHeader(model=reader.name, data=data, observer="amax", margin=margin)
     layers = {name: LayerScales(*map(float, (s.q, s.k, s.v))) for name, s in largest.items()}
     return ScaleSet(layers, header)
 
@@ -211,28 +220,6 @@ def _larger(first: QkvScales | None, second: QkvScales) -> QkvScales:
         return second
     pairs = ((first.q, second.q), (first.k, second.k), (first.v, second.v))
     return QkvScales(*(a.maximum(b) for a, b in pairs))
-
-
-def _answers(
-    reader: Reader,
-    questions: Sequence[Question],
-    recipe: Recipe | None,
-    batch_size: int,
-    on_step: Step | None,
-) -> list[str]:
-    """The answers of a model with a recipe applied for as long as this takes."""
-    answers: list[str] = []
-    if recipe is not None:
-        apply_(reader.model, recipe)
-    try:
-        for batch in _batches(questions, batch_size):
-            answers += reader.answer([q.image for q in batch], [q.text for q in batch])
-            if on_step is not None:
-                on_step(len(batch))
-    finally:
-        if recipe is not None:
-            restore_(reader.model)
-    return answers
 
 
 def _batches(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:
@@ -273,9 +260,98 @@ def _mean_percent(scores: Sequence[float]) -> float:
     return 100 * sum(scores) / len(scores)
 
 
-def _machine(reader: Reader) -> Machine:
-    device = next(reader.model.parameters()).device
-    if device.type != "cuda":
-        return Machine.current()
-    name = torch.cuda.get_device_name(device)
-    return Machine.current(gpu=name, capability=torch.cuda.get_device_capability(device))
+def final_answer(text: str) -> str:
+    """What a model's text says after the last "answer:", or a text of one line as it is."""
+    marked = _marked_answer(text)
+    if marked:
+        return marked
+    lines = text.strip().splitlines()
+    return lines[0].strip() if marked is None and len(lines) == 1 else ""
+
+
+def _marked_answer(text: str) -> str | None:
+    """The first line after the last "answer:"; None where the text has none."""
+    plain = re.sub(r"(answer)\**:\**", r"\1:", text, flags=re.IGNORECASE)
+    _, mark, after = plain.lower().rpartition("answer:")
+    if not mark:
+        return None
+    lines = plain[len(plain) - len(after) :].splitlines()
+    first = next((line.strip() for line in lines if line.strip()), "")
+    return re.sub(r"[*_\[\]()]", "", first).strip()
+
+
+def relaxed_accuracy(text: str, truths: Sequence[str]) -> float:
+    """1.0 if the final answer is one of the truths: numbers within 5 %, texts but for case."""
+    answer = final_answer(text)
+    return float(bool(answer) and any(_is_close(answer, truth) for truth in truths))
+
+
+def anywhere_accuracy(text: str, truths: Sequence[str]) -> float:
+    """As `relaxed_accuracy`; without "answer:" a truth may stand anywhere, as a whole word.
+
+    Generous: it shows how much of the difference between models is in following the format.
+    """
+    if relaxed_accuracy(text, truths) or _marked_answer(text):
+        return relaxed_accuracy(text, truths)
+    return float(any(_is_inside(text, truth) for truth in truths))
+
+
+def exact_match(text: str, truths: Sequence[str]) -> float:
+    """1.0 if the final answer is the first truth, letter by letter."""
+    return float(bool(truths) and final_answer(text) == truths[0].strip())
+
+
+SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "relaxed_accuracy": relaxed_accuracy,
+    "anywhere_accuracy": anywhere_accuracy,
+    "exact_match": exact_match,
+}
+
+
+def _is_close(answer: str, truth: str) -> bool:
+    answer, truth = _normal(answer), _normal(truth)
+    given, wanted = _number(answer), _number(truth)
+    if given is None or wanted is None:
+        if len(truth) == 1 and truth.isalpha() and answer:  # an option: A, B, C …
+            return answer[0].lower() == truth.lower()
+        return answer.lower() == truth.lower()
+    if _is_within(given[0], wanted[0]):
+        return True
+    # 12% and 0.12 are the same number, whichever side wrote the sign.
+    return (given[1] and _is_within(given[0] / 100, wanted[0])) or (
+        wanted[1] and _is_within(given[0], wanted[0] / 100)
+    )
+
+
+def _is_within(given: float, wanted: float) -> bool:
+    return abs(given - wanted) <= TOLERANCE * max(abs(wanted), 1e-10)
+
+
+def _normal(text: str) -> str:
+    """A text without quotation marks; a number without $, thousands separators and a full stop."""
+    text = text.strip()
+    if not any(char.isdigit() for char in text):
+        is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+        return (text[1:-1] if is_quoted else text).removesuffix(".")
+    marks = string.punctuation.replace("%", "") + string.whitespace
+    return text.rstrip(marks).replace(",", "").replace("$", "")
+
+
+def _number(text: str) -> tuple[float, bool] | None:
+    """The number in a text and whether it is in percent; None if the text is no number."""
+    digits = text.removesuffix("%").strip()
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", digits):
+        return None
+    value = float(digits)
+    return (value, text.endswith("%")) if np.isfinite(value) else None
+
+
+def _is_inside(text: str, truth: str) -> bool:
+    normal = _normal(truth)
+    if not normal:
+        return False
+    where, before = text, r"(?<!\w)"
+    if _number(normal):  # neither the end of a longer number nor the opposite of a negative one
+        where, before = text.replace(",", ""), r"(?<![\w.-])"
+    pattern = rf"{before}{re.escape(normal)}(?!\w|\.\d)"
+    return re.search(pattern, where, re.IGNORECASE) is not None

@@ -8,7 +8,7 @@ tests. In JSON Lines, image is a path relative to the file.
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,19 +16,17 @@ from typing import Any
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
-from octavo.measure.evaluate.charts import Distribution, make_chart, make_questions
 from octavo.measure.evaluate.question_files import Line, read_files, read_split
 
 COLUMNS = ("image", "query", "label")
 SUFFIXES = (".jsonl", ".parquet")
 OTHER_SPLITS = frozenset({"dev", "train", "val", "valid", "validation"})
 GENERATED = "generated"
-QUESTIONS_PER_CHART = 4
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a picture, and the answers that count as right, the first one above all."""
+    """A question about an image, and the answers that count as right, the first one above all."""
 
     image: Any  # a pillow image
     text: str
@@ -45,31 +43,21 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def load_questions(data: str, num_questions: int) -> list[Question]:
-    """The first questions of `data`: "generated", a path, or the name of a data set."""
+def load_questions(
+    data: str, num_questions: int, generate: Callable[[int], list[Question]]
+) -> list[Question]:
+    """The first questions of `data`: "generated", a path, or the name of a data set.
+
+    generate: makes so many questions.
+    """
     if num_questions < 1:
         raise ConfigError(f"expected one question or more, got {num_questions}")
     if data == GENERATED:
-        return generated_questions(num_questions)
+        return generate(num_questions)
     questions = list(islice(_read(data), num_questions))
     if not questions:
         raise CheckpointError(f"expected questions in {data}, got none")
     return questions
-
-
-def generated_questions(
-    num_questions: int, distribution: Distribution = "plain", first_seed: int = 0
-) -> list[Question]:
-    """Questions about charts of consecutive seeds, four about each; training uses other seeds."""
-    from octavo.measure.evaluate.chart_drawing import draw_chart
-
-    found: list[Question] = []
-    for seed in range(first_seed, first_seed + -(-num_questions // QUESTIONS_PER_CHART)):
-        chart = make_chart(seed, distribution)
-        image = draw_chart(chart)
-        asked = make_questions(chart, seed, QUESTIONS_PER_CHART)
-        found += [Question(image, question.text, (question.answer,)) for question in asked]
-    return found[:num_questions]
 
 
 def _read(data: str) -> Iterator[Question]:

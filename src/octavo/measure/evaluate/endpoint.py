@@ -85,12 +85,15 @@ class Client:
     def complete(self, text: str, max_tokens: int) -> str:
         """The greedy continuation of a text."""
         body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0}
-        return self._text("completions", body, lambda choice: choice["text"])
+        answer = self._ask("POST", "completions", {"model": self.model, **body})
+        try:
+            return str(answer["choices"][0]["text"])
+        except (LookupError, TypeError):
+            raise self._unexpected(answer) from None
 
     def chat(self, messages: Sequence[Message], max_tokens: int) -> str:
         """The greedy answer to a chat."""
-        body = {"messages": [dict(m) for m in messages], "temperature": 0, "max_tokens": max_tokens}
-        return self._text("chat/completions", body, lambda c: c["message"]["content"] or "")
+        return self.reply(messages, {"temperature": 0, "max_tokens": max_tokens}).text
 
     def reply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Reply:
         """The answer to a chat with these fields of OpenAI's API, such as temperature."""
@@ -108,13 +111,6 @@ class Client:
         """The answers to all items, in their order; as many at once as the endpoint says."""
         with ThreadPoolExecutor(self.endpoint.concurrency) as pool:
             return list(pool.map(ask, items))
-
-    def _text(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> str:
-        answer = self._ask("POST", path, {"model": self.model, **body})
-        try:
-            return str(read(answer["choices"][0]))
-        except (LookupError, TypeError):
-            raise self._unexpected(answer) from None
 
     def _unexpected(self, answer: Any) -> OctavoError:
         return OctavoError(

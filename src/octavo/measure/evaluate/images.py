@@ -1,10 +1,11 @@
-"""What FP8 does to pictures: each row's against the first row's, of the same prompts and seeds."""
+"""What FP8 does to images: each row's against the first row's, of the same prompts and seeds."""
 
 import gc
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -18,34 +19,35 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
 from octavo.kernels.device import describe
-from octavo.measure.evaluate.image_rows import ImageRow, plain_row
 from octavo.measure.evaluate.image_scores import ImageScores, compare_images, why_no_lpips
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table
+from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
+from octavo.measure.run import Outcome, Participant, Records, run_whole
 
 DEFAULT_PROMPTS = files("octavo") / "assets" / "small_image_prompts.txt"
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
-# Given the names and pictures of the first row and another: where a picture of both was written,
-# as a path from the records file on, and the prompts that it shows.
+# Given the names and images of the first row and another: where both were written side by side, as
+# a path from the records file on, and the prompts that this shows.
 Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
 
 
 class PromptScorer(Protocol):
-    """Tells how well pictures fit their prompts, such as CLIP does."""
+    """Tells how well images fit their prompts, such as CLIP does."""
 
     @property
     def name(self) -> str:
         """What records call it."""
         ...
 
-    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Sequence[float]:
+    def score(self, images: Tensor, prompts: Sequence[str]) -> Sequence[float]:
         """A score for each pair; the more, the better."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageJob:
-    """What every row draws: a picture for each prompt, the i-th by the noise of seed + i.
+    """What every row draws: an image for each prompt, the i-th by the noise of seed + i.
 
     num_inference_steps: None is the pipeline's own. options: further arguments of its call.
     """
@@ -67,82 +69,118 @@ class ImageJob:
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
 
 
+def parse_image_rows(names: Sequence[str], dtype: str) -> list[Row]:
+    """The rows of these names; a first row that quantizes, or in another dtype, is an error.
+
+    dtype: of the pipeline, such as "bfloat16".
+    """
+    if len(names) < 2 or len(set(names)) != len(names):
+        raise ConfigError(f"expected two different rows or more, got {list(names)}")
+    rows = parse_rows(names, IMAGES)
+    if not rows[0].is_plain:
+        raise ConfigError(
+            f"expected a first row to compare with, {', '.join(PLAIN)}, got {names[0]!r}"
+        )
+    for row in rows:
+        row.recipe()  # what is still missing, such as scales, is an error before anything is drawn
+        if (PLAIN.get(row.name) or dtype) != dtype:
+            raise ConfigError(f"expected rows in {dtype}, as the pipeline is, got {row.name!r}")
+    return rows
+
+
 def evaluate(
     make_pipeline: Callable[[], Any],
-    rows: Sequence[ImageRow],
+    rows: Sequence[Row],
     job: ImageJob,
     *,
     command: str,
     lpips: bool | None = None,
     scorer: PromptScorer | None = None,
     keep: Keep | None = None,
-    on_picture: Callable[[str], None] = lambda row: None,
-    on_row: Callable[[Measurement, list[Tensor]], None] = lambda record, pictures: None,
+    on_image: Callable[[str], None] = lambda row: None,
+    on_row: Callable[[Measurement, list[Tensor]], None] = lambda record, images: None,
 ) -> list[Measurement]:
-    """One record for each row: how near its pictures are to the first row's.
+    """One record for each row: how near its images are to the first row's.
 
     make_pipeline: makes a pipeline as it is loaded, for every row: linear layers in FP8 cannot be
-    restored. lpips: as in `compare_images`. keep: writes a picture of every row after the first,
-    which its record then names. on_picture: is told a row's name after each picture. on_row:
-    is given each record, and the row's pictures, [frames, 3, height, width] a prompt.
+    restored. lpips: as in `compare_images`. keep: writes the images of every row after the first
+    beside the first row's, in a file that its record then names. on_image: is told a row's name
+    after each image. on_row: is given each record, and the row's images, [frames, 3, height, width]
+    a prompt.
     """
-    if len(rows) < 2 or len({row.name for row in rows}) != len(rows):
+    if len({row.name for row in rows}) < max(2, len(rows)):
         raise ConfigError(f"expected two different rows or more, got {[r.name for r in rows]}")
-    from octavo.integrations.diffusers.pipeline import check_plain
-
     if lpips:
         why_no_lpips(lpips)  # what must be there and is not raises before anything is drawn
-    first: list[Tensor] | None = None
-    records = []
-    for row in rows:
-        pipe = make_pipeline()
-        changes = None if row.recipe is None else apply_(pipe, row.recipe)
+    drawn: list[list[Tensor]] = []  # by the rows so far
+
+    def measure(work: "_Pipeline") -> Outcome:
+        name, pipe = work.row.name, work.pipe
+        first = drawn[0] if drawn else None
         try:
-            if row.recipe is None:
-                check_plain(pipe)
-            pictures = draw(pipe, job, on_picture=partial(on_picture, row.name))
-            scores = None if first is None else _compare(pictures, first, lpips)
+            images = draw(pipe, job, on_image=partial(on_image, name))
+            scores = None
+            if first is not None:
+                scores = compare_images(torch.cat(images), torch.cat(first), lpips=lpips)
+        except ConfigError as error:
+            raise ConfigError(f"row {name}: {error}") from error
+        about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(work.changes)}
+        if scorer is not None:
+            about["clip_model"] = scorer.name
+        if keep is not None and first is not None:
+            path, prompts = keep([(rows[0].name, first), (name, images)])
+            about |= {"picture": path, "picture_prompts": "; ".join(prompts)}
+        drawn.append(images)
+        values = {**_score_values(scores), **_prompt_values(scorer, images, job.prompts)}
+        return Outcome(values, about, _machine(pipe))
+
+    participants = [
+        Participant(
+            name=row.name,
+            impl="diffusers",
+            about={},
+            machine=Machine.current(),
+            open=partial(_open_pipeline, make_pipeline, row),
+        )
+        for row in rows
+    ]
+    records = Records(on_record=lambda record: on_row(record, drawn[-1]))
+    options = {"op": "images", "command": command, "row_key": "row"}
+    return run_whole(participants, measure, records, about={}, **options)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A pipeline with a row's recipe, and what the recipe changed in it."""
+
+    row: Row
+    pipe: Any
+    changes: Changes | None
+
+
+@contextmanager
+def _open_pipeline(make_pipeline: Callable[[], Any], row: Row) -> Iterator[_Pipeline]:
+    from octavo.integrations.diffusers.pipeline import check_plain
+
+    gc.collect()  # the pipeline of the row before
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    pipe, recipe = make_pipeline(), row.recipe()
+    changes = None if recipe is None else apply_(pipe, recipe)
+    if recipe is None:
+        try:
+            check_plain(pipe)
         except ConfigError as error:
             raise ConfigError(f"row {row.name}: {error}") from error
-        record = Measurement(
-            op="images",
-            impl="diffusers",
-            case={
-                **_case(job, pipe, pictures),
-                "row": row.name,
-                **_counts(changes),
-                **({} if scorer is None else {"clip_model": scorer.name}),
-                **_picture(keep, (rows[0].name, first), (row.name, pictures)),
-            },
-            values={**_score_values(scores), **_prompt_values(scorer, pictures, job.prompts)},
-            machine=_machine(pipe),
-            command=command,
-            baseline=None if first is None else rows[0].name,
-        )
-        first = pictures if first is None else first
-        records.append(record)
-        del pipe
-        _free_memory()
-        on_row(record, pictures)
-    return records
+    yield _Pipeline(row, pipe, changes)
 
 
-def _picture(
-    keep: Keep | None, first: tuple[str, list[Tensor] | None], own: tuple[str, list[Tensor]]
-) -> dict[str, Scalar]:
-    """What a record says of the picture of the first row and its own; nothing of the first."""
-    if keep is None or first[1] is None:
-        return {}
-    path, prompts = keep([(first[0], first[1]), own])
-    return {"picture": path, "picture_prompts": "; ".join(prompts)}
-
-
-def draw(pipe: Any, job: ImageJob, on_picture: Callable[[], None] = lambda: None) -> list[Tensor]:
-    """The pictures of each prompt, float32 [frames, 3, height, width] on the CPU, 0 to 1."""
+def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) -> list[Tensor]:
+    """The images of each prompt, float32 [frames, 3, height, width] on the CPU, 0 to 1."""
     from octavo.integrations.diffusers.call import check_options
 
     check_options(pipe, job.options)
-    pictures = []
+    images = []
     for place, prompt in enumerate(job.prompts):
         try:
             result = pipe(
@@ -156,9 +194,9 @@ def draw(pipe: Any, job: ImageJob, on_picture: Callable[[], None] = lambda: None
             raise
         except ValueError as error:  # of arguments that the pipeline refuses
             raise ConfigError(f"{type(pipe).__name__}: {error}") from error
-        pictures.append(_frames(result))
-        on_picture()
-    return pictures
+        images.append(_frames(result))
+        on_image()
+    return images
 
 
 def num_steps(pipe: Any, job: ImageJob) -> int:
@@ -198,13 +236,13 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     return prompts
 
 
-def choose_prompts(prompts: Sequence[str], num_pictures: int | None) -> tuple[str, ...]:
+def choose_prompts(prompts: Sequence[str], num_images: int | None) -> tuple[str, ...]:
     """So many prompts, from the first on and again once all are used; None is each once."""
-    if num_pictures is None:
+    if num_images is None:
         return tuple(prompts)
-    if num_pictures < 1:
-        raise ConfigError(f"expected one picture or more, got {num_pictures}")
-    return tuple(prompts[i % len(prompts)] for i in range(num_pictures))
+    if num_images < 1:
+        raise ConfigError(f"expected one image or more, got {num_images}")
+    return tuple(prompts[i % len(prompts)] for i in range(num_images))
 
 
 def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
@@ -220,20 +258,14 @@ def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
 def images_table(records: Sequence[Measurement]) -> Table:
     """The rows with the mean and the worst of each score that was taken."""
     case = records[0].case
-    heads = {
-        "psnr_db": "PSNR (dB)",
-        "worst_psnr_db": "worst",
-        "ssim": "SSIM",
-        "worst_ssim": "worst",
-        "lpips": "LPIPS",
-        "worst_lpips": "worst",
-        "clip_score": "CLIP score",
-        "worst_clip_score": "worst",
-    }
+    scores = {"psnr_db": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS", "clip_score": "CLIP score"}
+    heads: dict[str, str] = {}
+    for name, title in scores.items():
+        heads |= {name: title, f"worst_{name}": "worst"}
     taken = [name for name in heads if any(name in record.values for record in records)]
     return Table(
         caption=(
-            f"images: {case['model']}, {case['num_pictures']} pictures of {case['width']} × "
+            f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
             f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}"
         ),
         header=("row", *(heads[name] for name in taken)),
@@ -248,12 +280,8 @@ def _frames(result: Any) -> Tensor:
         found = found[0]
     if not isinstance(found, Tensor) or found.dim() < 3 or found.shape[-3] != 3:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ConfigError(f"expected pictures [..., 3, height, width] of a pipeline, got {got}")
+        raise ConfigError(f"expected images [..., 3, height, width] of a pipeline, got {got}")
     return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
-
-
-def _compare(pictures: list[Tensor], first: list[Tensor], lpips: bool | None) -> ImageScores:
-    return compare_images(torch.cat(pictures), torch.cat(first), lpips=lpips)
 
 
 def _score_values(scores: ImageScores | None) -> dict[str, float]:
@@ -271,22 +299,22 @@ def _score_values(scores: ImageScores | None) -> dict[str, float]:
 
 
 def _prompt_values(
-    scorer: PromptScorer | None, pictures: list[Tensor], prompts: Sequence[str]
+    scorer: PromptScorer | None, images: list[Tensor], prompts: Sequence[str]
 ) -> dict[str, float]:
     if scorer is None:
         return {}
-    pairs = zip(pictures, prompts, strict=True)
+    pairs = zip(images, prompts, strict=True)
     found = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
     return {"clip_score": sum(found) / len(found), "worst_clip_score": min(found)}
 
 
-def _case(job: ImageJob, pipe: Any, pictures: list[Tensor]) -> dict[str, Scalar]:
-    num_frames, _, height, width = pictures[0].shape
+def _case(job: ImageJob, pipe: Any, images: list[Tensor]) -> dict[str, Scalar]:
+    num_frames, _, height, width = images[0].shape
     return {
         "model": job.model,
         "pipeline": type(pipe).__name__,
         "dtype": job.dtype,
-        "num_pictures": len(pictures),
+        "num_pictures": len(images),
         **({"num_frames": num_frames} if num_frames > 1 else {}),
         "num_inference_steps": num_steps(pipe, job),
         "seed": job.seed,
@@ -309,9 +337,3 @@ def _counts(changes: Changes | None) -> dict[str, Scalar]:
 def _machine(pipe: Any) -> Machine:
     device = describe(pipe.device)
     return Machine.current(gpu=device.gpu, capability=device.capability)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -7,9 +7,11 @@ may write anything.
 
 import cmath
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
 
 Value = Fraction | complex
 Point = Mapping[str, Value]
@@ -213,24 +215,20 @@ def _of_complex(function: Callable[[complex], complex]) -> Callable[[Value], Val
     return lambda value: function(complex(value))
 
 
-def _exact(a: Value, b: Value) -> bool:
-    return isinstance(a, Fraction) and isinstance(b, Fraction)
+def _exact_if_can(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
+    """An operation of two fractions, or else of two complex numbers."""
+
+    def compute(a: Value, b: Value) -> Value:
+        is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+        found: Value = operation(a, b) if is_exact else operation(complex(a), complex(b))
+        return found
+
+    return compute
 
 
-def _plus(a: Value, b: Value) -> Value:
-    return a + b if _exact(a, b) else complex(a) + complex(b)
-
-
-def _minus(a: Value, b: Value) -> Value:
-    return a - b if _exact(a, b) else complex(a) - complex(b)
-
-
-def _times(a: Value, b: Value) -> Value:
-    return a * b if _exact(a, b) else complex(a) * complex(b)
-
-
-def _over(a: Value, b: Value) -> Value:
-    return a / b if _exact(a, b) else complex(a) / complex(b)
+_plus, _minus, _times, _over = map(
+    _exact_if_can, (operator.add, operator.sub, operator.mul, operator.truediv)
+)
 
 
 def _power(a: Value, b: Value) -> Value:
@@ -268,10 +266,8 @@ def _natural(value: Value) -> int:
 
 
 def _factorial(value: Value) -> Value:
-
     return Fraction(math.factorial(_natural(value)))
 
 
 def _binomial(n: Value, k: Value) -> Value:
-
     return Fraction(math.comb(_natural(n), _natural(k)))

@@ -2,36 +2,85 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.text_model import TextModel
-from octavo.integrations.transformers.tokenizer import chat_tokens
+from octavo.integrations.transformers.text_model import TextModel, load_tokenizer
+from octavo.integrations.transformers.tokenizer import chat_tokens, prepare_tokenizer
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
-from octavo.measure.evaluate.applied import applied
-from octavo.measure.evaluate.endpoint import Client, Endpoint
-from octavo.measure.evaluate.mrcr_data import Question
-from octavo.measure.evaluate.mrcr_scores import (
-    area_under_curve,
-    bucket_of,
-    grade,
-    joined_values,
-    score_values,
+from octavo.measure.evaluate.endpoint import Client
+from octavo.measure.evaluate.language import (
+    Ask,
+    LanguageRequest,
+    calibrate_on_chats,
+    local_participants,
+    server_participants,
 )
-from octavo.measure.evaluate.perplexity_rows import RecipeRow
-from octavo.measure.evaluate.recovery import recovery
-from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.evaluate.mrcr_data import GENERATED, Question, load_questions
+from octavo.measure.evaluate.statistics import mean_values, recovery
+from octavo.measure.records import Measurement, Scalar
+from octavo.measure.report.quality import tokens_text
 from octavo.measure.report.tables import Table
+from octavo.measure.run import (
+    ALL,
+    Outcome,
+    Participant,
+    Progress,
+    Records,
+    Values,
+    Watch,
+    Workload,
+    command_line,
+    run_workload,
+    unwatched,
+)
 
-OP = "mrcr"
-ALL = "all"
 # An answer may be so many tokens longer than the true one.
 SLACK_TOKENS = 64
+# Tokens of prompt and answer together, up to and with the end; as openai/mrcr has them from 8k on.
+BUCKETS: tuple[int, ...] = tuple(2**power for power in range(11, 21))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(LanguageRequest):
+    """What is asked.
+
+    num_needles: None is all questions. max_length: tokens of a prompt and its answer; None is the
+    model's context, or all questions of servers. per_bucket: None is all questions of a bucket.
+    """
+
+    data: str = GENERATED
+    num_needles: int | None = None
+    max_length: int | None = None
+    per_bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.endpoints) == bool(self.model):
+            raise ConfigError("expected a MODEL or --endpoint, one of them")
+        if bool(self.endpoints) != bool(self.tokenizer):
+            raise ConfigError("--endpoint needs --tokenizer to count tokens; a model has its own")
+        super().__post_init__()
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats this."""
+        flags = {
+            "--data": self.data,
+            "--num-needles": self.num_needles,
+            "--max-length": self.max_length,
+            "--num-questions": self.per_bucket,
+            **self.flags(),
+        }
+        return command_line(
+            "octavo", "eval", "mrcr", self.model, *self.prompts.command, flags=flags
+        )
 
 
 @dataclass(frozen=True)
@@ -51,20 +100,6 @@ class Counted:
     def max_tokens(self) -> int:
         """How long an answer may be."""
         return self.num_answer_tokens + SLACK_TOKENS
-
-
-Ask = Callable[[Sequence[Counted]], list[str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of the table: who answers, from when `answer` is entered until it is left."""
-
-    name: str
-    impl: str
-    about: Mapping[str, Scalar]
-    machine: Machine
-    answer: Callable[[], AbstractContextManager[Ask]] = field(repr=False)
 
 
 def count_tokens(tokenizer: Any, question: Question) -> Counted:
@@ -90,153 +125,111 @@ def choose_questions(
     return {end: buckets[end][:per_bucket] for end in sorted(buckets)}
 
 
-def local_row(
-    text_model: TextModel,
-    row: RecipeRow,
-    *,
-    chunk: int,
-    machine: Machine,
-    recipe_digest: str | None = None,
-    on_question: Callable[[], None] = lambda: None,
-) -> Row:
-    """A local model with a recipe applied for as long as it answers.
+def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+    """Ask every row; a record is in the file `output` as soon as its bucket is done."""
+    records = Records.of_file(output, is_resumed=request.is_resumed)
+    scales = request.given_scales()  # before a model is loaded
+    questions = load_questions(request.data, request.num_needles)
+    text_model: TextModel | None = None
+    if request.endpoints:
+        tokenizer = prepare_tokenizer(load_tokenizer(str(request.tokenizer)), request.prompts)
+    else:
+        text_model = request.load()
+        tokenizer = text_model.tokenizer
+    limit = _limit(request, text_model)
+    counting, counted = Progress(watch, "counting tokens", len(questions)), []
+    for question in questions:
+        counted.append(count_tokens(tokenizer, question))
+        counting.add()
+    buckets = choose_questions(counted, limit, request.per_bucket)
+    num_rows = len(request.endpoints) or len(request.rows)
+    if text_model is not None and request.rows_with_scales and not scales:
+        scales = calibrate_on_chats(request, text_model, watch)
+    progress = Progress(watch, "answering", num_rows * sum(map(len, buckets.values())))
+    if text_model is None:
 
-    recipe_digest: of what its name does not say of the recipe.
-    """
-    stop = stop_tokens(text_model)
+        def chat(client: Client, one: Counted) -> str:
+            found = client.chat(one.question.messages, one.max_tokens)
+            progress.add()
+            return found
 
-    def answer_one(model: Any, one: Counted) -> str:
-        tokens = answer_tokens(
-            model,
-            torch.tensor(one.tokens),
-            max_tokens=one.max_tokens,
-            chunk=chunk,
-            stop=stop,
-        )
-        on_question()
-        return str(text_model.tokenizer.decode(tokens, skip_special_tokens=True))
+        rows = server_participants(request, chat)
+    else:
+        stop = stop_tokens(text_model)
 
-    @contextmanager
-    def answer() -> Iterator[Ask]:
-        with applied(text_model.model, row.recipe) as model:
-            yield lambda questions: [answer_one(model, one) for one in questions]
+        def answer(own: TextModel, one: Counted) -> str:
+            tokens = answer_tokens(
+                own.model,
+                torch.tensor(one.tokens),
+                max_tokens=one.max_tokens,
+                chunk=request.chunk or 2048,
+                stop=stop,
+            )
+            progress.add()
+            return str(own.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
-    about |= text_model.prompts.about
-    if recipe_digest is not None:
-        about["recipe_digest"] = recipe_digest
-    return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)
-
-
-def endpoint_row(
-    endpoint: Endpoint,
-    model: str,
-    *,
-    tokenizer: str,
-    on_question: Callable[[], None] = lambda: None,
-) -> Row:
-    """A server that answers chats; the machine of a record is the one that asked.
-
-    tokenizer: the name of the one that counts tokens.
-    """
-
-    @contextmanager
-    def answer() -> Iterator[Ask]:
-        with Client(endpoint) as client:
-
-            def ask(one: Counted) -> str:
-                found = client.chat(one.question.messages, one.max_tokens)
-                on_question()
-                return found
-
-            yield lambda questions: client.map(ask, questions)
-
-    about = {"model": model, "url": endpoint.url, "tokenizer": tokenizer}
-    return Row(
-        name=endpoint.name, impl="http", about=about, machine=Machine.current(), answer=answer
+        calibration = ["generated chats", request.margin]
+        rows = local_participants(request, text_model, scales, answer, calibration=calibration)
+    return evaluate(
+        rows,
+        buckets,
+        about={
+            "data": request.data if request.data == GENERATED else Path(request.data).name,
+            "num_needles": request.num_needles or ALL,
+            "max_length": limit or ALL,
+            "per_bucket": request.per_bucket or ALL,
+        },
+        command=request.command,
+        records=records,
+        on_skip=progress.add,
     )
 
 
+def _limit(request: Request, text_model: TextModel | None) -> int | None:
+    """Tokens that a prompt and its answer may have."""
+    own = text_model.max_length if text_model is not None else None
+    asked = request.max_length
+    if own is not None and asked is not None and asked > own:
+        raise ConfigError(
+            f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"
+        )
+    return asked or own
+
+
 def evaluate(
-    rows: Sequence[Row],
+    rows: Sequence[Participant[Ask[Counted]]],
     buckets: Mapping[int, Sequence[Counted]],
     *,
     about: Mapping[str, Scalar],
     command: str,
-    done: Sequence[Measurement] = (),
-    on_record: Callable[[Measurement], None] = lambda record: None,
+    records: Records | None = None,
     on_skip: Callable[[int], None] = lambda num_questions: None,
 ) -> list[Measurement]:
     """One record for each row and bucket, and one for all of a row, with its AUC.
 
-    Every row after the first also has what it recovers of the first. done: records of an earlier
-    run; a bucket that is among them is not asked again. on_record is told of each new one, on_skip
-    of the questions of each other.
+    Every row after the first also has what it retains of the first. on_skip is told of the
+    questions of each bucket that the records have already.
     """
-    if not rows or len({row.name for row in rows}) != len(rows):
-        raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
-    known = {_identity(r.impl, r.machine, r.case, r.baseline): r for r in done if r.op == OP}
-    digests: dict[Scalar, str] = {end: _digest(some) for end, some in buckets.items()}
-    digests[ALL] = _digest([one for some in buckets.values() for one in some])
-    records: list[Measurement] = []
-    first: dict[Scalar, Measurement] = {}
-    for row in rows:
-        baseline = None if row is rows[0] else rows[0].name
-        about_row = {**row.about, **about, "recipe": row.name}
-        measured: dict[Scalar, Measurement] = {}  # so far
-        for bucket, digest in digests.items():
-            case = {**about_row, "bucket": bucket, "questions_sha256": digest}
-            before = known.get(_identity(row.impl, row.machine, case, baseline))
-            if before is not None:
-                measured[bucket] = before
-        for bucket in measured.keys() & buckets.keys():
-            on_skip(len(buckets[int(bucket)]))
-        for bucket, values in _ask_rest(row, buckets, measured):
-            if baseline is not None:
-                values |= recovery(values, first[bucket].values)
-            measured[bucket] = Measurement(
-                op=OP,
-                impl=row.impl,
-                case={**about_row, "bucket": bucket, "questions_sha256": digests[bucket]},
-                values=values,
-                machine=row.machine,
-                command=command,
-                baseline=baseline,
-            )
-            on_record(measured[bucket])
-        first = first or measured
-        records += [measured[bucket] for bucket in digests]
-    return records
+    asked: dict[Scalar, Sequence[Counted]] = {end: some for end, some in buckets.items()}
+    asked[ALL] = [one for some in buckets.values() for one in some]
 
+    def measure(ask: Ask[Counted], bucket: Scalar) -> Outcome:
+        pairs = zip(ask(asked[bucket]), asked[bucket], strict=True)
+        scores = [grade(text, one.question.answer, one.question.prefix) for text, one in pairs]
+        return Outcome(score_values(scores))
 
-def _ask_rest(
-    row: Row, buckets: Mapping[int, Sequence[Counted]], measured: Mapping[Scalar, Measurement]
-) -> Iterator[tuple[Scalar, dict[str, float]]]:
-    """The values of each bucket that is not measured yet, then those of all; one at a time."""
-    left = [end for end in buckets if end not in measured]
-    if left:
-        with row.answer() as ask:
-            for end in left:
-                yield end, score_values(_scores(ask, buckets[end]))
-    if left or ALL not in measured:
-        yield ALL, _values_of_all({end: measured[end].values for end in buckets})
-
-
-def _scores(ask: Ask, questions: Sequence[Counted]) -> list[float]:
-    pairs = zip(ask(questions), questions, strict=True)
-    return [grade(text, one.question.answer, one.question.prefix) for text, one in pairs]
-
-
-def _values_of_all(values: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """The scores of all questions, and AUC, from those of each bucket."""
-    longest = max(values)
-    area = area_under_curve({end: own["score_percent"] for end, own in values.items()}, longest)
-    assert area is not None
-    return {
-        **joined_values(list(values.values())),
-        "auc_percent": area,
-        "auc_length": float(longest),
-    }
+    workload = Workload(
+        op="mrcr",
+        command=command,
+        cells={
+            bucket: {**about, "bucket": bucket, "questions_sha256": _digest(some)}
+            for bucket, some in asked.items()
+        },
+        measure=measure,
+        compare=recovery,
+        summary=(ALL, _values_of_all),
+    )
+    return run_workload(rows, workload, records, on_skip=lambda cell: on_skip(len(asked[cell])))
 
 
 def _digest(questions: Sequence[Counted]) -> str:
@@ -245,17 +238,72 @@ def _digest(questions: Sequence[Counted]) -> str:
     return hashlib.sha256(json.dumps(asked, default=dict).encode()).hexdigest()[:16]
 
 
-def _identity(
-    impl: str, machine: Machine, case: Mapping[str, Scalar], baseline: str | None
-) -> object:
-    """What must be the same for a bucket to be done already."""
-    return impl, str(machine), frozenset(case.items()), baseline
+def grade(response: str, answer: str, prefix: str) -> float:
+    """How like the answer a response is, 0 to 1; 0 if it does not start with the prefix."""
+    if not response.startswith(prefix):
+        return 0.0
+    own, true = response.removeprefix(prefix), answer.removeprefix(prefix)
+    return float(SequenceMatcher(None, own, true).ratio())
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The end of the bucket with so many tokens; the first has all that are shorter."""
+    if num_tokens > BUCKETS[-1]:
+        raise ConfigError(
+            f"expected questions of up to {BUCKETS[-1]} tokens, got {num_tokens}; --max-length "
+            "leaves longer ones out"
+        )
+    return next(end for end in BUCKETS if num_tokens <= end)
+
+
+def score_values(scores: Sequence[float]) -> dict[str, float]:
+    """The mean score in percent, and its standard error where there are two or more."""
+    return {**mean_values(scores), "num_questions": float(len(scores))}
+
+
+def joined_values(buckets: Sequence[Values]) -> dict[str, float]:
+    """The values of all questions, from those that `score_values` gave of each bucket."""
+    counts = [values["num_questions"] for values in buckets]
+    means = [values["score_percent"] / 100 for values in buckets]
+    number = sum(counts)
+    mean = sum(n * m for n, m in zip(counts, means, strict=True)) / number
+    joined = {"score_percent": 100 * mean, "num_questions": number}
+    if number > 1:
+        squares = 0.0  # of what scores are away from the mean of all
+        for values, n, m in zip(buckets, counts, means, strict=True):
+            error = values.get("score_standard_error_percent", 0.0) / 100
+            squares += (n - 1) * n * error**2 + n * (m - mean) ** 2
+        joined["score_standard_error_percent"] = 100 * math.sqrt(squares / (number - 1) / number)
+    return joined
+
+
+def area_under_curve(scores: Mapping[int, float], length: int) -> float | None:
+    """AUC@length: the mean height of the line through the scores of buckets that end by `length`.
+
+    scores: end of a bucket -> its score. The line is straight between the ends of buckets, on an
+    axis of tokens, so that long ones count most. One bucket is its own mean; None without any.
+    """
+    ends = sorted(end for end in scores if end <= length)
+    if not ends:
+        return None
+    if len(ends) == 1:
+        return scores[ends[0]]
+    areas = [(b - a) * (scores[a] + scores[b]) / 2 for a, b in zip(ends, ends[1:], strict=False)]
+    return sum(areas) / (ends[-1] - ends[0])
+
+
+def _values_of_all(values: Mapping[Scalar, Values]) -> dict[str, float]:
+    """The scores of all questions, and AUC, from those of each bucket."""
+    scores = {int(end): own["score_percent"] for end, own in values.items()}
+    longest = max(scores)
+    area = area_under_curve(scores, longest)
+    assert area is not None
+    whole = joined_values(list(values.values()))
+    return {**whole, "auc_percent": area, "auc_length": float(longest)}
 
 
 def mrcr_table(records: Sequence[Measurement]) -> Table:
     """One row for each recipe: scores by bucket, of all questions, AUC and recovery."""
-    from octavo.measure.report.quality import tokens_text
-
     names = list(dict.fromkeys(str(record.case["recipe"]) for record in records))
     ends = sorted({b for r in records if isinstance(b := r.case["bucket"], int)})
     found = {(r.case["recipe"], r.case["bucket"]): r.values for r in records}
@@ -273,13 +321,11 @@ def mrcr_table(records: Sequence[Measurement]) -> Table:
             )
         )
     first = records[0].case
-    heads = (f"≤ {tokens_text(end)}" for end in ends)
+    heads = [f"≤ {tokens_text(end)}" for end in ends]
+    area = f"AUC@{tokens_text(ends[-1])}"
     return Table(
         caption=f"MRCR score (%): {first['model']}, {first['data']}, needles: "
         f"{first['num_needles']}, {int(found[names[0], ALL]['num_questions'])} questions",
-        header=(
-            *("recipe", *heads, "all", "± s.e."),
-            *(f"AUC@{tokens_text(ends[-1])}", "recovery (%)"),
-        ),
+        header=("recipe", *heads, "all", "± s.e.", area, "recovery (%)"),
         rows=tuple(rows),
     )

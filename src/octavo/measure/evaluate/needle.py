@@ -1,25 +1,62 @@
 """Needles in haystacks: which of them a model finds, by length and depth, BF16 beside FP8."""
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.retrieval_model import NAME, load_retrieval_model
+from octavo.integrations.transformers.text_model import TextModel, load_tokenizer, read_text
+from octavo.integrations.transformers.tokenizer import (
+    PromptSettings,
+    prepare_tokenizer,
+    text_tokens,
+)
+from octavo.kernels.device import default_device
 from octavo.measure.evaluate.answering import answer_text
-from octavo.measure.evaluate.applied import applied
-from octavo.measure.evaluate.endpoint import Client, Endpoint
-from octavo.measure.evaluate.needle_prompts import Haystack, NeedlePrompt, prompt_seed
-from octavo.measure.evaluate.perplexity_rows import RecipeRow
-from octavo.measure.evaluate.recovery import recovery
-from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.evaluate.endpoint import Client
+from octavo.measure.evaluate.language import (
+    BASELINE,
+    DEFAULT_ROWS,
+    Ask,
+    Keys,
+    LanguageRequest,
+    calibrate_rows,
+    local_participants,
+    server_participants,
+)
+from octavo.measure.evaluate.needle_prompts import (
+    Haystack,
+    NeedlePrompt,
+    PairHaystack,
+    TextHaystack,
+    prompt_seed,
+    split_sentences,
+)
+from octavo.measure.evaluate.statistics import mean_values, recovery
+from octavo.measure.records import Measurement, Scalar
+from octavo.measure.run import (
+    Outcome,
+    Participant,
+    Progress,
+    Records,
+    Watch,
+    Workload,
+    command_line,
+    run_workload,
+    unwatched,
+)
 
-OP = "needle"
-
-# Asked for the completions of some prompts, with at most so many tokens each.
-Complete = Callable[[Sequence[str], int], list[str]]
+# The model of weights set by hand, by scales of 1.0: nothing but its sums can go wrong.
+RETRIEVAL_ROWS = (BASELINE, "unit+promote=none", "unit")
+# A CPU spells out every product of one-level sums, which takes minutes where they are still right.
+CPU_ROWS = (BASELINE, "unit")
+CALIBRATION_LENGTH, NUM_CALIBRATION_PROMPTS = 2048, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,169 +94,216 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of the table: who answers, from when `answer` is entered until it is left."""
+class Request(LanguageRequest):
+    """What is searched.
 
-    name: str
-    impl: str
-    about: dict[str, Scalar]
-    machine: Machine
-    answer: Callable[[], AbstractContextManager[Complete]] = field(repr=False)
-
-
-def local_row(
-    text_model: TextModel,
-    row: RecipeRow,
-    *,
-    chunk: int,
-    machine: Machine,
-    recipe_digest: str | None = None,
-    on_step: Callable[[int], None] = lambda num_tokens: None,
-) -> Row:
-    """A local model with a recipe applied for as long as it answers.
-
-    recipe_digest: of what its name does not say of the recipe.
+    is_fitted: whether lengths beyond the model's context are left out, instead of being an error.
+    model: None is the retrieval model. rows: () is the default of the model. tokenizer: for
+    haystacks of text; servers without it get the words of the retrieval model. data: a text to hide
+    needles in. num_keys: keys with values in a prompt of text.
     """
 
-    @contextmanager
-    def answer() -> Iterator[Complete]:
-        with applied(text_model.model, row.recipe) as model:
-            own = replace(text_model, model=model)
+    grid: Grid
+    is_fitted: bool = False
+    rows: tuple[str, ...] = ()
+    data: Path | None = None
+    num_keys: int = 4
 
-            def complete(texts: Sequence[str], max_tokens: int) -> list[str]:
-                return [
-                    answer_text(own, text, max_tokens=max_tokens, chunk=chunk, on_step=on_step)
-                    for text in texts
-                ]
+    def __post_init__(self) -> None:
+        if self.endpoints and (self.model or self.rows or self.scales):
+            raise ConfigError(
+                "expected --endpoint, or a model with --recipe and --scales, not both"
+            )
+        if self.tokenizer and not self.endpoints:
+            raise ConfigError("--tokenizer is for --endpoint: a model has its own")
+        if self.data is not None and not self.has_text:
+            raise ConfigError(
+                "--data is a text to hide needles in, for models that read text: expected a MODEL, "
+                "or --endpoint and --tokenizer"
+            )
+        if self.prompts != PromptSettings() and not self.has_text:
+            raise ConfigError(
+                "--add-bos is for prompts of text: expected a MODEL, or --endpoint and --tokenizer"
+            )
+        super().__post_init__()
 
-            yield complete
+    @property
+    def has_text(self) -> bool:
+        """Whether prompts are text, not the words of the retrieval model."""
+        return self.tokenizer is not None if self.endpoints else self.model not in (None, NAME)
 
-    about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype, "chunk": chunk}
-    about |= text_model.prompts.about
-    if recipe_digest is not None:
-        about["recipe_digest"] = recipe_digest
-    return Row(name=row.name, impl="transformers", about=about, machine=machine, answer=answer)
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """The rows of a local model."""
+        on_gpu = default_device().capability is not None
+        own = RETRIEVAL_ROWS if on_gpu else CPU_ROWS
+        return self.rows or (DEFAULT_ROWS if self.has_text else own)
+
+    @property
+    def calibration(self) -> list[float]:
+        """What scales that are calibrated here depend on: the margin, and tokens of a prompt."""
+        return [self.margin, min(CALIBRATION_LENGTH, max(self.grid.lengths))]
+
+    def load(self) -> TextModel:
+        """The local model."""
+        self.given_scales()  # an error before a model is loaded
+        return super().load() if self.has_text else load_retrieval_model(dtype=self.dtype)
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats this."""
+        grid = self.grid
+        flags = {
+            "--lengths": ",".join(map(str, grid.lengths)),
+            "--depths": ",".join(f"{depth:g}" for depth in grid.depths),
+            "--repetitions": grid.repetitions,
+            "--seed": grid.seed,
+            "--data": self.data,
+            "--num-keys": self.num_keys if self.has_text else None,
+            **self.flags(),
+        }
+        return command_line(
+            "octavo", "eval", "needle", self.model, *self.prompts.command, flags=flags
+        )
+
+    def make_haystack(self, tokenizer: Any) -> Haystack:
+        """The request's haystack; tokenizer: None where prompts are no text."""
+        if not self.has_text:
+            return PairHaystack()
+
+        @lru_cache(maxsize=4096)
+        def count(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        filler = () if self.data is None else split_sentences(read_text(self.data))
+        return TextHaystack(
+            count=count,
+            num_added=len(tokenizer("")["input_ids"]),
+            num_keys=self.num_keys,
+            filler=filler,
+            name="text" if self.data is None else self.data.name,
+        )
 
 
-def endpoint_row(
-    endpoint: Endpoint,
-    model: str,
+Asked = tuple[str, int]  # a prompt, and the most tokens of its answer
+
+
+def run(
+    request: Request,
+    output: Path | None,
+    watch: Watch = unwatched,
     *,
-    tokenizer: str | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
-) -> Row:
-    """A server that answers; the machine of a record is the one that asked.
+    text_model: TextModel | None = None,
+) -> list[Measurement]:
+    """Search with every row; a record is in the file `output` as soon as its cell is done.
 
-    tokenizer: the name of the one that lengths are counted by, if one is.
+    text_model: the request's, where it is loaded already.
     """
+    records = Records.of_file(output, is_resumed=request.is_resumed)
+    if not request.endpoints:
+        text_model = text_model or request.load()
+        request = replace(request, grid=_check_lengths(request, text_model))
+    grid = request.grid
+    num_rows = len(request.endpoints) or len(request.row_names)
+    progress = Progress(watch, "searching", num_rows * grid.num_tokens)
+    if text_model is None:
+        tokenizer = None
+        if request.tokenizer is not None:
+            tokenizer = prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)
+        haystack = request.make_haystack(tokenizer)
+        size = round(grid.num_tokens / (len(grid.cells) * grid.repetitions))
 
-    @contextmanager
-    def answer() -> Iterator[Complete]:
-        with Client(endpoint) as client:
+        def complete(client: Client, asked: Asked) -> str:
+            found = client.complete(*asked)
+            progress.add(size)
+            return found
 
-            def complete(texts: Sequence[str], max_tokens: int) -> list[str]:
-                def ask(text: str) -> str:
-                    found = client.complete(text, max_tokens)
-                    on_prompt()
-                    return found
+        rows = server_participants(request, complete)
+    else:
+        haystack = request.make_haystack(text_model.tokenizer)
+        scales = request.given_scales()
+        if request.rows_with_scales and not scales:
+            scales = _calibrate(request, text_model, haystack, watch)
 
-                return client.map(ask, texts)
+        def answer(own: TextModel, asked: Asked) -> str:
+            text, max_tokens = asked
+            chunk = request.chunk or 2048
+            return answer_text(own, text, max_tokens=max_tokens, chunk=chunk, on_step=progress.add)
 
-            yield complete
-
-    about: dict[str, Scalar] = {"model": model, "url": endpoint.url}
-    if tokenizer is not None:
-        about["tokenizer"] = tokenizer
-    return Row(
-        name=endpoint.name,
-        impl="http",
-        about=about,
-        machine=Machine.current(),
-        answer=answer,
+        rows = local_participants(
+            request, text_model, scales, answer, calibration=request.calibration
+        )
+    return evaluate(
+        rows, grid, haystack, command=request.command, records=records, on_skip=progress.add
     )
 
 
 def evaluate(
-    rows: Sequence[Row],
+    rows: Sequence[Participant[Ask[Asked]]],
     grid: Grid,
     haystack: Haystack,
     *,
     command: str,
-    done: Sequence[Measurement] = (),
-    on_record: Callable[[Measurement], None] = lambda record: None,
+    records: Records | None = None,
     on_skip: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Measurement]:
     """One record for each row and cell, in this order.
 
     found_percent is how many needles were found; every row after the first also has what it
-    recovers of the first row's cell, if anything was found there. done: records of an earlier run;
-    a cell that is among them is not measured again. on_record is told of each new one, on_skip of
-    the tokens of each other.
+    retains of the first row's cell, if anything was found there. on_skip is told of the tokens of
+    each cell that the records have already.
     """
-    if not rows or len({row.name for row in rows}) != len(rows):
-        raise ConfigError(f"expected rows of different names, got {[row.name for row in rows]}")
-    known = {_identity(r.impl, r.machine, r.case, r.baseline): r for r in done if r.op == OP}
-    first: dict[tuple[int, float], Measurement] = {}
-    records: list[Measurement] = []
-    for row in rows:
-        is_first = row is rows[0]
-        baseline = None if is_first else rows[0].name
-        cases = {cell: _case(row, grid, haystack, *cell) for cell in grid.cells}
-        identities = {
-            cell: _identity(row.impl, row.machine, case, baseline) for cell, case in cases.items()
-        }
-        left = [cell for cell in cases if identities[cell] not in known]
-        measured: dict[tuple[int, float], Measurement] = {}
-        for cell in cases.keys() - set(left):
-            measured[cell] = known[identities[cell]]
-            on_skip(cell[0] * grid.repetitions)
-        if left:
-            with row.answer() as complete:
-                for cell in left:
-                    prompts = grid.prompts(haystack, *cell)
-                    texts = complete([p.text for p in prompts], haystack.num_answer_tokens)
-                    found = [p.is_found(t) for p, t in zip(prompts, texts, strict=True)]
-                    measured[cell] = Measurement(
-                        op=OP,
-                        impl=row.impl,
-                        case=cases[cell],
-                        values=_values(found, None if is_first else first[cell]),
-                        machine=row.machine,
-                        command=command,
-                        baseline=baseline,
-                    )
-                    on_record(measured[cell])
-        if is_first:
-            first = measured
-        records += [measured[cell] for cell in grid.cells]
-    return records
+
+    def measure(ask: Ask[Asked], cell: tuple[int, float]) -> Outcome:
+        prompts = grid.prompts(haystack, *cell)
+        texts = ask([(prompt.text, haystack.num_answer_tokens) for prompt in prompts])
+        found = [p.is_found(text) for p, text in zip(prompts, texts, strict=True)]
+        return Outcome({**mean_values(found, "found"), "num_found": float(sum(found))})
+
+    def about(length: int, depth: float) -> dict[str, Scalar]:
+        numbers = {"repetitions": grid.repetitions, "seed": grid.seed}
+        return {**haystack.about, "length": length, "depth": depth, **numbers}
+
+    workload = Workload(
+        op="needle",
+        command=command,
+        cells={cell: about(*cell) for cell in grid.cells},
+        measure=measure,
+        compare=lambda own, first: recovery(own, first, "found"),
+    )
+    return run_workload(
+        rows, workload, records, on_skip=lambda cell: on_skip(cell[0] * grid.repetitions)
+    )
 
 
-def _case(row: Row, grid: Grid, haystack: Haystack, length: int, depth: float) -> dict[str, Scalar]:
-    return {
-        **row.about,
-        "recipe": row.name,
-        **haystack.about,
-        "length": length,
-        "depth": depth,
-        "repetitions": grid.repetitions,
-        "seed": grid.seed,
-    }
+def _check_lengths(request: Request, text_model: TextModel) -> Grid:
+    """The request's cells, with lengths that the model was made for."""
+    grid, limit = request.grid, text_model.max_length
+    if limit is not None and request.is_fitted:
+        fitting = tuple(length for length in grid.lengths if length <= limit)
+        grid = replace(grid, lengths=fitting or (limit,))
+    longest = max(grid.lengths)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"expected lengths up to {limit}, for which {text_model.name} was made, got {longest}"
+        )
+    return grid
 
 
-def _identity(
-    impl: str, machine: Machine, case: Mapping[str, Scalar], baseline: str | None
-) -> object:
-    """What must be the same for a cell to be done already."""
-    return impl, str(machine), frozenset(case.items()), baseline
-
-
-def _values(found: Sequence[bool], first: Measurement | None) -> dict[str, float]:
-    """Percentages with their standard errors."""
-    values = {"found_percent": 100 * statistics.fmean(found), "num_found": float(sum(found))}
-    if len(found) > 1:
-        error = statistics.stdev(map(float, found)) / math.sqrt(len(found))
-        values["found_standard_error_percent"] = 100 * error
-    if first is not None:
-        values |= recovery(values, first.values, "found")
-    return values
+def _calibrate(
+    request: Request, text_model: TextModel, haystack: Haystack, watch: Watch
+) -> dict[Keys, ScaleSet]:
+    """Static scales by prompts that are not searched, for all kinds of keys that rows have."""
+    length, count = int(request.calibration[1]), NUM_CALIBRATION_PROMPTS
+    windows = []
+    for i in range(count):
+        prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
+        windows.append(torch.tensor(text_tokens(text_model.tokenizer, prompt.text)))
+    return calibrate_rows(
+        text_model,
+        windows,
+        request.rows_with_scales,
+        data=f"{count} other haystacks ({haystack.name}) of {length} tokens",
+        margin=request.margin,
+        watch=watch,
+    )

@@ -1,0 +1,377 @@
+"""Language models that take part in an evaluation: rows of a local model, or servers.
+
+What a row's name means, and with which scales it runs; how a local model or a server answers.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
+from octavo.errors import ConfigError
+from octavo.integrations.apply import apply_, restore_
+from octavo.integrations.linear_twin import quantized_twin, split_linear
+from octavo.integrations.transformers.calibrate_text import observe_windows
+from octavo.integrations.transformers.small_model import NAME as SMALL
+from octavo.integrations.transformers.text_model import TextModel, load_text_model
+from octavo.integrations.transformers.tokenizer import PromptSettings, chat_tokens
+from octavo.measure.evaluate.endpoint import Client, Endpoint
+from octavo.measure.evaluate.mrcr_data import generated_questions
+from octavo.measure.records import Machine, Scalar
+from octavo.measure.rows import LANGUAGE, Row, parse_rows
+from octavo.measure.run import Participant, Progress, Watch
+from octavo.recipe import Recipe
+
+BASELINE = "baseline"
+DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
+# Generated chats to calibrate on, where an evaluation asks about others.
+CHAT_LENGTH, NUM_CHATS = 2048, 4
+
+Item = TypeVar("Item")
+Ask = Callable[[Sequence[Item]], list[str]]  # the greedy answers to some items
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """What is done to keys before they are stored, and was before their scales were found."""
+
+    rotate_keys: bool = False
+    center_keys: bool = False
+
+    @staticmethod
+    def of(scales: ScaleSet) -> "Keys":
+        """Those of a scale file."""
+        has_means = any(layer.k_mean is not None for layer in scales.layers.values())
+        return Keys(rotate_keys=scales.header.rotate_keys, center_keys=has_means)
+
+    @staticmethod
+    def of_row(row: Row) -> "Keys":
+        """Those of a row."""
+        settings = row.kv_cache
+        if settings is None:
+            return PLAIN_KEYS
+        return Keys(rotate_keys=settings.rotate_keys, center_keys=settings.center_keys)
+
+    @property
+    def num_passes(self) -> int:
+        """How often calibration goes over its data."""
+        return 2 if self.center_keys else 1
+
+    def __str__(self) -> str:
+        words = {"rotate": self.rotate_keys, "center": self.center_keys}
+        done = [word for word, is_done in words.items() if is_done]
+        return f"keys with {' and '.join(done)}" if done else "keys as they are"
+
+
+PLAIN_KEYS = Keys()
+Scales = Mapping[Keys, ScaleSet]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRequest:
+    """Who takes part: rows of a local model, or servers.
+
+    model: a folder or name, "SmolLM2-135M-Instruct" that of the demo; None is what the evaluation
+    says. endpoints: servers in place of a model; tokenizer: the folder or name of theirs, which
+    counts tokens. kv_cache_dtype: of rows that do not say theirs. scales: a file for rows with
+    static scales or centered keys; None calibrates them, times `margin`. chunk: tokens of one pass
+    over a prompt. is_resumed: whether what the output has records of is left out.
+    """
+
+    model: str | None = None
+    rows: tuple[str, ...] = DEFAULT_ROWS
+    endpoints: tuple[Endpoint, ...] = ()
+    tokenizer: str | None = None
+    kv_cache_dtype: str = "fp8"
+    scales: Path | None = None
+    margin: float = 1.5
+    chunk: int | None = 2048
+    dtype: str = "auto"
+    prompts: PromptSettings = PromptSettings()
+    is_resumed: bool = False
+
+    def __post_init__(self) -> None:
+        # Names are checked before a model is loaded.
+        if not (not self.endpoints and self.rows_with_scales) and self.scales is not None:
+            raise ConfigError(
+                "--scales is for rows with static scales or centered keys, which are not asked for"
+            )
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """The rows of a local model."""
+        return self.rows
+
+    @cached_property
+    def parsed_rows(self) -> list[Row]:
+        """The rows of a local model, by the names that were asked for."""
+        return parse_rows(self.row_names, LANGUAGE, kv_cache_dtype=self.kv_cache_dtype)
+
+    @property
+    def rows_with_scales(self) -> list[Row]:
+        """The rows that need scales of a KV cache, or the means of keys."""
+        return [row for row in self.parsed_rows if row.needs_scales and row.kv_cache is not None]
+
+    def given_scales(self) -> dict[Keys, ScaleSet]:
+        """Those of the file, none without one; ConfigError if a row cannot use them."""
+        if self.scales is None:
+            return {}
+        scales = load_scales(self.scales)
+        given = {Keys.of(scales): scales}
+        for row in self.rows_with_scales:
+            choose_scales(row, given)
+        return given
+
+    def load(self) -> TextModel:
+        """The local model."""
+        name = None if self.model == SMALL else self.model
+        return load_text_model(name, dtype=self.dtype, prompts=self.prompts)
+
+    def labelled(self, row: Row, dtype: str) -> Row:
+        """A row by the name that tables and records call it; dtype: the model's."""
+        if row.is_plain:
+            return replace(row, name=dtype)
+        if row.digest is not None or row.kv_cache is None:
+            return row
+        return replace(row, name=f"{_FORMAT_NAMES[row.kv_cache.format]} {row.name}")
+
+    def local_rows(self, text_model: TextModel, scales: Scales) -> list[tuple[Row, Row]]:
+        """Every row as it was asked for, and by the name of its records, with its scales."""
+        found = []
+        for row in self.parsed_rows:
+            recipe = row.recipe(_document(choose_scales(row, scales)))
+            named = self.labelled(row, text_model.dtype)
+            found.append((row, named if recipe is None else named.using(recipe)))
+        return found
+
+    def flags(self) -> dict[str, Any]:
+        """Flags that name the participants, for a command line that repeats the run."""
+        if self.endpoints:
+            urls = [f"{endpoint.name}={endpoint.url}" for endpoint in self.endpoints]
+            return {"--endpoint": urls, "--tokenizer": self.tokenizer}
+        has_margin = self.scales is None and self.rows_with_scales
+        return {
+            "--recipe": self.row_names,
+            "--chunk": self.chunk,
+            "--dtype": self.dtype,
+            "--kv-cache-dtype": self.kv_cache_dtype,
+            "--scales": self.scales,
+            "--margin": f"{self.margin:g}" if has_margin else None,
+        }
+
+
+_FORMAT_NAMES = {"e4m3": "fp8", "e5m2": "fp8_e5m2"}
+
+
+def _document(scales: ScaleSet | None) -> object:
+    return None if scales is None else scales.to_dict()
+
+
+def choose_scales(row: Row, scales: Scales) -> ScaleSet | None:
+    """The scales of keys such as this row's, None if it needs none; ConfigError without any."""
+    settings = row.kv_cache
+    if not row.needs_scales or settings is None:
+        return None
+    keys = Keys.of_row(row)
+    found = scales.get(keys)
+    if found is None and settings.granularity == "token":
+        # Only the means are used, which are those of keys before they are rotated.
+        found = scales.get(replace(keys, rotate_keys=not keys.rotate_keys))
+    if found is None:
+        got = ", ".join(map(str, scales)) or "none"
+        raise ConfigError(f"expected scales for the row {row.name}, of {keys}, got {got}")
+    return found
+
+
+def calibrate_rows(
+    text_model: TextModel,
+    windows: Sequence[Tensor],
+    rows: Sequence[Row],
+    *,
+    data: str,
+    margin: float,
+    watch: Watch,
+) -> dict[Keys, ScaleSet]:
+    """Scales by these windows for all kinds of keys that the rows have."""
+    kinds = list(dict.fromkeys(map(Keys.of_row, rows)))
+    total = len(windows) * sum(keys.num_passes for keys in kinds)
+    progress = Progress(watch, "calibrating", total)
+    return {
+        keys: calibration_scales(
+            text_model,
+            windows,
+            keys,
+            data=data,
+            margin=margin,
+            on_window=lambda num_windows: progress.add(),
+        )
+        for keys in kinds
+    }
+
+
+def calibration_scales(
+    text_model: TextModel,
+    windows: Sequence[Tensor],
+    keys: Keys = PLAIN_KEYS,
+    *,
+    data: str,
+    margin: float = 1.5,
+    on_window: Callable[[int], None] = lambda num_windows: None,
+) -> ScaleSet:
+    """Static scales per head by the largest values in these windows, of such keys.
+
+    Rows per tensor take the largest of the heads. on_window is told how many windows are done; all
+    passes count.
+    """
+    settings = CalibrationSettings(granularity="head", margin=margin, **vars(keys))
+    header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
+    tokens = [window.tolist() for window in windows]
+    seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
+    return seen.result(header).scales
+
+
+def calibrate_on_chats(
+    request: LanguageRequest, text_model: TextModel, watch: Watch
+) -> dict[Keys, ScaleSet]:
+    """Scales for the request's rows, by generated chats that nobody is asked about."""
+    chats = generated_questions(NUM_CHATS, seed=-1)
+    tokens = [chat_tokens(text_model.tokenizer, chat.messages) for chat in chats]
+    windows = [torch.tensor(one[:CHAT_LENGTH]) for one in tokens]
+    return calibrate_rows(
+        text_model,
+        windows,
+        request.rows_with_scales,
+        data=f"{len(windows)} generated chats of up to {CHAT_LENGTH} tokens",
+        margin=request.margin,
+        watch=watch,
+    )
+
+
+def recipe_digest(recipe: Recipe | None, calibration: object = None) -> str | None:
+    """What a row's name does not say of its recipe and scales, as a few letters; files may change.
+
+    None of a row without a recipe. calibration: what scales that were found in the same run depend
+    on, in place of their values: by the same data they are the same, but for what a GPU rounds
+    otherwise.
+    """
+    if recipe is None:
+        return None
+    document = json.loads(recipe.to_json())
+    if calibration is not None:
+        document["scales"] = calibration
+    elif isinstance(recipe.scales, str):
+        document["scales"] = load_scales(recipe.scales).to_dict()
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@contextmanager
+def applied(model: Any, recipe: Recipe | None) -> Iterator[Any]:
+    """The model as a recipe has it; afterwards `model` is as it was.
+
+    FP8 linear layers cannot be undone: with such a recipe it is a twin that shares all else.
+    """
+    if recipe is None:
+        yield model
+        return
+    linear, rest = split_linear(recipe)
+    if linear is not None:
+        model, _ = quantized_twin(model, linear)
+    if linear is None or rest.settings():
+        apply_(model, rest)
+    try:
+        yield model
+    finally:
+        if linear is None:  # nobody else has a twin
+            restore_(model)
+
+
+def machine_of(model: Any) -> Machine:
+    """The machine that a model runs on, with its GPU if it is on one."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return Machine.current()
+    name = torch.cuda.get_device_name(device)
+    return Machine.current(gpu=name, capability=torch.cuda.get_device_capability(device))
+
+
+def local_participants(
+    request: LanguageRequest,
+    text_model: TextModel,
+    scales: Scales,
+    answer: Callable[[TextModel, Item], str],
+    *,
+    calibration: object,
+) -> list[Participant[Ask[Item]]]:
+    """Rows of a local model, each with its recipe applied for as long as it answers.
+
+    answer: a model's answer to one item. calibration: what scales that were calibrated here depend
+    on, for the digest of a recipe.
+    """
+    machine, prompts = machine_of(text_model.model), text_model.prompts.about
+    participants = []
+    for asked, row in request.local_rows(text_model, scales):
+        is_calibrated = asked.needs_scales and request.scales is None
+        digest = recipe_digest(row.recipe(), calibration if is_calibrated else None)
+        about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype}
+        about |= {"chunk": request.chunk or 0, **prompts}
+        if digest is not None:
+            about["recipe_digest"] = digest
+        participants.append(
+            Participant(
+                name=row.name,
+                impl="transformers",
+                about=about,
+                machine=machine,
+                open=partial(_open_local, text_model, row.recipe(), answer),
+            )
+        )
+    return participants
+
+
+@contextmanager
+def _open_local(
+    text_model: TextModel, recipe: Recipe | None, answer: Callable[[TextModel, Item], str]
+) -> Iterator[Ask[Item]]:
+    with applied(text_model.model, recipe) as model:
+        own = replace(text_model, model=model)
+        yield lambda items: [answer(own, item) for item in items]
+
+
+def server_participants(
+    request: LanguageRequest, answer: Callable[[Client, Item], str]
+) -> list[Participant[Ask[Item]]]:
+    """The servers; the machine of a record is the one that asked.
+
+    answer: a server's answer to one item.
+    """
+    participants = []
+    for endpoint in request.endpoints:
+        with Client(endpoint) as client:  # all servers are asked before one has to work
+            about: dict[str, Scalar] = {"model": client.model, "url": endpoint.url}
+        if request.tokenizer is not None:
+            about["tokenizer"] = request.tokenizer
+        participants.append(
+            Participant(
+                name=endpoint.name,
+                impl="http",
+                about=about,
+                machine=Machine.current(),
+                open=partial(_open_server, endpoint, answer),
+            )
+        )
+    return participants
+
+
+@contextmanager
+def _open_server(endpoint: Endpoint, answer: Callable[[Client, Item], str]) -> Iterator[Ask[Item]]:
+    with Client(endpoint) as client:
+        yield lambda items: client.map(partial(answer, client), items)

@@ -1,0 +1,123 @@
+"""Statistics of scores: means with their standard errors, and what a row retains of the first."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.errors import ConfigError
+
+Scores = Sequence[Sequence[bool]]  # of each question its repetitions
+NUM_RESAMPLES = 10_000
+
+
+def standard_error(numbers: Sequence[float]) -> float | None:
+    """That of the mean of these numbers; None of a single one."""
+    if len(numbers) < 2:
+        return None
+    return statistics.stdev(numbers) / math.sqrt(len(numbers))
+
+
+def mean_values(scores: Sequence[float], name: str = "score") -> dict[str, float]:
+    """`NAME_percent`, the mean of scores from 0 to 1, with its standard error if there is one."""
+    values = {f"{name}_percent": 100 * statistics.fmean(scores)}
+    if (error := standard_error(scores)) is not None:
+        values[f"{name}_standard_error_percent"] = 100 * error
+    return values
+
+
+def recovery(
+    own: Mapping[str, float], first: Mapping[str, float], name: str = "score"
+) -> dict[str, float]:
+    """`recovery_percent` with its standard error, from `NAME_percent`; nothing where that is 0.
+
+    The standard error is that of a quotient of independent numbers. Rows are asked the same, so it
+    is rather too large.
+    """
+    whole = first[f"{name}_percent"]
+    if whole == 0:
+        return {}
+    share = own[f"{name}_percent"] / whole
+    values = {"recovery_percent": 100 * share}
+    error = f"{name}_standard_error_percent"
+    if error in own and error in first:
+        spread = math.hypot(own[error], share * first[error]) / whole
+        values["recovery_standard_error_percent"] = 100 * spread
+    return values
+
+
+def pass_values(scores: Scores) -> dict[str, float]:
+    """The mean over questions of how often each is answered rightly, in percent.
+
+    score_standard_error_percent: of other questions as well as other repetitions, by the spread of
+    the questions' means. repetition_standard_error_percent: of other repetitions of the same
+    questions, by the spread within each; where there are two or more of them.
+    """
+    values = mean_values([statistics.fmean(some) for some in scores])
+    values |= {"num_questions": float(len(scores)), "num_answers": float(sum(map(len, scores)))}
+    if min(map(len, scores)) > 1:
+        noise = sum(statistics.variance(map(float, some)) / len(some) for some in scores)
+        values["repetition_standard_error_percent"] = 100 * math.sqrt(noise) / len(scores)
+    return values
+
+
+def paired_recovery(own: Scores, first: Scores) -> dict[str, float]:
+    """What a row recovers of the first one's pass@1, question by question.
+
+    recovery_percent with the standard error of a quotient of means over the same questions;
+    nothing where the first row has no right answer. difference_percent, in points, with its own.
+    """
+    ours = [statistics.fmean(some) for some in own]
+    theirs = [statistics.fmean(some) for some in first]
+    whole = statistics.fmean(theirs)
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    values = {"difference_percent": 100 * statistics.fmean(differences)}
+    if (error := standard_error(differences)) is not None:
+        values["difference_standard_error_percent"] = 100 * error
+    if whole == 0:
+        return values
+    share = statistics.fmean(ours) / whole
+    values["recovery_percent"] = 100 * share
+    rest = [a - share * b for a, b in zip(ours, theirs, strict=True)]
+    if (error := standard_error(rest)) is not None:
+        values["recovery_standard_error_percent"] = 100 * error / whole
+    return values
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean difference of two rows of scores and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval leaves zero out: the rows differ."""
+        return self.low > 0 or self.high < 0
+
+
+def paired_difference(
+    scores: Sequence[float], baseline: Sequence[float], *, seed: int = 0
+) -> Difference:
+    """How much `scores` exceed `baseline` on the same questions, by a paired bootstrap.
+
+    Questions are drawn with replacement 10,000 times, both rows together: what they have in
+    common, such as hard questions, does not blur the difference.
+    """
+    if len(scores) != len(baseline) or not len(scores):
+        raise ConfigError(
+            f"expected scores of the same questions, got {len(scores)} and {len(baseline)}"
+        )
+    gaps = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    if not np.isfinite(gaps).all():
+        raise ConfigError("expected finite scores, got NaN or infinity among them")
+    # Few values occur: how often each is drawn is multinomial, which needs no index per question.
+    values, counts = np.unique(gaps, return_counts=True)
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(len(gaps), counts / len(gaps), size=NUM_RESAMPLES)
+    low, high = np.quantile(drawn @ values / len(gaps), [0.025, 0.975])
+    return Difference(float(gaps.mean()), float(low), float(high))

@@ -1,0 +1,349 @@
+"""pass@1 of questions with one right answer: multiple choice and mathematics, BF16 beside FP8."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from octavo.errors import ConfigError
+from octavo.integrations.transformers.generation_sampling import (
+    generation_sampling,
+    load_generation_sampling,
+)
+from octavo.integrations.transformers.tokenizer import PromptSettings
+from octavo.measure.evaluate.answers import (
+    AnswerFile,
+    Item,
+    Sampler,
+    SamplingPlan,
+    StoredAnswer,
+    engine_sampler,
+    server_sampler,
+)
+from octavo.measure.evaluate.endpoint import Client, Reply
+from octavo.measure.evaluate.final_answer import read_letter, read_math
+from octavo.measure.evaluate.language import LanguageRequest, Scales, calibrate_on_chats
+from octavo.measure.evaluate.math_equality import AUTO, Checker, make_checker
+from octavo.measure.evaluate.statistics import paired_recovery, pass_values
+from octavo.measure.evaluate.task_data import (
+    GENERATED,
+    ChoiceQuestion,
+    MathQuestion,
+    load_choice_questions,
+    load_math_questions,
+    shuffle_options,
+)
+from octavo.measure.records import Measurement, Scalar
+from octavo.measure.report.tables import Table
+from octavo.measure.run import (
+    Outcome,
+    Participant,
+    Progress,
+    Records,
+    Watch,
+    command_line,
+    ready,
+    run_whole,
+    unwatched,
+)
+from octavo.serving.engine.settings import EngineSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(LanguageRequest):
+    """What is asked.
+
+    sampling: what is set by hand, by the names of OpenAI's and vLLM's APIs; the rest is the model's
+    generation config's, or that of the folder or name `generation_config`. num_questions: None is
+    all of them. answers: a file of single answers; is_resumed: whether those in it are used again.
+    """
+
+    kind: Literal["choice", "math"]
+    data: str = GENERATED
+    subset: str | None = None
+    split: str | None = None
+    repetitions: int = 1
+    num_questions: int | None = None
+    seed: int = 0
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    generation_config: str | None = None
+    max_tokens: int | None = None
+    checker: str = AUTO
+    answers: Path | None = None
+    chunk: int | None = None
+    engine: EngineSettings = EngineSettings()
+
+    def __post_init__(self) -> None:
+        if bool(self.endpoints) == bool(self.model):
+            raise ConfigError("expected a MODEL or --endpoint, one of them")
+        if self.endpoints and self.prompts != PromptSettings():
+            raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
+        super().__post_init__()
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats this."""
+        flags = {
+            "--data": self.data,
+            "--subset": self.subset,
+            "--split": self.split,
+            "--num-questions": self.num_questions,
+            "--repetitions": self.repetitions,
+            "--seed": self.seed,
+            "--max-tokens": self.max_tokens,
+            "--generation-config": self.generation_config,
+            **{f"--{name.replace('_', '-')}": value for name, value in self.sampling.items()},
+            "--checker": self.checker if self.kind == "math" else None,
+            **self.flags(),
+        }
+        words = ("octavo", "eval", self.kind, self.model, *self.prompts.command)
+        return command_line(*words, flags=flags)
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """What records say of the questions."""
+        data = self.data if self.data == GENERATED else Path(self.data).name
+        parts = {"subset": self.subset, "split": self.split}
+        return {"data": data, **{name: part for name, part in parts.items() if part}}
+
+
+def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+    """Ask every row; a record is in the file `output` as soon as its row is done."""
+    records = Records.of_file(output)
+    answers = AnswerFile(request.answers, is_resumed=request.is_resumed)
+    scales = request.given_scales()  # before a model is loaded
+    task = _task(request)
+    plan, rows = _served(request) if request.endpoints else _local(request, scales, watch)
+    progress = Progress(watch, "answering", len(rows) * len(task.items))
+    # Where nobody says what to draw by, the server's own defaults are.
+    about = request.about | ({} if plan.options else {"sampling": "server"})
+    return evaluate(
+        rows,
+        task,
+        plan,
+        about=about,
+        command=request.command,
+        answers=answers,
+        on_answer=progress.add,
+        records=records,
+    )
+
+
+def _task(request: Request) -> "Task":
+    asked = request.data, request.subset, request.split
+    if request.kind == "choice":
+        choices = load_choice_questions(*asked)[: request.num_questions]
+        return choice_task(choices, request.repetitions, request.seed)
+    problems = load_math_questions(*asked)[: request.num_questions]
+    return math_task(problems, request.repetitions, make_checker(request.checker))
+
+
+def _plan(request: Request, own: Mapping[str, float]) -> SamplingPlan:
+    """The model's own sampling parameters, and in their place what is set by hand."""
+    if request.generation_config is not None:
+        own = load_generation_sampling(request.generation_config)
+    plan = SamplingPlan(
+        options={**own, **request.sampling}, max_tokens=request.max_tokens, seed=request.seed
+    )
+    if plan.is_greedy and request.kind == "math" and request.repetitions > 1:
+        raise ConfigError(
+            f"expected sampling for {request.repetitions} repetitions, got greedy decoding, which "
+            "repeats itself: set --temperature, or --repetitions 1"
+        )
+    return plan
+
+
+def _served(request: Request) -> tuple[SamplingPlan, list[Sampler]]:
+    plan, rows = _plan(request, {}), []
+    for endpoint in request.endpoints:
+        with Client(endpoint) as client:  # all servers are asked before one has to work
+            rows.append(server_sampler(endpoint, client.model, plan))
+    return plan, rows
+
+
+def _local(request: Request, scales: Scales, watch: Watch) -> tuple[SamplingPlan, list[Sampler]]:
+    text_model = request.load()
+    plan = _plan(request, generation_sampling(getattr(text_model.model, "generation_config", None)))
+    is_calibrated = not scales and bool(request.rows_with_scales)
+    if is_calibrated:
+        scales = calibrate_on_chats(request, text_model, watch)
+    origin = f"calibrated on generated chats, margin {request.margin:g}"
+    return plan, [
+        engine_sampler(
+            text_model,
+            row,
+            plan,
+            request.engine,
+            scales=origin if is_calibrated and asked.needs_scales else None,
+        )
+        for asked, row in request.local_rows(text_model, scales)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Items to ask, and how their answers are read and compared.
+
+    read: what a text answers, None if that cannot be read. is_right: of what was read.
+    """
+
+    op: str
+    items: tuple[Item, ...] = field(repr=False)
+    read: Callable[[str, Item], str | None]
+    is_right: Callable[[str, Item], bool]
+    about: Mapping[str, Scalar]
+
+
+def choice_task(questions: Sequence[ChoiceQuestion], repetitions: int, seed: int) -> Task:
+    """Multiple choice; every repetition has its own order of options."""
+    items = []
+    for question in questions:
+        for repetition in range(repetitions):
+            asked = shuffle_options(question, repetition, seed)
+            items.append(
+                Item(question.name, repetition, asked.messages, asked.letter, asked.letters)
+            )
+    return Task(
+        op="choice",
+        items=tuple(items),
+        read=lambda text, item: read_letter(text, item.letters),
+        is_right=lambda found, item: found == item.answer,
+        about={"repetitions": repetitions},
+    )
+
+
+def math_task(questions: Sequence[MathQuestion], repetitions: int, checker: Checker) -> Task:
+    """Problems with a boxed answer."""
+    return Task(
+        op="math",
+        items=tuple(
+            Item(question.name, repetition, question.messages, question.answer)
+            for question in questions
+            for repetition in range(repetitions)
+        ),
+        read=lambda text, item: read_math(text),
+        is_right=lambda found, item: checker.is_equal(found, item.answer),
+        about={"repetitions": repetitions, "checker": checker.name},
+    )
+
+
+def evaluate(
+    rows: Sequence[Sampler],
+    task: Task,
+    plan: SamplingPlan,
+    *,
+    about: Mapping[str, Scalar],
+    command: str,
+    answers: AnswerFile,
+    on_answer: Callable[[], None] = lambda: None,
+    records: Records | None = None,
+) -> list[Measurement]:
+    """One record for each row; every one after the first has what it retains of the first.
+
+    answers: where answers are written as they come, and those of before are found.
+    """
+    first: list[list[bool]] = []
+
+    def measure(row: Sampler) -> Outcome:
+        nonlocal first
+        graded = _answer_all(row, task, plan, answers, on_answer)
+        scores = _by_question(task, graded)
+        values = pass_values(scores) | _counts(graded)
+        if first:
+            values |= paired_recovery(scores, first)
+        first = first or scores
+        return Outcome(values)
+
+    participants = [
+        Participant(
+            name=row.name,
+            impl=row.impl,
+            about=row.about,
+            machine=row.machine,
+            open=ready(row),
+        )
+        for row in rows
+    ]
+    whole = {**about, **task.about, **plan.about()}
+    return run_whole(participants, measure, records, op=task.op, command=command, about=whole)
+
+
+def _answer_all(
+    row: Sampler,
+    task: Task,
+    plan: SamplingPlan,
+    answers: AnswerFile,
+    on_answer: Callable[[], None],
+) -> dict[Item, StoredAnswer]:
+    graded: dict[Item, StoredAnswer] = {}
+
+    def grade(item: Item, reply: Reply) -> StoredAnswer:
+        found = task.read(reply.text, item)
+        is_right = found is not None and task.is_right(found, item)
+        answer = StoredAnswer(
+            key=row.key(item, plan),
+            row=row.name,
+            question=item.question,
+            repetition=item.repetition,
+            answer=item.answer,
+            found=found,
+            is_right=is_right,
+            reply=reply,
+        )
+        graded[item] = answer
+        on_answer()
+        return answer
+
+    todo = []
+    for item in task.items:
+        before = answers.reply(row.key(item, plan))
+        if before is None:
+            todo.append(item)
+        else:
+            grade(item, before)
+    if todo:
+        row.ask(todo, lambda item, reply: answers.append(grade(item, reply)))
+    return {item: graded[item] for item in task.items}
+
+
+def _by_question(task: Task, graded: Mapping[Item, StoredAnswer]) -> list[list[bool]]:
+    scores: dict[str, list[bool]] = {}
+    for item in task.items:
+        scores.setdefault(item.question, []).append(graded[item].is_right)
+    return list(scores.values())
+
+
+def _counts(graded: Mapping[Item, StoredAnswer]) -> dict[str, float]:
+    answers = list(graded.values())
+    num_unparsed = sum(answer.found is None for answer in answers)
+    values = {
+        "num_unparsed": float(num_unparsed),
+        "unparsed_percent": 100 * num_unparsed / len(answers),
+        "num_cut": float(sum(answer.reply.is_cut for answer in answers)),
+    }
+    lengths = [answer.reply.num_tokens for answer in answers]
+    known = [length for length in lengths if length is not None]
+    if len(known) == len(lengths):
+        values["mean_answer_tokens"] = sum(known) / len(known)
+    return values
+
+
+def pass_table(records: Sequence[Measurement]) -> Table:
+    """One row for each recipe: pass@1, its errors, what could not be read, and recovery."""
+    names = (
+        *("score_percent", "score_standard_error_percent", "repetition_standard_error_percent"),
+        *("num_unparsed", "num_cut", "recovery_percent", "recovery_standard_error_percent"),
+    )
+    first = records[0]
+    return Table(
+        caption=f"{first.op}, pass@1 (%): {first.case['model']}, {first.case['data']}, "
+        f"{int(first.values['num_questions'])} questions × {first.case['repetitions']}",
+        header=(
+            *("recipe", "pass@1", "± s.e.", "± of repetitions"),
+            *("unparsed", "cut", "recovery (%)", "± s.e. of it"),
+        ),
+        rows=tuple(
+            (str(record.case["recipe"]), *(record.values.get(name) for name in names))
+            for record in records
+        ),
+    )

@@ -1,0 +1,240 @@
+"""The one runner: participants × cells → records, with progress, resume and saving as it goes.
+
+A participant is a row of the table, such as a model with a recipe or a server. A cell is what is
+measured of each: a length and a depth, a bucket of questions, or all there is. A workload states
+its cells, how one of them is measured, and how a participant compares with the first one.
+"""
+
+import shlex
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from octavo.errors import ConfigError
+from octavo.measure import store
+from octavo.measure.records import Machine, Measurement, Scalar
+
+Work = TypeVar("Work")
+Cell = TypeVar("Cell", bound=Hashable)
+Values = Mapping[str, float]
+Watch = Callable[[str, int, int], None]  # told what is done, how much of it so far, of how much
+ALL = "all"  # the only cell of a workload that measures a participant as a whole
+
+
+def unwatched(what: str, done: int, total: int) -> None:
+    """Watch nothing."""
+
+
+class Progress:
+    """Tells a watcher how much of a total is done."""
+
+    def __init__(self, watch: Watch, what: str, total: int) -> None:
+        self.watch, self.what, self.total, self.done = watch, what, total, 0
+
+    def add(self, count: int = 1) -> None:
+        """Tell that so much more is done."""
+        self.done = min(self.total, self.done + count)
+        self.watch(self.what, self.done, self.total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participant(Generic[Work]):
+    """A row of the table: ready to work from when `open` is entered until it is left.
+
+    about: what its records say of it besides its name; machine: where it runs.
+    """
+
+    name: str
+    impl: str
+    about: Mapping[str, Scalar]
+    machine: Machine
+    open: Callable[[], AbstractContextManager[Work]] = field(repr=False)
+
+
+def ready(work: Work) -> Callable[[], AbstractContextManager[Work]]:
+    """The `open` of a participant that nothing must be done for."""
+    return lambda: nullcontext(work)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What measuring a cell gave.
+
+    about, machine: what only the measurement itself can tell its record.
+    """
+
+    values: Values
+    about: Mapping[str, Scalar] = field(default_factory=dict)
+    machine: Machine | None = None
+
+
+class Records:
+    """Records of a run: those of an earlier one that it goes on with, and where new ones go."""
+
+    def __init__(
+        self,
+        done: Iterable[Measurement] = (),
+        on_record: Callable[[Measurement], None] = lambda record: None,
+    ) -> None:
+        self._known = {_identity(r.op, r.impl, r.machine, r.case, r.baseline): r for r in done}
+        self.keep = on_record
+
+    @staticmethod
+    def of_file(path: Path | None, *, is_resumed: bool = False) -> "Records":
+        """Append to a file; is_resumed: leave out what it has records of. None keeps nothing."""
+        store.check_folder(path)
+        if path is None:
+            if is_resumed:
+                raise ConfigError(
+                    "--resume goes on with the records of --output, which is not given"
+                )
+            return Records()
+        done = store.read(path) if is_resumed and path.exists() else []
+        return Records(done, lambda record: store.append(path, [record]))
+
+    def find(
+        self,
+        op: str,
+        participant: Participant[Any],
+        case: Mapping[str, Scalar],
+        baseline: str | None,
+    ) -> Measurement | None:
+        """The record of before that is about the same, if there is one."""
+        identity = _identity(op, participant.impl, participant.machine, case, baseline)
+        return self._known.get(identity)
+
+
+def _identity(
+    op: str, impl: str, machine: Machine, case: Mapping[str, Scalar], baseline: str | None
+) -> object:
+    """What must be the same for a cell to be done already."""
+    return op, impl, str(machine), frozenset(case.items()), baseline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Generic[Work, Cell]):
+    """What is measured of every participant.
+
+    cells: what the records of each say. measure: given a participant at work and a cell. compare:
+    values that a participant has besides its own, by those of the first one in the same cell.
+    summary: a further cell whose values follow from those of all others. row_key: what records
+    call a participant's name.
+    """
+
+    op: str
+    command: str
+    cells: Mapping[Cell, Mapping[str, Scalar]]
+    measure: Callable[[Work, Cell], Outcome]
+    compare: Callable[[Values, Values], Values] = lambda own, first: {}
+    summary: tuple[Cell, Callable[[Mapping[Cell, Values]], Values]] | None = None
+    row_key: str = "recipe"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError unless there are participants, all of different names."""
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"expected rows of different names, got {list(names)}")
+
+
+def run_workload(
+    participants: Sequence[Participant[Work]],
+    workload: Workload[Work, Cell],
+    records: Records | None = None,
+    *,
+    on_skip: Callable[[Cell], None] = lambda cell: None,
+) -> list[Measurement]:
+    """One record for each participant and cell, in this order; the first is the baseline.
+
+    A cell with a record of an earlier run is not measured again: on_skip is told of it. New records
+    are kept as soon as their cell is done.
+    """
+    check_names([participant.name for participant in participants])
+    records = Records() if records is None else records
+    first: dict[Cell, Measurement] = {}
+    found: list[Measurement] = []
+    for participant in participants:
+        measured = _run_one(participant, workload, records, first, participants[0].name, on_skip)
+        first = first or measured
+        found += [measured[cell] for cell in workload.cells]
+    return found
+
+
+def run_whole(
+    participants: Sequence[Participant[Work]],
+    measure: Callable[[Work], Outcome],
+    records: Records | None = None,
+    *,
+    op: str,
+    command: str,
+    about: Mapping[str, Scalar],
+    row_key: str = "recipe",
+) -> list[Measurement]:
+    """One record for each participant, which is measured as a whole; about: what all records say.
+
+    `measure` may keep what the first participant gave, and compare the others with it.
+    """
+    workload: Workload[Work, str] = Workload(
+        op=op,
+        command=command,
+        cells={ALL: about},
+        measure=lambda work, cell: measure(work),
+        row_key=row_key,
+    )
+    return run_workload(participants, workload, records)
+
+
+def _run_one(
+    participant: Participant[Work],
+    workload: Workload[Work, Cell],
+    records: Records,
+    first: Mapping[Cell, Measurement],
+    first_name: str,
+    on_skip: Callable[[Cell], None],
+) -> dict[Cell, Measurement]:
+    """The records of one participant by cell; first: those of the first one, if this is another."""
+    baseline = first_name if first else None
+    own = {**participant.about, workload.row_key: participant.name}
+    measured: dict[Cell, Measurement] = {}
+    for cell, about in workload.cells.items():
+        before = records.find(workload.op, participant, {**own, **about}, baseline)
+        if before is not None:
+            measured[cell] = before
+
+    def keep(cell: Cell, outcome: Outcome) -> None:
+        compared = workload.compare(outcome.values, first[cell].values) if first else {}
+        measured[cell] = Measurement(
+            op=workload.op,
+            impl=participant.impl,
+            case={**own, **workload.cells[cell], **outcome.about},
+            values={**outcome.values, **compared},
+            machine=outcome.machine or participant.machine,
+            command=workload.command,
+            baseline=baseline,
+        )
+        records.keep(measured[cell])
+
+    whole = None if workload.summary is None else workload.summary[0]
+    cells = [cell for cell in workload.cells if cell != whole]
+    left = [cell for cell in cells if cell not in measured]
+    for cell in cells:
+        if cell in measured:
+            on_skip(cell)
+    if left:
+        with participant.open() as work:
+            for cell in left:
+                keep(cell, workload.measure(work, cell))
+    if workload.summary is not None and (left or workload.summary[0] not in measured):
+        cell, summarize = workload.summary
+        keep(cell, Outcome(summarize({one: measured[one].values for one in cells})))
+    return measured
+
+
+def command_line(*words: str | None, flags: Mapping[str, Any]) -> str:
+    """A command line of words and flags; None is left out, and a sequence repeats its flag."""
+    parts = [word for word in words if word is not None]
+    for flag, value in flags.items():
+        many = value if isinstance(value, list | tuple) else [value]
+        parts += [part for one in many if one is not None for part in (flag, str(one))]
+    return shlex.join(parts)
