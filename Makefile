@@ -20,7 +20,7 @@ run_all = failed=; for stage in $(1); do $(MAKE) --no-print-directory $$stage ||
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; echo "passed: $(1)"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types test test-slow test-gpu bench tables dist clean \
+.PHONY: help setup demo check lint types test test-slow test-gpu bench tables docs dist clean \
 	test-covered test-others test-kernels test-slow-others test-slow-kernels test-newest-triton \
 	test-slow-alone
 
@@ -107,6 +107,9 @@ bench: $(READY)  ## measure what this machine can measure
 tables: $(READY)  ## write the tables of README and docs from the records in results/
 	$(BIN)/python scripts/update_tables.py
 
+docs: $(READY)  ## build the documentation site into site/; a warning is an error
+	PYTHONPATH=scripts $(BIN)/zensical build --clean --strict
+
 dist: $(READY)  ## build the wheel and the sdist, check them, and lint the Dockerfile
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
@@ -114,4 +117,4 @@ dist: $(READY)  ## build the wheel and the sdist, check them, and lint the Docke
 	$(BIN)/hadolint Dockerfile
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage .cache site dist

@@ -70,6 +70,7 @@ from octavo.measure.evaluate.charts import (
     vocabulary,
 )
 from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.numerics.narrow_products import use_float32_products
 
 Reading = tuple[Tensor, ...]  # images, ids, labels, segments, places
 
@@ -475,6 +476,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
 
 def main() -> None:
     settings = parse()
+    use_float32_products()  # BF16 takes minutes a step on some CPUs
     record = finish(settings, train(settings))
     print(record.to_json())
 

@@ -19,7 +19,7 @@ from tables import advice, decoders, kernels, serving, vision
 from tables.images import images, modulation
 from tables.needles import needles, retrieval
 from tables.sensitivity import sensitivity
-from tables.speeds import speeds
+from tables.speeds import speeds, summary
 from tables.steps import steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,11 +47,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speeds": speeds,
     "steps": steps,
     "structures": kernels.structures,
+    "summary": summary,
     "throughput": serving.throughput,
     "towers": vision.towers,
     "tried": advice.tried,
 }
-FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def fill(text: str) -> str:

@@ -4,6 +4,7 @@ A block that cannot run here says why in a comment right before it: <!-- not run
 It must still compile.
 """
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
+    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SPEC = importlib.util.spec_from_file_location("docs_reference", ROOT / "scripts/docs_reference.py")
+docs_reference = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(docs_reference)
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)\s*(?P<language>[\w+-]*)")
 NOT_RUN = re.compile(r"<!--\s*not run:(?P<reason>.*?)-->")
@@ -87,8 +97,10 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors GitHub gives to headings, and those set by hand."""
+    """The anchors of headings, those set by hand, and those of the generated reference."""
     found: list[str] = re.findall(r"<a (?:id|name)=[\"']([^\"']+)[\"']", text)
+    found += sorted(docs_reference.named(text))
+    text = docs_reference.expand(text)
     no_blocks = re.sub(r"^ *(```+|~~~+).*?^ *\1 *$", "", text, flags=re.DOTALL | re.MULTILINE)
     for heading in re.findall(r"^#+ +(.+?) *#*$", no_blocks, flags=re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

@@ -1,4 +1,4 @@
-"""octavo.env: the registry, its accessors, and docs/environment.md in agreement."""
+"""octavo.env: the registry, its accessors, and docs/reference/environment.md in agreement."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from octavo import env
 
-DOCS = Path(__file__).parents[1] / "docs" / "environment.md"
+DOCS = Path(__file__).parents[1] / "docs" / "reference" / "environment.md"
 
 
 def documented(text: str) -> list[tuple[str, str, str]]:

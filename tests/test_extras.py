@@ -17,12 +17,12 @@ from octavo.extras import EXTRA_OF, explain_missing, install_command, need
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Those that a message may name: dev and clients are for people who have a checkout and run its
-# tests, all is a sum of others.
+# Those that a message may name: dev, docs and clients are for people who have a checkout and run
+# its tests, all is a sum of others.
 NAMED = {
     extra: [Requirement(text) for text in texts]
     for extra, texts in PROJECT["optional-dependencies"].items()
-    if extra not in ("dev", "clients", "all")
+    if extra not in ("dev", "docs", "clients", "all")
 }
 
 

@@ -473,7 +473,7 @@ def test_constraints_are_within_the_bounds(library):
 
 def test_the_docs_have_the_bounds():
     names = {"triton": "Triton"}
-    text = (ROOT / "docs" / "support.md").read_text()
+    text = (ROOT / "docs" / "reference" / "support.md").read_text()
     for library, (first, end) in internals.SUPPORTED.items():
         major, minor = end.split(".")
         last = f"{major}.{int(minor) - 1}"

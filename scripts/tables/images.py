@@ -1,4 +1,4 @@
-"""The table of diffusion models: how near their pictures in FP8 are to those in BF16."""
+"""The table of diffusion models: how near their images in FP8 are to those in BF16."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ NONE_YET = (
     "No model has a record yet: `octavo eval images` makes one. A model enters this table with its "
     "record, and not before.\n"
 )
-HEADER = ("model", "row", "PSNR (dB)", "SSIM", "LPIPS", "CLIP score", "pictures")
+HEADER = ("model", "row", "PSNR (dB)", "SSIM", "LPIPS", "CLIP score", "images")
 
 
 def images(results: Path) -> str:
@@ -23,17 +23,17 @@ def images(results: Path) -> str:
         return NONE_YET
     table = Table(caption="", header=HEADER, rows=tuple(rows))
     return (
-        "Pictures of each row against those of the row that quantizes nothing, by the same prompts "
+        "Images of each row against those of the row that quantizes nothing, by the same prompts "
         "and seeds: the mean, and the worst of all in brackets. A CLIP score is beside that of the "
-        "pictures it is compared with; – is a score that was not taken. A row's words are those of "
-        f"[`octavo eval images`](evaluation.md#pictures).\n\n{to_markdown(table)}\n"
+        "images it is compared with; – is a score that was not taken. A row's words are those of "
+        f"[`octavo eval images`](../how-to/evaluate-images.md).\n\n{to_markdown(table)}\n"
     )
 
 
 def modulation(results: Path) -> str:
-    """What weight-only modulation does to the pictures of a model."""
+    """What weight-only modulation does to the images of a model."""
     rows = _newest_rows(results, MODULATION_FILES)
-    columns = [HEADER.index(name) for name in ("model", "row", "PSNR (dB)", "SSIM", "pictures")]
+    columns = [HEADER.index(name) for name in ("model", "row", "PSNR (dB)", "SSIM", "images")]
     table = Table(
         caption="",
         header=tuple(HEADER[index] for index in columns),

@@ -55,7 +55,7 @@ def attention(results: Path) -> str:
         rows.append((f"{shape}{causal}", *cells))
     table = Table(caption="", header=("", *columns), rows=tuple(rows))
     return (
-        "Milliseconds and TFLOP/s at the real head_dim, operands quantized beforehand, contenders "
+        "Milliseconds and TFLOP/s at the real head_dim, operands quantized beforehand, peers "
         f"timed in turn on an {found[0].machine.gpu}.\n\n{to_markdown(table)}\n"
     )
 

@@ -1,4 +1,4 @@
-"""The table of the README: whole models and kernels in FP8, beside the fastest others."""
+"""Whole models and kernels in FP8 beside the fastest others: all of them, and README's eight."""
 
 from pathlib import Path
 
@@ -38,36 +38,74 @@ STEPS = (
     ("flux.1-dev", "linear-static+attention-static", "the same with FP8 attention, static scales"),
     ("wan2.2-14b", "linear+attention", "Wan2.2-14B-shaped block, 75,600 tokens"),
 )
+# README's rows: a row of the table above, what it is in words, and its footnote.
+SUMMARY = (
+    (TOWERS[0][1], "Qwen3-VL-30B-A3B vision tower, 3 FullHD images", "¹"),
+    (TOWERS[1][1], "the same, 3 4K images", "¹"),
+    (DECODERS[0][2], "Llama-3.1-8B-shaped decoder, one token after 128k", "²"),
+    (DECODERS[1][2], "the same, 8 sequences of 32k", "²"),
+    (LOADS[1][2], "its engine, 48 requests of 20k + 2k tokens, 8 at once, FP8 linear layers", "³"),
+    (STEPS[1][2], "FLUX.1-dev-shaped transformer, a step at 1024 × 1024", "⁴"),
+    (STEPS[2][2], "Wan2.2-14B-shaped block, 75,600 tokens", "⁴"),
+    ("decode, 8 × 128k tokens", "decode attention alone, 8 × 128k tokens", "⁵"),
+)
 
 
 def speeds(results: Path) -> str:
     """octavo's FP8 beside the fastest BF16 and the fastest FP8 with the same accumulation."""
+    header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
+    machine = store.read(results / "kernels_h200.jsonl")[0].machine
+    table = Table(caption="", header=header, rows=_all_rows(results))
+    return (
+        f"Whole models, then kernels, on an {machine.gpu}; medians, each row one run, results "
+        f"checked first (torch {machine.versions['torch']}, Triton {machine.versions['triton']}). "
+        "Models have random weights. The tower's BF16 is stock transformers with the fastest "
+        "attention, the decoder's is octavo's BF16 pages, the engine's also has the fastest "
+        "attention in prompts, and a diffusion step's is compiled and replayed from CUDA graphs. "
+        "Operands of kernels are quantized before the clock starts. The other FP8: "
+        "FlashAttention-3 with two-level accumulation, as vLLM builds it; cuDNN, whose result is "
+        "also rounded to FP8; `torch._scaled_mm` with one scale per token and channel, which "
+        f"octavo itself runs where it is the fastest.\n\n{to_markdown(table)}\n"
+    )
+
+
+def summary(results: Path) -> str:
+    """At most eight rows for README, with their footnotes."""
+    rows = {row[0]: row for row in _all_rows(results)}
+    machine = store.read(results / "kernels_h200.jsonl")[0].machine
+    picked = tuple(
+        (words + note, rows[name][2], rows[name][1], rows[name][4]) for name, words, note in SUMMARY
+    )
+    other = rows[SUMMARY[-1][0]]
+    table = Table(caption="", header=("", "fastest BF16", "octavo FP8", "speed-up"), rows=picked)
+    return (
+        f"On an {machine.gpu} (torch {machine.versions['torch']}, Triton "
+        f"{machine.versions['triton']}); medians, checked against BF16 or float64 before they are "
+        f"timed. Models have random weights.\n\n{to_markdown(table)}\n\n"
+        "¹ Attention in FP8 with static scales. BF16 is stock transformers with the fastest "
+        "attention installed.  \n"
+        "² KV cache in FP8 with static scales, replayed from CUDA graphs. BF16 is octavo's own "
+        "paged cache.  \n"
+        "³ Output tokens per second, compiled. BF16 has FlashAttention-3 in prompts.  \n"
+        "⁴ Linear layers and attention in FP8, FLUX.1 with static scales, replayed from CUDA "
+        "graphs. BF16 is diffusers, compiled, with FlashAttention-3 and, where they help, "
+        "graphs.  \n"
+        f"⁵ The fastest other FP8 takes {other[3]}.\n"
+    )
+
+
+def _all_rows(results: Path) -> tuple[tuple[str, ...], ...]:
     records = store.read(results / "kernels_h200.jsonl")
     towers = store.read(results / "encoder_h200.jsonl")
     decoders = store.read(results / "generate_h200.jsonl")
     loads = store.read(results / "throughput_h200.jsonl")
     steps = store.read(results / "diffusion_h200.jsonl")
-    rows = (
+    return (
         *(_tower_speed(towers, resolution, words) for resolution, words in TOWERS),
         *(_generate_speed(decoders, context, batch, words) for context, batch, words in DECODERS),
         *(_load_speed(loads, model, row, words) for model, row, words in LOADS),
         *(_step_speed(steps, model, recipe, words) for model, recipe, words in STEPS),
         *(_speed(op, shape, words, records) for op, shape, words in SPEEDS),
-    )
-    header = ("", "octavo FP8", "fastest BF16", "fastest other FP8", "over BF16", "over other FP8")
-    machine = records[0].machine
-    table = Table(caption="", header=header, rows=rows)
-    return (
-        f"Whole models, then kernels, on an {machine.gpu}; medians, each row one run, results "
-        f"checked first (torch {machine.versions['torch']}, Triton {machine.versions['triton']}). "
-        "Models have random weights; the tower's BF16 is stock transformers with the fastest "
-        "attention, the decoder's is octavo's BF16 pages, the engine's has the fastest attention "
-        "in prompts as well, a diffusion step's is compiled and runs by CUDA graphs. Operands of "
-        "kernels are quantized before "
-        "the clock starts. The other FP8: FlashAttention-3 with two-level "
-        "accumulation, as vLLM builds it; cuDNN, whose result is rounded to FP8 as well; "
-        "`torch._scaled_mm` with one scale per token and channel, which octavo itself runs where "
-        f"it is the fastest.\n\n{to_markdown(table)}\n"
     )
 
 

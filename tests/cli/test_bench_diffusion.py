@@ -2,6 +2,7 @@
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo.cli.main import COMMANDS, make_app, run

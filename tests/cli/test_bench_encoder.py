@@ -95,7 +95,7 @@ def test_the_two_steps_of_the_docs(capsys, tmp_path, monkeypatch):
     """As they stand there, one after the other; only the images are small here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(images, "BUCKETS", {(64, 64, 1): 1.0})
-    page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "vision-encoder.md").read_text()
     commands = re.findall(r"^octavo (bench mm-processor .*)$", page, flags=re.MULTILINE)
     assert len(commands) == 2
     for command in commands:

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -103,9 +101,7 @@ def test_help_teaches(capsys):
 
 def test_default_lengths_end_at_the_context_of_the_model(capsys, tmp_path):
     from octavo.integrations.transformers.retrieval_model import make_tokenizer
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
-    from text_models import make_decoder
+    from octavo_testkit.models.text_models import make_decoder
 
     make_decoder("llama", max_position_embeddings=300).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)

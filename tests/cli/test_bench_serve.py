@@ -1,19 +1,15 @@
 """octavo bench serve: against a scripted server, and against one that it starts itself."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parents[1] / "measure" / "bench"))
-from scripted_server import scripted
-
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import OctavoError
 from octavo.measure import store
 from octavo.measure.bench.own_server import own_server
+from octavo_testkit.serving.scripted_server import scripted
 
 QUICK = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "4"]
 QUICK += ["--max-concurrency", "2"]
@@ -119,8 +115,8 @@ def test_a_server_that_cannot_start_has_its_last_words_heard():
 def test_a_server_of_its_own(tmp_path, capsys):
     pytest.importorskip("fastapi")
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "serving" / "engine"))
-    from tiny_engine import make_model, save_decoder
+    from octavo_testkit.models.text_models import save_decoder
+    from octavo_testkit.serving.tiny_engine import make_model
 
     save_decoder(tmp_path / "model", make_model())
     file = tmp_path / "records.jsonl"

@@ -5,17 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "measure" / "bench"))
-from fake_benchmarks import FakeBenchmarks
-
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.bench import engine_check
+from octavo_testkit.fake_benchmarks import FakeBenchmarks
 
 LATENCY = """
 config = "tiny"

@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,9 +77,7 @@ def test_what_is_refused(capsys, options, message):
 
 def test_the_default_prompt_leaves_room_for_the_answer(capsys, tmp_path):
     from octavo.integrations.transformers.retrieval_model import make_tokenizer
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
-    from text_models import make_decoder
+    from octavo_testkit.models.text_models import make_decoder
 
     make_decoder("llama", max_position_embeddings=200).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)

@@ -3,8 +3,6 @@
 import html
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ from octavo.numerics.error import relative_rms
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
-import image_models  # noqa: E402
-
-from octavo.integrations.transformers.calibrate import encode  # noqa: E402
+from octavo.integrations.transformers.calibrate import encode
+from octavo_testkit.models import image_models
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """octavo calibrate --kv, from texts and chats on disk to a scale file."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,7 @@ from octavo import load_scales
 from octavo.cli.main import COMMANDS, make_app, run
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
-import text_models  # noqa: E402
+from octavo_testkit.models import text_models
 
 LAYERS = [f"model.layers.{index}.self_attn" for index in range(4)]
 

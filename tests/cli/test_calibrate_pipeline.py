@@ -5,17 +5,18 @@ import shlex
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from octavo import Recipe, apply_, load_scales  # noqa: E402
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.integrations.diffusers.load import load_pipeline  # noqa: E402
-from octavo.integrations.diffusers.small_image import (  # noqa: E402
+from octavo import Recipe, apply_, load_scales
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.diffusers.load import load_pipeline
+from octavo.integrations.diffusers.small_image import (
     make_small_image_model,
     save_small_image_model,
 )
-from octavo.measure.store import read  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
+from octavo.measure.store import read
+from octavo.numerics.error import relative_rms
 
 
 @pytest.fixture(scope="module")

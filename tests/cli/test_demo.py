@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 
+pytest.importorskip("transformers")
+
 from octavo.calibration.scale_file import load_scales
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import UnsupportedError

@@ -2,9 +2,7 @@
 
 import platform
 import re
-import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,8 +74,7 @@ def octavo(*args):
 def folders(tmp_path_factory):
     """A model that bears scales of 1.0, and one with an outlier among its keys."""
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
-    from text_models import make_decoder, save_decoder
+    from octavo_testkit.models.text_models import make_decoder, save_decoder
 
     made = {}
     for name, factor in (("good", 1.0), ("bad", 5e4)):

@@ -1,25 +1,19 @@
 """octavo eval choice and math: a local model in the engine, and servers."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "integrations" / "transformers"))
-sys.path.insert(0, str(TESTS / "serving" / "server"))
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import listening  # noqa: E402
-from text_models import make_decoder, save_decoder  # noqa: E402
-
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.measure import store  # noqa: E402
-from octavo.measure.evaluate.choice_data import generated_choice_questions  # noqa: E402
-from octavo.measure.evaluate.math_data import generated_math_questions  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.measure import store
+from octavo.measure.evaluate.choice_data import generated_choice_questions
+from octavo.measure.evaluate.math_data import generated_math_questions
+from octavo_testkit.models.text_models import make_decoder, save_decoder
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import listening
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

@@ -10,6 +10,7 @@ from octavo.calibration.scale_file import ScaleHeader
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
 from octavo.integrations.diffusers.small_image import (

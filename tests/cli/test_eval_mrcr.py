@@ -2,22 +2,18 @@
 
 import contextlib
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
 
-from text_models import make_decoder, save_decoder  # noqa: E402
-
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.measure import store  # noqa: E402
-from octavo.measure.evaluate import mrcr as task  # noqa: E402
-from octavo.measure.evaluate.mrcr_data import generated_questions  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.measure import store
+from octavo.measure.evaluate import mrcr as task
+from octavo.measure.evaluate.mrcr_data import generated_questions
+from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

@@ -3,22 +3,18 @@
 import contextlib
 import html
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
 
-from text_models import make_decoder, save_decoder  # noqa: E402
-
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.integrations.transformers import retrieval_model as built  # noqa: E402
-from octavo.measure import store  # noqa: E402
-from octavo.measure.evaluate import needle as task  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.transformers import retrieval_model as built
+from octavo.measure import store
+from octavo.measure.evaluate import needle as task
+from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 SMALL = ("--lengths", "64,150", "--depths", "0,1", "-n", "1")
 

@@ -1,8 +1,6 @@
 """octavo eval perplexity: from a model's folder and a text to a table and records."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,13 +8,11 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
 
-from text_models import make_decoder, save_decoder  # noqa: E402
-
-from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales  # noqa: E402
-from octavo.integrations.transformers import small_model  # noqa: E402
-from octavo.measure.evaluate import applied  # noqa: E402
+from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales
+from octavo.integrations.transformers import small_model
+from octavo.measure.evaluate import applied
+from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 
 @pytest.fixture(scope="module")

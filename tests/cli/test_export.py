@@ -1,8 +1,6 @@
 """octavo export, from a scale file to a folder with the scales in it."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from octavo.calibration.scale_file import (
 )
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "checkpoints"))
-from checkpoint_folders import LAYERS, weights, write  # noqa: E402
+from octavo_testkit.models.checkpoint_folders import LAYERS, weights, write
 
 SCALES = ScaleSet(dict.fromkeys(LAYERS, LayerScales(0.5, 0.25, 2.0)))
 

@@ -1,30 +1,29 @@
 """octavo image, from flags to files: with a small image model of random weights."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "diffusers"))
 
-from PIL import Image  # noqa: E402
-from tiny_pipelines import write_pipeline  # noqa: E402
-from tiny_small_image import write_small_image  # noqa: E402
+from PIL import Image
 
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.integrations.diffusers import picture_files  # noqa: E402
-from octavo.integrations.diffusers.step_cache import use_step_cache_  # noqa: E402
-from octavo.measure.evaluate.side_by_side import (  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.errors import ConfigError
+from octavo.integrations.diffusers import picture_files
+from octavo.integrations.diffusers.step_cache import use_step_cache_
+from octavo.measure.evaluate.side_by_side import (
     GAP,
     LINE,
     draw_side_by_side,
     score_pictures,
 )
-from octavo.recipe import Recipe  # noqa: E402
-from octavo.serving.engine.omni import Omni  # noqa: E402
+from octavo.recipe import Recipe
+from octavo.serving.engine.omni import Omni
+from octavo_testkit.models.tiny_pipelines import write_pipeline
+from octavo_testkit.models.tiny_small_image import write_small_image
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.recipe import Recipe  # noqa: E402
-from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision  # noqa: E402
-from octavo.serving.engine.settings import EngineSettings  # noqa: E402
-from octavo.serving.server import run as server_process  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.recipe import Recipe
+from octavo.serving.engine.precision import CachePart, LayerPrecision, Precision
+from octavo.serving.engine.settings import EngineSettings
+from octavo.serving.server import run as server_process
 
 PRECISION = Precision(
     (

@@ -10,16 +10,19 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
-Image = pytest.importorskip("PIL.Image")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("PIL")
+pytest.importorskip("httpx")
 
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.integrations.transformers.chart_reader import (  # noqa: E402
+import httpx
+from PIL import Image
+
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.transformers.chart_reader import (
     make_chart_reader,
     save_chart_reader,
 )
-from octavo.integrations.transformers.vision import TowerAttention  # noqa: E402
-from octavo.serving.server import run as server_run  # noqa: E402
+from octavo.integrations.transformers.vision import TowerAttention
+from octavo.serving.server import run as server_run
 
 WORDS = ["How", "many", "bars", "are", "there", "?", *"0123456789"]
 FP8 = ["--mm-encoder-attn-dtype", "fp8"]

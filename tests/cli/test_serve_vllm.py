@@ -10,8 +10,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.recipe import Recipe  # noqa: E402
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.recipe import Recipe
 
 # Both commands of vLLM's guide to FP8 attention in vision encoders, without the words "vllm serve".
 GUIDE = "MODEL --mm-encoder-attn-backend FLASHINFER --mm-encoder-attn-dtype fp8"

@@ -5,30 +5,26 @@ README.md says what they are and why they are never rewritten.
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from golden_content import ATTENTION, RECIPES, SCALE_SETS  # noqa: E402
-
-from octavo import Recipe, load_fp8, load_scales  # noqa: E402
-from octavo.calibration.observers import CalibrationSettings  # noqa: E402
-from octavo.calibration.run import Calibration, load_state  # noqa: E402
-from octavo.calibration.scale_file import LayerScales, ScaleHeader, save_scales  # noqa: E402
-from octavo.calibration.state import StateFile  # noqa: E402
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.integrations.checkpoints.kv_scales import read_kv_scales  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.measure import store  # noqa: E402
-from octavo.measure.evaluate.answer_file import AnswerFile  # noqa: E402
-from octavo.measure.evaluate.endpoint import Client, Reply  # noqa: E402
-from octavo.measure.records import Machine, Measurement  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo import Recipe, load_fp8, load_scales
+from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.run import Calibration, load_state
+from octavo.calibration.scale_file import LayerScales, ScaleHeader, save_scales
+from octavo.calibration.state import StateFile
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.checkpoints.kv_scales import read_kv_scales
+from octavo.layers.linear import Fp8Linear
+from octavo.measure import store
+from octavo.measure.evaluate.answer_file import AnswerFile
+from octavo.measure.evaluate.endpoint import Client, Reply
+from octavo.measure.records import Machine, Measurement
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.golden_content import ATTENTION, RECIPES, SCALE_SETS
 
 GOLDEN = Path(__file__).parent / "ead51fe"
 CHECKPOINTS = GOLDEN / "checkpoints"

@@ -1,6 +1,6 @@
 """Wrote the golden files, once, with octavo at commit ead51fe; see README.md.
 
-    PYTHONPATH=<octavo at ead51fe>/src python tests/golden/write.py NEW_FOLDER SCRATCH_FOLDER
+    PYTHONPATH=<octavo at ead51fe>/src:tests python tests/golden/write.py NEW_FOLDER SCRATCH_FOLDER
 
 Kept to show how each file came about, and to write a further generation into a folder of its own
 when a format gets a new version. It never writes over files that are there.
@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from diffusers import FluxTransformer2DModel
-from golden_content import ATTENTION, RECIPES, SCALE_SETS
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -28,6 +27,7 @@ from octavo.measure import store
 from octavo.measure.evaluate.choice_data import generated_choice_questions
 from octavo.measure.evaluate.endpoint import Client
 from octavo.measure.records import Machine, Measurement
+from octavo_testkit.golden_content import ATTENTION, RECIPES, SCALE_SETS
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -1,25 +1,26 @@
 """quantize_: which linear layers it replaces, and which it leaves and why."""
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from small_linear_model import CHOSEN, assert_untouched, fp8_layers, make, state  # noqa: E402
-
-from octavo import ConfigError, Recipe, apply_, quantize_  # noqa: E402
-from octavo.integrations.linear import plan_linear  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.recipe import LinearSettings  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
-from octavo.testing.inputs import Draw  # noqa: E402
+from octavo import ConfigError, Recipe, apply_, quantize_
+from octavo.integrations.linear import plan_linear
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo.recipe import LinearSettings
+from octavo.testing.asserts import assert_same_bits
+from octavo.testing.inputs import Draw
+from octavo_testkit.models.small_linear_model import (
+    CHOSEN,
+    assert_untouched,
+    fp8_layers,
+    make,
+    state,
+)
 
 
 def test_what_is_replaced_and_what_is_left():

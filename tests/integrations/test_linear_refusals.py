@@ -1,15 +1,19 @@
 """What quantize_ refuses, and that the model is then as it was."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from small_linear_model import (  # noqa: E402
+from octavo import ConfigError, Recipe, UnsupportedError, apply_, quantize_, restore_
+from octavo.calibration.scale_file import ScaleSet
+from octavo.errors import CheckpointError
+from octavo.kernels.device import Device
+from octavo.layers.linear import Fp8Linear
+from octavo.ops import check
+from octavo.recipe import LinearSettings
+from octavo.testing.asserts import assert_same_bits
+from octavo.testing.inputs import Draw
+from octavo_testkit.models.small_linear_model import (
     CHOSEN,
     Model,
     assert_untouched,
@@ -17,16 +21,6 @@ from small_linear_model import (  # noqa: E402
     make,
     state,
 )
-
-from octavo import ConfigError, Recipe, UnsupportedError, apply_, quantize_, restore_  # noqa: E402
-from octavo.calibration.scale_file import ScaleSet  # noqa: E402
-from octavo.errors import CheckpointError  # noqa: E402
-from octavo.kernels.device import Device  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.ops import check  # noqa: E402
-from octavo.recipe import LinearSettings  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
-from octavo.testing.inputs import Draw  # noqa: E402
 
 A100 = Device(type="cuda", name="NVIDIA A100", capability=(8, 0), num_sms=108)
 

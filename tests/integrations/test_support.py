@@ -1,7 +1,6 @@
-"""What docs/support.md says of models beside the seven families: it runs, or it says why not."""
+"""Models beside the seven families run or say why not, as docs/reference/support.md says."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import support_models as models  # noqa: E402
-
-from octavo import OctavoConfig, Recipe, apply_, calibrate_linear, quantize_  # noqa: E402
-from octavo.errors import UnsupportedError  # noqa: E402
-from octavo.integrations.diffusers.defaults import BY_CLASS, kept_layers  # noqa: E402
-from octavo.integrations.transformers.kept_parts import KEPT_PARTS  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
+from octavo import OctavoConfig, Recipe, apply_, calibrate_linear, quantize_
+from octavo.errors import UnsupportedError
+from octavo.integrations.diffusers.defaults import BY_CLASS, kept_layers
+from octavo.integrations.transformers.kept_parts import KEPT_PARTS
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo_testkit.models import support_models as models
 
 PIPELINES = {
     "GLM-Image": (models.make_glm_image, models.run_glm_image),
@@ -164,7 +161,7 @@ def test_scales_of_the_thinker_need_no_speech():
     ],
 )
 def test_what_is_not_supported_is_not_there(package, folder):
-    """Once it is: make a small one here, and change docs/support.md."""
+    """Once it is: make a small one here, and change docs/reference/support.md."""
     spec = importlib.util.find_spec(package)
     root = Path(spec.origin).parent
     assert (root / folder).parent.is_dir() and not (root / folder).exists()

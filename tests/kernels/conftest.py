@@ -2,9 +2,7 @@
 
 import os
 import re
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +11,11 @@ import torch
 from octavo.numerics.formats import format_of, is_fp8
 from octavo.numerics.quantize import saturating_cast
 
-sys.path.insert(0, str(Path(__file__).parent))  # for modules that tests share
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
 
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import triton.language as tl
+from triton.runtime import interpreter
 
 DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,

@@ -24,7 +24,7 @@ from octavo.testing.cases import HEAD_DIMS, PagedCase
 from octavo.testing.inputs import Draw, make_paged_view
 
 pytest.importorskip("triton")
-from octavo.kernels.append_kv.triton import append_kv  # noqa: E402
+from octavo.kernels.append_kv.triton import append_kv
 
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
 A100 = Device(type="cuda", name="NVIDIA A100", capability=(8, 0))

@@ -32,7 +32,7 @@ from octavo.testing.cases import HEAD_DIMS, HEADS, LENGTHS, PACKED, AttentionCas
 from octavo.testing.inputs import make_attention_inputs, make_packed_inputs
 
 pytest.importorskip("triton")
-from octavo.kernels.attention.triton import attention  # noqa: E402
+from octavo.kernels.attention.triton import attention
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))

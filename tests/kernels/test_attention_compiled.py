@@ -1,8 +1,5 @@
 """The attention kernel compiled for GPUs that are not here: instructions, registers, no spills."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,8 +7,7 @@ from octavo.kernels.attention.config import AttentionShape, default, split_head_
 from octavo.kernels.device import Device
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-from compiling import compile_for  # noqa: E402
+from octavo_testkit.kernels.compiling import compile_for
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

@@ -1,8 +1,6 @@
 """Hopper's attention kernel compiled: FP8 products from registers, no spills, no shuffles of P."""
 
-import sys
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,7 @@ from octavo.kernels.attention.config import default_gluon, split_head_dim
 from octavo.numerics.attention import AttentionSpec
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-from compiling import compile_for  # noqa: E402
+from octavo_testkit.kernels.compiling import compile_for
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

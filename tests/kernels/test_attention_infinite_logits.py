@@ -16,8 +16,8 @@ from octavo.reference import attention as reference
 from octavo.reference.paged import paged_attention
 
 pytest.importorskip("triton")
-from octavo.kernels.attention.triton import attention  # noqa: E402
-from octavo.kernels.decode.triton import decode  # noqa: E402
+from octavo.kernels.attention.triton import attention
+from octavo.kernels.decode.triton import decode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = Device(type="cuda", name="small", capability=(9, 0), num_sms=4)

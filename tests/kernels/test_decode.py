@@ -29,7 +29,7 @@ from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import make_decode_inputs
 
 pytest.importorskip("triton")
-from octavo.kernels.decode.triton import decode  # noqa: E402
+from octavo.kernels.decode.triton import decode
 
 E4M3, E5M2, BF16, FP16 = (
     torch.float8_e4m3fn,

@@ -23,7 +23,7 @@ from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import make_paged_view
 
 pytest.importorskip("triton")
-from octavo.kernels.decode.triton import make_plan  # noqa: E402
+from octavo.kernels.decode.triton import make_plan
 
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0), num_sms=132)
 BATCHES = {

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.kernels import launch as module  # noqa: E402
-from octavo.kernels.launch import Fixed, launch, unchecked_descriptor  # noqa: E402
+from octavo.kernels import launch as module
+from octavo.kernels.launch import Fixed, launch, unchecked_descriptor
 
 
 class Kernel:

@@ -20,7 +20,7 @@ from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw
 
 pytest.importorskip("triton")
-from octavo.kernels.matvec.triton import matvec  # noqa: E402
+from octavo.kernels.matvec.triton import matvec
 
 A100 = Device(type="cuda", name="NVIDIA A100", capability=(8, 0), num_sms=108)
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0), num_sms=132)

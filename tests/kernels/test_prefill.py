@@ -19,7 +19,7 @@ from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import cumulative, make_paged_view, make_prefill_inputs
 
 pytest.importorskip("triton")
-from octavo.kernels.prefill.triton import gather, prefill  # noqa: E402
+from octavo.kernels.prefill.triton import gather, prefill
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SMALL = PagedCase(lengths=(1, 63, 0, 65), q_lens=(1, 5, 0, 20), head_dim=32)

@@ -12,7 +12,7 @@ from octavo.numerics.granularity import PerBlock, PerChannel, PerHead, PerTensor
 from octavo.testing.asserts import assert_same_bits
 
 pytest.importorskip("triton")
-from octavo.kernels.quantize.triton import quantize  # noqa: E402
+from octavo.kernels.quantize.triton import quantize
 
 GRANULARITIES = [
     PerTensor(),

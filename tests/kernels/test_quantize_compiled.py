@@ -1,13 +1,9 @@
 """The quantize kernels compiled for GPUs that are not here: instructions, registers, no spills."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-from compiling import compile_for  # noqa: E402
+from octavo_testkit.kernels.compiling import compile_for
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

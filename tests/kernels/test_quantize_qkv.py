@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from qkv_inputs import draw_packed, draw_rotary, static_scales
 
 from octavo import ops
 from octavo.kernels.device import CPU, Device, describe
@@ -25,9 +24,10 @@ from octavo.numerics.rotary import Rotary
 from octavo.reference.qkv import quantize_qkv as reference
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw, cumulative
+from octavo_testkit.kernels.qkv_inputs import draw_packed, draw_rotary, static_scales
 
 pytest.importorskip("triton")
-from octavo.kernels.quantize_qkv.triton import quantize_qkv  # noqa: E402
+from octavo.kernels.quantize_qkv.triton import quantize_qkv
 
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
 # Few programs, for the interpreter, and yet several for every scale.

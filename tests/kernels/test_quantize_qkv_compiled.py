@@ -1,15 +1,11 @@
 """The quantize_qkv kernels compiled for GPUs that are not here: instructions and registers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from octavo.kernels.quantize_qkv.config import AMAX_REGISTERS
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-from compiling import compile_for  # noqa: E402
+from octavo_testkit.kernels.compiling import compile_for
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from qkv_inputs import draw_packed, draw_rotary, static_scales
 
 from octavo.kernels.quantize_qkv.config import QuantizeQkvConfig
 from octavo.numerics.formats import E4M3
@@ -11,9 +10,10 @@ from octavo.numerics.qk_norm import QkNorm
 from octavo.reference.qkv import quantize_qkv as reference
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw
+from octavo_testkit.kernels.qkv_inputs import draw_packed, draw_rotary, static_scales
 
 pytest.importorskip("triton")
-from octavo.kernels.quantize_qkv.triton import quantize_qkv  # noqa: E402
+from octavo.kernels.quantize_qkv.triton import quantize_qkv
 
 # Few programs, for the interpreter, and yet several for every scale.
 SMALL = QuantizeQkvConfig(16, 256, 64, 128, 4, 2)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from qkv_inputs import draw_packed, draw_rotary, static_scales
 
 from octavo import ops
 from octavo.kernels.quantize_qkv.config import QuantizeQkvConfig
@@ -16,9 +15,10 @@ from octavo.numerics.qk_norm import QkNorm
 from octavo.reference.qkv import quantize_qkv as reference
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw
+from octavo_testkit.kernels.qkv_inputs import draw_packed, draw_rotary, static_scales
 
 pytest.importorskip("triton")
-from octavo.kernels.quantize_qkv.triton import quantize_qkv  # noqa: E402
+from octavo.kernels.quantize_qkv.triton import quantize_qkv
 
 # Few programs, for the interpreter, and yet several for every scale.
 SMALL = QuantizeQkvConfig(32, 256, 64, 128, 4, 2)

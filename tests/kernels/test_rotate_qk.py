@@ -6,9 +6,7 @@ So its error budget is the reference's, which tests/reference/test_rotary.py der
 from functools import partial
 
 import pytest
-import qkv_inputs
 import torch
-from qkv_inputs import draw_rotary
 
 from octavo import ops
 from octavo.kernels.device import CPU, Device, describe
@@ -24,9 +22,11 @@ from octavo.numerics.rotary import Rotary
 from octavo.reference.rotary import rotate_qk as reference
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw
+from octavo_testkit.kernels import qkv_inputs
+from octavo_testkit.kernels.qkv_inputs import draw_rotary
 
 pytest.importorskip("triton")
-from octavo.kernels.rotate_qk.triton import rotate_qk  # noqa: E402
+from octavo.kernels.rotate_qk.triton import rotate_qk
 
 H200 = Device(type="cuda", name="NVIDIA H200", capability=(9, 0))
 # Few programs, for the interpreter, and yet several.

@@ -29,7 +29,7 @@ from octavo.testing.cases import MATMULS, MatmulCase
 from octavo.testing.inputs import Draw, make_matmul_inputs
 
 pytest.importorskip("triton")
-from octavo.kernels.scaled_mm.triton import _fits_tma, scaled_mm  # noqa: E402
+from octavo.kernels.scaled_mm.triton import _fits_tma, scaled_mm
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Device("cuda", "NVIDIA H200", (9, 0), num_sms=132)
@@ -200,7 +200,7 @@ def test_tokens_find_counters_at_zero(device):
 
 
 def test_long_sums_are_exact(device):
-    """Ones: the tensor core's own sum would stand still at 16384 (docs/numerics.md)."""
+    """Ones: the tensor core's own sum would stand still at 16384 (docs/explanation/numerics.md)."""
     depth = 1 << 15
     assert HOPPER_FP8.matmul(*[torch.ones(1, depth).to(E4M3.dtype)] * 2).item() == 16384
     ones = torch.ones(2, depth, device=device).to(E4M3.dtype)

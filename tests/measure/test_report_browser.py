@@ -2,24 +2,20 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from octavo.measure import store
+from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.html import Section, write_report
+from octavo.measure.report.kernels import Roof
+from octavo.measure.report.pages import report_sections
+from octavo.measure.report.pictures import with_pictures
+from octavo.measure.report.plots import Figure
+from octavo_testkit.serving.browser import browsing, find_browser
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "serving" / "server"))
-
-from browser import browsing, find_browser  # noqa: E402
-
-from octavo.measure import store  # noqa: E402
-from octavo.measure.records import Machine, Measurement  # noqa: E402
-from octavo.measure.report.html import Section, write_report  # noqa: E402
-from octavo.measure.report.kernels import Roof  # noqa: E402
-from octavo.measure.report.pages import report_sections  # noqa: E402
-from octavo.measure.report.pictures import with_pictures  # noqa: E402
-from octavo.measure.report.plots import Figure  # noqa: E402
-
 BROWSER = find_browser()
 pytestmark = [
     pytest.mark.slow,

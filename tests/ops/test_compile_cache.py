@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 
-COMPILING = Path(__file__).parents[1] / "kernels"
 POINTERS = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
 REQUEST = {
     "capability": 90,
@@ -32,18 +31,18 @@ REQUEST = {
 CODE = """
 import json, sys
 import octavo.ops                      # as whoever uses octavo imports it
-sys.path.insert(0, sys.argv[1])
-from compiling import _compile
-_compile(**json.loads(sys.argv[2]))
+from octavo_testkit.kernels.compiling import _compile
+_compile(**json.loads(sys.argv[1]))
 """
 
 
 def compile_in_another_process(cache, home):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     environment |= {"TRITON_INTERPRET": "0", "HOME": str(home)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     if cache is not None:
         environment["OCTAVO_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-c", CODE, str(COMPILING), json.dumps(REQUEST)]
+    command = [sys.executable, "-c", CODE, json.dumps(REQUEST)]
     subprocess.run(command, env=environment, check=True)
 
 

@@ -1,4 +1,4 @@
-"""What runs on which hardware, as docs/support.md says: devices made up."""
+"""What runs on which hardware, as docs/reference/support.md says: devices made up."""
 
 import re
 from importlib import import_module
@@ -15,7 +15,7 @@ from octavo.ops.explain import explain
 from octavo.ops.select import OPS, Request, impl_names, select
 from octavo.recipe import LinearSettings
 
-DOCS = Path(__file__).parents[2] / "docs" / "support.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 MI300 = Device(type="cuda", name="AMD Instinct MI300X", capability=(9, 4), num_sms=304)
 GPUS = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90": (9, 0), "sm_100": (10, 0)}
 
@@ -64,7 +64,7 @@ def test_fp8_layers_raise_on_other_accelerators(kind):
 
 
 def test_the_page_names_what_runs_each_op():
-    """The table of docs/support.md against what `octavo doctor` would say."""
+    """The table of docs/reference/support.md against what `octavo doctor` would say."""
     lines = re.findall(r"^\| `(\w+)`, (.+?) \| (.*) \|$", DOCS.read_text(), flags=re.MULTILINE)
     said = {(op, kind): [cell.strip() for cell in cells.split("|")] for op, kind, cells in lines}
     expected = {}

@@ -1,6 +1,9 @@
 """Which implementation runs: by name or not at all, or the first that has no objection."""
 
+import ast
+import importlib.util
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,3 +358,23 @@ def test_what_was_found_is_kept_until_the_registry_changes(registry):
     assert find_run(request, None) is max
     ops.unregister_impl("quantize", "second")
     assert find_run(request, None) is print
+
+
+NAMED = [impl.run for impls in _IMPLS.values() for impl in impls if isinstance(impl.run, str)]
+
+
+@pytest.mark.parametrize("run", NAMED)
+def test_kernels_are_where_they_are_said_to_be(run):
+    """Without importing them: Triton's interpreter must be chosen before any is."""
+    module, _, function = run.partition(":")
+    assert module.startswith("octavo.kernels.")
+    tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    assert function in names
+
+
+def test_every_kernel_is_imported_by_name():
+    assert {run.split(".")[2] for run in NAMED} >= {"append_kv", "attention", "prefill", "quantize"}

@@ -124,5 +124,5 @@ def test_weight_only_modulation_is_apart(images, modulation, tmp_path):
     store.append(tmp_path / "modulation_cpu.jsonl", records)
     assert "No model has a record yet" in images(tmp_path)
     (header, row) = rows_of(modulation(tmp_path))
-    assert header == ["model", "row", "PSNR (dB)", "SSIM", "pictures"]
+    assert header == ["model", "row", "PSNR (dB)", "SSIM", "images"]
     assert row[1:3] == ["`fp8+weight_only=modulation`", "31.3 (27.0)"]

@@ -11,6 +11,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.measure import store
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
 

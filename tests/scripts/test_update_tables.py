@@ -58,10 +58,11 @@ def test_towers_of_old_and_new_records(script, has_fused, tmp_path):
 @pytest.mark.parametrize(
     ("file", "figure"),
     [
-        ("docs/numerics.md", "| 131,072 |"),
-        ("README.md", "| decode, 8 × 128k"),
-        ("docs/kv-cache.md", "| BF16, chunks of 512 |"),
-        ("docs/benchmarks.md", "| 128,000 |"),
+        ("docs/explanation/numerics.md", "| 131,072 |"),
+        ("README.md", "decode attention alone, 8 × 128k"),
+        ("docs/explanation/measured.md", "| decode, 8 × 128k"),
+        ("docs/explanation/kv-cache.md", "| BF16, chunks of 512 |"),
+        ("docs/explanation/engine-speed.md", "| 128,000 |"),
     ],
 )
 def test_a_changed_figure_is_noticed(script, file, figure, tmp_path, monkeypatch, capsys):

@@ -58,7 +58,7 @@ def images(
             "--row",
             help="WORD[+WORD]…, such as bf16, fp8, fp8+attention, fp8+block, static=scales.json, "
             "fp8+ignore=img_mlp; may be given more than once. The others are compared with the "
-            "first: bf16, or fp16 or fp32 with that --dtype. Words: see docs/evaluation.md.",
+            "first: bf16, or fp16 or fp32 with that --dtype. Words: see docs/reference/rows.md.",
             show_default=False,
         ),
     ] = None,

@@ -28,8 +28,9 @@ def warmup(
 
     shapes: (M, K, N): M tokens through a layer of K inputs and N outputs, in bf16, with and without
     a bias. linear: "fp8" or a recipe's settings. What is compiled is kept in OCTAVO_CACHE_DIR
-    (docs/environment.md) for other processes. device: a GPU, the current one if left out; without
-    one it is an error. on_call: is told the name of each call before it runs. Returns the names.
+    (docs/reference/environment.md) for other processes. device: a GPU, the current one if left
+    out; without one it is an error. on_call: is told the name of each call before it runs. Returns
+    the names.
     """
     layers = linear_layers(shapes, linear)
     gpu = check_gpu(device)

@@ -14,7 +14,7 @@ HEAD_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class QkvScales:
-    """float32 scales of one attention call.
+    """The float32 scales of q, k and v in one attention call.
 
     q: [] or [num_heads]; k and v: [] or [num_kv_heads], or one for each token and head: the shape
     of k and v without the last dimension.

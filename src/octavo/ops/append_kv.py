@@ -1,7 +1,5 @@
 """append_kv: new keys and values into the pages of a KV cache."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -159,39 +157,14 @@ def _run(
     return turned if is_new else torch.clone(turned, memory_format=torch.contiguous_format)
 
 
-def _fake(
-    pages_and_scales: list[Tensor],
-    tables: list[Tensor],
-    key: Tensor,
-    value: Tensor,
-    slots: Tensor,
-    query: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
-    q_scale: Tensor | None,
-    saturated: Tensor | None,
-    impl: str | None,
-) -> Tensor:
+def _fake(key: Tensor, query: Tensor | None, q_scale: Tensor | None) -> Tensor:
     if query is None:
         return key.new_empty(0)
     dtype = query.dtype if q_scale is None else E4M3.dtype
     return query.new_empty(query.shape, dtype=dtype)
 
 
-define(
-    "append_kv(Tensor(a!)[] pages_and_scales, Tensor[] tables, Tensor key, Tensor value, "
-    "Tensor slots, Tensor? query, Tensor? cos, Tensor? sin, bool is_interleaved, Tensor? q_scale, "
-    "Tensor(b!)? saturated, str? impl) -> Tensor",
-    _run,
-    _fake,
-)
-
-
-def _triton(view: PagedView, *args: Any, **options: Any) -> Tensor | None:
-    from octavo.kernels.append_kv.triton import append_kv as run
-
-    return run(view, *args, **options)
+define("append_kv", _run, _fake, writes=("pages_and_scales", "saturated"))
 
 
 def _triton_objection(request: Request) -> str | None:
@@ -208,7 +181,7 @@ register_reference("append_kv", reference)
 register_impl(
     "append_kv",
     "triton",
-    _triton,
+    "octavo.kernels.append_kv.triton:append_kv",
     objection=_triton_objection,
     reason="rotary, casts and the scatter into pages in one launch",
     is_automatic=True,

@@ -1,6 +1,6 @@
 """attention: dense or packed, in FP8 or in the model's own dtype."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ def _run(
     max_seqlen_k: int,
     sinks: Tensor | None,
     key_mask: Tensor | None,
-    value_layout: ValueLayout,
+    value_layout: str,
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     spec = parse_spec(spec_text)
@@ -217,18 +217,6 @@ def _run(
     return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec_text: str,
-    out_dtype: torch.dtype,
-    return_lse: bool,
-    *rest: object,
-) -> tuple[Tensor, Tensor]:
-    return empty_result(q, out_dtype, return_lse)
-
-
 def _reference(
     q: Tensor,
     k: Tensor,
@@ -257,30 +245,11 @@ def _reference(
     return out.to(out_dtype), lse
 
 
-define(
-    "attention(Tensor q, Tensor k, Tensor v, str spec, ScalarType out_dtype, bool return_lse, "
-    "Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? sinks, Tensor? key_mask, "
-    "str value_layout, str? impl) -> (Tensor, Tensor)",
-    _run,
-    _fake,
-)
-
-
-def _triton(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.attention.triton import attention as run
-
-    return run(*args, **options)
+define("attention", _run, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:
     return objection(request.device, request.dtype, request.head_dim)
-
-
-def _gluon(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.attention.gluon_sm90 import attention as run
-
-    return run(*args, **options)
 
 
 def objection_to_gluon(request: Request) -> str | None:
@@ -298,7 +267,7 @@ register_reference("attention", _reference)
 register_impl(
     "attention",
     "triton",
-    _triton,
+    "octavo.kernels.attention.triton:attention",
     objection=_triton_objection,
     reason="tiles on tensor cores, softmax on the way",
     is_automatic=True,
@@ -306,7 +275,7 @@ register_impl(
 register_impl(
     "attention",
     "gluon",
-    _gluon,
+    "octavo.kernels.attention.gluon_sm90:attention",
     objection=objection_to_gluon,
     reason="sm_90: copies, products and exponentials side by side",
     is_automatic=True,

@@ -137,7 +137,7 @@ def _run(
     return result
 
 
-def _fake(q: Tensor, spec_text: str, out_dtype: torch.dtype, *rest: object) -> Tensor:
+def _fake(q: Tensor, out_dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=out_dtype)
 
 
@@ -208,12 +208,7 @@ def _gluon_objection(request: Request) -> str | None:
     )
 
 
-define(
-    "decode_attention(Tensor q, str spec, ScalarType out_dtype, Tensor[] view, Tensor? sinks, "
-    "Tensor[] plan, int[] plan_settings, str? impl) -> Tensor",
-    _run,
-    _fake,
-)
+define("decode_attention", _run, _fake, constants=("plan_numbers",))
 register_reference("decode_attention", _reference)
 register_impl(
     "decode_attention",

@@ -52,22 +52,16 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor, impl: str | None) -> Tensor:
     return out.contiguous().view(*x.shape[:-1], num_columns)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor, impl: str | None) -> Tensor:
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-define("linear_gelu(Tensor x, Tensor weight, Tensor bias, str? impl) -> Tensor", _run, _fake)
+define("linear_gelu", _run, _fake)
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """What every implementation of `linear_gelu` takes and returns: [rows, K] to [rows, N]."""
     return reference(x, weight, bias).to(x.dtype)
-
-
-def _torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    from octavo.kernels.linear_gelu.torch import linear_gelu as run
-
-    return run(x, weight, bias)
 
 
 def _torch_objection(request: Request) -> str | None:
@@ -78,7 +72,7 @@ register_reference("linear_gelu", _reference)
 register_impl(
     "linear_gelu",
     "torch",
-    _torch,
+    "octavo.kernels.linear_gelu.torch:linear_gelu",
     objection=_torch_objection,
     reason="cuBLAS applies GELU before it stores the product",
     is_automatic=True,

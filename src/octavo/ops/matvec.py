@@ -65,22 +65,16 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str | None) -> Te
     return out.contiguous().view(*x.shape[:-1], num_columns)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str | None) -> Tensor:
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-define("matvec(Tensor x, Tensor weight, Tensor? bias, str? impl) -> Tensor", _run, _fake)
+define("matvec", _run, _fake)
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What every implementation of `matvec` takes and returns: x [K], and a result [N]."""
     return reference(x, weight, bias).to(x.dtype)
-
-
-def _triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from octavo.kernels.matvec.triton import matvec as run
-
-    return run(x, weight, bias)
 
 
 def _triton_objection(request: Request) -> str | None:
@@ -91,7 +85,7 @@ register_reference("matvec", _reference)
 register_impl(
     "matvec",
     "triton",
-    _triton,
+    "octavo.kernels.matvec.triton:matvec",
     objection=_triton_objection,
     reason="one row: the weight is read once, at the memory's speed",
     is_automatic=True,

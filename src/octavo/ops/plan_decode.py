@@ -126,17 +126,10 @@ def _run(
     return make_items(lengths, settings).to(lengths.device), counters
 
 
-def _fake(
-    lengths: Tensor, numbers: list[int], max_tokens: int, on_device: bool
-) -> tuple[Tensor, Tensor]:
+def _fake(lengths: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
     settings = PlanSettings.of_numbers(numbers)
     items = lengths.new_empty((settings.capacity, 6))
     return items, lengths.new_empty(lengths.shape[0] * settings.programs_per_item)
 
 
-define(
-    "plan_decode(Tensor lengths, int[] settings, int max_tokens, bool on_device) "
-    "-> (Tensor, Tensor)",
-    _run,
-    _fake,
-)
+define("plan_decode", _run, _fake, constants=("numbers", "max_tokens"))

@@ -1,7 +1,7 @@
 """prefill_attention: the newest tokens of each sequence over its pages."""
 
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -187,29 +187,11 @@ def _reference(
     return out.to(out_dtype), lse
 
 
-define(
-    "prefill_attention(Tensor q, str spec, ScalarType out_dtype, bool return_lse, Tensor[] view, "
-    "Tensor cu_seqlens_q, SymInt max_seqlen_q, SymInt num_cached_tokens, Tensor? q_scale, "
-    "Tensor? sinks, str? impl) -> (Tensor, Tensor)",
-    _run,
-    _fake,
-)
-
-
-def _triton(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.prefill.triton import prefill as run
-
-    return run(*args, **options)
+define("prefill_attention", _run, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:
     return objection(request.device, request.dtype, request.other_dtype, request.head_dim)
-
-
-def _gluon(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.prefill.gluon_sm90 import prefill as run
-
-    return run(*args, **options)
 
 
 def _gluon_objection(request: Request) -> str | None:
@@ -221,7 +203,7 @@ register_reference("prefill_attention", _reference)
 register_impl(
     "prefill_attention",
     "triton",
-    _triton,
+    "octavo.kernels.prefill.triton:prefill",
     objection=_triton_objection,
     reason="pages gathered once, then tiles on tensor cores",
     is_automatic=True,
@@ -229,7 +211,7 @@ register_impl(
 register_impl(
     "prefill_attention",
     "gluon",
-    _gluon,
+    "octavo.kernels.prefill.gluon_sm90:prefill",
     objection=_gluon_objection,
     reason="pages gathered once, then Hopper's attention kernel",
     is_automatic=True,

@@ -1,7 +1,5 @@
 """quantize: a tensor to FP8, with one scale for each group of values."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,11 +26,12 @@ def quantize(
     power_of_two: bool = False,
     impl: str | None = None,
 ) -> Quantized:
-    """x in FP8: x ≈ data * scale.
+    """Quantize x to FP8: x ≈ data * scale.
 
     x: any shape that has the granularity, bf16, fp16 or fp32. scale: static, float32 and of the
     granularity's scale shape; left out, it is dynamic: margin · amax / fmt.max, rounded up to a
-    power of two if asked. Values beyond the range saturate, NaN stays NaN (docs/numerics.md).
+    power of two if asked. Values beyond the range saturate, NaN stays NaN
+    (docs/explanation/numerics.md).
     """
     check_float("x", x)
     granularity.check(tuple(x.shape))
@@ -80,9 +79,7 @@ def _dynamic(
     return result.data.contiguous(), result.scale
 
 
-def _dynamic_fake(
-    x: Tensor, granularity: str, fmt: str, margin: float, power_of_two: bool, impl: str | None
-) -> tuple[Tensor, Tensor]:
+def _dynamic_fake(x: Tensor, granularity: str, fmt: str) -> tuple[Tensor, Tensor]:
     shape = parse_granularity(granularity).scale_shape(tuple(x.shape))
     data = x.new_empty(x.shape, dtype=format_named(fmt).dtype)
     return data, x.new_empty(shape, dtype=torch.float32)
@@ -101,27 +98,12 @@ def _static(x: Tensor, scale: Tensor, granularity: str, fmt: str, impl: str | No
     return result.data.contiguous()
 
 
-def _static_fake(x: Tensor, scale: Tensor, granularity: str, fmt: str, impl: str | None) -> Tensor:
+def _static_fake(x: Tensor, fmt: str) -> Tensor:
     return x.new_empty(x.shape, dtype=format_named(fmt).dtype)
 
 
-define(
-    "quantize_dynamic(Tensor x, str granularity, str format, float margin, bool power_of_two, "
-    "str? impl) -> (Tensor, Tensor)",
-    _dynamic,
-    _dynamic_fake,
-)
-define(
-    "quantize_static(Tensor x, Tensor scale, str granularity, str format, str? impl) -> Tensor",
-    _static,
-    _static_fake,
-)
-
-
-def _triton(x: Tensor, *args: Any, **options: Any) -> Quantized:
-    from octavo.kernels.quantize.triton import quantize as run
-
-    return run(x, *args, **options)
+define("quantize_dynamic", _dynamic, _dynamic_fake)
+define("quantize_static", _static, _static_fake)
 
 
 def _triton_objection(request: Request) -> str | None:
@@ -132,7 +114,7 @@ register_reference("quantize", numerics.quantize)
 register_impl(
     "quantize",
     "triton",
-    _triton,
+    "octavo.kernels.quantize.triton:quantize",
     objection=_triton_objection,
     reason="FP8 casts on the GPU in one or two launches",
     is_automatic=True,

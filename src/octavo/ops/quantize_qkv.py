@@ -49,7 +49,7 @@ def quantize_qkv(
     first: Three | None = None,
     impl: str | None = None,
 ) -> QuantizedQkv:
-    """q, k and v in FP8.
+    """Quantize q, k and v to FP8, for attention.
 
     q: [..., num_heads, head_dim]; k, v: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32, views of
     a joint projection as well.
@@ -201,7 +201,7 @@ def _static(
     cu_seqlens: Tensor | None,
     fmt: str,
     impl: str | None,
-) -> Three:
+) -> tuple[Tensor, Tensor, Tensor]:
     granularity = "head" if any(scale.dim() for scale in scales) else "tensor"
     options, features = _options(
         first, norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
@@ -210,31 +210,11 @@ def _static(
     return _finish(run(q, k, v, format_named(fmt), scales=QkvScales(*scales), **options))
 
 
-def _static_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: list[Tensor],
-    first: list[Tensor],
-    norms: list[Tensor],
-    eps: float,
-    num_first: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
-    layout: str,
-    cu_seqlens: Tensor | None,
-    fmt: str,
-    impl: str | None,
-) -> Three:
-    return _fake_data(q, k, v, first, layout, cu_seqlens, fmt)
-
-
 def _dynamic(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    buffers: list[Tensor],
+    history: list[Tensor],
     first: list[Tensor],
     norms: list[Tensor],
     eps: float,
@@ -248,12 +228,12 @@ def _dynamic(
     granularity: str,
     fmt: str,
     impl: str | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options, features = _options(
         first, norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
     )
     run = find_run(_request(q, granularity, fmt, features | {"dynamic"}), impl)
-    rings = tuple(AmaxRing(*buffers[i : i + 3]) for i in range(0, len(buffers), 3))
+    rings = tuple(AmaxRing(*history[i : i + 3]) for i in range(0, len(history), 3))
     result: QuantizedQkv = run(
         q,
         k,
@@ -271,20 +251,11 @@ def _dynamic_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    buffers: list[Tensor],
     first: list[Tensor],
-    norms: list[Tensor],
-    eps: float,
-    num_first: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
     layout: str,
     cu_seqlens: Tensor | None,
-    num_tokens: Tensor | None,
     granularity: str,
     fmt: str,
-    impl: str | None,
 ) -> tuple[Tensor, ...]:
     choice = parse_granularity(granularity)
     scales = [
@@ -293,29 +264,8 @@ def _dynamic_fake(
     return (*_fake_data(q, k, v, first, layout, cu_seqlens, fmt), *scales)
 
 
-_OPTIONS = (
-    "Tensor[] first, Tensor[] norms, float eps, SymInt num_first, Tensor? cos, Tensor? sin, "
-    "bool is_interleaved, str value_layout, Tensor? cu_seqlens"
-)
-define(
-    f"quantize_qkv_static(Tensor q, Tensor k, Tensor v, Tensor[] scales, {_OPTIONS}, "
-    "str format, str? impl) -> (Tensor, Tensor, Tensor)",
-    _static,
-    _static_fake,
-)
-define(
-    f"quantize_qkv_dynamic(Tensor q, Tensor k, Tensor v, Tensor(a!)[] history, {_OPTIONS}, "
-    "Tensor? num_tokens, str granularity, str format, str? impl) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _dynamic,
-    _dynamic_fake,
-)
-
-
-def _triton(q: Tensor, k: Tensor, v: Tensor, fmt: Fp8Format, **options: Any) -> QuantizedQkv:
-    from octavo.kernels.quantize_qkv.triton import quantize_qkv as run
-
-    return run(q, k, v, fmt, **options)
+define("quantize_qkv_static", _static, _fake_data)
+define("quantize_qkv_dynamic", _dynamic, _dynamic_fake, writes=("history",))
 
 
 def _triton_objection(request: Request) -> str | None:
@@ -326,7 +276,7 @@ register_reference("quantize_qkv", reference)
 register_impl(
     "quantize_qkv",
     "triton",
-    _triton,
+    "octavo.kernels.quantize_qkv.triton:quantize_qkv",
     objection=_triton_objection,
     reason="one launch with static scales, two with dynamic ones",
     is_automatic=True,

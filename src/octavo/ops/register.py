@@ -1,7 +1,9 @@
 """octavo's operators in torch.library, so that torch.compile sees each as one node."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, NoReturn
 
 import torch
@@ -34,16 +36,38 @@ for _key in (
     _BETWEEN |= DispatchKeySet(_key)
 
 
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define octavo::<schema>; `fake` makes empty results of the right shapes for tracing."""
-    name, guarded = schema.partition("(")[0], _guarded(run)
-    _LIBRARY.define(schema)
+def define(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    writes: Sequence[str] = (),
+    constants: Sequence[str] = (),
+) -> None:
+    """Define octavo::<name> with the signature of `run`.
+
+    fake: makes empty results of the right shapes for tracing; it takes the parameters of `run` that
+    it names. writes: parameters that `run` writes into. constants: integers that a traced graph is
+    made for; others may vary.
+    """
+    schema = torch.library.infer_schema(run, mutates_args=writes)
+    for constant in constants:
+        schema = re.sub(rf"SymInt((?:\[\])? {constant}\b)", r"int\1", schema)
+    _LIBRARY.define(name + schema)
+    guarded = _guarded(run)
     _LIBRARY.impl(name, guarded, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"octavo::{name}", _choosing(run, fake), lib=_LIBRARY)
     no_gradient = _without_gradient(name)
     _LIBRARY.impl(name, no_gradient, "Autograd")
     for key in ("AutogradCPU", "AutogradCUDA"):
         _LIBRARY.impl(name, _directly(guarded, no_gradient), key, with_keyset=True)
+
+
+def _choosing(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake` as a function of all that `run` takes."""
+    names = list(signature(run).parameters)
+    places = [names.index(name) for name in signature(fake).parameters]
+    return lambda *args: fake(*(args[place] for place in places))
 
 
 def empty_result(q: Tensor, out_dtype: torch.dtype, return_lse: bool) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from octavo.reference.rotary import rotate_qk as reference
 def rotate_qk(
     q: Tensor, k: Tensor, rotary: Rotary, *, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by the tables, each contiguous and in its own dtype.
+    """Rotate q and k by tables of cos and sin; each result is contiguous and in its own dtype.
 
     q: [..., num_heads, head_dim]; k: [..., num_kv_heads, head_dim]; bf16, fp16 or fp32, views of a
     joint projection as well. Pairs are turned in float32, whatever the dtypes are, and rounded
@@ -55,24 +55,11 @@ def _run(
     return turned_q.contiguous(), turned_k.contiguous()
 
 
-def _fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, impl: str | None
-) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-define(
-    "rotate_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, bool is_interleaved, str? impl) "
-    "-> (Tensor, Tensor)",
-    _run,
-    _fake,
-)
-
-
-def _triton(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.rotate_qk.triton import rotate_qk as run
-
-    return run(q, k, rotary)
+define("rotate_qk", _run, _fake)
 
 
 def _triton_objection(request: Request) -> str | None:
@@ -83,7 +70,7 @@ register_reference("rotate_qk", reference)
 register_impl(
     "rotate_qk",
     "triton",
-    _triton,
+    "octavo.kernels.rotate_qk.triton:rotate_qk",
     objection=_triton_objection,
     reason="one launch for queries and keys",
     is_automatic=True,

@@ -1,7 +1,5 @@
 """scaled_mm: the product of an activation and an FP8 weight."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> Tensor:
-    """a · bᵀ + bias.
+    """Multiply quantized matrices: a · bᵀ + bias, with their scales.
 
     a: [rows, K], FP8 with one scale per tensor, per token or per block of 1 × columns; or plain
     bf16, fp16 or fp32, for weights in FP8 only. b: [columns, K], a weight in FP8 with one scale per
@@ -144,7 +142,7 @@ def _run(
     return result
 
 
-def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: object) -> Tensor:
+def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -177,13 +175,6 @@ def _torch(
     if isinstance(a, Tensor):
         raise ConfigError(f"expected a in FP8 for torch._scaled_mm, got {a.dtype}")
     return run(a, b, bias, out_dtype=out_dtype)
-
-
-def _triton(*args: Any, **options: Any) -> Tensor:
-    from octavo.kernels.scaled_mm.triton import scaled_mm as run
-
-    result: Tensor = run(*args, **options)
-    return result
 
 
 def _granularities(request: Request) -> tuple[Granularity, Granularity]:
@@ -219,17 +210,12 @@ def _shape_of(request: Request) -> MatmulShape | None:
     return None if request.sizes is None else MatmulShape(*request.sizes)
 
 
-define(
-    "scaled_mm(Tensor a, Tensor b, ScalarType out_dtype, Tensor? a_scale, str? a_granularity, "
-    "Tensor b_scale, str b_granularity, Tensor? bias, str? impl) -> Tensor",
-    _run,
-    _fake,
-)
+define("scaled_mm", _run, _fake)
 register_reference("scaled_mm", _reference)
 register_impl(
     "scaled_mm",
     "triton",
-    _triton,
+    "octavo.kernels.scaled_mm.triton:scaled_mm",
     objection=_triton_objection,
     reason="any scales and sizes; for few rows the weight is read at the memory's speed",
     is_automatic=True,

@@ -8,6 +8,7 @@ sentence that says why a request cannot be served.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ NVIDIA_IMPLS = frozenset({"gluon", "torch", "triton"})
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """All that decides whether an implementation can serve a call; no tensors.
+    """A call without its tensors: all that decides whether an implementation can serve it.
 
     dtype: of the main operand (q, x or a); other_dtype: of what it meets (keys and values, weights,
     pages). group: query heads for each KV head. features: what the call uses beyond the plain case,
@@ -70,13 +71,14 @@ class Selection:
 class Impl:
     """One implementation of one op.
 
-    run: takes what the op's file documents. objection: why it cannot serve a request, or None.
+    run: takes what the op's file documents; "module:function" is imported when it is first needed.
+    objection: why it cannot serve a request, or None.
     reason: what to tell who asks why it was chosen. is_automatic: whether it is chosen unasked.
     reluctance: why another should serve a request that this one can serve, or None.
     """
 
     name: str
-    run: Callable[..., Any]
+    run: Callable[..., Any] | str
     objection: Callable[[Request], str | None]
     reason: str
     is_automatic: bool = True
@@ -89,7 +91,7 @@ _IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
 def register_impl(
     op: str,
     name: str,
-    run: Callable[..., Any],
+    run: Callable[..., Any] | str,
     *,
     objection: Callable[[Request], str | None] = lambda request: None,
     reason: str = "registered by a third party",
@@ -98,7 +100,8 @@ def register_impl(
 ) -> None:
     """Add an implementation of `op`, to be asked for as impl=`name`.
 
-    run: takes and returns what the op's reference implementation does (see the op's file).
+    run: takes and returns what the op's reference implementation does (see the op's file); or
+    "module:function", whose module is imported when it is first needed.
     objection: says why a request cannot be served, or returns None; it is asked once for each
     request, which must be all that it looks at. is_automatic: it also runs unasked, before all
     others, whenever it has no objection and no reluctance, which says why another implementation
@@ -164,7 +167,11 @@ def is_rocm() -> bool:
 @lru_cache(maxsize=4096)  # a request is all that decides, and steps of a model ask the same again
 def find_run(request: Request, impl: str | None) -> Callable[..., Any]:
     """The function that serves `request`."""
-    return _named(request.op, select(request, impl).impl).run
+    run = _named(request.op, select(request, impl).impl).run
+    if isinstance(run, str):
+        module, _, function = run.partition(":")
+        run = getattr(import_module(module), function)
+    return run
 
 
 def impl_names(op: str) -> list[str]:

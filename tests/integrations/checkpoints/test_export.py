@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +14,14 @@ from octavo.integrations.checkpoints import export as export_module
 from octavo.integrations.checkpoints.export import export_checkpoint
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
 from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-import checkpoint_folders as folders  # noqa: E402
-from checkpoint_folders import LAYERS, compressed_tensors, modelopt, weights, write  # noqa: E402
+from octavo_testkit.models import checkpoint_folders as folders
+from octavo_testkit.models.checkpoint_folders import (
+    LAYERS,
+    compressed_tensors,
+    modelopt,
+    weights,
+    write,
+)
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,9 +3,7 @@
 import json
 import os
 import struct
-import sys
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +12,8 @@ from safetensors.torch import load_file, save_file
 from octavo.calibration.scale_file import LayerScales
 from octavo.errors import CheckpointError
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
-
-sys.path.insert(0, str(Path(__file__).parent))
-import checkpoint_folders as folders  # noqa: E402
-from checkpoint_folders import (  # noqa: E402
+from octavo_testkit.models import checkpoint_folders as folders
+from octavo_testkit.models.checkpoint_folders import (
     LAYERS,
     SCHEME,
     compressed_tensors,

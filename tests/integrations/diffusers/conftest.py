@@ -1,18 +1,16 @@
 """Tiny pipelines, written once for all tests; and no test may leave diffusers' backend changed."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+import torch
 
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
     """The folder of a family's pipeline, in float32."""
     pytest.importorskip("diffusers")
-    from tiny_pipelines import write_pipeline
+    from octavo_testkit.models.tiny_pipelines import write_pipeline
 
     folders = {}
 
@@ -35,3 +33,9 @@ def same_active_backend():
     yield
     after, registry._active_backend = registry._active_backend, before
     assert after is before
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield

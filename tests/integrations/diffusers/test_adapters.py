@@ -4,13 +4,16 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-LoraConfig = pytest.importorskip("peft").LoraConfig
+pytest.importorskip("peft")
 
-from fused_models import make, run, without_gradients  # noqa: E402, F401
-from safetensors.torch import load_file  # noqa: E402
+from peft import LoraConfig
+from safetensors.torch import load_file
 
-from octavo import Recipe, apply_  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
+from octavo import Recipe, apply_
+from octavo.numerics.error import relative_rms
+from octavo_testkit.models.fused_models import make, run
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 

@@ -6,23 +6,24 @@ import pickle
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers.models.attention_dispatch import (  # noqa: E402
+from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
     dispatch_attention_fn,
 )
-from tiny_pipelines import FAMILIES, load_pipeline, run_pipeline  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import nn
 
-from octavo import ConfigError, Recipe, UnsupportedError, apply_, restore_  # noqa: E402
-from octavo.integrations.diffusers import attention  # noqa: E402
-from octavo.numerics.formats import E4M3  # noqa: E402
-from octavo.numerics.granularity import PerHead, PerTensor  # noqa: E402
-from octavo.numerics.quantize import quantize  # noqa: E402
-from octavo.recipe import AttentionSettings  # noqa: E402
-from octavo.testing.asserts import assert_same_bits, assert_within_budget  # noqa: E402
+from octavo import ConfigError, Recipe, UnsupportedError, apply_, restore_
+from octavo.integrations.diffusers import attention
+from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import PerHead, PerTensor
+from octavo.numerics.quantize import quantize
+from octavo.recipe import AttentionSettings
+from octavo.testing.asserts import assert_same_bits, assert_within_budget
+from octavo_testkit.models.tiny_pipelines import FAMILIES, load_pipeline, run_pipeline
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
 TENSOR = AttentionSettings()

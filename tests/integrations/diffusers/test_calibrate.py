@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline  # noqa: E402
-
-from octavo import (  # noqa: E402
+from octavo import (
     CalibrationSettings,
     CheckpointError,
     ConfigError,
@@ -22,15 +21,16 @@ from octavo import (  # noqa: E402
     restore_,
     save_scales,
 )
-from octavo.calibration.scale_file import ScaleHeader  # noqa: E402
-from octavo.integrations.diffusers import attention  # noqa: E402
-from octavo.integrations.diffusers.attention import find_layers  # noqa: E402
-from octavo.integrations.diffusers.calibrate import observe_pipeline  # noqa: E402
-from octavo.integrations.diffusers.steps import Run, counted_steps  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.numerics.scales import amax_to_scale  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.calibration.scale_file import ScaleHeader
+from octavo.integrations.diffusers import attention
+from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.calibrate import observe_pipeline
+from octavo.integrations.diffusers.steps import Run, counted_steps
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo.numerics.scales import amax_to_scale
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline
 
 PROMPTS = ["a cat on a mat", "two dogs"]
 NUM_STEPS = {"wan": 4}  # both of its transformers run

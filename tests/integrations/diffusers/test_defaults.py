@@ -3,14 +3,14 @@
 import pytest
 from torch import nn
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from tiny_pipelines import FAMILIES, load_pipeline  # noqa: E402
-
-from octavo import ConfigError  # noqa: E402
-from octavo.integrations import kept_reasons  # noqa: E402
-from octavo.integrations.diffusers import defaults  # noqa: E402
-from octavo.patterns import Layer, parse_pattern  # noqa: E402
+from octavo import ConfigError
+from octavo.integrations import kept_reasons
+from octavo.integrations.diffusers import defaults
+from octavo.patterns import Layer, parse_pattern
+from octavo_testkit.models.tiny_pipelines import FAMILIES, load_pipeline
 
 
 def linear_names(model):

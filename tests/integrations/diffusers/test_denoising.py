@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from octavo.integrations.diffusers.denoising import Denoising, StepCounts  # noqa: E402
+from octavo.integrations.diffusers.denoising import Denoising, StepCounts
 
 
 class Loop:

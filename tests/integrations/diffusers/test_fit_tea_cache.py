@@ -4,29 +4,29 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from tiny_flux import make_pipeline, prompt_of  # noqa: E402
-from tiny_pipelines import FAMILIES, few, load_pipeline  # noqa: E402
-
-from octavo import (  # noqa: E402
+from octavo import (
     ConfigError,
     UnsupportedError,
     count_cached_steps,
     fit_tea_cache,
     use_step_cache_,
 )
-from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial  # noqa: E402
-from octavo.integrations.diffusers.small_image import (  # noqa: E402
+from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial
+from octavo.integrations.diffusers.small_image import (
     load_small_image_model,
     make_small_image_model,
 )
-from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
-from octavo.integrations.diffusers.tea_cache_coefficients import (  # noqa: E402
+from octavo.integrations.diffusers.step_cache import find_step_hook
+from octavo.integrations.diffusers.tea_cache_coefficients import (
     evaluate,
     known_coefficients,
 )
-from octavo.measure.evaluate.image_scores import compare_images  # noqa: E402
+from octavo.measure.evaluate.image_scores import compare_images
+from octavo_testkit.models.tiny_flux import make_pipeline, prompt_of
+from octavo_testkit.models.tiny_pipelines import FAMILIES, few, load_pipeline
 
 COEFFICIENTS = [498.65, -283.78, 55.856, -3.8202, 0.26423]
 SIZES = {"height": 32, "width": 32}

@@ -5,15 +5,31 @@ import copy
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers.hooks._helpers import AttentionProcessorRegistry  # noqa: E402
-from diffusers.models.attention_dispatch import (  # noqa: E402
+from diffusers.hooks._helpers import AttentionProcessorRegistry
+from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     dispatch_attention_fn,
 )
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
-from fused_models import (  # noqa: E402, F401
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch import nn
+
+from octavo import Recipe, UnsupportedError, apply_, restore_
+from octavo.integrations.diffusers.attention import find_fused, find_layers
+from octavo.integrations.diffusers.current_layer import (
+    observe_attention,
+    take_left,
+)
+from octavo.integrations.diffusers.fused_attention import (
+    PROCESSORS,
+    FusedFlux,
+    FusedQwenImage,
+)
+from octavo.numerics.error import relative_rms
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.fused_models import (
     CPU,
     FLIPPED,
     cast,
@@ -22,23 +38,9 @@ from fused_models import (  # noqa: E402, F401
     run,
     scales_of,
     stock_path,
-    without_gradients,
 )
-from torch import nn  # noqa: E402
 
-from octavo import Recipe, UnsupportedError, apply_, restore_  # noqa: E402
-from octavo.integrations.diffusers.attention import find_fused, find_layers  # noqa: E402
-from octavo.integrations.diffusers.current_layer import (  # noqa: E402
-    observe_attention,
-    take_left,
-)
-from octavo.integrations.diffusers.fused_attention import (  # noqa: E402
-    PROCESSORS,
-    FusedFlux,
-    FusedQwenImage,
-)
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 FAMILIES = ["flux", "flux2", "qwen", "z_image"]
 # Errors of FP8 are about the same in both; which values they fall on is chance.

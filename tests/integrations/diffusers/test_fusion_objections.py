@@ -6,26 +6,28 @@ from functools import wraps
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers.models.normalization import RMSNorm  # noqa: E402
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
-from fused_models import (  # noqa: E402, F401
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch import nn
+
+from octavo import Recipe, apply_
+from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.fused_attention import HEAD_DIMS, fusion_objection
+from octavo.kernels.quantize_qkv.config import NORM_HEAD_DIMS
+from octavo.numerics.error import relative_rms
+from octavo_testkit.models.fused_models import (
     CPU,
     FLIPPED,
     make,
     quantized_calls,
     run,
     stock_path,
-    without_gradients,
 )
-from torch import nn  # noqa: E402
 
-from octavo import Recipe, apply_  # noqa: E402
-from octavo.integrations.diffusers.attention import find_layers  # noqa: E402
-from octavo.integrations.diffusers.fused_attention import HEAD_DIMS, fusion_objection  # noqa: E402
-from octavo.kernels.quantize_qkv.config import NORM_HEAD_DIMS  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def set_norm(name, norm):

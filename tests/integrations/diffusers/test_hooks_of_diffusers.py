@@ -3,14 +3,17 @@
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers.hooks import LayerSkipConfig, apply_layer_skip  # noqa: E402
-from fused_models import make, run, scales_of, without_gradients  # noqa: E402, F401
+from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 
-from octavo import Recipe, apply_, restore_  # noqa: E402
-from octavo.integrations.diffusers.attention import find_layers  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
+from octavo import Recipe, apply_, restore_
+from octavo.integrations.diffusers.attention import find_layers
+from octavo.numerics.error import relative_rms
+from octavo_testkit.models.fused_models import make, run, scales_of
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import run_pipeline
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.diffusers import load
@@ -19,6 +19,7 @@ from octavo.integrations.diffusers.small_image import (
     make_small_image_model,
     save_small_image_model,
 )
+from octavo_testkit.models.tiny_pipelines import run_pipeline
 
 TINY = {
     "num_single_layers": 1,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from fused_models import make  # noqa: E402
-
-from octavo import ConfigError, Recipe, UnsupportedError, apply_  # noqa: E402
-from octavo.integrations.diffusers.masks import reduce_mask  # noqa: E402
+from octavo import ConfigError, Recipe, UnsupportedError, apply_
+from octavo.integrations.diffusers.masks import reduce_mask
+from octavo_testkit.models.fused_models import make
 
 BATCH, Q_LEN, KV_LEN = 3, 5, 7
 SIZES = (BATCH, Q_LEN, KV_LEN)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers import PipelineQuantizationConfig  # noqa: E402
-from tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline  # noqa: E402
-from torch import nn  # noqa: E402
+from diffusers import PipelineQuantizationConfig
+from torch import nn
 
-from octavo import (  # noqa: E402
+from octavo import (
     CheckpointError,
     ConfigError,
     OctavoConfig,
@@ -19,10 +19,11 @@ from octavo import (  # noqa: E402
     quantize_,
     restore_,
 )
-from octavo.integrations.diffusers import OctavoDiffusersConfig  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.integrations.diffusers import OctavoDiffusersConfig
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline
 
 BLOCKS = {"weight": "block 128x128"}
 NUM_QUANTIZED = {

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
-from tiny_flux import make_transformer
-from tiny_pipelines import load_pipeline, run_pipeline
 from torch import nn
 
 from octavo import Recipe, apply_
@@ -20,6 +22,8 @@ from octavo.integrations.diffusers.plain_layers import (
 )
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
+from octavo_testkit.models.tiny_flux import make_transformer
+from octavo_testkit.models.tiny_pipelines import load_pipeline, run_pipeline
 
 
 @pytest.fixture

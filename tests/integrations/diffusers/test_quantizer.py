@@ -5,18 +5,19 @@ import json
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers import FluxTransformer2DModel, PipelineQuantizationConfig  # noqa: E402
-from diffusers.quantizers.auto import DiffusersAutoQuantizer  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny_pipelines import few, load_pipeline  # noqa: E402
+from diffusers import FluxTransformer2DModel, PipelineQuantizationConfig
+from diffusers.quantizers.auto import DiffusersAutoQuantizer
+from safetensors.torch import load_file, save_file
 
-from octavo import CheckpointError, ConfigError, Recipe, apply_, restore_  # noqa: E402
-from octavo.errors import UnsupportedError  # noqa: E402
-from octavo.integrations.diffusers import OctavoDiffusersConfig  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo import CheckpointError, ConfigError, Recipe, apply_, restore_
+from octavo.errors import UnsupportedError
+from octavo.integrations.diffusers import OctavoDiffusersConfig
+from octavo.layers.linear import Fp8Linear
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_pipelines import few, load_pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "transformer_blocks.0.attn.to_k"

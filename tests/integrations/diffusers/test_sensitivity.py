@@ -5,28 +5,28 @@ import math
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline  # noqa: E402
-
-from octavo import (  # noqa: E402
+from octavo import (
     ConfigError,
     Recipe,
     UnsupportedError,
     apply_,
     scan_sensitivity,
 )
-from octavo.integrations.diffusers.pipeline import find_components  # noqa: E402
-from octavo.integrations.diffusers.replay import overall, spread_evenly  # noqa: E402
-from octavo.integrations.diffusers.sensitivity import (  # noqa: E402
+from octavo.integrations.diffusers.pipeline import find_components
+from octavo.integrations.diffusers.replay import overall, spread_evenly
+from octavo.integrations.diffusers.sensitivity import (
     Scan,
     Sensitivity,
-    SensitivityRow,  # noqa: E402
+    SensitivityRow,
 )
-from octavo.integrations.diffusers.steps import Run  # noqa: E402
-from octavo.integrations.layer_groups import block_of, group_of, pattern_of  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.integrations.diffusers.steps import Run
+from octavo.integrations.layer_groups import block_of, group_of, pattern_of
+from octavo.layers.linear import Fp8Linear
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline
 
 PROMPTS = ["a cat on a mat"]
 PLANTED = "transformer_blocks.0.ff.net.2"

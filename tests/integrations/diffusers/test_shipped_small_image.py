@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import Recipe, apply_

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from diffusers import FluxTransformer2DModel

@@ -7,18 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers import (  # noqa: E402
+from diffusers import (
     DDIMScheduler,
     FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
 )
-from diffusers.hooks import HookRegistry, ModelHook  # noqa: E402
-from tiny_flux import draw, make_pipeline, make_transformer  # noqa: E402
-from tiny_pipelines import few, load_pipeline, run_pipeline  # noqa: E402
+from diffusers.hooks import HookRegistry, ModelHook
 
-from octavo import (  # noqa: E402
+from octavo import (
     ConfigError,
     Recipe,
     UnsupportedError,
@@ -27,15 +26,17 @@ from octavo import (  # noqa: E402
     drop_step_cache_,
     use_step_cache_,
 )
-from octavo.integrations.diffusers.block_layouts import blocks_of, layout_of  # noqa: E402
-from octavo.integrations.diffusers.denoising import StepCounts  # noqa: E402
-from octavo.integrations.diffusers.pipeline import find_transformers  # noqa: E402
-from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
-from octavo.integrations.diffusers.tea_cache_coefficients import (  # noqa: E402
+from octavo.integrations.diffusers.block_layouts import blocks_of, layout_of
+from octavo.integrations.diffusers.denoising import StepCounts
+from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.integrations.diffusers.step_cache import find_step_hook
+from octavo.integrations.diffusers.tea_cache_coefficients import (
     BY_CLASS,
     known_coefficients,
 )
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_flux import draw, make_pipeline, make_transformer
+from octavo_testkit.models.tiny_pipelines import few, load_pipeline, run_pipeline
 
 NUM_STEPS = 4
 ALWAYS = {"rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
-
-from tiny_flux import make_pipeline
 
 from octavo import calibrate_pipeline, drop_step_cache_, restore_, use_step_cache_
 from octavo.errors import ConfigError, UnsupportedError
@@ -22,6 +21,7 @@ from octavo.integrations.diffusers.step_graphs import (
 )
 from octavo.numerics.error import relative_rms
 from octavo.recipe import Recipe
+from octavo_testkit.models.tiny_flux import make_pipeline
 
 CPU = torch.device("cpu")
 MAX_JOINT_ERROR = 0.005

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 import diffusers

@@ -5,21 +5,22 @@ from functools import partial
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers import FirstBlockCacheConfig  # noqa: E402
-from PIL import Image  # noqa: E402
-from tiny_flux import make_pipeline, prompt_of  # noqa: E402
+from diffusers import FirstBlockCacheConfig
+from PIL import Image
 
-from octavo import (  # noqa: E402
+from octavo import (
     CalibrationSettings,
     ConfigError,
     calibrate_pipeline,
     scan_sensitivity,
     use_step_cache_,
 )
-from octavo.integrations.diffusers.calibrate import _state_key  # noqa: E402
-from octavo.integrations.diffusers.steps import Run  # noqa: E402
+from octavo.integrations.diffusers.calibrate import _state_key
+from octavo.integrations.diffusers.steps import Run
+from octavo_testkit.models.tiny_flux import make_pipeline, prompt_of
 
 ALWAYS = {"rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}
 

@@ -5,10 +5,24 @@ from itertools import pairwise
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers import FlowMatchEulerDiscreteScheduler  # noqa: E402
-from tiny_flux import (  # noqa: E402
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from octavo import (
+    Recipe,
+    UnsupportedError,
+    apply_,
+    count_cached_steps,
+    drop_step_cache_,
+    use_step_cache_,
+)
+from octavo.integrations.diffusers.denoising import StepCounts
+from octavo.integrations.diffusers.small_image import make_small_image_model
+from octavo.integrations.diffusers.step_cache import find_step_hook
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_flux import (
     NUM_STEPS,
     Seen,
     draw,
@@ -17,19 +31,6 @@ from tiny_flux import (  # noqa: E402
     make_pipeline,
     make_transformer,
 )
-
-from octavo import (  # noqa: E402
-    Recipe,
-    UnsupportedError,
-    apply_,
-    count_cached_steps,
-    drop_step_cache_,
-    use_step_cache_,
-)
-from octavo.integrations.diffusers.denoising import StepCounts  # noqa: E402
-from octavo.integrations.diffusers.small_image import make_small_image_model  # noqa: E402
-from octavo.integrations.diffusers.step_cache import find_step_hook  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
 
 # A polynomial that does not look at the input: 0.3 in each step.
 STEADY = {"rel_l1_thresh": 1.0, "coefficients": [0.3]}

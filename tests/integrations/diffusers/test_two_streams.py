@@ -7,20 +7,24 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from fused_models import make, run, without_gradients  # noqa: E402, F401
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd
 
-from octavo import Recipe, apply_, ops  # noqa: E402
-from octavo.integrations.diffusers.attention import find_layers  # noqa: E402
-from octavo.integrations.diffusers.current_layer import take_left  # noqa: E402
-from octavo.integrations.diffusers.two_streams import Streams  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo import Recipe, apply_, ops
+from octavo.integrations.diffusers.attention import find_layers
+from octavo.integrations.diffusers.current_layer import take_left
+from octavo.integrations.diffusers.two_streams import Streams
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.fused_models import make, run
 
 NUM_TEXT = 16
 # The compiler's own imports use what torch has deprecated; which ones depends on the version.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("without_gradients"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 
 
 def make_fp8(family):

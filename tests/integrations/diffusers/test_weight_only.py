@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from diffusers import PipelineQuantizationConfig  # noqa: E402
-from tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline  # noqa: E402
+from diffusers import PipelineQuantizationConfig
 
-from octavo import (  # noqa: E402
+from octavo import (
     CheckpointError,
     ConfigError,
     Recipe,
@@ -18,12 +18,13 @@ from octavo import (  # noqa: E402
     calibrate_pipeline,
     scan_sensitivity,
 )
-from octavo.integrations.diffusers import OctavoDiffusersConfig  # noqa: E402
-from octavo.integrations.diffusers.quantization_config import make_recipe  # noqa: E402
-from octavo.integrations.diffusers.sensitivity import Scan, Sensitivity, SensitivityRow  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.recipe import LinearSettings  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.integrations.diffusers import OctavoDiffusersConfig
+from octavo.integrations.diffusers.quantization_config import make_recipe
+from octavo.integrations.diffusers.sensitivity import Scan, Sensitivity, SensitivityRow
+from octavo.layers.linear import Fp8Linear
+from octavo.recipe import LinearSettings
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline
 
 ALONE = LinearSettings(activation=None)
 RECIPE = Recipe(linear="fp8", weight_only_layers=["modulation"])

@@ -1,25 +1,21 @@
 """What a KV cache will hold, from configs: as the cache of a running model holds it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from text_models import FAMILIES, make_decoder, make_prompts  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from transformers import AutoConfig
 
-from octavo import Recipe, apply_  # noqa: E402
-from octavo.errors import CheckpointError, UnsupportedError  # noqa: E402
-from octavo.integrations.transformers.cache_layers import (  # noqa: E402
+from octavo import Recipe, apply_
+from octavo.errors import CheckpointError, UnsupportedError
+from octavo.integrations.transformers.cache_layers import (
     cached_model,
     read_cached_model,
 )
-from octavo.measure.advise.memory import cache_memory  # noqa: E402
-from octavo.recipe import KvCacheSettings  # noqa: E402
+from octavo.measure.advise.memory import cache_memory
+from octavo.recipe import KvCacheSettings
+from octavo_testkit.models.text_models import FAMILIES, make_decoder, make_prompts
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "token"])

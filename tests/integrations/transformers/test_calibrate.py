@@ -1,8 +1,6 @@
 """Calibrating transformers' vision towers: observed, resumed, saved, and used as static scales."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,18 +29,17 @@ from octavo.testing.asserts import assert_same_bits
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
-import image_models  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from octavo.integrations.transformers import calibrate as calibrate_module  # noqa: E402
-from octavo.integrations.transformers.calibrate import (  # noqa: E402
+from octavo.integrations.transformers import calibrate as calibrate_module
+from octavo.integrations.transformers.calibrate import (
     ImageModel,
     autosave,
     encode,
     load_image_model,
 )
-from octavo.integrations.transformers.vision import find_layers  # noqa: E402
+from octavo.integrations.transformers.vision import find_layers
+from octavo_testkit.models import image_models
 
 STATIC = {"scaling": "static"}
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +19,17 @@ from octavo.calibration.state import state_path
 from octavo.calibration.text_data import open_texts
 from octavo.numerics.formats import E4M3
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-import text_models  # noqa: E402
+pytest.importorskip("transformers")
 
-from octavo.integrations.transformers import calibrate_text as calibrate_module  # noqa: E402
-from octavo.integrations.transformers import text_model as text_model_module  # noqa: E402
-from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
-from octavo.integrations.transformers.text import find_layers  # noqa: E402
-from octavo.integrations.transformers.text_model import TextModel, load_text_model  # noqa: E402
-from octavo.integrations.transformers.windows import run_windows  # noqa: E402
+import transformers
+
+from octavo.integrations.transformers import calibrate_text as calibrate_module
+from octavo.integrations.transformers import text_model as text_model_module
+from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.text import find_layers
+from octavo.integrations.transformers.text_model import TextModel, load_text_model
+from octavo.integrations.transformers.windows import run_windows
+from octavo_testkit.models import text_models
 
 EXACT = CalibrationSettings(margin=1.0)
 

@@ -1,8 +1,6 @@
 """Images as the engine takes them: tokens, positions, hashes; and FP8 vision attention there."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
-import vision_families
-import vlm_folders
 from PIL import Image
-from text_models import make_decoder
-from vision_families import IMAGE, MERGE, START, STOP, make_image, make_processor
 
 import octavo
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
@@ -23,6 +16,16 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.transformers import vision
 from octavo.integrations.transformers.engine_images import EngineImages
 from octavo.integrations.transformers.engine_model import EngineModel
+from octavo_testkit.models import vision_families, vlm_folders
+from octavo_testkit.models.text_models import make_decoder
+from octavo_testkit.models.vision_families import (
+    IMAGE,
+    MERGE,
+    START,
+    STOP,
+    make_image,
+    make_processor,
+)
 
 SETTINGS = octavo.EngineSettings(page_size=16, num_pages=16, max_num_seqs=2)
 GREEDY = octavo.Sampling(temperature=0, max_tokens=12)

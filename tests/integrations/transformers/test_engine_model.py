@@ -1,20 +1,15 @@
 """Decoders as the engine runs them: what is refused, and FP8 pages as apply_ has them."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from text_models import VISION_LANGUAGE, VOCABULARY, make_decoder
-
 import octavo
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
+from octavo_testkit.models.text_models import VISION_LANGUAGE, VOCABULARY, make_decoder
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(4)]
 PER_HEAD = ScaleSet(

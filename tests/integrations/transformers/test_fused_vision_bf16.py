@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +15,11 @@ from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from test_fused_vision import FAMILIES, images, layers_of, make, run, run_layers  # noqa: E402
+pytest.importorskip("transformers")
+
+import transformers
+
+from octavo_testkit.models.vision_towers import FAMILIES, images, layers_of, make, run, run_layers
 
 BF16 = Recipe(vision_attention="bf16")
 # Of one layer's output against stock: what the benchmark of whole towers allows BF16.

@@ -1,29 +1,30 @@
 """GGUF files in every command: the same model as the one of transformers that they came from."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import gguf  # noqa: E402
-from gguf_files import Type, write_gguf  # noqa: E402
-from text_models import make_decoder, make_prompts, make_tokenizer, save_decoder  # noqa: E402
+import gguf
 
-from octavo import LLM, CheckpointError, Recipe  # noqa: E402
-from octavo.cli import serve  # noqa: E402
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.integrations.transformers import load  # noqa: E402
-from octavo.integrations.transformers.cache_layers import read_cached_model  # noqa: E402
-from octavo.integrations.transformers.text_model import load_text_model  # noqa: E402
-from octavo.measure import store  # noqa: E402
-from octavo.measure.advise.model_shape import find_model  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.serving.engine.request import Sampling  # noqa: E402
+from octavo import LLM, CheckpointError, Recipe
+from octavo.cli import serve
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.transformers import load
+from octavo.integrations.transformers.cache_layers import read_cached_model
+from octavo.integrations.transformers.text_model import load_text_model
+from octavo.measure import store
+from octavo.measure.advise.model_shape import find_model
+from octavo.numerics.error import relative_rms
+from octavo.serving.engine.request import Sampling
+from octavo_testkit.models.gguf_files import Type, write_gguf
+from octavo_testkit.models.text_models import (
+    make_decoder,
+    make_prompts,
+    make_tokenizer,
+    save_decoder,
+)
 
 TEXT = "A long text is cut into windows, and a chat goes through its template."
 

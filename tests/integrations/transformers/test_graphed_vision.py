@@ -9,6 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
 from PIL import Image
 
 from octavo import Recipe
@@ -22,8 +26,6 @@ from octavo.integrations.transformers.vision_graphs import VisionGraphs, _Captur
 from octavo.integrations.transformers.vision_language import TinyModel, find_tower, generate
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.testing.asserts import assert_same_bits
-
-pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
 BUDGETS = (16, 64)

@@ -3,35 +3,33 @@
 import copy
 import json
 import pickle
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from image_models import make_model  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from text_models import FAMILIES, few, make_decoder, make_prompts  # noqa: E402
-from transformers import DynamicCache, StaticCache  # noqa: E402
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, StaticCache
 
-from octavo import Recipe, apply_, restore_  # noqa: E402
-from octavo.calibration.observers import CalibrationSettings  # noqa: E402
-from octavo.calibration.run import Calibration  # noqa: E402
-from octavo.calibration.scale_file import ScaleSet, save_scales  # noqa: E402
-from octavo.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError  # noqa: E402
-from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E402
-from octavo.integrations.transformers import kv_cache, text  # noqa: E402
-from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
-from octavo.integrations.transformers.paged_cache import PagedLayer  # noqa: E402
-from octavo.integrations.transformers.paged_steps import PAGE_SIZE  # noqa: E402
-from octavo.integrations.transformers.saturation import read_saturation  # noqa: E402
-from octavo.numerics.granularity import PerHead, PerTensor, PerToken  # noqa: E402
-from octavo.numerics.quantize import quantize  # noqa: E402
+from octavo import Recipe, apply_, restore_
+from octavo.calibration.observers import CalibrationSettings
+from octavo.calibration.run import Calibration
+from octavo.calibration.scale_file import ScaleSet, save_scales
+from octavo.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.checkpoints.export import export_checkpoint
+from octavo.integrations.transformers import kv_cache, text
+from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.paged_cache import PagedLayer
+from octavo.integrations.transformers.paged_steps import PAGE_SIZE
+from octavo.integrations.transformers.saturation import read_saturation
+from octavo.numerics.granularity import PerHead, PerTensor, PerToken
+from octavo.numerics.quantize import quantize
+from octavo_testkit.models.image_models import make_model
+from octavo_testkit.models.text_models import FAMILIES, few, make_decoder, make_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model brings no scales")
 

@@ -1,8 +1,5 @@
 """FP8 caches on GPUs that have no FP8: whoever makes one says so."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,10 +9,8 @@ from octavo.kernels.device import Device
 from octavo.ops import check
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from text_models import make_decoder, make_prompts  # noqa: E402
-
-from octavo.serving.engine.engine import load_engine  # noqa: E402
+from octavo.serving.engine.engine import load_engine
+from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 FP8 = Recipe(kv_cache={"granularity": "token"})
 A100 = Device(type="cuda", name="NVIDIA A100", capability=(8, 0), num_sms=108)

@@ -1,20 +1,17 @@
 """KV caches of transformers models on a GPU: the same as on a CPU, without waiting, in graphs."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-from text_models import make_decoder, make_prompts  # noqa: E402
-from transformers import DynamicCache, StaticCache  # noqa: E402
 
-from octavo import CalibrationSettings, Recipe, apply_, calibrate_kv, restore_  # noqa: E402
-from octavo.integrations.transformers import kv_cache  # noqa: E402
-from octavo.testing.asserts import assert_no_waiting  # noqa: E402
+from transformers import DynamicCache, StaticCache
+
+from octavo import CalibrationSettings, Recipe, apply_, calibrate_kv, restore_
+from octavo.integrations.transformers import kv_cache
+from octavo.testing.asserts import assert_no_waiting
+from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 pytestmark = [
     pytest.mark.gpu,

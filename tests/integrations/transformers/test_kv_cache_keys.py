@@ -1,24 +1,22 @@
 """KV caches with rotated and centered keys, and short passes, which are decoded."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-from text_models import FAMILIES, make_decoder, make_prompts  # noqa: E402
-from transformers import DynamicCache, StaticCache  # noqa: E402
 
-from octavo import CalibrationSettings, Recipe, apply_, calibrate_kv, restore_  # noqa: E402
-from octavo.calibration.scale_file import ScaleSet, save_scales  # noqa: E402
-from octavo.errors import ConfigError, UnsupportedError  # noqa: E402
-from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E402
-from octavo.integrations.transformers import kv_cache  # noqa: E402
-from octavo.layers.decoder_attention import DecoderAttention  # noqa: E402
+from transformers import DynamicCache, StaticCache
+
+from octavo import CalibrationSettings, Recipe, apply_, calibrate_kv, restore_
+from octavo.calibration.scale_file import ScaleSet, save_scales
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.checkpoints.export import export_checkpoint
+from octavo.integrations.transformers import kv_cache
+from octavo.layers.decoder_attention import DecoderAttention
+from octavo_testkit.models.text_models import FAMILIES, make_decoder, make_prompts
 
 pytestmark = [
     pytest.mark.slow,  # in CI with `make test-slow`: it takes its time

@@ -1,18 +1,15 @@
 """FP8 linear layers of transformers models, alone and beside an FP8 KV cache."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-from text_models import VISION_LANGUAGE, make_decoder, make_prompts  # noqa: E402
+import transformers
 
-from octavo import (  # noqa: E402
+from octavo import (
     CalibrationSettings,
     ConfigError,
     Recipe,
@@ -22,14 +19,15 @@ from octavo import (  # noqa: E402
     quantize_,
     restore_,
 )
-from octavo.integrations.linear import plan_linear  # noqa: E402
-from octavo.integrations.transformers import kv_cache  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.numerics.granularity import parse_granularity  # noqa: E402
-from octavo.numerics.quantize import quantize  # noqa: E402
-from octavo.recipe import LinearSettings  # noqa: E402
-from octavo.testing.asserts import assert_same_bits, assert_within_budget  # noqa: E402
+from octavo.integrations.linear import plan_linear
+from octavo.integrations.transformers import kv_cache
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.quantize import quantize
+from octavo.recipe import LinearSettings
+from octavo.testing.asserts import assert_same_bits, assert_within_budget
+from octavo_testkit.models.text_models import VISION_LANGUAGE, make_decoder, make_prompts
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -2,17 +2,22 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-import fp8_folders as folders  # noqa: E402
-from fp8_folders import (  # noqa: E402
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from octavo import CheckpointError, ConfigError, Recipe, apply_, load_fp8
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
+from octavo.testing.asserts import assert_same_bits, assert_within_budget
+from octavo_testkit.models import fp8_folders as folders
+from octavo_testkit.models.fp8_folders import (
     BLOCK_FP8,
     HF_QUANT_CONFIG,
     MODELOPT,
@@ -23,14 +28,7 @@ from fp8_folders import (  # noqa: E402
     make_plain,
     write,
 )
-from safetensors.torch import save_file  # noqa: E402
-from text_models import make_decoder, make_prompts  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: E402
-
-from octavo import CheckpointError, ConfigError, Recipe, apply_, load_fp8  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.numerics.error import relative_rms  # noqa: E402
-from octavo.testing.asserts import assert_same_bits, assert_within_budget  # noqa: E402
+from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 UP = "model.layers.0.mlp.up_proj"
 # What is written -> (its quantization_config, hf_quant_config.json), how the tensors are made.

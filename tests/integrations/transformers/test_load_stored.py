@@ -2,17 +2,35 @@
 
 import ast
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-import vlm_folders  # noqa: E402
-from fp8_folders import (  # noqa: E402
+
+from safetensors.torch import load_file, save_file
+
+import octavo
+from octavo import LLM, CheckpointError, ConfigError, Recipe
+from octavo.calibration.scale_file import LayerScales, ScaleSet
+from octavo.cli import serve
+from octavo.cli.main import COMMANDS, make_app, run
+from octavo.integrations.checkpoints.export import export_checkpoint
+from octavo.integrations.transformers.text_model import load_text_model
+from octavo.integrations.transformers.vision_language import open_vision_language
+from octavo.integrations.transformers.vision_tower import open_tower
+from octavo.integrations.transformers.vlm_reader import load_vlm_reader
+from octavo.layers.linear import Fp8Linear
+from octavo.measure import store
+from octavo.measure.bench.engine_rows import open_subject
+from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.quantize import quantize
+from octavo.serving.engine.request import Sampling
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models import vlm_folders
+from octavo_testkit.models.fp8_folders import (
     BLOCK_FP8,
     HF_QUANT_CONFIG,
     MODELOPT,
@@ -23,26 +41,7 @@ from fp8_folders import (  # noqa: E402
     make_plain,
     write,
 )
-from safetensors.torch import load_file, save_file  # noqa: E402
-from text_models import make_decoder, make_prompts, make_tokenizer  # noqa: E402
-
-import octavo  # noqa: E402
-from octavo import LLM, CheckpointError, ConfigError, Recipe  # noqa: E402
-from octavo.calibration.scale_file import LayerScales, ScaleSet  # noqa: E402
-from octavo.cli import serve  # noqa: E402
-from octavo.cli.main import COMMANDS, make_app, run  # noqa: E402
-from octavo.integrations.checkpoints.export import export_checkpoint  # noqa: E402
-from octavo.integrations.transformers.text_model import load_text_model  # noqa: E402
-from octavo.integrations.transformers.vision_language import open_vision_language  # noqa: E402
-from octavo.integrations.transformers.vision_tower import open_tower  # noqa: E402
-from octavo.integrations.transformers.vlm_reader import load_vlm_reader  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.measure import store  # noqa: E402
-from octavo.measure.bench.engine_rows import open_subject  # noqa: E402
-from octavo.numerics.granularity import parse_granularity  # noqa: E402
-from octavo.numerics.quantize import quantize  # noqa: E402
-from octavo.serving.engine.request import Sampling  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo_testkit.models.text_models import make_decoder, make_prompts, make_tokenizer
 
 NUM_TOKENS = 6
 STATIC = {"weight": "tensor", "is_static": True}

@@ -1,20 +1,18 @@
 """What the attention layers of decoders are given: exactly what a stock cache would store."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from octavo import ConfigError, UnsupportedError
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from text_models import FAMILIES, VISION_LANGUAGE, VOCABULARY, make_decoder  # noqa: E402
+pytest.importorskip("transformers")
 
-from octavo.integrations.transformers.observe_text import observe_text  # noqa: E402
-from octavo.integrations.transformers.text import find_layers, find_windows  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+import transformers
+
+from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.text import find_layers, find_windows
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.text_models import FAMILIES, VISION_LANGUAGE, VOCABULARY, make_decoder
 
 LENGTH = 20  # beyond the sliding window of 8
 

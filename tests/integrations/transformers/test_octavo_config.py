@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers.quantizers.auto import (  # noqa: E402
+from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
 )
 
-from octavo import ConfigError, OctavoConfig, ScaleSet, load_scales, save_scales  # noqa: E402
-from octavo.recipe import LinearSettings  # noqa: E402
+from octavo import ConfigError, OctavoConfig, ScaleSet, load_scales, save_scales
+from octavo.recipe import LinearSettings
 
 SCALES = {"model.layers.0.mlp.up_proj": {"input": 0.5}}
 

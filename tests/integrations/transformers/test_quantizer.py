@@ -4,19 +4,16 @@ import gc
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-from fp8_folders import make_plain  # noqa: E402
-from text_models import VISION_LANGUAGE, make_decoder, make_prompts  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
-from octavo import (  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from octavo import (
     CheckpointError,
     ConfigError,
     OctavoConfig,
@@ -27,8 +24,10 @@ from octavo import (  # noqa: E402
     quantize_,
     restore_,
 )
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.layers.linear import Fp8Linear
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.fp8_folders import make_plain
+from octavo_testkit.models.text_models import VISION_LANGUAGE, make_decoder, make_prompts
 
 UP = "model.layers.0.mlp.up_proj"
 SETTINGS = {
@@ -252,7 +251,7 @@ def test_a_weight_of_another_size_raises(tmp_path):
 
 
 def test_weights_that_are_fp8_already_are_not_quantized_again(tmp_path):
-    from fp8_folders import HF_QUANT_CONFIG, fp8_tensors, write
+    from octavo_testkit.models.fp8_folders import HF_QUANT_CONFIG, fp8_tensors, write
 
     plain = make_plain()
     write(tmp_path / "x", plain, fp8_tensors(plain, "tensor"), None, HF_QUANT_CONFIG)

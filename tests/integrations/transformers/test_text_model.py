@@ -1,23 +1,18 @@
 """Text models: windows of a text, and what cannot be loaded."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from text_models import make_decoder, save_decoder  # noqa: E402
-
-from octavo.errors import CheckpointError, ConfigError  # noqa: E402
-from octavo.integrations.transformers.text_model import (  # noqa: E402
+from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.transformers.text_model import (
     CHARACTERS_PER_TOKEN,
     TextModel,
     load_text_model,
     read_text,
 )
+from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 
 class Letters:

@@ -1,25 +1,21 @@
 """Prompts as tokens: BOS once or not at all, chat templates that work, warnings where in doubt."""
 
 import json
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import text_models  # noqa: E402
-
-from octavo.errors import ConfigError, UnsupportedError  # noqa: E402
-from octavo.integrations.transformers.text_model import load_text_model  # noqa: E402
-from octavo.integrations.transformers.tokenizer import (  # noqa: E402
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers.text_model import load_text_model
+from octavo.integrations.transformers.tokenizer import (
     PromptSettings,
     chat_tokens,
     prepare_tokenizer,
     text_tokens,
 )
+from octavo_testkit.models import text_models
 
 BOS = 1
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -1,8 +1,5 @@
 """Vision-language models of a folder, as benchmarks call them."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,15 +8,16 @@ from octavo.measure.bench.images import Request
 from octavo.measure.bench.mm_processor import run_mm_processor
 
 pytest.importorskip("transformers")
-Image = pytest.importorskip("PIL.Image")
-sys.path.insert(0, str(Path(__file__).parent))
-import vlm_folders  # noqa: E402
+pytest.importorskip("PIL")
 
-from octavo.integrations.transformers.vision_language import (  # noqa: E402
+from PIL import Image
+
+from octavo.integrations.transformers.vision_language import (
     NamedModel,
     generate,
     open_vision_language,
 )
+from octavo_testkit.models import vlm_folders
 
 
 def test_a_models_folder(tmp_path):

@@ -1,8 +1,5 @@
 """Image-text models of a folder as readers of charts."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,9 +8,11 @@ from octavo.integrations.transformers import vlm_reader
 from octavo.integrations.transformers.vlm_reader import PROMPT, load_vlm_reader
 
 pytest.importorskip("transformers")
-Image = pytest.importorskip("PIL.Image")
-sys.path.insert(0, str(Path(__file__).parent))
-import vlm_folders  # noqa: E402
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from octavo_testkit.models import vlm_folders
 
 
 def test_a_folder_answers_questions_of_several_lengths(tmp_path, monkeypatch):

@@ -1,20 +1,16 @@
 """weight_only_layers of OctavoConfig: quantized on the way in, saved and loaded bit by bit."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("transformers")
 
-from fp8_folders import make_plain  # noqa: E402
-from text_models import make_prompts  # noqa: E402
-from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
-from octavo import (  # noqa: E402
+from transformers import AutoModel, AutoModelForCausalLM
+
+from octavo import (
     CheckpointError,
     ConfigError,
     OctavoConfig,
@@ -23,9 +19,11 @@ from octavo import (  # noqa: E402
     calibrate_linear,
     quantize_,
 )
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.recipe import LinearSettings  # noqa: E402
-from octavo.testing.asserts import assert_same_bits  # noqa: E402
+from octavo.layers.linear import Fp8Linear
+from octavo.recipe import LinearSettings
+from octavo.testing.asserts import assert_same_bits
+from octavo_testkit.models.fp8_folders import make_plain
+from octavo_testkit.models.text_models import make_prompts
 
 DOWN = ("layers.0.mlp.down_proj",)
 ALONE = LinearSettings(activation=None)

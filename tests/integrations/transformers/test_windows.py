@@ -1,8 +1,6 @@
 """Windows of tokens: consecutive, behind BOS, the same every time; chats by their template."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,10 +9,8 @@ from octavo.calibration import text_data
 from octavo.calibration.text_data import open_texts
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-import text_models  # noqa: E402
-
-from octavo.integrations.transformers.windows import cut_windows  # noqa: E402
+from octavo.integrations.transformers.windows import cut_windows
+from octavo_testkit.models import text_models
 
 TEXT = "\n".join(text_models.SENTENCES) + "\n"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

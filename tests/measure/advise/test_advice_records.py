@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("transformers")
+
 from octavo.measure.advise.advice_records import advice_records
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
@@ -16,7 +18,6 @@ from octavo.measure.report.speed import advice_sections
 
 @pytest.fixture(scope="module")
 def advice():
-    pytest.importorskip("transformers")
     return advise(find_model("llama-3.1-8b"), find_gpu("h200"), Workload(context=32768))
 
 

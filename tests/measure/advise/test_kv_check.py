@@ -1,19 +1,14 @@
 """Scales of 1.0: a model with an outlier is caught, one without is not."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
 
-from text_models import make_decoder, make_prompts  # noqa: E402
-
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
-from octavo.measure.advise.kv_check import advice, check_kv, check_table  # noqa: E402
+from octavo.errors import ConfigError
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.measure.advise.kv_check import advice, check_kv, check_table
+from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 WINDOWS = [make_prompts(1, 50)["input_ids"][0]]
 

@@ -1,14 +1,9 @@
 """`octavo advise` recommends to serve what the engine takes, and of the rest says why not."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-from text_models import VOCABULARY, make_decoder
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +18,7 @@ from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.model_shape import find_model
 from octavo.measure.advise.workload import Workload
+from octavo_testkit.models.text_models import VOCABULARY, make_decoder
 
 # So many keys that they fit in FP8 alone: a cache is in the recipe where there can be one.
 LONG = Workload(context=2**17, concurrency=2**14)

@@ -10,7 +10,7 @@ from octavo.measure.advise import tried
 from octavo.measure.report.tables import to_markdown
 
 ROOT = Path(__file__).parents[3]
-SUPPORT = (ROOT / "docs" / "support.md").read_text("utf-8")
+SUPPORT = (ROOT / "docs" / "reference" / "support.md").read_text("utf-8")
 OF_CAPABILITY = re.compile(r'parametrize\("capability", \[([\d, ]+)\]')
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo.errors import ConfigError

@@ -4,20 +4,17 @@ import json
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted_server import scripted
-
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench.request_times import Workload
 from octavo.measure.bench.serving import Ramp, ServingCase, run_serving
 from octavo.measure.bench.serving_data import DataSet, ServingPrompt
 from octavo.measure.bench.serving_result import make_record, vllm_result
 from octavo.measure.records import Measurement
+from octavo_testkit.serving.scripted_server import scripted
 
 WORK = Workload(num_prompts=6, input_len=10, output_len=4, range_ratio=0.15)
 # Of vLLM's file, as notes on its `bench serve` have them.
@@ -149,8 +146,7 @@ def test_the_fields_are_vllm_s():
 
 def test_octavo_s_own_server_takes_the_load():
     pytest.importorskip("fastapi")
-    sys.path.insert(0, str(Path(__file__).parents[2] / "serving" / "server"))
-    from fake_server import listening
+    from octavo_testkit.serving.fake_server import listening
 
     with listening() as (url, engine, _):
         case = ServingCase(base_url=url, workload=WORK, max_concurrency=2, percentiles=(99.0,))

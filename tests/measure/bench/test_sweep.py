@@ -1,22 +1,19 @@
 """Sweeps: what a file may say, what is known as the same combination, and what goes on."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_benchmarks import FakeBenchmarks
-
 from octavo.cli.engine_flags import command_line
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.bench.sweep import combinations, run_sweep, stored_records
 from octavo.measure.bench.sweep_file import SweepFile
 from octavo.measure.records import Machine
+from octavo_testkit.fake_benchmarks import FakeBenchmarks
 
 TEXT = """
 config = "tiny"
@@ -167,7 +164,7 @@ def test_no_workload_and_one_twice(tmp_path):
 
 
 def test_the_example_of_the_docs_is_a_sweep(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "benchmark.md").read_text()
     (example,) = re.findall(r"^```toml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("my-recipe.toml").write_text('kv_cache = "fp8"\n')

@@ -1,25 +1,20 @@
 """Recipes for as long as something is measured, linear layers too; the model stays as it was."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
 
-from text_models import make_decoder, make_prompts  # noqa: E402
-
-from octavo import Recipe  # noqa: E402
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.measure.evaluate import mrcr, needle, perplexity  # noqa: E402
-from octavo.measure.evaluate.applied import applied  # noqa: E402
-from octavo.measure.evaluate.perplexity_rows import RecipeRow  # noqa: E402
-from octavo.measure.evaluate.reading import Reading  # noqa: E402
-from octavo.measure.records import Machine  # noqa: E402
+from octavo import Recipe
+from octavo.errors import ConfigError
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.layers.linear import Fp8Linear
+from octavo.measure.evaluate import mrcr, needle, perplexity
+from octavo.measure.evaluate.applied import applied
+from octavo.measure.evaluate.perplexity_rows import RecipeRow
+from octavo.measure.evaluate.reading import Reading
+from octavo.measure.records import Machine
+from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 CACHE = Recipe(kv_cache={"scaling": "unit"})
 RECIPES = {

@@ -1,17 +1,13 @@
 """The evaluation of pictures by small pipelines of diffusers: pictures and videos."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "diffusers"))
 
-from tiny_pipelines import FAMILIES, load_pipeline, write_pipeline  # noqa: E402
-
-from octavo.measure.evaluate.image_rows import parse_rows  # noqa: E402
-from octavo.measure.evaluate.images import ImageJob, evaluate, images_table  # noqa: E402
+from octavo.measure.evaluate.image_rows import parse_rows
+from octavo.measure.evaluate.images import ImageJob, evaluate, images_table
+from octavo_testkit.models.tiny_pipelines import FAMILIES, load_pipeline, write_pipeline
 
 pytestmark = pytest.mark.slow
 # FLUX.2-klein must be told, by a tuple, which layers of its small text encoder to read.

@@ -3,32 +3,28 @@
 import contextlib
 import copy
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
 
-from text_models import make_decoder, make_prompts  # noqa: E402
-
-from octavo import Recipe  # noqa: E402
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.integrations.apply import apply_  # noqa: E402
-from octavo.integrations.transformers.text_model import TextModel  # noqa: E402
-from octavo.measure.evaluate import perplexity as task  # noqa: E402
-from octavo.measure.evaluate import reading as reading_module  # noqa: E402
-from octavo.measure.evaluate.perplexity_rows import (  # noqa: E402
+from octavo import Recipe
+from octavo.errors import ConfigError
+from octavo.integrations.apply import apply_
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.measure.evaluate import perplexity as task
+from octavo.measure.evaluate import reading as reading_module
+from octavo.measure.evaluate.perplexity_rows import (
     PLAIN,
     Keys,
     RecipeRow,
     RowName,
     recipe_rows,
 )
-from octavo.measure.evaluate.reading import Reading, window_losses  # noqa: E402
-from octavo.measure.evaluate.row_scales import calibration_scales  # noqa: E402
+from octavo.measure.evaluate.reading import Reading, window_losses
+from octavo.measure.evaluate.row_scales import calibration_scales
+from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

@@ -1,8 +1,5 @@
 """Objects of tools' schemas that may have nothing but what they declare."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from octavo.errors import ConfigError
@@ -75,12 +72,10 @@ def test_references_that_lead_back_or_nowhere():
 def test_the_grammar_of_a_tool_takes_no_other_property():
     pytest.importorskip("llguidance")
     pytest.importorskip("tokenizers")
-    sys.path.append(str(Path(__file__).parent))
-    import tokenizers_of_kinds as kinds
-
     from octavo.serving.engine.guided import Grammar
     from octavo.serving.server.guidance import call_schema
     from octavo.serving.server.schema import Function, Tool
+    from octavo_testkit.models import tokenizers_of_kinds as kinds
 
     tokenizer = kinds.byte_level_with_eos()
     functions = {"go": CITY, "stop": None, "stay": OPEN}

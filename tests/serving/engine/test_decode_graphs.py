@@ -1,21 +1,23 @@
 """Decode steps padded to sizes that have graphs: the same tokens, and padding leaves no trace."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import finish, make_engine, make_model, make_request, run, use_padding
-
 import octavo
 from octavo.errors import UnsupportedError
 from octavo.serving.engine.decode_graphs import batch_sizes
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import gather
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.serving.tiny_engine import (
+    finish,
+    make_engine,
+    make_model,
+    make_request,
+    run,
+    use_padding,
+)
 
 RECIPES = {
     "plain": None,

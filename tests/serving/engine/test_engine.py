@@ -1,16 +1,16 @@
 """The engine's step API: what it refuses, how requests end, what fails alone."""
 
 import re
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import (
+from octavo.errors import CapacityError, ConfigError, UnsupportedError
+from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.serving.tiny_engine import (
     VOCABULARY,
     finish,
     make_engine,
@@ -20,10 +20,6 @@ from tiny_engine import (
     run,
     tokenizer,
 )
-
-from octavo.errors import CapacityError, ConfigError, UnsupportedError
-from octavo.serving.engine.engine import load_engine
-from octavo.serving.engine.settings import EngineSettings
 
 
 @pytest.fixture

@@ -1,19 +1,14 @@
 """The engine on a GPU: BF16 pages against generate(), FP8 pages, a cache sized from memory."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import finish, make_model, make_request
-
 import octavo
 from octavo.layers.one_token_linear import OneTokenLinear
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.serving.tiny_engine import finish, make_model, make_request
 
 pytestmark = pytest.mark.gpu
 SIZES = {"head_dim": 64, "hidden_size": 256}

@@ -2,9 +2,7 @@
 
 import functools
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +11,20 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-import vision_families
-from vision_families import FAMILIES, FIRST_WORD, IMAGE, STOP, VOCABULARY, place_images
-
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers import engine_images
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.models import vision_families
+from octavo_testkit.models.vision_families import (
+    FAMILIES,
+    FIRST_WORD,
+    IMAGE,
+    STOP,
+    VOCABULARY,
+    place_images,
+)
 
 PAGE_SIZE = 16
 SETTINGS = {"page_size": PAGE_SIZE, "num_pages": 16, "max_num_seqs": 4}

@@ -1,18 +1,13 @@
 """Linear layers in FP8 in the engine: the answers of the same model quantized by itself."""
 
 import copy
-import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import make_engine, make_model, make_request, run, save_decoder
-
 import octavo
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.linear_saturation import read_saturation
@@ -22,6 +17,8 @@ from octavo.layers.linear import Fp8Linear
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.models.text_models import save_decoder
+from octavo_testkit.serving.tiny_engine import make_engine, make_model, make_request, run
 
 LENGTHS = (20, 7, 33)
 

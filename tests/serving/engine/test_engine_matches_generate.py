@@ -2,8 +2,6 @@
 
 import functools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-from text_models import FAMILIES, VOCABULARY, few, make_decoder
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import use_padding
-
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.models.text_models import FAMILIES, VOCABULARY, few, make_decoder
+from octavo_testkit.serving.tiny_engine import use_padding
 
 PAGE_SIZE = 16
 ROOTS = 3  # prompts begin like one of a few, so that prefixes are found

@@ -4,20 +4,17 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("llguidance")
-pytest.importorskip("tokenizers")
-sys.path.append(str(Path(__file__).parent))
-import tokenizers_of_kinds as kinds  # noqa: E402
-
-from octavo.errors import ConfigError, UnsupportedError  # noqa: E402
-from octavo.serving.engine.guided import Grammar, tool_call_schema  # noqa: E402
-from octavo.serving.engine.request import Sampling  # noqa: E402
-from octavo.serving.engine.sampler import Sampler, SamplerRow  # noqa: E402
+pytest.importorskip("transformers")
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.serving.engine.guided import Grammar, tool_call_schema
+from octavo.serving.engine.request import Sampling
+from octavo.serving.engine.sampler import Sampler, SamplerRow
+from octavo_testkit.models import tokenizers_of_kinds as kinds
 
 EOS = kinds.EOS
 BYTE_LEVEL, BYTE_FALLBACK = kinds.byte_level_with_eos(), kinds.byte_fallback()

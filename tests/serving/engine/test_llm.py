@@ -1,26 +1,21 @@
 """octavo.LLM: lists of prompts in, answers in the same order out."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import (
+import octavo
+from octavo.errors import ConfigError, OctavoError
+from octavo_testkit.models.text_models import make_tokenizer, save_decoder
+from octavo_testkit.serving.tiny_engine import (
     SETTINGS,
     finish,
     make_model,
     make_prompt,
     make_request,
-    make_tokenizer,
-    save_decoder,
     tokenizer,
 )
-
-import octavo
-from octavo.errors import ConfigError, OctavoError
 
 GREEDY = octavo.Sampling(temperature=0, max_tokens=5)
 

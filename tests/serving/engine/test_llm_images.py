@@ -1,19 +1,14 @@
 """octavo.LLM with images: the form of prompts, models by name, the shipped chart reader."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-import vision_families
-from text_models import make_tokenizer
-from vision_families import make_image, make_processor
-
 import octavo
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo_testkit.models import vision_families
+from octavo_testkit.models.text_models import make_tokenizer
+from octavo_testkit.models.vision_families import make_image, make_processor
 
 TEMPLATE = (
     "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<|start|><|image|>"

@@ -1,23 +1,19 @@
 """octavo.Omni: words to recipes, seeds, options that a pipeline has not, steps, results."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "diffusers"))
 
-from tiny_pipelines import FAMILIES, few, write_pipeline  # noqa: E402
-from tiny_small_image import write_small_image  # noqa: E402
-
-from octavo import ConfigError, ImageSampling, Omni, Recipe, UnsupportedError  # noqa: E402
-from octavo.integrations.diffusers.call import check_options  # noqa: E402
-from octavo.integrations.diffusers.load import load_pipeline  # noqa: E402
-from octavo.layers.linear import Fp8Linear  # noqa: E402
-from octavo.serving.engine.image_request import nth_seed  # noqa: E402
+from octavo import ConfigError, ImageSampling, Omni, Recipe, UnsupportedError
+from octavo.integrations.diffusers.call import check_options
+from octavo.integrations.diffusers.load import load_pipeline
+from octavo.layers.linear import Fp8Linear
+from octavo.serving.engine.image_request import nth_seed
+from octavo_testkit.models.tiny_pipelines import FAMILIES, few, write_pipeline
+from octavo_testkit.models.tiny_small_image import write_small_image
 
 TWO_STEPS = ImageSampling(num_inference_steps=2, seed=5)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import ImageSampling, Omni

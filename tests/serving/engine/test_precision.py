@@ -1,21 +1,17 @@
 """What an engine says of its precision: layers in FP8, bytes of the cache, in numbers and words."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "transformers"))
-from tiny_engine import make_engine, make_model
-from vision_families import make_model as make_vision_model
-from vision_families import make_processor
+pytest.importorskip("PIL")
 
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
+from octavo_testkit.models.vision_families import make_model as make_vision_model
+from octavo_testkit.models.vision_families import make_processor
+from octavo_testkit.serving.tiny_engine import make_engine, make_model
 
 
 def counts(engine):

@@ -1,21 +1,17 @@
 """How many values have saturated, as an engine's stats say it."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import make_engine, make_model, make_request, run
-
 import octavo
 from octavo.layers.host_copy import HostCopy
 from octavo.recipe import Recipe
 from octavo.serving.engine import sizing
 from octavo.serving.engine.request import Saturated
+from octavo_testkit.serving.tiny_engine import make_engine, make_model, make_request, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*beyond the range")
 

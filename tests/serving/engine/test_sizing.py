@@ -1,19 +1,14 @@
 """How many pages the cache gets, and how long a context may be."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_engine import make_model
-
 from octavo.errors import CapacityError, ConfigError
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.serving.engine import sizing
 from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.engine.sizing import choose_context, choose_num_pages
+from octavo_testkit.serving.tiny_engine import make_model
 
 
 @pytest.fixture(scope="module")

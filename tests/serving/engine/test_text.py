@@ -1,18 +1,16 @@
 """Text streams: joined pieces are the whole text up to the stop text, for all tokenizers."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("transformers")
+
 from octavo.errors import ConfigError
 from octavo.serving.engine.text import REPLACEMENT, TextDelta, Texts, TextStream
-
-sys.path.append(str(Path(__file__).parent))
-import tokenizers_of_kinds as kinds  # noqa: E402
+from octavo_testkit.models import tokenizers_of_kinds as kinds
 
 MAKERS = {
     maker.__name__: maker

@@ -6,24 +6,22 @@ import functools
 import json
 import signal
 import socket
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("httpx")
 
-from child_server import child_server  # noqa: E402
-from fake_engine import FakeEngine, SlowTokenizer  # noqa: E402
-from fake_server import CHAT, HELLO, TEXT, listening, post, with_client  # noqa: E402
+import httpx
 
-from octavo.serving.server import request_thread  # noqa: E402
-from octavo.serving.server.admission import Gate  # noqa: E402
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server import request_thread
+from octavo.serving.server.admission import Gate
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.child_server import child_server
+from octavo_testkit.serving.fake_engine import FakeEngine, SlowTokenizer
+from octavo_testkit.serving.fake_server import CHAT, HELLO, TEXT, listening, post, with_client
 
 MIB = 2**20
 
@@ -341,8 +339,7 @@ def real_grammars():
     """The address of a server that compiles schemas as the real one does."""
     pytest.importorskip("llguidance")
     pytest.importorskip("transformers")
-    sys.path.append(str(Path(__file__).parents[1] / "engine"))
-    from tokenizers_of_kinds import byte_level
+    from octavo_testkit.models.tokenizers_of_kinds import byte_level
 
     class Engine(FakeEngine):
         eos_tokens = (9,)

@@ -1,23 +1,28 @@
 """The routes, one by one: what they answer, and what they refuse."""
 
 import asyncio
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import Deaf, FakeEngine  # noqa: E402
-from fake_server import CHAT, HELLO, TEXT, events, get, post, serving, with_client  # noqa: E402
-
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server.app import create_app  # noqa: E402
-from octavo.serving.server.guidance import GuidedGrammars  # noqa: E402
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.errors import ConfigError
+from octavo.serving.server.app import create_app
+from octavo.serving.server.guidance import GuidedGrammars
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import Deaf, FakeEngine
+from octavo_testkit.serving.fake_server import (
+    CHAT,
+    HELLO,
+    TEXT,
+    events,
+    get,
+    post,
+    serving,
+    with_client,
+)
 
 
 def test_chat():
@@ -314,8 +319,7 @@ def test_an_engine_without_a_tokenizer_cannot_be_served():
 def test_guided_answers_end_as_the_model_says():
     pytest.importorskip("llguidance")
     pytest.importorskip("transformers")
-    sys.path.append(str(Path(__file__).parents[1] / "engine"))
-    from tokenizers_of_kinds import byte_level
+    from octavo_testkit.models.tokenizers_of_kinds import byte_level
 
     tokenizer = byte_level()
     assert tokenizer.eos_token_id is None
@@ -361,8 +365,7 @@ def test_a_forced_call_that_the_template_does_not_show_warns_once(caplog):
 
 def test_a_model_without_a_chat_template():
     pytest.importorskip("transformers")
-    sys.path.append(str(Path(__file__).parents[2] / "integrations" / "transformers"))
-    from text_models import make_tokenizer
+    from octavo_testkit.models.text_models import make_tokenizer
 
     tokenizer = make_tokenizer(chat_template=None, has_bos=False)
     error = post(CHAT, {"messages": HELLO}, FakeEngine(tokenizer=tokenizer)).json()["error"]

@@ -1,22 +1,18 @@
 """The engine's thread: every request that is submitted ends exactly once."""
 
 import asyncio
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine  # noqa: E402
-
-from octavo.serving.engine.request import Request, Sampling, gather  # noqa: E402
-from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.async_engine import AsyncEngine  # noqa: E402
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.engine.request import Request, Sampling, gather
+from octavo.serving.server.api_error import ApiError
+from octavo.serving.server.async_engine import AsyncEngine
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
 
 
 def ask(text, request_id="r", **sampling):

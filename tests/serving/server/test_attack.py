@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,10 +19,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 pytest.importorskip("PIL")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from child_server import child_server  # noqa: E402
-from test_load_of_a_model import settled  # noqa: E402
+from octavo_testkit.serving.child_server import child_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -30,7 +29,19 @@ ATTACKS_PER_S = 4.0
 MAX_STALL_S = 0.25
 MAX_SLOWDOWN = 2.0
 MAX_GROWN_BYTES = 300 * 2**20
+# A machine that lets a waking process wait for so long says nothing about the server on it.
+MAX_MACHINE_STALL_S = 0.1
+MAX_ROUNDS = 5
 HERE = Path(__file__).parent
+
+METRONOME = """
+import select, sys, time
+last_s, worst_s = time.monotonic(), 0.0
+while not select.select([sys.stdin], [], [], 0.01)[0]:
+    now_s = time.monotonic()
+    last_s, worst_s = now_s, max(worst_s, now_s - last_s)
+print(worst_s)
+"""
 
 
 async def ask(host, port, index):
@@ -86,33 +97,62 @@ def attacking(host, port):
         statuses |= json.loads(process.stdout.readline())
 
 
+@contextmanager
+def metronome():
+    """Inside, an idle process wakes up 100 times a second; yields its longest wait, afterwards."""
+    waits_s = []
+    command = [sys.executable, "-c", METRONOME]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield waits_s
+        process.stdin.close()
+        waits_s.append(float(process.stdout.read()))
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one calm and one disturbed crowd saw; machine_s: how long the machine stood still."""
+
+    ratio: float
+    stall_s: float
+    machine_s: float
+
+
+def run_round(server, place):
+    with metronome() as waits_s:
+        calm = asyncio.run(crowd(*place))
+        server.memory()  # starts to measure anew
+        with attacking(*place) as statuses:
+            disturbed = asyncio.run(crowd(*place))
+    server.settled_metrics(60)
+    memory = server.memory()
+    found = Round(p95(disturbed) / p95(calm), memory["max_stall_s"], waits_s[0])
+    print(f"p95 to first token: {p95(calm):.3f} s calm, {p95(disturbed):.3f} s under attack")
+    print(f"{found}, memory {memory}, {statuses}")
+    assert len(disturbed) >= 0.7 * len(calm)
+    check(statuses)
+    return found, memory
+
+
 def test_an_attack_disturbs_nobody():
     with child_server("vision") as server:
         url = urlsplit(server.base_url)
         place = url.hostname, url.port
         asyncio.run(crowd(*place))  # warms up
-        ratios, stalls_s, memory = [], [], [server.memory()]
-        for _ in range(NUM_ROUNDS):
-            calm = asyncio.run(crowd(*place))
-            server.memory()  # starts to measure anew
-            with attacking(*place) as statuses:
-                disturbed = asyncio.run(crowd(*place))
-            settled(server.base_url, 60)
-            memory.append(server.memory())
-            stalls_s.append(memory[-1]["max_stall_s"])
-            ratios.append(p95(disturbed) / p95(calm))
-            print(
-                f"p95 to first token: {p95(calm):.3f} s calm, {p95(disturbed):.3f} s under attack"
-            )
-            print(f"longest stall {stalls_s[-1]:.3f} s, memory {memory[-1]}, {statuses}")
-            assert len(disturbed) >= 0.7 * len(calm)
-            check(statuses)
-        assert max(stalls_s) <= MAX_STALL_S, stalls_s
-        assert statistics.median(ratios) < MAX_SLOWDOWN, ratios
+        rounds, memory = [], [server.memory()]
+        quiet = rounds
+        while len(rounds) < NUM_ROUNDS or (len(quiet) < NUM_ROUNDS and len(rounds) < MAX_ROUNDS):
+            found, used = run_round(server, place)
+            rounds.append(found)
+            memory.append(used)
+            quiet = [one for one in rounds if one.machine_s < MAX_MACHINE_STALL_S]
+        counted = sorted(rounds, key=lambda one: one.machine_s)[:NUM_ROUNDS]
+        assert max(one.stall_s for one in counted) <= MAX_STALL_S, rounds
+        assert statistics.median(one.ratio for one in counted) < MAX_SLOWDOWN, rounds
         peak = max(one["peak_bytes"] for one in memory[1:])
         assert peak - memory[0]["all_bytes"] < MAX_GROWN_BYTES, memory
-        # The first round fills caches; what the last ones add would be a leak.
-        assert memory[-1]["all_bytes"] - memory[1]["all_bytes"] < 60 * 2**20, memory
+        # The first round fills caches; what the last ones add would be a leak. Workers are not
+        # counted: they are killed and started anew, and each takes tens of megabytes.
+        assert memory[-1]["rss_bytes"] - memory[1]["rss_bytes"] < 60 * 2**20, memory
         assert memory[-1]["num_files"] <= memory[0]["num_files"] + 8, memory
         assert memory[-1]["num_tasks"] <= memory[0]["num_tasks"] + 2, memory
         log = server.log()

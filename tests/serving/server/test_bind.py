@@ -1,17 +1,15 @@
 """The address is the server's before the model loads, and nobody gets through until it listens."""
 
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("httpx")
 
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server.run import bound  # noqa: E402
+
+from octavo.errors import ConfigError
+from octavo.serving.server.run import bound
 
 
 def has_ipv6():

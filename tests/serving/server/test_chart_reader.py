@@ -3,9 +3,7 @@
 import base64
 import functools
 import io
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +11,19 @@ import torch
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-openai = pytest.importorskip("openai")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("openai")
 
-from fake_server import listening  # noqa: E402
+import openai
 
-from octavo.integrations.transformers.chart_reader import load_chart_reader  # noqa: E402
-from octavo.measure.evaluate.chart_drawing import draw_chart  # noqa: E402
-from octavo.measure.evaluate.chartqa_data import generated_questions  # noqa: E402
-from octavo.measure.evaluate.charts import make_chart  # noqa: E402
-from octavo.recipe import Recipe  # noqa: E402
-from octavo.serving.engine.engine import load_engine  # noqa: E402
-from octavo.serving.engine.settings import EngineSettings  # noqa: E402
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.integrations.transformers.chart_reader import load_chart_reader
+from octavo.measure.evaluate.chart_drawing import draw_chart
+from octavo.measure.evaluate.chartqa_data import generated_questions
+from octavo.measure.evaluate.charts import make_chart
+from octavo.recipe import Recipe
+from octavo.serving.engine.engine import load_engine
+from octavo.serving.engine.settings import EngineSettings
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_server import listening
 
 # Of the first charts that training has not seen; the reader answers 93 of 100 such questions.
 QUESTIONS = generated_questions(12)

@@ -3,19 +3,25 @@
 import asyncio
 import json
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("httpx")
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import CHAT, TEXT, events, listening, post, serving, with_client  # noqa: E402
+import httpx
 
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import (
+    CHAT,
+    TEXT,
+    events,
+    listening,
+    post,
+    serving,
+    with_client,
+)
 
 
 def chat(text, **fields):

@@ -3,23 +3,22 @@
 import asyncio
 import json
 import socket
-import sys
 import time
-from pathlib import Path
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel, Field
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import listening  # noqa: E402
+import httpx
+import openai
 
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import listening
 
 # "default": what other libraries warn of is not ours to mend.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -60,7 +59,7 @@ def offline(monkeypatch):
 def small():
     pytest.importorskip("gguf")
     pytest.importorskip("llguidance")
-    from small_server import listening_small_model, wait_until_idle
+    from octavo_testkit.serving.small_server import listening_small_model, wait_until_idle
 
     with listening_small_model() as running:
         yield running

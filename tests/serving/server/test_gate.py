@@ -3,21 +3,17 @@
 import json
 import logging
 import socket
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import CHAT, HELLO, TEXT, get, listening, post, with_client  # noqa: E402
-from metrics_text import samples  # noqa: E402
-from raw_client import connect, read_to_end  # noqa: E402
-
-from octavo.version import __version__  # noqa: E402
+from octavo.version import __version__
+from octavo_testkit.serving.fake_server import CHAT, HELLO, TEXT, get, listening, post, with_client
+from octavo_testkit.serving.metrics_text import samples
+from octavo_testkit.serving.raw_client import connect, read_to_end
 
 
 @pytest.mark.parametrize(

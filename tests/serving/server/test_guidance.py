@@ -1,21 +1,18 @@
 """Schemas of clients: what is too large, what cannot be followed, what is kept."""
 
 import asyncio
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("fastapi")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server import guidance  # noqa: E402
-from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.guidance import GrammarCache, check_size  # noqa: E402
-from octavo.serving.server.schema import Tool  # noqa: E402
-from octavo.serving.server.workers import LARGE, WorkerError  # noqa: E402
+from octavo.errors import ConfigError
+from octavo.serving.server import guidance
+from octavo.serving.server.api_error import ApiError
+from octavo.serving.server.guidance import GrammarCache, check_size
+from octavo.serving.server.schema import Tool
+from octavo.serving.server.workers import LARGE, WorkerError
 
 
 class InProcess:

@@ -2,23 +2,21 @@
 
 import json
 import logging
-import sys
 import threading
 import time
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("httpx")
 
-from child_server import child_server  # noqa: E402
-from fake_server import CHAT, HELLO, listening  # noqa: E402
-from raw_client import connect, parse_answer, post, read_answer, read_to_end  # noqa: E402
+import httpx
 
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.child_server import child_server
+from octavo_testkit.serving.fake_server import CHAT, HELLO, listening
+from octavo_testkit.serving.raw_client import connect, parse_answer, post, read_answer, read_to_end
 
 MIB = 2**20
 

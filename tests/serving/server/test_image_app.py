@@ -4,34 +4,33 @@ import asyncio
 import base64
 import contextlib
 import io
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
 pytest.importorskip("PIL")
+pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "diffusers"))
 
-import uvicorn  # noqa: E402
-from fake_drawer import FakeDrawer  # noqa: E402
-from metrics_text import samples, series  # noqa: E402
-from PIL import Image  # noqa: E402
-from tiny_small_image import write_small_image  # noqa: E402
+import httpx
+import openai
+import uvicorn
+from PIL import Image
 
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.engine.omni import Omni  # noqa: E402
-from octavo.serving.server.drawing_app import create_image_app  # noqa: E402
-from octavo.serving.server.http_protocol import limited_protocol  # noqa: E402
-from octavo.serving.server.run import DrainingServer  # noqa: E402
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
-from octavo.version import __version__  # noqa: E402
+from octavo.errors import ConfigError
+from octavo.serving.engine.omni import Omni
+from octavo.serving.server.drawing_app import create_image_app
+from octavo.serving.server.http_protocol import limited_protocol
+from octavo.serving.server.run import DrainingServer
+from octavo.serving.server.settings import ServerSettings
+from octavo.version import __version__
+from octavo_testkit.models.tiny_small_image import write_small_image
+from octavo_testkit.serving.fake_drawer import FakeDrawer
+from octavo_testkit.serving.metrics_text import samples, series
 
 PATH = "/v1/images/generations"
 

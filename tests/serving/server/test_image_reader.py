@@ -3,24 +3,22 @@
 import asyncio
 import base64
 import io
-import sys
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
-Image = pytest.importorskip("PIL.Image")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("PIL")
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import CHAT, serving  # noqa: E402
+from PIL import Image
 
-from octavo.serving.server import input_images  # noqa: E402
-from octavo.serving.server.input_images import ImageReader  # noqa: E402
-from octavo.serving.server.settings import ImageLimits, ServerSettings  # noqa: E402
+from octavo.serving.server import input_images
+from octavo.serving.server.input_images import ImageReader
+from octavo.serving.server.settings import ImageLimits, ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import CHAT, serving
 
 LIMITS = ImageLimits(max_pixels=10_000, max_request_pixels=20_000, max_server_pixels=20_000)
 

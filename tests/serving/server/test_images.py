@@ -3,27 +3,25 @@
 import asyncio
 import base64
 import io
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
-Image = pytest.importorskip("PIL.Image")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("PIL")
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import serving  # noqa: E402
+from PIL import Image
 
-from octavo.errors import ConfigError  # noqa: E402
-from octavo.serving.server import input_images  # noqa: E402
-from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.input_images import decode, read_file  # noqa: E402
-from octavo.serving.server.settings import ImageLimits, ServerSettings  # noqa: E402
+from octavo.errors import ConfigError
+from octavo.serving.server import input_images
+from octavo.serving.server.api_error import ApiError
+from octavo.serving.server.input_images import decode, read_file
+from octavo.serving.server.settings import ImageLimits, ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import serving
 
 
 def encoded(size=(4, 3), kind="PNG", color=(255, 0, 0)):

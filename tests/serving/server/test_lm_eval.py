@@ -1,8 +1,6 @@
-"""lm-eval's local task through our server, in the ways that docs/evaluation.md names."""
+"""lm-eval's local task through our server, as docs/how-to/evaluate-language-models.md says."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,10 +8,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("lm_eval")
 pytest.importorskip("aiohttp")
 
-sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import listening  # noqa: E402
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

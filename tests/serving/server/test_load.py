@@ -4,20 +4,18 @@ import asyncio
 import json
 import logging
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("httpx")
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import listening  # noqa: E402
+import httpx
 
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import listening
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MALFORMED = [b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "n": 129}', b"\xff"]

@@ -1,23 +1,19 @@
 """Text to content and tool calls, however it is cut."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("fastapi")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
 
-from octavo.serving.server.guidance import call_schema  # noqa: E402
-from octavo.serving.server.message_reader import (  # noqa: E402
+from octavo.serving.server.guidance import call_schema
+from octavo.serving.server.message_reader import (
     AnyCallReader,
     AutoCallReader,
     NamedCallReader,
 )
-from octavo.serving.server.schema import Tool  # noqa: E402
+from octavo.serving.server.schema import Tool
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é<"}}\n</tool_call>'
 

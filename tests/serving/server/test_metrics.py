@@ -1,21 +1,19 @@
 """What /metrics and /stats say: names that stay, times in the queue, FP8, saturation."""
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 pytest.importorskip("prometheus_client")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import CHAT, HELLO, TEXT, with_client  # noqa: E402
-from metrics_text import series  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import CHAT, HELLO, TEXT, with_client
+from octavo_testkit.serving.metrics_text import series
 
 ANSWER = "0.01 0.05 0.1 0.25 0.5 1.0 2.5 5.0 10.0 30.0 60.0 120.0 300.0 600.0 +Inf"
 TOKEN = "0.001 0.002 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.2 0.5 1.0 2.5 +Inf"

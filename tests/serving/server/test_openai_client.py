@@ -1,20 +1,18 @@
 """The official client against a server that listens: what OpenAI's users do."""
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("openai")
 
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import listening  # noqa: E402
+import openai
 
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import listening
 
 WEATHER = {
     "type": "function",

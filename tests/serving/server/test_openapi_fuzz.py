@@ -1,19 +1,16 @@
 """schemathesis over the OpenAPI schema: whatever comes, no 5xx."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("fastapi")
-schemathesis = pytest.importorskip("schemathesis")
-sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("schemathesis")
 
-from fake_server import listening  # noqa: E402
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis.errors import Unsatisfiable  # noqa: E402
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
 
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.fake_server import listening
 
 
 @pytest.mark.slow

@@ -1,20 +1,15 @@
 """The page at / in a real browser: chat by keyboard, numbers that move, errors that show."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from browser import browsing, find_browser  # noqa: E402
-from fake_engine import FakeEngine  # noqa: E402
-from fake_server import listening  # noqa: E402
-
-from octavo.serving.server.settings import ServerSettings  # noqa: E402
+from octavo.serving.server.settings import ServerSettings
+from octavo_testkit.serving.browser import browsing, find_browser
+from octavo_testkit.serving.fake_engine import FakeEngine
+from octavo_testkit.serving.fake_server import listening
 
 BROWSER = find_browser()
 pytestmark = [

@@ -3,21 +3,19 @@
 import asyncio
 import json
 import signal
-import sys
 import time
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("httpx")
 
-sys.path.insert(0, str(Path(__file__).parent))
+import httpx
 
-from child_server import child_server  # noqa: E402
-from raw_client import connect, post  # noqa: E402
+from octavo_testkit.serving.child_server import child_server
+from octavo_testkit.serving.raw_client import connect, post
 
 END_S = 1.5  # from the end of the last request, or of its grace, to the end of the process
 BUSY_S = 2.0  # for a machine with much else to do

@@ -1,18 +1,17 @@
 """The official client and the embedded default: a scripted conversation with SmolLM2."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
 pytest.importorskip("gguf")
 pytest.importorskip("llguidance")
-sys.path.insert(0, str(Path(__file__).parent))
 
-from small_server import NAME, listening_small_model, wait_until_idle  # noqa: E402
+import openai
+
+from octavo_testkit.serving.small_server import NAME, listening_small_model, wait_until_idle
 
 pytestmark = pytest.mark.slow
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

@@ -2,19 +2,16 @@
 
 import asyncio
 import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import worker_tasks as tasks  # noqa: E402
-
-from octavo.serving.server.api_error import ApiError  # noqa: E402
-from octavo.serving.server.workers import LARGE, WorkerError, Workers  # noqa: E402
+from octavo.serving.server.api_error import ApiError
+from octavo.serving.server.workers import LARGE, WorkerError, Workers
+from octavo_testkit.serving import worker_tasks as tasks
 
 LONG_S = 300.0
 
@@ -68,7 +65,7 @@ def test_tasks_return_and_raise_as_functions_do():
 def test_what_takes_too_long_or_too_much_ends_alone(tmp_path):
     async def scenario(workers):
         with pytest.raises(WorkerError, match="longer than 0.5 s"):
-            await workers.run(tasks.sleep, tmp_path / "pid", LONG_S, limit_s=0.5)
+            await workers.run(tasks.spin, tmp_path / "pid", limit_s=0.5)
         await until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
         with pytest.raises(WorkerError, match="ended its process"):
             await workers.run(tasks.die, limit_s=LONG_S)
@@ -79,6 +76,20 @@ def test_what_takes_too_long_or_too_much_ends_alone(tmp_path):
         assert await workers.run(tasks.add, 1, 1, limit_s=LONG_S) == 2
 
     with_workers(scenario, num_workers=1)
+
+
+def test_the_wait_for_a_busy_machine_is_not_the_clients_mistake(tmp_path):
+    """A process that gets no CPU time may take longer than its limit, but not for ever."""
+
+    async def scenario(workers):
+        path = tmp_path / "pid"
+        await workers.run(tasks.sleep, path, 0.5, limit_s=0.2)
+        with pytest.raises(ApiError, match="too busy") as caught:
+            await workers.run(tasks.sleep, path, LONG_S, limit_s=0.05)
+        assert (caught.value.status, caught.value.code) == (503, "worker_busy")
+        await until(lambda: not is_alive(int(path.read_text())))
+
+    with_workers(scenario)
 
 
 def test_a_cancelled_task_ends_with_its_process(tmp_path):

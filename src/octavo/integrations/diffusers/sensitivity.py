@@ -55,7 +55,7 @@ class SensitivityRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """The rows by their error, the largest first.
+    """What `scan_sensitivity` found: layers by their error, the largest first.
 
     error: of all layers that are not kept, quantized at once. floor: of the plain transformers
     against themselves. left: layers that were not tried though nobody ignored them, and why.

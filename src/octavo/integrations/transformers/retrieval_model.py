@@ -2,7 +2,7 @@
 
 Its prompts are keys with values behind them, then a question: `<s> ban 17 dor 42 … ? dor`. The next
 token is the value, 42. Every number on the way is exact in BF16 and in e4m3, at any length, so that
-what is lost is lost by attention's sums. docs/retrieval-model.md derives the weights.
+what is lost is lost by attention's sums. docs/explanation/retrieval-model.md derives the weights.
 
 Layer 0 sees two tokens: a value takes on the code of the key in front of it. Layer 1 sees all: a
 key asks for its code. Of each value it learns the share of attention, and of all the rest their

@@ -17,7 +17,7 @@ MIN_FP8_CAPABILITY = (8, 9)
 MAX_STREAM_ROWS = 64
 # Tokens up to this width are quantized in front in one program's registers.
 MAX_TOKEN_WIDTH = 32768
-# The depth of one step of the tensor core's own accumulation (docs/numerics.md).
+# The depth of one step of the tensor core's own accumulation (docs/explanation/numerics.md).
 PROMOTED_DEPTH = 128
 
 

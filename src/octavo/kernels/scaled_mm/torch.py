@@ -17,7 +17,7 @@ def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, *, out_dtype: tor
     if not (isinstance(a.granularity, PerTensor) and isinstance(b.granularity, PerTensor)):
         a_scale = a_scale.expand(a.data.shape[0]).unsqueeze(1).contiguous()
         b_scale = b_scale.expand(b.data.shape[0]).unsqueeze(0).contiguous()
-    # Without fast accumulation: sums stay within float32's error (docs/numerics.md).
+    # Without fast accumulation: sums stay within float32's error (docs/explanation/numerics.md).
     return _scaled_mm(
         _aligned(a.data),
         _aligned(b.data).t(),

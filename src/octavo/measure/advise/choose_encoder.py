@@ -73,7 +73,7 @@ def choose_step(predictor: Predictor, model: ModelShape) -> Part:
         reasons.append(
             "Linear layers that stay in BF16 without being asked: "
             + ", ".join(kept)
-            + " (docs/diffusion.md says why)."
+            + " (docs/reference/diffusion.md says why)."
         )
     if not predictor.gpu.has_fp8:
         reasons.append(f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has).")

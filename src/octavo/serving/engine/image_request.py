@@ -16,7 +16,7 @@ OWN_ARGS = frozenset({"prompt", "generator", "output_type", "return_dict", "call
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling:
-    """How pictures or videos are drawn; names are those of diffusers.
+    """How images or videos are drawn; names are those of diffusers.
 
     What is None is left to the pipeline, and what the pipeline does not have is an error.
 
@@ -99,7 +99,7 @@ def nth_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageResult:
-    """What a prompt became.
+    """What was drawn for one prompt: images or frames, their seeds, and the time it took.
 
     images: pillow images. frames: of each video its frames, in place of images; a video of one
     frame is an image. seeds: of each of them. seconds: of the calls that drew them, with whatever

@@ -50,7 +50,7 @@ class _Picture:
 
 
 class Omni:
-    """A diffusion pipeline that draws pictures or videos.
+    """A diffusion pipeline that draws images or videos.
 
     model: a folder or hub name of diffusers, a pipeline that is loaded already, or None for the
     small image model that comes with octavo; a loaded one is changed in place.

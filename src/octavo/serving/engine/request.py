@@ -170,7 +170,7 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A whole answer."""
+    """The answer to one prompt: its tokens, its text, and why it ended."""
 
     request_id: str
     tokens: tuple[int, ...]

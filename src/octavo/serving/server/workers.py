@@ -15,6 +15,7 @@ import pickle
 import resource
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -28,11 +29,15 @@ NICE = 15
 LARGE = 8 * 1024  # characters
 MAX_GROWN_BYTES = 2**30  # of a child; a task that needs more fails
 START_S = 60.0
+# Time limits are CPU time: on a busy machine a small task may wait long for its turn. A task that
+# makes no progress at all is given up after so many times its limit.
+PATIENCE = 10
+POLL_S = 0.1
 PRELOADED = ["__main__", "octavo.serving.server.worker_tools"]
 
 
 class WorkerError(OctavoError):
-    """A task that took too long, needed too much memory, or ended its process."""
+    """A task that needed too much time or memory, or ended its process."""
 
 
 class _NotReady(Exception):
@@ -60,9 +65,9 @@ class Workers:
     async def run(self, task: Callable[..., Any], *args: Any, limit_s: float, size: int = 0) -> Any:
         """What `task(made by set_up, *args)` returns or raises in a child process.
 
-        size: about the characters that it looks at. WorkerError if it takes longer than limit_s,
-        not counting the wait for a worker, or ends the process. ApiError if no process starts.
-        Cancelling this kills the process.
+        limit_s: the CPU time that it may take. size: about the characters that it looks at.
+        WorkerError if it needs more time, or ends the process. ApiError if no process starts, or
+        the machine is too busy to run it. Cancelling this kills the process.
         """
         async with self._room.hold(size):
             for _ in range(2):  # an idle process may have been killed by somebody else
@@ -193,8 +198,7 @@ class _Worker:
         try:
             connection = self._ready()
             connection.send(task)
-            if not connection.poll(limit_s):
-                raise WorkerError(f"the work on it took longer than {limit_s:g} s")
+            self._wait(connection, limit_s)
             answer: tuple[bool, Any] = connection.recv()
             return answer
         except (EOFError, OSError):
@@ -205,6 +209,15 @@ class _Worker:
         except BaseException:
             self.kill()
             raise
+
+    def _wait(self, connection: Connection, limit_s: float) -> None:
+        """Wait for an answer, or raise when the time for it is up."""
+        start_s, used_s = time.monotonic(), cpu_s(self._process.pid)
+        while not connection.poll(min(POLL_S, limit_s)):
+            if cpu_s(self._process.pid) - used_s > limit_s:
+                raise WorkerError(f"the work on it took longer than {limit_s:g} s")
+            if time.monotonic() - start_s > PATIENCE * limit_s:
+                raise unavailable("this server is too busy for such a request now", "worker_busy")
 
     def _ready(self) -> Connection:
         """The connection of a process that waits for a task."""
@@ -223,6 +236,13 @@ class _Worker:
         self._killed.set()
         if self._process is not None:
             self._process.kill()
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU time that a process and its threads have taken."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()  # its name may have spaces
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def yield_to_others() -> None:

@@ -1,0 +1,1 @@
+"""Inputs of kernels, and kernels compiled for GPUs that are not here."""

@@ -1,0 +1,1 @@
+"""Small models with random weights, and folders and files as checkpoints come in."""
