@@ -175,8 +175,8 @@ def needle(
 
 def _grid(search: NeedleOptions, *, has_text: bool) -> "Grid":
     """The cells that the flags ask for."""
+    from octavo.amounts import parse_tokens
     from octavo.kernels.device import default_device
-    from octavo.measure.advise.memory import parse_tokens
     from octavo.measure.evaluate.needle import Grid
 
     own = "8k,16k,32k,64k,128k" if default_device().capability is not None else "512,1k,2k"
@@ -230,7 +230,7 @@ def mrcr(
     A score is 0 without the prefix that was asked for, else how like the true answer the rest is
     (difflib's ratio). Scores are by buckets of lengths; AUC is their mean over all tokens.
     """
-    from octavo.measure.advise.memory import parse_tokens
+    from octavo.amounts import parse_tokens
     from octavo.measure.evaluate import mrcr as task
 
     request = task.Request(

@@ -10,7 +10,7 @@ import typer
 from octavo import env
 from octavo.amounts import parse_tokens
 from octavo.cli.console import err
-from octavo.cli.engine_options import DeviceName, EngineOptions
+from octavo.cli.engine_options import DeviceName, EncoderFlags, EngineOptions
 from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
 from octavo.cli.prompt_flags import AddBos, ChatTemplate
 from octavo.cli.quantize_options import LinearOptions, OmniOptions
@@ -109,15 +109,6 @@ ServerFlags = Annotated[
             *("max_body_bytes", "max_open_body_bytes", "max_body_values", "max_open", "timeout_s"),
             *("retry_after_s", "send_timeout_s", "images"),
         ),
-    ),
-]
-EncoderFlags = Annotated[
-    EncoderOptions,
-    Flags(
-        names={
-            name: f"--mm-encoder-{name.replace('_', '-')}" for name in field_names(EncoderOptions)
-        },
-        without=("graph_budgets",),
     ),
 ]
 EngineFlags = Annotated[

@@ -4,14 +4,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from octavo.amounts import parse_bytes, parse_tokens
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.cache_layers import CachedModel, CacheLayer
 from octavo.measure.advise.memory import (
     cache_memory,
     memory_notes,
     memory_table,
-    parse_bytes,
-    parse_tokens,
 )
 from octavo.recipe import KvCacheSettings
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.amounts import parse_bytes as parse_bytes
-from octavo.amounts import parse_tokens as parse_tokens
 from octavo.calibration.observers import CalibrationSettings, Histogram
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
