@@ -9,7 +9,6 @@ pytest.importorskip("gguf")
 import gguf
 
 from octavo import LLM, CheckpointError, Recipe
-from octavo.cli import serve
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.transformers import load
 from octavo.integrations.transformers.cache_layers import read_cached_model
@@ -17,7 +16,9 @@ from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
 from octavo.measure.advise.shape import find_model
 from octavo.numerics.error import relative_rms
+from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Sampling
+from octavo.serving.engine.settings import EngineSettings
 from octavo_testkit.models.gguf_files import Type, write_gguf
 from octavo_testkit.models.text_models import (
     make_decoder,
@@ -83,7 +84,9 @@ def test_a_server_names_it_by_its_file_and_answers_as_the_model(folder, plain):
     tokens = make_prompts(1, 23)["input_ids"][0].tolist()
     sampling = Sampling(max_tokens=6, temperature=0.0)
     llm = object.__new__(LLM)
-    llm.engine = serve.load(str(folder / "one"), Recipe(), dtype="auto", device="cpu")
+    llm.engine = load_engine(
+        str(folder / "one"), Recipe(), EngineSettings(), dtype="auto", device="cpu"
+    )
     llm._num_requests = 0
     assert llm.engine.model_name == "tiny"
     other = LLM(str(folder / "saved"), dtype="float32", device="cpu")

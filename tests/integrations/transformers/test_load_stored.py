@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import octavo
 from octavo import LLM, CheckpointError, ConfigError, Recipe
 from octavo.calibration.scale_file import LayerScales, ScaleSet
-from octavo.cli import serve
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.checkpoints.export import export_checkpoint
 from octavo.integrations.transformers.text_model import load_text_model
@@ -27,7 +26,9 @@ from octavo.measure import store
 from octavo.measure.bench.engine import open_subject
 from octavo.numerics.granularity import parse_granularity
 from octavo.numerics.quantize import quantize
+from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.request import Sampling
+from octavo.serving.engine.settings import EngineSettings
 from octavo.testing.asserts import assert_same_bits
 from octavo_testkit.models import vlm_folders
 from octavo_testkit.models.fp8_folders import (
@@ -133,7 +134,7 @@ def test_llm_answers_as_the_dequantized_twin(tmp_path, form):
 def test_a_server_answers_as_the_dequantized_twin(tmp_path):
     folder, tensors, plain = save(tmp_path / "model")
     llm = object.__new__(LLM)
-    llm.engine = serve.load(folder, Recipe(), dtype="float32", device="cpu")
+    llm.engine = load_engine(folder, Recipe(), EngineSettings(), dtype="float32", device="cpu")
     llm._num_requests = 0
     assert answer(llm) == greedy(twin(llm.engine.model, tensors, plain))
 
