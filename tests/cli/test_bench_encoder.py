@@ -13,6 +13,7 @@ from octavo.integrations.transformers import vision_language
 from octavo.integrations.transformers.vision_language import TinyModel
 from octavo.measure import store
 from octavo.measure.bench import request_data
+from octavo.measure.bench.cases import RESOLUTIONS
 
 pytest.importorskip("transformers")
 
@@ -21,7 +22,13 @@ def octavo(*arguments):
     return run(make_app(COMMANDS), ["bench", *map(str, arguments)])
 
 
-def test_encoder_prints_and_records(capsys, tmp_path):
+@pytest.fixture
+def small_hd(monkeypatch):
+    """A CPU takes a while over images of that size."""
+    monkeypatch.setitem(RESOLUTIONS, "hd", (180, 320))
+
+
+def test_encoder_prints_and_records(small_hd, capsys, tmp_path):
     path = tmp_path / "records.jsonl"
     options = (
         "--config",
@@ -49,7 +56,7 @@ def test_encoder_prints_and_records(capsys, tmp_path):
     assert "tiny, random weights, 2 layers" in text and "transformers sdpa BF16" in text
 
 
-def test_encoder_records_that_peers_were_there_but_not_where(tmp_path):
+def test_encoder_records_that_peers_were_there_but_not_where(small_hd, tmp_path):
     path, folder = tmp_path / "records.jsonl", tmp_path / "peers"
     folder.mkdir()
     options = ("--config", "tiny", "--resolutions", "hd", "--images", 1, "--recipes", "bf16")
