@@ -476,7 +476,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
 
 def main() -> None:
     settings = parse()
-    use_float32_products()  # BF16 takes minutes a step on some CPUs
+    use_float32_products()  # BF16 is slow on CPUs without instructions for it
     record = finish(settings, train(settings))
     print(record.to_json())
 
