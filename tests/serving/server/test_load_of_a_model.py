@@ -24,10 +24,11 @@ from octavo_testkit.serving.child_server import child_server
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc"),
 ]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-NUM_CLIENTS = 500
+NUM_CLIENTS, NUM_GROWING = 500, 12
 # A client that waits longer than this hangs.
 HANG_S = 240
 # What a round may leave: 16 kB for each of its requests (measured: 2 MB in all, as the allocator's
@@ -59,11 +60,20 @@ def text_body(index, **fields):
     return {"prompt": prompt, "max_tokens": 12 + index % 40, "stream": index % 2 == 0, **fields}
 
 
-def check_answer(response, is_stream):
-    """ "answered" or "turned away": both whole, nothing else."""
+def is_turned_away(response):
+    """Whether the server, or its machine, was too busy; it says so, and when to come back."""
     if response.status_code == 429:
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["code"] == "queue_full"
+    if response.status_code == 503:
+        assert response.json()["error"]["code"] == "worker_busy"
+    # 408: nobody waits for a late body while others need its place.
+    return response.status_code in (408, 429, 503)
+
+
+def check_answer(response, is_stream):
+    """ "answered" or "turned away": both whole, nothing else."""
+    if is_turned_away(response):
         return "turned away"
     assert response.status_code == 200, response.text
     if not is_stream:
@@ -115,8 +125,7 @@ async def malformed(client, index):
     content = MALFORMED[index % len(MALFORMED)]
     headers = {"content-type": "application/json"}
     response = await client.post(TEXT, content=content, headers=headers)
-    # Nobody reads a body that there is no room for, or waits for a late one.
-    if response.status_code in (408, 429):
+    if is_turned_away(response):
         return "turned away"
     assert response.status_code == 400, response.text
     return "refused"
@@ -124,7 +133,7 @@ async def malformed(client, index):
 
 async def too_long(client, index):
     response = await client.post(TEXT, json={"prompt": "q" * 3000})
-    if response.status_code == 429:
+    if is_turned_away(response):
         return "turned away"
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
@@ -153,6 +162,14 @@ async def crowd(base_url):
         return await asyncio.gather(*(asyncio.wait_for(one, HANG_S) for one in clients))
 
 
+async def grow_together(base_url):
+    """Ask for answers that begin together and need more pages than there are."""
+    body = {"prompt": "again", "max_tokens": 150, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=base_url, timeout=HANG_S) as client:
+        asked = (client.post(TEXT, json=body) for _ in range(NUM_GROWING))
+        return [check_answer(one, False) for one in await asyncio.gather(*asked)]
+
+
 def outcomes_of(found):
     """How many requests had each outcome."""
     counts = Counter()
@@ -168,6 +185,7 @@ def test_a_crowd_leaves_nothing_behind():
         for _ in range(3):
             random.seed(0)
             rounds.append(Counter(asyncio.run(crowd(server.base_url))))
+            assert asyncio.run(grow_together(server.base_url)) == ["answered"] * NUM_GROWING
             seen.append(server.settled_metrics())
             memory.append(server.memory())
         for found in rounds:
@@ -180,7 +198,9 @@ def test_a_crowd_leaves_nothing_behind():
         outcomes = outcomes_of(seen[-1])
         assert set(outcomes) <= {"stop", "length", "refused", "cancelled"}
         assert outcomes["cancelled"] >= 30
-        assert outcomes["stop"] + outcomes["length"] >= sum(r["answered"] for r in rounds)
+        assert outcomes["stop"] + outcomes["length"] >= (
+            sum(r["answered"] + NUM_GROWING for r in rounds)
+        )
         log = server.log()
         assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
         answers = [line["answer_id"] for line in server.request_lines()]
