@@ -4,8 +4,8 @@ import torch
 
 import octavo
 from octavo.demo.chart_drawing import draw_chart
+from octavo.demo.chart_reader import load_chart_reader
 from octavo.demo.charts import make_chart, make_questions
-from octavo.integrations.transformers.chart_reader import load_chart_reader
 
 reader = load_chart_reader(dtype=torch.float32)  # on a GPU: bfloat16, and reader.to("cuda")
 charts = [make_chart(seed) for seed in (2, 3)]

@@ -36,18 +36,7 @@ from torch import Tensor
 
 from octavo.atomic import write_atomically
 from octavo.demo.chart_drawing import Place, draw_with_places, generated_questions
-from octavo.demo.charts import (
-    KINDS,
-    SIZES,
-    Chart,
-    description,
-    make_chart,
-    make_questions,
-    practice,
-    vocabulary,
-)
-from octavo.errors import ConfigError
-from octavo.integrations.transformers.chart_reader import (
+from octavo.demo.chart_reader import (
     END,
     FOLDER,
     MERGE,
@@ -59,12 +48,23 @@ from octavo.integrations.transformers.chart_reader import (
     make_tokenizer,
     save_chart_reader,
 )
-from octavo.integrations.transformers.chart_reader_training import (
+from octavo.demo.chart_reader_training import (
     IGNORED,
     ChartReaderLoss,
     Guides,
     equal_images,
 )
+from octavo.demo.charts import (
+    KINDS,
+    SIZES,
+    Chart,
+    description,
+    make_chart,
+    make_questions,
+    practice,
+    vocabulary,
+)
+from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.evaluate.chartqa import evaluate, relaxed_accuracy
 from octavo.measure.evaluate.chartqa_data import Question

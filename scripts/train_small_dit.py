@@ -30,15 +30,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from octavo.atomic import write_atomically
-from octavo.errors import ConfigError
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     FOLDER,
     SmallImagePipeline,
     load_small_image_model,
     make_small_image_model,
     save_small_image_model,
 )
-from octavo.integrations.diffusers.small_image_training import (
+from octavo.demo.small_image_training import (
     COLORS,
     Pictures,
     Score,
@@ -47,6 +46,7 @@ from octavo.integrations.diffusers.small_image_training import (
     score,
     vocabulary,
 )
+from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 

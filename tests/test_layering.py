@@ -116,7 +116,8 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "integrations/transformers/*": {"transformers"},
     "integrations/checkpoints/damage.py": {"gguf"},
     "integrations/transformers/gguf_file.py": {"gguf"},
-    "integrations/transformers/chart_reader.py": {"numpy", "tokenizers"},
+    "demo/chart_reader*.py": {"safetensors", "tokenizers", "transformers"},
+    "demo/small_image*.py": {"diffusers", "safetensors"},
     "integrations/transformers/retrieval_model.py": {"tokenizers"},
     "integrations/diffusers/*": {"diffusers"},
     "integrations/diffusers/fit_tea_cache.py": {"numpy"},
@@ -142,7 +143,10 @@ FLAG_SETTINGS = {
 # Files that import by a name that no syntax tree shows: the lazy public names, commands, and names
 # of other libraries that are looked for.
 # What ops/select.py imports is in octavo.kernels: tests/ops/test_select.py.
-DYNAMIC_IMPORTERS = {"__init__.py", "cli/main.py", "internals.py", "ops/select.py"}
+DYNAMIC_IMPORTERS = {
+    *("__init__.py", "cli/main.py", "internals.py", "ops/select.py"),
+    "integrations/embedded_models.py",
+}
 
 MAY_REEXPORT = ("__init__.py", "ops/__init__.py", "integrations/*/__init__.py")
 DEVICE_CODE = ("kernels/*/triton.py", "kernels/*/gluon_*.py")

@@ -64,7 +64,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 def test_the_package_has_its_data():
     kinds = {"octavo/py.typed", "octavo/measure/advise/gpus.toml", "octavo/kernels/tuned/h200.json"}
     kinds |= {"octavo/measure/report/templates/report.html", "octavo/serving/server/page.html"}
-    kinds |= {"octavo/assets/chart_reader/model.safetensors"}
+    kinds |= {"octavo/demo/assets/chart_reader/model.safetensors"}
     assert kinds <= source_files()
 
 

@@ -15,7 +15,7 @@ BY_CALLER = {"integrations/transformers/load_fp8.py": 'options.pop("trust_remote
 # diffusers' models and schedulers have no code but their class's, and no such argument.
 OF_DIFFUSERS = {
     "integrations/diffusers/linear_shapes.py",
-    "integrations/diffusers/small_image.py",
+    "demo/small_image.py",
 }
 
 

@@ -134,7 +134,7 @@ def test_images_to_a_server_of_its_own(tmp_path):
     """A small reader of charts; vLLM's file has the fields, and images count as tokens."""
     for package in ("fastapi", "transformers", "PIL"):
         pytest.importorskip(package)
-    from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+    from octavo.demo.chart_reader import make_chart_reader, save_chart_reader
 
     save_chart_reader(make_chart_reader(["How", "many", "bars", "?"]), tmp_path / "model")
     options = ["--dataset-name", "random-mm", "--random-mm-bucket-config", "{(64, 64, 1): 1}"]

@@ -130,7 +130,7 @@ def test_help_names_what_it_needs(capsys):
 
 
 def test_a_chart_reader_needs_no_processor(folders, tmp_path, capsys):
-    from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+    from octavo.demo.chart_reader import make_chart_reader, save_chart_reader
 
     reader, path = tmp_path / "reader", tmp_path / "s.json"
     save_chart_reader(make_chart_reader(["How", "many"]), reader)

@@ -10,11 +10,11 @@ pytest.importorskip("diffusers")
 
 from octavo import Recipe, apply_, load_scales
 from octavo.cli.main import COMMANDS, make_app, run
-from octavo.integrations.diffusers.load import load_pipeline
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     make_small_image_model,
     save_small_image_model,
 )
+from octavo.integrations.diffusers.load import load_pipeline
 from octavo.measure.store import read
 from octavo.numerics.error import relative_rms
 

@@ -1,6 +1,7 @@
 """octavo eval chartqa: from a reader and questions to a table and records."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from octavo.calibration.scale_file import save_scales
 from octavo.demo.chart_drawing import generated_questions
-from octavo.integrations.transformers import chart_reader
-from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+from octavo.demo.chart_reader import make_chart_reader, save_chart_reader
+from octavo.integrations.embedded_models import CHART_READER
 from octavo.measure.evaluate import chartqa
 
 
@@ -49,7 +50,7 @@ def test_a_scale_file_and_data_of_ones_own(capsys, model, tmp_path):
     Image.new("RGB", (64, 64), "white").save(tmp_path / "one.png")
     row = {"image": "one.png", "query": "How many bars are there?", "label": ["3"]}
     (tmp_path / "own.jsonl").write_text(json.dumps(row) + "\n")
-    reader = chart_reader.load_chart_reader(chart_reader.Path(model))
+    reader = CHART_READER.load(model)
     noisy = generated_questions(1, "noisy")
     save_scales(tmp_path / "s.json", chartqa.calibration_scales(reader, noisy, data="noisy"))
     args = ("--data", tmp_path / "own.jsonl", "--recipe", "static", "--scales", tmp_path / "s.json")
@@ -76,10 +77,7 @@ def test_wrong_requests_are_one_sentence(capsys, model, monkeypatch, tmp_path, a
 
 
 def test_without_weights_the_way_to_make_them_is_named(capsys, monkeypatch, tmp_path):
-    def missing():
-        return chart_reader.load_chart_reader(tmp_path)
-
-    monkeypatch.setattr(chartqa, "load_chart_reader", missing)
+    monkeypatch.setattr(chartqa, "CHART_READER", replace(CHART_READER, folder=tmp_path))
     assert octavo("-n", 1) == 1
     assert "scripts/train_chart_reader.py" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from octavo.measure import store
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     load_small_image_model,
     make_small_image_model,
     save_small_image_model,

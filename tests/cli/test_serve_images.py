@@ -17,7 +17,7 @@ import httpx
 from PIL import Image
 
 from octavo.cli.main import COMMANDS, make_app, run
-from octavo.integrations.transformers.chart_reader import (
+from octavo.demo.chart_reader import (
     make_chart_reader,
     save_chart_reader,
 )

@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from PIL import Image
 
-from octavo.integrations.transformers.chart_reader import make_chart_reader
+from octavo.demo.chart_reader import make_chart_reader
 
 SIZES = Sizes(calibration_images=3, chart_questions=5)
 

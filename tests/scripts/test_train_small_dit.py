@@ -17,12 +17,12 @@ pytest.importorskip("PIL")
 
 from PIL import Image, ImageFont
 
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     MAX_WORDS,
     WordEncoder,
     load_small_image_model,
 )
-from octavo.integrations.diffusers.small_image_training import COLORS, prompt, vocabulary
+from octavo.demo.small_image_training import COLORS, prompt, vocabulary
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

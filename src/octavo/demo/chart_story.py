@@ -12,11 +12,11 @@ from octavo.calibration.image_data import ImagePrompt
 from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.scale_file import ScaleSet
+from octavo.demo.chart_reader import ChartReader
 from octavo.demo.charts import make_chart
 from octavo.demo.stage import Sizes, Stage, one_thread
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.calibrate import ImageModel
-from octavo.integrations.transformers.chart_reader import ChartReader
 from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
 from octavo.measure.evaluate.chartqa import ROWS, chart_rows, chartqa_table, evaluate

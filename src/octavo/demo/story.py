@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from octavo.demo.chart_reader import load_chart_reader
 from octavo.demo.chart_story import IMAGE, SCALES, ChartDemo
 from octavo.demo.language import TEXT, LanguageDemo
 from octavo.demo.stage import Sizes, Stage, one_thread
-from octavo.integrations.transformers.chart_reader import load_chart_reader
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
 from octavo.measure.advise import advice as words
@@ -40,7 +40,7 @@ def long_text() -> str:
 
 def _data(name: str) -> str:
     folder = resources.files("octavo.demo")
-    return folder.joinpath("data", name).read_text(encoding="utf-8")
+    return folder.joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def make_stages(records: Path, results: Path, sizes: Sizes | None = None) -> list[Stage]:

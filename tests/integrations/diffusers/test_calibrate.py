@@ -360,7 +360,7 @@ def test_text_encoders_too(folder_of):
 
 
 def test_a_pipeline_without_a_vae():
-    from octavo.integrations.diffusers.small_image import make_small_image_model
+    from octavo.demo.small_image import make_small_image_model
 
     pipe = make_small_image_model(["red", "cat"], num_single_layers=1)
     scales = calibrate_pipeline(
@@ -391,7 +391,7 @@ def test_a_copy_of_the_scheduler_steps_itself(flux):
 def test_on_a_gpu():
     """From calibration to static FP8 and a scan, with all tensors on the device."""
     from octavo import scan_sensitivity
-    from octavo.integrations.diffusers.small_image import make_small_image_model
+    from octavo.demo.small_image import make_small_image_model
 
     pipe = make_small_image_model(["red", "cat"], num_single_layers=1)
     torch.manual_seed(0)

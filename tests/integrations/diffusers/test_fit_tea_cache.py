@@ -14,11 +14,11 @@ from octavo import (
     fit_tea_cache,
     use_step_cache_,
 )
-from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     load_small_image_model,
     make_small_image_model,
 )
+from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial
 from octavo.integrations.diffusers.step_cache import find_step_hook
 from octavo.integrations.diffusers.tea_cache_coefficients import (
     evaluate,

@@ -1,6 +1,7 @@
 """Loading pipelines: which kind of folder is what, and what is said of those that are none."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ pytest.importorskip("diffusers")
 
 from safetensors.torch import load_file, save_file
 
-from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.integrations.diffusers import load
-from octavo.integrations.diffusers.load import load_pipeline
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     SmallImagePipeline,
-    load_small_image_model,
     make_small_image_model,
     save_small_image_model,
 )
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.integrations.diffusers import load
+from octavo.integrations.diffusers.load import load_pipeline
+from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 from octavo_testkit.models.tiny_pipelines import run_pipeline
 
 TINY = {
@@ -55,15 +56,10 @@ def test_a_folder_of_a_small_image_model(small):
 
 @pytest.mark.parametrize("model", [None, "small-image"])
 def test_the_model_that_comes_with_octavo(monkeypatch, small, model):
-    asked = []
-
-    def stand_in(*folders, dtype):
-        asked.append((folders, dtype))
-        return load_small_image_model(small, dtype)
-
-    monkeypatch.setattr(load, "load_small_image_model", stand_in)
-    assert isinstance(load_pipeline(model), SmallImagePipeline)
-    assert asked == [((), torch.bfloat16)]
+    monkeypatch.setattr(load, "SMALL_IMAGE_MODEL", replace(SMALL_IMAGE_MODEL, folder=small))
+    pipe = load_pipeline(model)
+    assert isinstance(pipe, SmallImagePipeline) and pipe.transformer.dtype == torch.bfloat16
+    assert pipe.words.config.words == ["cat"]
 
 
 def test_what_is_no_pipeline_is_said(tmp_path, small):

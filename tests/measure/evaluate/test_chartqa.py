@@ -24,7 +24,7 @@ from octavo.measure.rows import Row
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from octavo.demo.chart_drawing import generated_questions
-from octavo.integrations.transformers.chart_reader import make_chart_reader, save_chart_reader
+from octavo.demo.chart_reader import make_chart_reader, save_chart_reader
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 

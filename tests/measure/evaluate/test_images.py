@@ -265,8 +265,8 @@ def test_prompts_serve_again():
 
 def test_the_small_image_model_knows_its_prompts():
     pytest.importorskip("diffusers")
-    from octavo.integrations.diffusers.small_image import WordEncoder
-    from octavo.integrations.diffusers.small_image_training import vocabulary
+    from octavo.demo.small_image import WordEncoder
+    from octavo.demo.small_image_training import vocabulary
 
     spec = importlib.util.spec_from_file_location("draw_emoji", SCRIPTS / "draw_emoji.py")
     emoji = importlib.util.module_from_spec(spec)

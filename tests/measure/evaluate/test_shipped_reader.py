@@ -11,12 +11,13 @@ from octavo.measure.evaluate.chartqa import chart_rows, evaluate, load_reader
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from octavo.demo.chart_drawing import generated_questions
+from octavo.demo.chart_reader import FOLDER, WEIGHTS
+from octavo.integrations.embedded_models import CHART_READER
 from octavo.integrations.transformers.calibrate import load_image_model
-from octavo.integrations.transformers.chart_reader import FOLDER, WEIGHTS, is_chart_reader
 from octavo.integrations.transformers.vision_language import open_vision_language
 
 pytestmark = pytest.mark.skipif(
-    not is_chart_reader(FOLDER), reason="the chart reader's weights are not in this checkout"
+    not CHART_READER.is_installed, reason="the chart reader's weights are not in this checkout"
 )
 
 # What the shipped weights must at least have reached when they were trained.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     make_small_image_model,
     save_small_image_model,
 )

@@ -8,7 +8,7 @@ pytest.importorskip("PIL")
 
 import octavo
 from octavo.demo.chart_drawing import generated_questions
-from octavo.integrations.transformers.chart_reader import load_chart_reader
+from octavo.demo.chart_reader import load_chart_reader
 
 pytestmark = pytest.mark.gpu
 SPARE = 16 * 2**30

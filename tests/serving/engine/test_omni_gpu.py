@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import ImageSampling, Omni
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     make_small_image_model,
     save_small_image_model,
 )

@@ -16,8 +16,8 @@ pytest.importorskip("openai")
 import openai
 
 from octavo.demo.chart_drawing import draw_chart, generated_questions
+from octavo.demo.chart_reader import load_chart_reader
 from octavo.demo.charts import make_chart
-from octavo.integrations.transformers.chart_reader import load_chart_reader
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings

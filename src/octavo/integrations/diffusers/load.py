@@ -16,11 +16,11 @@ from octavo.integrations.checkpoints.tensor_files import (
     HF_QUANT_CONFIG_NAME,
     read_json,
 )
-from octavo.integrations.diffusers.small_image import MARK, load_small_image_model
+from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 from octavo.integrations.transformers.load import choose_device, loading, register_fp8
 from octavo.integrations.transformers.model_files import read_dtypes
 
-SMALL_IMAGE = "small-image"
+SMALL_IMAGE = SMALL_IMAGE_MODEL.name
 INDEX = "model_index.json"
 
 
@@ -37,10 +37,8 @@ def load_pipeline(
     """
     device = choose_device(device)
     name = SMALL_IMAGE if model is None else str(model)
-    if name == SMALL_IMAGE:
-        pipe = load_small_image_model(dtype=dtype)
-    elif (Path(name) / MARK).is_file():
-        pipe = load_small_image_model(Path(name), dtype)
+    if SMALL_IMAGE_MODEL.matches(name):
+        pipe = SMALL_IMAGE_MODEL.load(name, dtype)
     else:
         _check_folder(name)
         _check_components(Path(name))
@@ -65,8 +63,8 @@ def _check_folder(name: str) -> None:
     if not (path / INDEX).is_file():
         found = list_names(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise CheckpointError(
-            f"{name}: expected {INDEX}, of a pipeline of diffusers, or {MARK}, of a small image "
-            f"model; got {found}"
+            f"{name}: expected {INDEX}, of a pipeline of diffusers, or {SMALL_IMAGE_MODEL.mark}, "
+            f"of a small image model; got {found}"
         )
 
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.run import Calibration, Subject
 from octavo.calibration.run import calibrate as run_calibration
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet
-from octavo.integrations.transformers.chart_reader import (
-    FOLDER,
-    is_chart_reader,
-    load_chart_reader,
-)
+from octavo.integrations.embedded_models import CHART_READER
 from octavo.integrations.transformers.load import (
     check_dtype,
     choose_device,
@@ -116,9 +111,9 @@ def load_image_model(
     dtype: the checkpoint's own, or such as "bfloat16". device: the GPU if there is one.
     """
     dtype, device = check_dtype(dtype), choose_device(device)
-    if name is None or is_chart_reader(Path(name)):
+    if name is None or CHART_READER.matches(name):
         own = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-        reader = load_chart_reader(FOLDER if name is None else Path(name), own).to(device)
+        reader = CHART_READER.load(name, own).to(device)
         return ImageModel(reader.name, reader.model, reader.process_images)
     return _load_from_transformers(name, dtype, device)
 

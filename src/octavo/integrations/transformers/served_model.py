@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.extras import need
-from octavo.integrations.transformers.chart_reader import (
-    END,
-    FOLDER,
-    SPECIAL,
-    ChartProcessor,
-    is_chart_reader,
-    load_chart_reader,
-)
+from octavo.integrations.embedded_models import CHART_READER
 from octavo.integrations.transformers.engine_images import has_vision
 from octavo.integrations.transformers.load import (
     check_dtype,
@@ -25,7 +18,6 @@ from octavo.integrations.transformers.small_model import NAME
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 
-CHART_READER = "chart-reader"
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -52,7 +44,7 @@ def load_served_model(
     "bfloat16". device: the GPU if there is one. prompts: how texts and chats become tokens.
     """
     need(f"loading {name or NAME}", "transformers")
-    if name is not None and (name == CHART_READER or is_chart_reader(Path(name))):
+    if name is not None and CHART_READER.matches(name):
         return _load_reader(name, check_dtype(dtype), choose_device(device), prompts)
     loaded = load_text_model(name, dtype=dtype, device=device, prompts=prompts)
     processor = None
@@ -62,11 +54,9 @@ def load_served_model(
 
 
 def _load_reader(name: str, dtype: str, device: str, prompts: PromptSettings) -> ServedModel:
-    folder = FOLDER if name == CHART_READER else Path(name)
-    reader = load_chart_reader(folder, default_dtype(dtype, device)).to(device)
-    reader.model.generation_config.eos_token_id = SPECIAL.index(END)
+    reader = CHART_READER.load(name, default_dtype(dtype, device)).to(device)
     tokenizer = prepare_tokenizer(reader.chat_tokenizer(), prompts, reader.model.config)
-    return ServedModel(name, reader.model, tokenizer, ChartProcessor(reader))
+    return ServedModel(name, reader.model, tokenizer, reader.image_processor)
 
 
 def _load_image_processor(name: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, UnsupportedError
-from octavo.integrations.transformers import chart_reader
+from octavo.integrations.embedded_models import CHART_READER
 from octavo.integrations.transformers.load import load_weights, loading
 
 # Tokens of the tiny model: the bytes of a text, then these.
@@ -72,10 +72,9 @@ def open_vision_language(model: str | None, device: torch.device) -> VisionLangu
     are there, else a tiny Qwen3-VL with random weights.
     """
     if model is None:
-        has_reader = chart_reader.is_chart_reader(chart_reader.FOLDER)
-        return _Reader(chart_reader.FOLDER, device) if has_reader else TinyModel(device)
-    if chart_reader.is_chart_reader(Path(model)):
-        return _Reader(Path(model), device)
+        return _Reader(None, device) if CHART_READER.is_installed else TinyModel(device)
+    if CHART_READER.matches(model):
+        return _Reader(model, device)
     return NamedModel(model, device)
 
 
@@ -188,8 +187,8 @@ class NamedModel:
 class _Reader:
     """The chart reader; a request of several images is as many questions about one each."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.reader = chart_reader.load_chart_reader(folder).to(device)
+    def __init__(self, name: str | None, device: torch.device) -> None:
+        self.reader = CHART_READER.load(name).to(device)
         self.name, self.model = self.reader.name, self.reader.model
 
     def prepare(self, prompt: str, images: Sequence[Any]) -> Prepared:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.transformers.chart_reader import is_chart_reader, load_chart_reader
+from octavo.integrations.embedded_models import CHART_READER
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
@@ -137,11 +136,11 @@ def load_reader(
     prompts: PromptSettings = PromptSettings(),
 ) -> Reader:
     """The chart reader that comes with octavo, one in a folder, or any image-text model."""
-    folder = None if model is None else Path(model)
-    if model is None or is_chart_reader(Path(model)):
+    if model is None or CHART_READER.matches(model):
         if prompts != PromptSettings():
             raise ConfigError("--chat-template is for image-text models; the chart reader has none")
-        return (load_chart_reader() if folder is None else load_chart_reader(folder)).to(device)
+        reader: Reader = CHART_READER.load(model).to(device)
+        return reader
     return load_vlm_reader(model, prompts=prompts).to(device)
 
 

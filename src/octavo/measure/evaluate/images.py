@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
+from octavo.integrations.embedded_models import ASSETS, SMALL_IMAGE_MODEL
 from octavo.kernels.device import describe
 from octavo.measure.evaluate.image_scores import ImageScores, compare_images, why_no_lpips
 from octavo.measure.records import Machine, Measurement, Scalar
@@ -25,7 +25,7 @@ from octavo.measure.report.tables import Table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
 from octavo.measure.run import Outcome, Participant, Records, run_whole
 
-DEFAULT_PROMPTS = files("octavo") / "assets" / "small_image_prompts.txt"
+DEFAULT_PROMPTS = ASSETS / "small_image_prompts.txt"
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
 # Given the names and images of the first row and another: where both were written side by side, as
 # a path from the records file on, and the prompts that this shows.
@@ -218,10 +218,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def is_small_image(model: str | None) -> bool:
     """Whether a name is that of the small image model, or a folder holds one."""
-    from octavo.integrations.diffusers.load import SMALL_IMAGE
-    from octavo.integrations.diffusers.small_image import MARK
-
-    return model is None or model == SMALL_IMAGE or (Path(model) / MARK).is_file()
+    return model is None or SMALL_IMAGE_MODEL.matches(model)
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ pytest.importorskip("diffusers")
 
 from diffusers import FluxTransformer2DModel
 
-from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     CONFIG,
     MARK,
     MAX_WORDS,
@@ -26,6 +25,7 @@ from octavo.integrations.diffusers.small_image import (
     picture_ids,
     save_small_image_model,
 )
+from octavo.errors import CheckpointError, ConfigError
 
 TINY = {
     "num_single_layers": 1,

@@ -6,14 +6,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from octavo.errors import ConfigError
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     PICTURE_SIZE,
     WordEncoder,
     cut_patches,
     make_small_image_model,
 )
-from octavo.integrations.diffusers.small_image_training import (
+from octavo.demo.small_image_training import (
     COLORS,
     MARGIN,
     Pictures,
@@ -22,6 +21,7 @@ from octavo.integrations.diffusers.small_image_training import (
     score,
     vocabulary,
 )
+from octavo.errors import ConfigError
 
 NAMES, SIZES = ["left bar", "cross", "disk"], ["large", "small"]
 

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import Recipe, apply_
-from octavo.integrations.diffusers.small_image import (
+from octavo.demo.small_image import (
     FOLDER,
     MARK,
     PICTURE_SIZE,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.demo.small_image import PICTURE_SIZE, cut_patches
 from octavo.errors import ConfigError
-from octavo.integrations.diffusers.small_image import PICTURE_SIZE, cut_patches
 
 # Soft ones: what is drawn stands out from all of them.
 COLORS = {

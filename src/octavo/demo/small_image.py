@@ -27,10 +27,11 @@ from octavo.atomic import write_atomically
 from octavo.brief import NUM_NAMES_SHOWN, list_names
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.checkpoints.damage import find_damage
+from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 
-FOLDER = Path(__file__).parents[2] / "assets" / "small_image"
+FOLDER, MARK = SMALL_IMAGE_MODEL.folder, SMALL_IMAGE_MODEL.mark
 FORMAT_VERSION = 1
-MARK, SCHEDULER = "small_image.json", "scheduler/scheduler_config.json"
+SCHEDULER = "scheduler/scheduler_config.json"
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 PICTURE_SIZE, PATCH = 48, 3  # pixels; 16 × 16 patches
 MAX_WORDS = 8

@@ -19,13 +19,11 @@ from torch import Tensor
 from octavo.atomic import write_atomically
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.checkpoints.damage import find_damage
+from octavo.integrations.embedded_models import CHART_READER
 
-FOLDER = Path(__file__).parents[2] / "assets" / "chart_reader"
+FOLDER, MARK = CHART_READER.folder, CHART_READER.mark
 FORMAT_VERSION = 1
-MARK, CONFIG, TOKENIZER, WEIGHTS = (
-    *("chart_reader.json", "config.json"),
-    *("tokenizer.json", "model.safetensors"),
-)
+CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 PATCH, MERGE, FRAMES = 16, 2, 2  # FRAMES: an image is shown twice, as to all Qwen-VLs
 UNIT = PATCH * MERGE  # sides of images are multiples of it
 PAD, UNKNOWN, END, START, IMAGE, STOP, VIDEO = SPECIAL = (
@@ -232,6 +230,11 @@ class ChartReader:
             "image_grid_thw": torch.tensor([grid for _, grid in flat]),
         }
 
+    @property
+    def image_processor(self) -> "ChartProcessor":
+        """The reader's image processor, as the engine takes it."""
+        return ChartProcessor(self)
+
     def prepare(self, images: Sequence[Any], questions: Sequence[str]) -> dict[str, Tensor]:
         """The model's inputs for pillow images and a question about each; padded on the left."""
         if len(images) != len(questions) or not images:
@@ -311,11 +314,6 @@ def _make_model(config: Any) -> Any:
     return family.Qwen3VLForConditionalGeneration(config)
 
 
-def is_chart_reader(folder: Path) -> bool:
-    """Whether a folder holds what `save_chart_reader` writes."""
-    return (folder / MARK).is_file()
-
-
 def save_chart_reader(reader: ChartReader, folder: Path) -> int:
     """Write a reader's files, its weights in bfloat16; returns the size of the weights in bytes."""
     from safetensors.torch import save
@@ -363,6 +361,7 @@ def load_chart_reader(folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16
     ]:
         raise CheckpointError(f"{folder / WEIGHTS}: missing or unexpected: {', '.join(wrong)}")
     model.tie_weights()
+    model.generation_config.eos_token_id = SPECIAL.index(END)
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     name = "chart reader" if folder == FOLDER else str(folder)
     return ChartReader(model.to(dtype).eval(), tokenizer, name=name)

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 from PIL import Image
 
-from octavo.integrations.transformers import chart_reader
-from octavo.integrations.transformers.chart_reader import (
+from octavo.demo import chart_reader
+from octavo.demo.chart_reader import (
     IMAGE,
     MERGE,
     SPECIAL,
@@ -25,12 +25,13 @@ from octavo.integrations.transformers.chart_reader import (
     make_tokenizer,
     save_chart_reader,
 )
-from octavo.integrations.transformers.chart_reader_training import (
+from octavo.demo.chart_reader_training import (
     IGNORED,
     ChartReaderLoss,
     Guides,
     equal_images,
 )
+from octavo.integrations.embedded_models import CHART_READER
 
 WORDS = ["How", "many", "bars", "are", "there", "?", ",", "Apple", "Pear", *"0123456789"]
 
@@ -219,7 +220,7 @@ def test_weights_of_another_model_are_refused(reader, tmp_path):
 
 
 def test_the_shipped_reader_is_there_or_says_how_to_make_it():
-    if chart_reader.is_chart_reader(chart_reader.FOLDER):
+    if CHART_READER.is_installed:
         assert load_chart_reader().name == "chart reader"
     else:
         with pytest.raises(CheckpointError, match="train_chart_reader"):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.integrations.transformers.chart_reader import IMAGE, MERGE, PATCH, SPECIAL, cut_patches
+from octavo.demo.chart_reader import IMAGE, MERGE, PATCH, SPECIAL, cut_patches
 from octavo.internals import internals, require
 
 IGNORED = -100
