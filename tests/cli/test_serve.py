@@ -231,13 +231,13 @@ def test_a_free_port_is_printed(calls, monkeypatch, capsys):
 def test_without_the_small_model_the_command_to_get_it_is_printed(calls, monkeypatch, capsys):
     from importlib import metadata
 
-    from octavo.integrations.transformers import small_model
+    from octavo.integrations.transformers import text_model
 
     def not_installed(name):
         raise metadata.PackageNotFoundError(name)
 
     def load_engine(*_, **__):
-        small_model.find_weights()
+        text_model.find_weights()
 
     monkeypatch.setattr(metadata, "files", not_installed)
     sys.modules["octavo.serving.engine.engine"].load_engine = load_engine

@@ -25,8 +25,8 @@ from octavo.numerics.error import relative_rms
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales
 from octavo.reference import attention as reference
+from octavo.reference.qkv import restore_values, transpose_values
 from octavo.reference.softmax import Rounding, kernel_rounding
-from octavo.reference.value_layout import restore_values, transpose_values
 from octavo.testing.asserts import assert_same_bits, assert_within_budget
 from octavo.testing.cases import HEAD_DIMS, HEADS, LENGTHS, PACKED, AttentionCase, PackedCase
 from octavo.testing.inputs import make_attention_inputs, make_packed_inputs

@@ -12,8 +12,8 @@ from octavo.numerics.accumulator import HOPPER_FP8
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.reference.paged import gather_kv, paged_attention
+from octavo.reference.qkv import restore_values
 from octavo.reference.softmax import Rounding, kernel_rounding
-from octavo.reference.value_layout import restore_values
 from octavo.testing.asserts import assert_same_bits, assert_within_budget
 from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import cumulative, make_paged_view, make_prefill_inputs

@@ -14,9 +14,8 @@ from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
-from octavo.reference.qk_norm import normalize
+from octavo.reference.qkv import normalize, restore_values, transpose_values
 from octavo.reference.rotary import rotate
-from octavo.reference.value_layout import restore_values, transpose_values
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw, cumulative
 

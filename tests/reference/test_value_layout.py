@@ -5,7 +5,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.numerics.value_layout import check_value_layout, columns_of_keys, num_columns
-from octavo.reference.value_layout import restore_values, transpose_values
+from octavo.reference.qkv import restore_values, transpose_values
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import cumulative
 

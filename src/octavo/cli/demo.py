@@ -54,7 +54,7 @@ def demo(
     need("octavo demo", "PIL", "diffusers", "jinja2", "plotly", "transformers", extra="demo")
     env.let_threads_sleep()
     from octavo.demo import story
-    from octavo.demo.summary import summary_table
+    from octavo.demo.story import summary_table
     from octavo.measure import store
     from octavo.numerics.narrow_products import use_float32_products
 

@@ -112,7 +112,7 @@ def _layers(
     from octavo.ops.warm_up import ROWS, LinearLayers
 
     if _is_diffusers(model):
-        from octavo.integrations.diffusers.linear_shapes import read_linear_shapes
+        from octavo.integrations.diffusers.step_work import read_linear_shapes
 
         if not tokens:
             raise ConfigError(f"expected --tokens for {model}, of diffusers, got none")

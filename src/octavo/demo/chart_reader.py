@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.atomic import write_atomically
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.damage import find_damage
+from octavo.integrations.checkpoints.tensor_files import find_damage
 from octavo.integrations.embedded_models import CHART_READER
 
 FOLDER, MARK = CHART_READER.folder, CHART_READER.mark

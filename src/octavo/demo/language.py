@@ -15,8 +15,7 @@ from octavo.demo.attention_errors import (
 )
 from octavo.demo.stage import Sizes, Stage, one_thread
 from octavo.integrations.transformers.capture import CapturedQkv, capture_qkv
-from octavo.integrations.transformers.small_model import NAME
-from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.text_model import SMALL_MODEL, TextModel
 from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure import store
 from octavo.measure.evaluate import needle, perplexity
@@ -65,18 +64,18 @@ class LanguageDemo:
         sizes = self.sizes
         longest = f"{max(sizes.needle_lengths):,}"
         return [
-            Stage(f"{NAME}: the error of FP8 in its attention", self._errors, _errors_told),
+            Stage(f"{SMALL_MODEL}: the error of FP8 in its attention", self._errors, _errors_told),
             Stage(
-                f"{NAME}: perplexity, {sizes.num_windows} × {sizes.context} tokens",
+                f"{SMALL_MODEL}: perplexity, {sizes.num_windows} × {sizes.context} tokens",
                 self._perplexity,
                 lambda records: [perplexity.perplexity_table(records)],
             ),
             Stage(
-                f"{NAME}: a needle in up to {longest} tokens",
+                f"{SMALL_MODEL}: a needle in up to {longest} tokens",
                 self._needle,
                 lambda records: [needle_table(records)],
             ),
-            Stage(f"{NAME}: a chat", self._chat, lambda records: [chat_table(records)]),
+            Stage(f"{SMALL_MODEL}: a chat", self._chat, lambda records: [chat_table(records)]),
         ]
 
     def _errors(self, watch: Watch) -> list[Measurement]:
@@ -120,7 +119,7 @@ class LanguageDemo:
 
     def _needle(self, watch: Watch) -> list[Measurement]:
         grid = needle.Grid(lengths=self.sizes.needle_lengths, depths=(0.5,), repetitions=1)
-        request = needle.Request(grid=grid, model=NAME, rows=ROWS, num_keys=1)
+        request = needle.Request(grid=grid, model=SMALL_MODEL, rows=ROWS, num_keys=1)
         return needle.run(request, self.records, watch, text_model=self.text_model)
 
     def _chat(self, watch: Watch) -> list[Measurement]:

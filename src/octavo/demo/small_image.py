@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octavo.atomic import write_atomically
 from octavo.brief import NUM_NAMES_SHOWN, list_names
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.damage import find_damage
+from octavo.integrations.checkpoints.tensor_files import find_damage
 from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 
 FOLDER, MARK = SMALL_IMAGE_MODEL.folder, SMALL_IMAGE_MODEL.mark

@@ -31,8 +31,8 @@ from octavo.ops.select import (
     scale_granularity,
 )
 from octavo.reference import attention as reference
+from octavo.reference.qkv import restore_values
 from octavo.reference.softmax import kernel_rounding
-from octavo.reference.value_layout import restore_values
 
 
 @overload

@@ -11,10 +11,46 @@ from octavo.numerics.qkv import QkvScales, QuantizedQkv, align
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.scales import amax_to_scale, finite_amax, without_padding
-from octavo.numerics.value_layout import ValueLayout
-from octavo.reference.qk_norm import normalize
+from octavo.numerics.value_layout import ValueLayout, columns_of_keys, num_columns
 from octavo.reference.rotary import rotate
-from octavo.reference.value_layout import transpose_values
+
+
+def transpose_values(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """v [batch, kv_len, heads, head_dim], or packed [tokens, …] with cu_seqlens, transposed."""
+    num_keys = v.shape[-3]
+    columns = columns_of_keys(num_keys, cu_seqlens, v.device)
+    num_sequences = None
+    if cu_seqlens is not None:
+        num_sequences = len(cu_seqlens) - 1
+        columns = columns[: int(cu_seqlens[-1])]  # tokens after the last sequence are padding
+    shape = (*v.shape[:-3], *v.shape[-2:], num_columns(num_keys, num_sequences))
+    result = torch.zeros(shape, dtype=torch.float32, device=v.device).to(v.dtype)
+    rows = v[..., : len(columns), :, :]
+    _bits(result)[..., columns] = _bits(rows).movedim(-3, -1)
+    return result
+
+
+def restore_values(transposed: Tensor, num_keys: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The rows of transposed values: num_keys of each sequence, or of all packed ones."""
+    columns = columns_of_keys(num_keys, cu_seqlens, transposed.device)
+    columns = columns.clamp(max=transposed.shape[-1] - 1)  # of padding after the last sequence
+    rows = _bits(transposed)[..., columns].movedim(-1, -3)
+    return rows.contiguous().view(transposed.dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as bytes: torch has no indexed writes for it on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float, num_first: int) -> Tensor:
+    """x [..., length, heads, head_dim] normalized in float32; weight: [streams, head_dim]."""
+    values = x.float()
+    root = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    is_second = torch.arange(x.shape[-3], device=x.device) >= num_first
+    row = is_second.long() if len(weight) == 2 else torch.zeros_like(is_second, dtype=torch.long)
+    return values * root * weight.float()[row][:, None]
+
 
 Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
 

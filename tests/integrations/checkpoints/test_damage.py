@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.integrations.checkpoints.damage import find_damage
+from octavo.integrations.checkpoints.tensor_files import find_damage
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "ead51fe" / "checkpoints"
 PLAIN, SINGLE = "model-00001-of-00001.safetensors", "model.safetensors"

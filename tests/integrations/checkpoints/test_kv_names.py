@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.integrations.checkpoints.kv_names import match_layers, missing_layers, split_number
+from octavo.integrations.checkpoints.kv_scales import match_layers, missing_layers, split_number
 
 TEXT = "model.layers.0.self_attn"
 NEW = "model.language_model.layers.0.self_attn"

@@ -20,7 +20,7 @@ from octavo.demo.small_image import (
 )
 from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial
 from octavo.integrations.diffusers.step_cache import find_step_hook
-from octavo.integrations.diffusers.tea_cache_coefficients import (
+from octavo.integrations.diffusers.tea_cache import (
     evaluate,
     known_coefficients,
 )

@@ -10,7 +10,7 @@ pytest.importorskip("diffusers")
 from diffusers import FluxTransformer2DModel
 
 from octavo.errors import CheckpointError
-from octavo.integrations.diffusers.linear_shapes import read_linear_shapes
+from octavo.integrations.diffusers.step_work import read_linear_shapes
 
 FLUX = {
     "in_channels": 16,

@@ -30,7 +30,7 @@ from octavo.integrations.diffusers.block_layouts import blocks_of, layout_of
 from octavo.integrations.diffusers.denoising import StepCounts
 from octavo.integrations.diffusers.pipeline import find_transformers
 from octavo.integrations.diffusers.step_cache import find_step_hook
-from octavo.integrations.diffusers.tea_cache_coefficients import (
+from octavo.integrations.diffusers.tea_cache import (
     BY_CLASS,
     known_coefficients,
 )

@@ -21,7 +21,7 @@ from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.scale_file import ScaleHeader
 from octavo.calibration.state import state_path
 from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.transformers.observe import layer_names, observe
+from octavo.integrations.transformers.calibrate import layer_names, observe
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.amax import HISTORY_LENGTH
 from octavo.numerics.error import relative_rms

@@ -27,8 +27,7 @@ from octavo.integrations.transformers import calibrate_text as calibrate_module
 from octavo.integrations.transformers import text_model as text_model_module
 from octavo.integrations.transformers.observe_text import observe_text
 from octavo.integrations.transformers.text import find_layers
-from octavo.integrations.transformers.text_model import TextModel, load_text_model
-from octavo.integrations.transformers.windows import run_windows
+from octavo.integrations.transformers.text_model import TextModel, load_text_model, run_windows
 from octavo_testkit.models import text_models
 
 EXACT = CalibrationSettings(margin=1.0)

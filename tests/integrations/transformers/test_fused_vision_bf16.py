@@ -10,7 +10,7 @@ from octavo import ConfigError, Recipe, UnsupportedError, ops
 from octavo.calibration.autosave import ScaleSaver
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import fused_vision
-from octavo.integrations.transformers.observe import observe
+from octavo.integrations.transformers.calibrate import observe
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits

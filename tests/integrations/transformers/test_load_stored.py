@@ -18,9 +18,8 @@ from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.checkpoints.export import export_checkpoint
 from octavo.integrations.transformers.text_model import load_text_model
-from octavo.integrations.transformers.vision_language import open_vision_language
+from octavo.integrations.transformers.vision_language import load_vlm_reader, open_vision_language
 from octavo.integrations.transformers.vision_tower import open_tower
-from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.layers.linear import Fp8Linear
 from octavo.measure import store
 from octavo.measure.bench.engine import open_subject

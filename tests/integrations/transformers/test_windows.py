@@ -9,7 +9,7 @@ from octavo.calibration import text_data
 from octavo.calibration.text_data import open_texts
 
 pytest.importorskip("transformers")
-from octavo.integrations.transformers.windows import cut_windows
+from octavo.integrations.transformers.text_model import cut_windows
 from octavo_testkit.models import text_models
 
 TEXT = "\n".join(text_models.SENTENCES) + "\n"

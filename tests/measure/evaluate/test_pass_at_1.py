@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.transformers.generation_sampling import (
+from octavo.integrations.transformers.text_model import (
     generation_sampling,
     load_generation_sampling,
 )

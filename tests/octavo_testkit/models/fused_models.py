@@ -11,7 +11,7 @@ from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.integrations.diffusers import full_size, fused_attention
 from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.current_layer import observe_attention
-from octavo.reference.qk_norm import normalize
+from octavo.reference.qkv import normalize
 from octavo.reference.rotary import rotate
 from octavo_testkit.models.tiny_flux import make_flux2_transformer
 from octavo_testkit.models.tiny_pipelines import make_z_image_transformer

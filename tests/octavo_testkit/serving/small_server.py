@@ -6,7 +6,7 @@ import time
 import pytest
 
 from octavo.errors import UnsupportedError
-from octavo.integrations.transformers.small_model import find_weights
+from octavo.integrations.transformers.text_model import find_weights
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
 from octavo.serving.server.settings import ServerSettings

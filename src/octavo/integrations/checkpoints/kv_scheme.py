@@ -1,18 +1,42 @@
 """What a checkpoint's JSON files announce about the scales of its KV cache."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.brief import brief
+from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError
-from octavo.integrations.checkpoints.scheme_fields import Expected, check_fields
 from octavo.integrations.checkpoints.tensor_files import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
     CheckpointFiles,
 )
+
+# Key -> the values that are understood; None where any value means the same to us.
+Expected = Mapping[str, Sequence[Any] | None]
+
+
+def check_fields(
+    label: str, scheme: object, expected: Expected, required: Sequence[str]
+) -> dict[str, Any]:
+    """The scheme, if all its keys and values are among the expected; CheckpointError otherwise."""
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"expected {label} to be an object, got {brief(scheme)}")
+    if unknown := [key for key in scheme if key not in expected]:
+        raise CheckpointError(f"{label} has settings we do not know: {list_names(unknown)}")
+    for key, values in expected.items():
+        if values is None or (key not in scheme and key not in required):
+            continue
+        # True is 1 and False is 0 to Python, not to a file.
+        said = (scheme.get(key), type(scheme.get(key)))
+        if said not in [(value, type(value)) for value in values]:
+            choices = " or ".join(map(repr, values))
+            raise CheckpointError(
+                f"{label}: expected {key} {choices}, got {brief(scheme.get(key))}"
+            )
+    return scheme
+
 
 Strategy = Literal["tensor", "attn_head"]
 

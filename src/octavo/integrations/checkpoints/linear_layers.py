@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.brief import brief, list_names
 from octavo.calibration.scale_document import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError
-from octavo.integrations.checkpoints.kv_names import parse_scale_name
+from octavo.integrations.checkpoints.kv_scales import parse_scale_name
 from octavo.integrations.checkpoints.tensor_files import TensorEntry, check_zeros, read_tensor
 from octavo.integrations.fused_layers import part_sizes
 from octavo.numerics.granularity import PerBlock, PerChannel, parse_granularity

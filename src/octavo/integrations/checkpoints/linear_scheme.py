@@ -1,4 +1,4 @@
-"""How the linear layers of a checkpoint in FP8 are quantized, by its JSON files.
+"""How a checkpoint stores its weights, and quantizes its linear layers, by its JSON files.
 
 | writer                       | quantization_config in config.json    | what it says          |
 | ---------------------------- | ------------------------------------- | --------------------- |
@@ -11,12 +11,16 @@ Which layers these are is not read here: a weight in FP8 is, any other is not (l
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.kv_scheme import find_quantization_config, method_name
-from octavo.integrations.checkpoints.scheme_fields import Expected, check_fields
+from octavo.integrations.checkpoints.kv_scheme import (
+    Expected,
+    check_fields,
+    find_quantization_config,
+    method_name,
+)
 from octavo.integrations.checkpoints.tensor_files import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from octavo.recipe import LinearSettings
 
@@ -59,6 +63,7 @@ _ALGORITHMS: Mapping[str, Fields] = {
     "FP8_PER_CHANNEL_PER_TOKEN": {"weight": "channel"},
 }
 _BLOCKS = [128, 128]
+Format = Literal["plain", "fp8", "mxfp4"]
 
 
 def read_linear_scheme(config: Fields, hf_quant_config: Fields | None = None) -> LinearSettings:
@@ -186,3 +191,46 @@ def _from_group(label: str, group: Fields) -> LinearSettings:
     found["scaling"] = "dynamic" if inputs.get("dynamic", False) else "static"
     found["activation"] = "block 1x128" if strategy == "group" else strategy
     return LinearSettings(**found)
+
+
+def find_format(config: Fields, hf_quant_config: Fields | None = None) -> Format:
+    """How weights are stored; CheckpointError for a format that octavo cannot load.
+
+    config, hf_quant_config: the content of the checkpoint's files of these names.
+    """
+    settings = find_quantization_config(config)
+    if settings is None:
+        is_plain = hf_quant_config is None or _excludes_all(hf_quant_config)
+        return "plain" if is_plain else "fp8"
+    method = settings.get("quant_method")
+    if not isinstance(method, str):
+        return "fp8"  # ModelOpt's file may be copied here; whoever reads it refuses all else
+    method = method_name(method)
+    if method == "compressed-tensors":
+        return "fp8" if _has_weights(settings) else "plain"
+    if method.startswith("modelopt"):
+        return "plain" if _excludes_all(settings) else "fp8"
+    if method in ("fp8", "octavo"):
+        return "fp8"
+    if method == "mxfp4":
+        return "mxfp4"
+    raise CheckpointError(
+        f"{CONFIG_NAME}: expected plain weights, FP8 (quant_method compressed-tensors, fp8, "
+        f"modelopt or octavo) or mxfp4, got {brief(method)}: take the checkpoint in BF16, which "
+        "--quantization fp8 quantizes, or load this one with transformers and give octavo.LLM the "
+        "loaded model"
+    )
+
+
+def _has_weights(settings: Fields) -> bool:
+    """Whether a config of compressed-tensors has a group that quantizes weights."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict):
+        return True  # not what we know: the reader of FP8 weights says so
+    return any(not isinstance(g, dict) or g.get("weights") is not None for g in groups.values())
+
+
+def _excludes_all(settings: Fields) -> bool:
+    """Whether ModelOpt's settings leave every layer out: scales of the KV cache alone."""
+    inner = settings.get("quantization", settings)
+    return isinstance(inner, dict) and "*" in (inner.get("exclude_modules") or ())

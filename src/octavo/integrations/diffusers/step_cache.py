@@ -30,9 +30,9 @@ from octavo.integrations.diffusers.step_graphs import has_step_graphs
 from octavo.integrations.diffusers.tea_cache import (
     TeaCacheBlockHook,
     attach_tea_cache_,
+    known_coefficients,
     put_forward_,
 )
-from octavo.integrations.diffusers.tea_cache_coefficients import known_coefficients
 from octavo.internals import internals, require
 from octavo.settings import Settings, Shorthands
 

@@ -13,7 +13,7 @@ from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.observe_text import observe_text
 from octavo.integrations.transformers.text import find_layers, find_uncentered
-from octavo.integrations.transformers.windows import Window, run_windows
+from octavo.integrations.transformers.text_model import Window, run_windows
 
 
 def calibrate_kv(

@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.checkpoints.damage import find_damage
+from octavo.integrations.checkpoints.tensor_files import find_damage
 from octavo.integrations.transformers.gguf_file import find_gguf, load_gguf
 from octavo.integrations.transformers.load_stored import load_stored
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
 from octavo.integrations.checkpoints.linear_layers import check_plain
-from octavo.integrations.checkpoints.stored_format import find_format
+from octavo.integrations.checkpoints.linear_scheme import find_format
 from octavo.integrations.checkpoints.tensor_files import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from octavo.integrations.transformers.gguf_file import find_gguf
 from octavo.integrations.transformers.load_fp8 import config_with, load_with_scales

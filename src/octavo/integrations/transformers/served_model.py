@@ -14,8 +14,7 @@ from octavo.integrations.transformers.load import (
     default_dtype,
     loading,
 )
-from octavo.integrations.transformers.small_model import NAME
-from octavo.integrations.transformers.text_model import load_text_model
+from octavo.integrations.transformers.text_model import SMALL_MODEL, load_text_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -43,7 +42,7 @@ def load_served_model(
     name: a folder, a hub name or a GGUF file. dtype: the checkpoint's own, or such as
     "bfloat16". device: the GPU if there is one. prompts: how texts and chats become tokens.
     """
-    need(f"loading {name or NAME}", "transformers")
+    need(f"loading {name or SMALL_MODEL}", "transformers")
     if name is not None and CHART_READER.matches(name):
         return _load_reader(name, check_dtype(dtype), choose_device(device), prompts)
     loaded = load_text_model(name, dtype=dtype, device=device, prompts=prompts)

@@ -30,8 +30,8 @@ from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.rotary import Rotary
+from octavo.reference.qkv import restore_values
 from octavo.reference.rotary import rotate
-from octavo.reference.value_layout import restore_values
 
 
 def _quantize(size: tuple[int, int], device: torch.device, folder: Path | None) -> Benchmark:

@@ -23,7 +23,7 @@ from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.embedded_models import CHART_READER
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision import scale_name
-from octavo.integrations.transformers.vlm_reader import load_vlm_reader
+from octavo.integrations.transformers.vision_language import load_vlm_reader
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.measure.evaluate.chartqa_data import Question

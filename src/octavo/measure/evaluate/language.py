@@ -21,8 +21,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.linear_twin import quantized_twin, split_linear
 from octavo.integrations.transformers.calibrate_text import observe_windows
-from octavo.integrations.transformers.small_model import NAME as SMALL
-from octavo.integrations.transformers.text_model import TextModel, load_text_model
+from octavo.integrations.transformers.text_model import SMALL_MODEL, TextModel, load_text_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, chat_tokens
 from octavo.measure.evaluate.endpoint import Client, Endpoint
 from octavo.measure.evaluate.mrcr_data import generated_questions
@@ -133,7 +132,7 @@ class LanguageRequest:
 
     def load(self) -> TextModel:
         """The local model."""
-        name = None if self.model == SMALL else self.model
+        name = None if self.model == SMALL_MODEL else self.model
         return load_text_model(name, dtype=self.dtype, prompts=self.prompts)
 
     def labelled(self, row: Row, dtype: str) -> Row:

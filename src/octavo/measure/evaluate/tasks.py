@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.generation_sampling import (
+from octavo.integrations.transformers.text_model import (
     generation_sampling,
     load_generation_sampling,
 )
