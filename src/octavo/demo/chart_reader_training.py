@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.demo.chart_reader import IMAGE, MERGE, PATCH, SPECIAL, cut_patches
+from octavo.integrations.patch import Patch
 from octavo.internals import internals, require
 
 IGNORED = -100
@@ -43,16 +44,12 @@ def equal_images(model: Any) -> Iterator[None]:
         "transformers.PreTrainedConfig._attn_implementation",
         "transformers.Qwen3VLTextModel._deepstack_process",
     )
-    previous, config._attn_implementation = config._attn_implementation, ATTENTION
-    changed = (inner.visual.patch_embed, "forward"), (inner.language_model, "_deepstack_process")
-    inner.visual.patch_embed.forward = partial(_embed_patches, inner.visual.patch_embed)
-    inner.language_model._deepstack_process = _add_to_images
-    try:
+    embed = inner.visual.patch_embed
+    with Patch() as patch:
+        patch.set(config, "_attn_implementation", ATTENTION)
+        patch.set(embed, "forward", partial(_embed_patches, embed))
+        patch.set(inner.language_model, "_deepstack_process", _add_to_images)
         yield
-    finally:
-        config._attn_implementation = previous
-        for module, name in changed:
-            delattr(module, name)
 
 
 def _embed_patches(module: Any, patches: Tensor) -> Tensor:

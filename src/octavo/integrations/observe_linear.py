@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from octavo.brief import list_names
 from octavo.calibration.observers import CalibrationSettings, Histogram
 from octavo.errors import ConfigError
+from octavo.integrations.patch import Handle, Patch
 from octavo.numerics.scales import amax_to_scale
 
 
@@ -18,7 +19,7 @@ def watch_inputs(
 ) -> Iterator[None]:
     """Call `see` with the name and the input of these layers, whenever one runs."""
 
-    def watch(name: str) -> Any:
+    def watch(name: str) -> Handle:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else kwargs["input"]
             if x.numel():  # none: an expert that no token was sent to
@@ -26,12 +27,10 @@ def watch_inputs(
 
         return model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
-    hooks = [watch(name) for name in names]
-    try:
+    with Patch() as patch:
+        for name in names:
+            patch.hook(watch(name))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class InputObserver:

@@ -3,8 +3,8 @@
 On the meta device nothing is computed and no memory is taken, so sizes may be real ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from octavo.integrations.patch import Patch
 from octavo.internals import internals, require
 
 with internals("torch"):
@@ -98,11 +99,14 @@ def trace(
     found = Trace()
     inside: list[str] = []
     with ExitStack() as stack:
+        patch = stack.enter_context(Patch())
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                stack.enter_context(_hooked(module, partial(_record_linear, found, name)))
+                patch.hook(module.register_forward_hook(partial(_record_linear, found, name)))
         for name, place in places.items():
-            stack.enter_context(_entered(model.get_submodule(name), place, inside))
+            part = model.get_submodule(name)
+            patch.hook(part.register_forward_pre_hook(partial(_enter, inside, place)))
+            patch.hook(part.register_forward_hook(partial(_leave, inside)))
         stack.enter_context(_NoProducts(found, inside))
         if has_bytes:
             stack.enter_context(_BytesSeen(found, inside))
@@ -115,27 +119,11 @@ def _record_linear(found: Trace, name: str, module: Any, args: Any, result: Any)
     found.linear.append(LinearWork(name, module.in_features, module.out_features, rows))
 
 
-@contextmanager
-def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _enter(inside: list[str], place: str, *_: object) -> None:
+    inside.append(place)
 
 
-@contextmanager
-def _entered(module: nn.Module, place: str, inside: list[str]) -> Iterator[None]:
-    before = module.register_forward_pre_hook(lambda *_: inside.append(place))
-    after = module.register_forward_hook(lambda *_: _leave(inside))
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
-
-
-def _leave(inside: list[str]) -> None:
+def _leave(inside: list[str], *_: object) -> None:
     inside.pop()
 
 

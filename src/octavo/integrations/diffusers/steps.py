@@ -15,6 +15,7 @@ from octavo.integrations.diffusers.call import check_options, parameters_of
 from octavo.integrations.diffusers.pipeline import find_transformers
 from octavo.integrations.diffusers.step_cache import find_step_hook
 from octavo.integrations.diffusers.step_graphs import has_step_graphs
+from octavo.integrations.patch import Patch
 
 # A prompt's text, or all that the pipeline is called with for it.
 Prompt = str | Mapping[str, Any]
@@ -132,11 +133,10 @@ def counted_steps(
         return result
 
     # A class of its own, not an attribute: a copy of the scheduler must step itself.
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": __name__})
-    try:
+    counting = type(kind.__name__, (kind,), {"step": step, "__module__": __name__})
+    with Patch() as patch:
+        patch.set(scheduler, "__class__", counting)
         yield steps
-    finally:
-        scheduler.__class__ = kind
 
 
 def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:

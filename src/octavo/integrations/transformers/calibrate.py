@@ -19,6 +19,7 @@ from octavo.calibration.run import calibrate as run_calibration
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.embedded_models import CHART_READER
+from octavo.integrations.patch import Patch
 from octavo.integrations.transformers.load import (
     check_dtype,
     choose_device,
@@ -178,20 +179,11 @@ def observe(model: nn.Module, see: See) -> Iterator[None]:
         )
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
-    before = [(module, _config(module)._attn_implementation) for module in found.values()]
-    try:
+    with Patch() as patch:
         for name, module in found.items():
-            setattr(module, _ATTRIBUTE, (scale_name(name), see))
-            _config(module)._attn_implementation = IMPLEMENTATION
+            patch.set(module, _ATTRIBUTE, (scale_name(name), see))
+            patch.set(module.config, "_attn_implementation", IMPLEMENTATION)
         yield
-    finally:
-        for module, implementation in before:
-            _config(module)._attn_implementation = implementation
-            vars(module).pop(_ATTRIBUTE, None)
-
-
-def _config(module: nn.Module) -> Any:
-    return module.config
 
 
 def _attend(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.integrations.patch import Patch
 from octavo.internals import internals, require
 
 # Without "flash" or "sdpa" in it: transformers reads meaning into such names.
@@ -35,13 +36,9 @@ def capture_qkv(model: Any, input_ids: Tensor, layers: Iterable[int]) -> dict[in
     captured: dict[int, CapturedQkv] = {}
     _register()
     require("transformers.PreTrainedConfig._attn_implementation")
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(_IMPLEMENTATION)
-    try:
-        with torch.inference_mode():
-            model(input_ids=input_ids, use_cache=False, octavo_capture=(wanted, captured))
-    finally:
-        model.set_attn_implementation(previous)
+    with Patch() as patch, torch.inference_mode():
+        patch.set(model.config, "_attn_implementation", _IMPLEMENTATION)
+        model(input_ids=input_ids, use_cache=False, octavo_capture=(wanted, captured))
     return captured
 
 

@@ -16,6 +16,7 @@ import torch
 from octavo.brief import list_names
 from octavo.errors import CheckpointError
 from octavo.extras import need
+from octavo.integrations.patch import Patch
 from octavo.integrations.transformers.loading_info import check_taken
 
 SUFFIX = ".gguf"
@@ -156,11 +157,7 @@ def read_once(name: str) -> Iterator[None]:
     need_gguf(name)
     import gguf
 
-    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in before.items():
-        setattr(gguf, name, cache(function))
-    try:
+    with Patch() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.set(gguf, name, cache(getattr(gguf, name)))
         yield
-    finally:
-        for name, function in before.items():
-            setattr(gguf, name, function)
