@@ -24,9 +24,9 @@ from octavo.integrations.transformers.load import (
     check_dtype,
     choose_device,
     dtype_name,
-    load_weights,
     loading,
 )
+from octavo.integrations.transformers.load_stored import load_weights
 from octavo.integrations.transformers.vision import PACKED, REFUSED, find_layers, scale_name
 from octavo.internals import internals, require
 from octavo.layers.encoder_attention import EncoderAttention

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.load import load_weights, loading
+from octavo.integrations.transformers.load import loading
+from octavo.integrations.transformers.load_stored import load_weights
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """Loading models from a folder or the hub, with errors that say what is missing."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +12,6 @@ from torch import nn
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedError
 from octavo.integrations.checkpoints.tensor_files import find_damage
-from octavo.integrations.transformers.gguf_file import find_gguf, load_gguf
-from octavo.integrations.transformers.load_stored import load_stored
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -97,26 +94,3 @@ def local_place(name: str) -> Path | None:
     except (OSError, ValueError):
         return None
     return None if file is None else Path(file).parent
-
-
-def load_weights(
-    name: str, kind: Any, *, dtype: str, device: str, unused: Sequence[str] = ()
-) -> nn.Module:
-    """The model of an auto class in evaluation mode, all of its weights from the checkpoint.
-
-    Every command and API loads models here: plain ones, those in FP8, which run in FP8, and GGUF
-    files; weights never come without their scales. dtype "auto" is the checkpoint's own; a GGUF
-    file has none: float32 on a CPU, else bfloat16. unused: modules that are not needed, which
-    checkpoints may lack.
-    """
-    register_fp8()
-    with loading(name, "weights"):
-        try:
-            if (file := find_gguf(name)) is not None:
-                model = load_gguf(kind, file, default_dtype(dtype, device))
-            else:
-                model = load_stored(kind, name, unused=unused, dtype=dtype)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name}: {error}") from error
-    loaded: nn.Module = model.eval().to(device)
-    return loaded

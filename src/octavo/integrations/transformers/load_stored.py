@@ -1,16 +1,43 @@
 """The one way into a transformers model: its weights as they are stored, with all their scales."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from torch import nn
+
+from octavo.errors import CheckpointError
 from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
 from octavo.integrations.checkpoints.linear_layers import check_plain
 from octavo.integrations.checkpoints.linear_scheme import find_format
 from octavo.integrations.checkpoints.tensor_files import CONFIG_NAME, HF_QUANT_CONFIG_NAME
-from octavo.integrations.transformers.gguf_file import find_gguf
+from octavo.integrations.transformers.gguf_file import find_gguf, load_gguf
+from octavo.integrations.transformers.load import default_dtype, loading, register_fp8
 from octavo.integrations.transformers.load_fp8 import config_with, load_with_scales
 from octavo.integrations.transformers.loading_info import check_taken
 from octavo.integrations.transformers.model_files import find_json, find_weights, read_dtypes
+
+
+def load_weights(
+    name: str, kind: Any, *, dtype: str, device: str, unused: Sequence[str] = ()
+) -> nn.Module:
+    """The model of an auto class in evaluation mode, all of its weights from the checkpoint.
+
+    Every command and API loads models here: plain ones, those in FP8, which run in FP8, and GGUF
+    files; weights never come without their scales. dtype "auto" is the checkpoint's own; a GGUF
+    file has none: float32 on a CPU, else bfloat16. unused: modules that are not needed, which
+    checkpoints may lack.
+    """
+    register_fp8()
+    with loading(name, "weights"):
+        try:
+            if (file := find_gguf(name)) is not None:
+                model = load_gguf(kind, file, default_dtype(dtype, device))
+            else:
+                model = load_stored(kind, name, unused=unused, dtype=dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    loaded: nn.Module = model.eval().to(device)
+    return loaded
 
 
 def load_stored(kind: Any, name: str, *, unused: Collection[str] = (), **options: Any) -> Any:

@@ -30,9 +30,9 @@ from octavo.integrations.transformers.load import (
     choose_device,
     default_dtype,
     dtype_name,
-    load_weights,
     loading,
 )
+from octavo.integrations.transformers.load_stored import load_weights
 from octavo.integrations.transformers.observe_text import observe_text
 from octavo.integrations.transformers.text import find_decoder, find_layers, find_uncentered
 from octavo.integrations.transformers.tokenizer import (

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.extras import need
 from octavo.integrations.embedded_models import CHART_READER
-from octavo.integrations.transformers.load import load_weights, loading
+from octavo.integrations.transformers.load import loading
+from octavo.integrations.transformers.load_stored import load_weights
 from octavo.integrations.transformers.tokenizer import PromptSettings, check_template
 
 # Tokens of the tiny model: the bytes of a text, then these.
