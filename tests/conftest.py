@@ -20,6 +20,8 @@ SEED = 0
 
 # cuBLAS asks for a fixed workspace when torch is deterministic; it is read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Names on the hub are not asked for: without a network each takes minutes of retries.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 if settings is not None:
     settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)

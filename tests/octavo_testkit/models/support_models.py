@@ -1,9 +1,5 @@
 """Small models of families beside the seven, with random weights, for docs/reference/support.md."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 from typing import Any
 
 import torch

@@ -1,12 +1,9 @@
 """Small pipelines of every family with random weights and tokenizers that need no files."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
