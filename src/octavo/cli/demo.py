@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo import env
-from octavo.cli.console import err, out
+from octavo.cli.console import err, out, print_table
 from octavo.cli.report import report
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err, out, print_table
 from octavo.cli.options import takes_settings
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err
+from octavo.cli.console import err, print_file, print_table
 from octavo.cli.eval_answers import choice, math
 from octavo.cli.eval_images import images
 from octavo.cli.eval_language import mrcr, needle, perplexity
-from octavo.cli.options import RecordsFile, Strict, takes_settings
-from octavo.cli.prompt_flags import ChatTemplate
-from octavo.cli.records import print_file
-from octavo.cli.tables import print_table
+from octavo.cli.model_options import PromptOptions
+from octavo.cli.options import Flags, RecordsFile, Strict, takes_settings
 from octavo.extras import need
 
 if TYPE_CHECKING:
@@ -57,6 +55,7 @@ class ChartOptions:
 @takes_settings
 def chartqa(
     asked: ChartOptions,
+    prompts: Annotated[PromptOptions, Flags(without=("add_bos",))],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -65,7 +64,6 @@ def chartqa(
             show_default=False,
         ),
     ] = None,
-    chat_template: ChatTemplate = None,
     strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
@@ -80,18 +78,17 @@ def chartqa(
 
     from octavo.demo.chart_drawing import generated_questions
     from octavo.errors import ConfigError
-    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.kernels.device import default_device
     from octavo.measure.evaluate import chartqa as task
     from octavo.measure.evaluate.chartqa_data import load_questions
     from octavo.measure.run import Records, command_line
 
-    names, prompts = asked.recipe or task.ROWS, PromptSettings(chat_template=chat_template)
+    names, tokens = asked.recipe or task.ROWS, prompts.settings()
     needs_scales = any(row.needs_scales for row in task.chart_rows(names))
     if asked.scales is not None and not needs_scales:
         raise ConfigError("--scales is for rows with static scales, which are not asked for")
     records = Records.of_file(output)
-    reader = task.load_reader(model, default_device().torch_device, prompts)
+    reader = task.load_reader(model, default_device().torch_device, tokens)
     questions = load_questions(asked.data, asked.num_questions, generated_questions)
     flags = {"--data": asked.data, "--num-questions": asked.num_questions}
     flags |= {"--recipe": names, "--scales": asked.scales}
@@ -104,7 +101,7 @@ def chartqa(
             questions,
             rows,
             data=asked.data,
-            command=command_line("octavo", "eval", "chartqa", model, *prompts.command, flags=flags),
+            command=command_line("octavo", "eval", "chartqa", model, *tokens.command, flags=flags),
             batch_size=asked.batch_size,
             on_step=lambda count: progress.advance(bar, count),
             records=records,

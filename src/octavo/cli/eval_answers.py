@@ -9,12 +9,12 @@ import typer
 from octavo.cli.eval_options import (
     ChatModel,
     OutputOptions,
-    PromptOptions,
     RowOptions,
     ServerOptions,
     run_and_print,
     who_answers,
 )
+from octavo.cli.model_options import PromptOptions
 from octavo.cli.options import Flags, Strict, takes_settings
 
 

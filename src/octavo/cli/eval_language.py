@@ -11,12 +11,12 @@ from octavo.cli.console import out
 from octavo.cli.eval_options import (
     ChatModel,
     OutputOptions,
-    PromptOptions,
     RowOptions,
     ServerOptions,
     run_and_print,
     who_answers,
 )
+from octavo.cli.model_options import PromptOptions
 from octavo.cli.options import Flags, Strict, check_folder, takes_settings
 from octavo.errors import ConfigError
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import err
-from octavo.cli.engine_options import DeviceName
 from octavo.cli.image_drawing import Drawing, name_of
+from octavo.cli.model_options import DeviceName, LinearOptions, OmniOptions
 from octavo.cli.options import Flags, Strict, read_object, takes_settings
-from octavo.cli.quantize_options import LinearOptions, OmniOptions
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.serving.engine.image_request import ImageSampling

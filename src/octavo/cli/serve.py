@@ -1,23 +1,31 @@
 """octavo serve: a model behind OpenAI's API, or with --omni a pipeline of diffusers."""
 
-from collections.abc import Iterator
+import re
+import shlex
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from octavo import env
 from octavo.amounts import parse_tokens
 from octavo.cli.console import err
-from octavo.cli.engine_options import DeviceName, EncoderFlags, EngineOptions
+from octavo.cli.model_options import (
+    DeviceName,
+    EncoderFlags,
+    EngineOptions,
+    LinearOptions,
+    OmniOptions,
+    PromptOptions,
+)
 from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
-from octavo.cli.prompt_flags import AddBos, ChatTemplate
-from octavo.cli.quantize_options import LinearOptions, OmniOptions
-from octavo.cli.vllm_flags import OneGpuCommand
 from octavo.errors import ConfigError
 from octavo.extras import need
-from octavo.integrations.transformers.encoder_options import EncoderOptions
+from octavo.integrations.transformers.encoder_options import VLLM_BACKEND, EncoderOptions
 from octavo.serving.server.settings import ImageLimits, ServerSettings
 
 if TYPE_CHECKING:
@@ -27,6 +35,30 @@ app = typer.Typer(add_completion=False)
 
 MIB = 2**20
 KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
+
+# Flags of vLLM for more than one GPU or machine.
+PARALLEL = re.compile(
+    r"--(?!max-).*parallel.*|--distributed-executor-backend|--nnodes|--node-rank"
+    r"|--master-(addr|port)|--all2all-backend|--.*eplb.*|--enable-dbo"
+    r"|-(tp|pp|dp|dcp|pcp|ep|dp[abehlnpr])"
+)
+SIZE = re.compile(
+    r"--(tensor|pipeline|data|(decode|prefill)-context)-parallel-size|-(tp|pp|dp|dcp|pcp)"
+)
+# Flags of vLLM that take no value.
+SWITCH = re.compile(r"--(enable|disable|no)-.*|--.*-lb|-(ep|dph|dpe)")
+# Flags of octavo serve that `vllm serve` has too, with the same meaning.
+SHARED = frozenset(
+    {
+        *("--api-key", "--chat-template", "--dtype", "--enable-prefix-caching", "--enforce-eager"),
+        *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers"),
+        *("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
+        *("--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path"),
+        *("--mm-encoder-fp8-scale-save-margin", "--mm-encoder-fp8-scale-save-path"),
+        *("--no-enable-prefix-caching", "--omni", "--port", "--quantization"),
+        "--served-model-name",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +122,8 @@ class CacheOptions:
 
 # Parameters that are for pipelines alone, and for language models alone.
 OMNI = field_names(OmniOptions)
-LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions) | {
-    *("chat_template", "add_bos", "strict", "max_tokens", "allowed_image_hosts")
+LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions, PromptOptions) | {
+    *("strict", "max_tokens", "allowed_image_hosts")
 }
 ServerFlags = Annotated[
     ServerSettings,
@@ -118,6 +150,75 @@ EngineFlags = Annotated[
         without=("page_size",),
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Word:
+    """A flag with its values, or an argument by itself; words: as they were typed."""
+
+    flag: str  # "" for an argument
+    values: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def is_parallel(self) -> bool:
+        return PARALLEL.fullmatch(self.flag) is not None
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it asks for one GPU, which is what octavo runs on."""
+        return SIZE.fullmatch(self.flag) is not None and self.values == ("1",)
+
+
+class OneGpuCommand(TyperCommand):
+    """A command for one GPU: flags that ask for several end it with the way to vLLM."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = self._split(args)
+        if asked := [word.flag for word in words if word.is_parallel and not word.is_one]:
+            ctx.fail(self._refusal(words, asked))
+        kept = [text for word in words if not word.is_one for text in word.words]
+        return super().parse_args(ctx, kept)
+
+    def _split(self, args: Sequence[str]) -> list[Word]:
+        own = {
+            flag: getattr(p, "is_flag", False)
+            for p in self.params
+            for flag in (*p.opts, *p.secondary_opts)
+        }
+        rest, words = deque(args), []
+        while rest:
+            text = rest.popleft()
+            flag, has_value, value = text.partition("=")
+            if not text.startswith("-"):
+                words.append(Word("", (text,), (text,)))
+            elif has_value:
+                words.append(Word(flag, (value,), (text,)))
+            else:
+                is_switch = own[flag] if flag in own else SWITCH.fullmatch(flag)
+                is_alone = is_switch or not rest or rest[0].startswith("-")
+                values = () if is_alone else (rest.popleft(),)
+                words.append(Word(flag, values, (text, *values)))
+        return words
+
+    def _refusal(self, words: Sequence[Word], asked: Sequence[str]) -> str:
+        """The sentence with the vLLM command that has all of the flags that vLLM has."""
+        own = {flag for p in self.params for flag in (*p.opts, *p.secondary_opts)}
+        model, flags, left_out = "MODEL", dict[str, list[str]](), []
+        for word in words:
+            if not word.flag:
+                model = word.values[0]
+            elif word.flag in own - SHARED and word.values != (VLLM_BACKEND,):
+                left_out.append(word.flag)
+            else:  # vLLM takes the values of a list after its flag, given once
+                flags.setdefault(word.flag, []).extend(word.values)
+        carried = [text for flag, values in flags.items() for text in (flag, *values)]
+        command = shlex.join(["vllm", "serve", model, *carried])
+        without = f" (vLLM has no {', '.join(left_out)})" if left_out else ""
+        return (
+            f"octavo runs on one GPU and has no {', '.join(asked)}; for several GPUs use vLLM: "
+            f"{command}{without}"
+        )
 
 
 @app.command("serve", cls=OneGpuCommand)
@@ -151,8 +252,7 @@ def serve(
     encoder: EncoderFlags,
     pipeline: OmniOptions,
     strict: Strict = False,
-    chat_template: ChatTemplate = None,
-    add_bos: AddBos = None,
+    prompts: PromptOptions,
     engine: EngineFlags,
     http: HttpOptions,
     server: ServerFlags,
@@ -182,22 +282,17 @@ def serve(
     if omni:
         loaded, app = _load_pipeline(model, pipeline.words(linear), settings, dtype, device)
     else:
-        from octavo.integrations.transformers.tokenizer import PromptSettings
-
         recipe = make_recipe(linear, cache, encoder)
-        context_len = None if cache.max_model_len is None else parse_tokens(cache.max_model_len)
         if encoder.note is not None:
             err.print(f"note: {encoder.note}", soft_wrap=True)
         engine_settings = engine.settings(
-            max_context=context_len,
+            max_context=None if cache.max_model_len is None else parse_tokens(cache.max_model_len),
             max_queue=http.max_queue,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        prompts = PromptSettings(add_bos=add_bos, chat_template=chat_template)
-        options = {"dtype": dtype, "device": device, "vision_impl": encoder.impl}
-        loaded, app = _load_engine(
-            model, recipe, engine_settings, settings, prompts=prompts, **options
-        )
+        words: dict[str, Any] = {"dtype": dtype, "device": device, "vision_impl": encoder.impl}
+        words["prompts"] = prompts.settings()
+        loaded, app = _load_engine(model, recipe, engine_settings, settings, **words)
     err.print(f"{loaded.model_name}: {loaded.precision}", soft_wrap=True)
     err.print(address.announcement(), markup=False, soft_wrap=True)
     with _saving_scales(loaded, encoder):

@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from octavo.cli.engine_options import EngineOptions, RowOptions, SubjectOptions
+from octavo.cli.model_options import EngineOptions, RowOptions, SubjectOptions
 from octavo.cli.options import takes_settings
 from octavo.serving.engine.settings import EngineSettings
 
