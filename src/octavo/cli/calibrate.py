@@ -94,7 +94,7 @@ class DataOptions:
 
     def open_images(self, run: RunOptions) -> "tuple[Subject[Any], PromptData[Any]]":
         """A model with a vision tower, and the images that it sees."""
-        from octavo.calibration.image_data import open_images
+        from octavo.calibration.data import open_images
         from octavo.integrations.transformers.calibrate import load_image_model
 
         if self.max_length is not None:
@@ -108,7 +108,7 @@ class DataOptions:
         self, run: RunOptions, prompts: PromptOptions
     ) -> "tuple[Subject[Any], PromptData[Any]]":
         """A language model, and the windows of text that it sees."""
-        from octavo.calibration.text_data import open_texts
+        from octavo.calibration.data import open_texts
         from octavo.integrations.transformers.text_model import load_text_model
 
         texts = open_texts(str(self.data), split=self.split, subset=self.subset)
@@ -167,7 +167,7 @@ class PipelineOptions:
 
     def read_prompts(self, num_prompts: int) -> list[str]:
         """The prompts, from the command line and the file."""
-        from octavo.calibration.text_data import read_prompts
+        from octavo.calibration.data import read_prompts
 
         found = list(self.prompts)
         if self.prompts_file is not None:
@@ -337,12 +337,16 @@ def calibrate_attention(
         move(done=num_passes * result.num_prompts, total=num_passes * result.num_prompts)
     records = calibration_records(result, command)
     print_table(calibration_table(records))
-    _print_saved(
-        f"{len(result.scales.layers)} layers, {result.num_prompts} prompts", settings, path
-    )
+    num_layers = len(result.scales.layers)
+    _print_saved(f"{num_layers} layers, {result.num_prompts} prompts", settings, path)
     if source.plot is not None:
-        words = {"machines": [records[0].machine], "commands": [command]}
-        write_report([calibration_section(records)], source.plot, title="octavo calibrate", **words)
+        write_report(
+            [calibration_section(records)],
+            source.plot,
+            title="octavo calibrate",
+            machines=[records[0].machine],
+            commands=[command],
+        )
         print_file(source.plot, "Plots")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octavo.calibration.autosave import ScaleSaver
-from octavo.calibration.image_data import ImagePrompt
+from octavo.calibration.data import ImagePrompt
 from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.run import Calibration, Subject
 from octavo.calibration.run import calibrate as run_calibration

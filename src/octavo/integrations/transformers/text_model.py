@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.calibration.data import PromptData
+from octavo.calibration.data import PromptData, TextData
 from octavo.calibration.run import Subject
-from octavo.calibration.text_data import TextData
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers.gguf_file import (
     find_gguf,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.calibration.data import PromptData
-from octavo.calibration.text_data import Chat, Document, Passage, TextData
+from octavo.calibration.data import Chat, Document, Passage, PromptData, TextData
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers.text import find_decoder
 from octavo.integrations.transformers.tokenizer import chat_tokens, text_tokens

@@ -13,10 +13,15 @@ from typing import Any
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.server.answer_body import (
+from octavo.serving.server.answers import (
+    CLOSING,
     AnswerKind,
+    AnyCallReader,
+    AutoCallReader,
     ChatChoice,
     Choice,
+    MessageReader,
+    NamedCallReader,
     TextChoice,
     TokenTexts,
     Writer,
@@ -28,19 +33,13 @@ from octavo.serving.server.guidance import (
     GrammarCache,
     MakeGrammar,
     Schema,
+    WorkerSetUp,
+    call_prompts,
     check_size,
     forced_tools,
     format_schema,
 )
 from octavo.serving.server.input_images import ImageReader
-from octavo.serving.server.message_reader import (
-    CLOSING,
-    AnyCallReader,
-    AutoCallReader,
-    MessageReader,
-    NamedCallReader,
-    PlainReader,
-)
 from octavo.serving.server.prompts import (
     Prompts,
     chat_size,
@@ -57,7 +56,6 @@ from octavo.serving.server.schema import (
     Tool,
 )
 from octavo.serving.server.settings import ServerSettings
-from octavo.serving.server.worker_tools import WorkerSetUp, call_prompts
 from octavo.serving.server.workers import LARGE, WorkerError, Workers
 
 logger = logging.getLogger(__name__)
@@ -397,7 +395,7 @@ def _requests(
 def _reader(body: ChatRequest, num_forced: int) -> MessageReader:
     """How the answer's text is read: as content, as the call it was forced to be, or as both."""
     if not body.tools or body.tool_choice == "none":
-        return PlainReader()
+        return MessageReader()
     if num_forced == 0:
         return AutoCallReader()
     if num_forced > 1:

@@ -33,7 +33,7 @@ START_S = 60.0
 # makes no progress at all is given up after so many times its limit.
 PATIENCE = 10
 POLL_S = 0.1
-PRELOADED = ["__main__", "octavo.serving.server.worker_tools"]
+PRELOADED = ["__main__", "octavo.serving.server.guidance"]
 
 
 class WorkerError(OctavoError):
