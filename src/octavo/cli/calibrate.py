@@ -251,7 +251,7 @@ def calibrate(
     are, and octavo export refuses such a file.
 
     With --pipeline, the linear layers that Recipe(linear="fp8") would quantize are watched at every
-    denoising step of every prompt, since ranges move on the way from noise to a picture. Use the
+    denoising step of every prompt, since ranges move on the way from noise to an image. Use the
     file by Recipe(linear={"scaling": "static"}, scales=…). --sensitivity finds no scales, but which
     layers matter: the inputs of the transformer are kept at some steps, and run again with one
     layer in FP8 at a time.

@@ -1,18 +1,16 @@
 """octavo doctor: what this machine has, and what a model's KV cache takes and bears."""
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from octavo.cli.console import err, out, print_table
 from octavo.cli.options import takes_settings
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.kernels.device import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +91,13 @@ def _count_memory(model: str, context: str, asked: Question) -> None:
     from octavo.recipe import KvCacheSettings
 
     num_tokens, given = parse_tokens(context), asked.gpu_memory
-    gpu_bytes = parse_bytes(given) if given else default_device().memory_bytes
+    gpu_bytes = (parse_bytes(given) if given else default_device().memory_bytes) or None
     # The scales' values do not matter here, only how many there are.
-    settings = KvCacheSettings(
-        format=asked.format,
-        granularity=asked.granularity,
-        scaling="dynamic" if asked.granularity == "token" else "unit",
-    )
+    scaling: Any = "dynamic" if asked.granularity == "token" else "unit"
+    settings = KvCacheSettings(format=asked.format, granularity=asked.granularity, scaling=scaling)
     found = read_cached_model(model)
-    skipped = asked.skip_layers
-    print_table(memory.memory_table(found, num_tokens, settings, skipped, gpu_bytes or None))
-    for note in memory.memory_notes(found, num_tokens, gpu_bytes or None):
+    print_table(memory.memory_table(found, num_tokens, settings, asked.skip_layers, gpu_bytes))
+    for note in memory.memory_notes(found, num_tokens, gpu_bytes):
         out.print(note)
 
 
@@ -134,48 +128,35 @@ def _describe_machine() -> None:
     from octavo.measure.report.tables import Table
     from octavo.ops.explain import explain
 
+    def warn(text: str | None) -> None:
+        if text is not None:
+            out.print(text, style="yellow", soft_wrap=True)
+
+    def show(caption: str, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
+        print_table(Table(caption=caption, header=header, rows=tuple(rows)))
+
     device = default_device()
     machine = Machine.current(gpu=device.gpu, capability=device.capability)
-    facts = {
-        "GPU": _describe_gpu(device),
-        "CPU": machine.cpu,
-        "Python": f"{machine.python} on {platform.system()} {platform.machine()}",
-        **machine.versions,
-    }
-    print_table(Table(caption="This machine", header=("what", "found"), rows=tuple(facts.items())))
-    has_gpu = device.capability is not None
-    print_table(tried_table({**machine.versions, "GPU": device.name if has_gpu else "none"}))
-    if device.capability is not None and (text := caution_of_gpu(device.name, device.capability)):
-        out.print(text, style="yellow", soft_wrap=True)
-    for text in cautions_of_versions(machine.versions, has_gpu=has_gpu):
-        out.print(text, style="yellow", soft_wrap=True)
-    print_table(
-        Table(
-            caption="What each op runs here",
-            header=("op", "operands", "impl", "why"),
-            rows=tuple(
-                (row.op, row.operands, row.selection.impl if row.selection else "none", row.reason)
-                for row in explain(device)
-            ),
-        )
+    versions, capability, gpu = machine.versions, device.capability, "none that torch can use"
+    if capability is not None:
+        memory = f"{device.num_sms} SMs, {device.memory_bytes / 2**30:.0f} GiB"
+        gpu = f"{device.name}, compute capability {capability[0]}.{capability[1]}, {memory}"
+    python = f"{machine.python} on {platform.system()} {platform.machine()}"
+    facts = {"GPU": gpu, "CPU": machine.cpu, "Python": python, **versions}
+    show("This machine", ("what", "found"), facts.items())
+    print_table(tried_table({**versions, "GPU": device.name if capability else "none"}))
+    warn(caution_of_gpu(device.name, capability) if capability else None)
+    for text in cautions_of_versions(versions, has_gpu=capability is not None):
+        warn(text)
+    rows = (
+        (row.op, row.operands, row.selection.impl if row.selection else "none", row.reason)
+        for row in explain(device)
     )
-    print_table(
-        Table(
-            caption="Environment variables",
-            header=("variable", "value", "meaning"),
-            rows=tuple((v.name, v.read(), v.meaning) for v in env.VARIABLES),
-        )
-    )
+    show("What each op runs here", ("op", "operands", "impl", "why"), rows)
+    variables = ((v.name, v.read(), v.meaning) for v in env.VARIABLES)
+    show("Environment variables", ("variable", "value", "meaning"), variables)
     for name in env.unknown_variables():
-        out.print(f"warning: {name} is set, but octavo has no such variable", style="yellow")
-    for library, version in machine.versions.items():
+        warn(f"warning: {name} is set, but octavo has no such variable")
+    for library, version in versions.items():
         if library in SUPPORTED and (warning := version_warning(library, version)):
-            out.print(f"warning: {warning}", style="yellow", markup=False)
-
-
-def _describe_gpu(device: "Device") -> str:
-    if device.capability is None:
-        return "none that torch can use"
-    major, minor = device.capability
-    memory = f"{device.memory_bytes / 2**30:.0f} GiB"
-    return f"{device.name}, compute capability {major}.{minor}, {device.num_sms} SMs, {memory}"
+            warn(f"warning: {warning}")

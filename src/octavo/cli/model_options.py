@@ -168,22 +168,21 @@ class EngineOptions:
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager")] = False
     compile: Annotated[bool, typer.Option("--compile")] = False
 
-    @property
-    def limits(self) -> dict[str, int]:
-        """max_num_seqs and max_num_batched_tokens; the one that is left out fits the other."""
-        return batch_limits(self.max_num_seqs, self.max_num_batched_tokens)
-
     def settings(self, **others: Any) -> "EngineSettings":
         """The engine's settings; others: fields that are not among these options, or replace them.
 
         settings(max_context=8192, enable_prefix_caching=False)
         """
+        from octavo.serving.engine.scheduler import SchedulerSettings as Default
         from octavo.serving.engine.settings import EngineSettings
 
+        num_seqs = others.pop("max_num_seqs", self.max_num_seqs)
+        num_tokens, most = self.max_num_batched_tokens, Default.max_num_seqs
         own = {
-            **batch_limits(
-                others.pop("max_num_seqs", self.max_num_seqs), self.max_num_batched_tokens
-            ),
+            # The one that is left out fits the other.
+            "max_num_seqs": num_seqs or min(most, num_tokens or most),
+            "max_num_batched_tokens": num_tokens
+            or max(Default.max_num_batched_tokens, num_seqs or 0),
             "memory_fraction": self.memory_fraction,
             "num_pages": self.num_pages,
             "page_size": self.page_size,
@@ -191,16 +190,6 @@ class EngineOptions:
             "compile": self.compile,
         }
         return EngineSettings(**{**own, **others})
-
-
-def batch_limits(num_seqs: int | None, num_tokens: int | None) -> dict[str, int]:
-    """max_num_seqs and max_num_batched_tokens; the one that is left out fits the other."""
-    from octavo.serving.engine.scheduler import SchedulerSettings as Default
-
-    return {
-        "max_num_seqs": num_seqs or min(Default.max_num_seqs, num_tokens or Default.max_num_seqs),
-        "max_num_batched_tokens": num_tokens or max(Default.max_num_batched_tokens, num_seqs or 0),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 import re
 import shlex
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
@@ -152,73 +152,65 @@ EngineFlags = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Word:
-    """A flag with its values, or an argument by itself; words: as they were typed."""
+class Word(NamedTuple):
+    """A flag ("" for an argument) with its values, and both as they were typed."""
 
-    flag: str  # "" for an argument
+    flag: str
     values: tuple[str, ...]
-    words: tuple[str, ...]
-
-    @property
-    def is_parallel(self) -> bool:
-        return PARALLEL.fullmatch(self.flag) is not None
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it asks for one GPU, which is what octavo runs on."""
-        return SIZE.fullmatch(self.flag) is not None and self.values == ("1",)
+    typed: tuple[str, ...]
 
 
 class OneGpuCommand(TyperCommand):
     """A command for one GPU: flags that ask for several end it with the way to vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = self._split(args)
-        if asked := [word.flag for word in words if word.is_parallel and not word.is_one]:
-            ctx.fail(self._refusal(words, asked))
-        kept = [text for word in words if not word.is_one for text in word.words]
-        return super().parse_args(ctx, kept)
-
-    def _split(self, args: Sequence[str]) -> list[Word]:
         own = {
             flag: getattr(p, "is_flag", False)
             for p in self.params
             for flag in (*p.opts, *p.secondary_opts)
         }
-        rest, words = deque(args), []
-        while rest:
-            text = rest.popleft()
-            flag, has_value, value = text.partition("=")
-            if not text.startswith("-"):
-                words.append(Word("", (text,), (text,)))
-            elif has_value:
-                words.append(Word(flag, (value,), (text,)))
-            else:
-                is_switch = own[flag] if flag in own else SWITCH.fullmatch(flag)
-                is_alone = is_switch or not rest or rest[0].startswith("-")
-                values = () if is_alone else (rest.popleft(),)
-                words.append(Word(flag, values, (text, *values)))
-        return words
+        words = list(_split(args, own))
+        # One GPU is what octavo runs on.
+        others = [w for w in words if not (SIZE.fullmatch(w.flag) and w.values == ("1",))]
+        if asked := [word.flag for word in others if PARALLEL.fullmatch(word.flag)]:
+            command = _vllm_command(words, own.keys())
+            ctx.fail(
+                f"octavo runs on one GPU and has no {', '.join(asked)}; for several GPUs use vLLM: "
+                f"{command}"
+            )
+        return super().parse_args(ctx, [text for word in others for text in word.typed])
 
-    def _refusal(self, words: Sequence[Word], asked: Sequence[str]) -> str:
-        """The sentence with the vLLM command that has all of the flags that vLLM has."""
-        own = {flag for p in self.params for flag in (*p.opts, *p.secondary_opts)}
-        model, flags, left_out = "MODEL", dict[str, list[str]](), []
-        for word in words:
-            if not word.flag:
-                model = word.values[0]
-            elif word.flag in own - SHARED and word.values != (VLLM_BACKEND,):
-                left_out.append(word.flag)
-            else:  # vLLM takes the values of a list after its flag, given once
-                flags.setdefault(word.flag, []).extend(word.values)
-        carried = [text for flag, values in flags.items() for text in (flag, *values)]
-        command = shlex.join(["vllm", "serve", model, *carried])
-        without = f" (vLLM has no {', '.join(left_out)})" if left_out else ""
-        return (
-            f"octavo runs on one GPU and has no {', '.join(asked)}; for several GPUs use vLLM: "
-            f"{command}{without}"
-        )
+
+def _split(args: Sequence[str], own: Mapping[str, bool]) -> Iterator[Word]:
+    """The words of a command line; own: the command's flags, and whether each has no value."""
+    rest = deque(args)
+    while rest:
+        text = rest.popleft()
+        flag, has_value, value = text.partition("=")
+        if not text.startswith("-"):
+            yield Word("", (text,), (text,))
+        elif has_value:
+            yield Word(flag, (value,), (text,))
+        else:
+            is_switch = own[flag] if flag in own else SWITCH.fullmatch(flag)
+            is_alone = is_switch or not rest or rest[0].startswith("-")
+            values = () if is_alone else (rest.popleft(),)
+            yield Word(flag, values, (text, *values))
+
+
+def _vllm_command(words: Sequence[Word], own: Collection[str]) -> str:
+    """The vLLM command with all of the flags that vLLM has, and which ones it has not."""
+    model, flags, left_out = "MODEL", dict[str, list[str]](), []
+    for word in words:
+        if not word.flag:
+            model = word.values[0]
+        elif word.flag in own and word.flag not in SHARED and word.values != (VLLM_BACKEND,):
+            left_out.append(word.flag)
+        else:  # vLLM takes the values of a list after its flag, given once
+            flags.setdefault(word.flag, []).extend(word.values)
+    carried = [text for flag, values in flags.items() for text in (flag, *values)]
+    without = f" (vLLM has no {', '.join(left_out)})" if left_out else ""
+    return shlex.join(["vllm", "serve", model, *carried]) + without
 
 
 @app.command("serve", cls=OneGpuCommand)
@@ -276,11 +268,17 @@ def serve(
     from octavo.serving.server.run import bound, run
 
     _check_kind(context, is_omni=omni)
-    settings = http.settings(server, 1 if omni else engine.limits["max_num_seqs"])
+    settings = http.settings(server, 1 if omni else engine.settings().max_num_seqs)
     # Before all that takes long: a port that is in use is an error now, not after the model.
     address = context.with_resource(bound(http.host, http.port))
     if omni:
-        loaded, app = _load_pipeline(model, pipeline.words(linear), settings, dtype, device)
+        from octavo.serving.engine.omni import Omni
+        from octavo.serving.server.drawing_app import create_image_app
+
+        asked = {"dtype": None if dtype == "auto" else dtype, "device": device}
+        with err.status("loading the pipeline"):
+            loaded: Any = Omni(model, **asked, **pipeline.words(linear))
+        app = create_image_app(loaded, settings)
     else:
         recipe = make_recipe(linear, cache, encoder)
         if encoder.note is not None:
@@ -359,22 +357,6 @@ def _load_engine(
     app = create_app(engine, settings)
     app.state.server.jobs.warm_up()
     return engine, app
-
-
-def _load_pipeline(
-    model: str | None,
-    words: dict[str, Any],
-    settings: ServerSettings,
-    dtype: str,
-    device: str | None,
-) -> tuple[Any, Any]:
-    """A pipeline of diffusers, and its app."""
-    from octavo.serving.engine.omni import Omni
-    from octavo.serving.server.drawing_app import create_image_app
-
-    with err.status("loading the pipeline"):
-        omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
-    return omni, create_image_app(omni, settings)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import out, progress_bar
 from octavo.cli.options import takes_settings
 from octavo.errors import ConfigError
 
@@ -73,8 +73,6 @@ def warmup(asked: Wanted) -> None:
     Kernels go to OCTAVO_CACHE_DIR (~/.cache/octavo if unset), a folder that survives restarts and
     that an image can carry to machines with the same GPU. Needs the GPU that the model will run on.
     """
-    from rich.progress import Progress
-
     from octavo import env
     from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
     from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
@@ -90,17 +88,15 @@ def warmup(asked: Wanted) -> None:
     if all(isinstance(one, LinearLayers) for one in layers):
         check_fp8(layers, device.torch_device)  # type: ignore[arg-type]
     num_calls = 0
-    with Progress(console=err) as progress:
-        task = progress.add_task("compiling", total=len(layers))
+    with progress_bar("compiling", len(layers)) as move:
         for one in layers:  # one after the other: each has a weight
             for name, call in warm_up_calls([one], device.torch_device):
-                progress.update(task, description=name)
+                move(name, done=layers.index(one))
                 call()
                 num_calls += 1
-            progress.advance(task)
-    out.print(
-        f"{num_calls} calls compiled for {device.name} into {env.compiled_dir()}", soft_wrap=True
-    )
+        move(done=len(layers))
+    place = env.compiled_dir()
+    out.print(f"{num_calls} calls compiled for {device.name} into {place}", soft_wrap=True)
 
 
 def _layers(
@@ -111,26 +107,21 @@ def _layers(
     from octavo.layers.warmup import linear_layers
     from octavo.ops.warm_up import ROWS, LinearLayers
 
-    if _is_diffusers(model):
+    # Without importing diffusers, which models of transformers do not need.
+    file = model / "config.json" if model.is_dir() else model
+    has_class = file.is_file() and '"_class_name"' in file.read_text("utf-8", "replace")
+    if has_class or (model / "model_index.json").is_file():
         from octavo.integrations.diffusers.linear_shapes import read_linear_shapes
 
         if not tokens:
             raise ConfigError(f"expected --tokens for {model}, of diffusers, got none")
         sizes = read_linear_shapes(model)
         return [*linear_layers([(m, k, n) for k, n in sizes for m in tokens], settings)]
-    found = read_layers(model, kv_cache_dtype)
     rows = tuple(sorted({*ROWS, *tokens}))
     like = linear_layers([(1, 16, 16)], settings)[0]
     return [
         replace(like, columns=one.columns, depth=one.depth, rows=rows)
         if isinstance(one, LinearLayers)
         else one
-        for one in found
+        for one in read_layers(model, kv_cache_dtype)
     ]
-
-
-def _is_diffusers(model: Path) -> bool:
-    # Without importing diffusers, which models of transformers do not need.
-    file = model / "config.json" if model.is_dir() else model
-    has_index = (model / "model_index.json").is_file()
-    return has_index or (file.is_file() and '"_class_name"' in file.read_text("utf-8", "replace"))

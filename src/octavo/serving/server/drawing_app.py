@@ -44,10 +44,10 @@ from octavo.serving.server.bare_app import (
     until_client_leaves,
 )
 from octavo.serving.server.metrics import (
+    Gauge,
     Metrics,
     RequestRecord,
-    counter,
-    gauge,
+    Total,
     precision_families,
     sum_and_count,
 )
@@ -257,10 +257,10 @@ LIMITS = DrawingLimits()
 def _families(server: "ImageServer") -> Iterator[Metric]:
     """The numbers of a server that draws."""
     queue = server.engine
-    yield gauge("octavo_requests_open", "Requests inside the server.", queue.num_open)
-    yield gauge("octavo_requests_waiting", "Requests that have not begun.", queue.num_waiting)
-    yield counter("octavo_images", "Pictures in answers.", server.num_images)
-    yield counter("octavo_steps", "Denoising steps.", queue.num_steps)
+    yield Gauge("octavo_requests_open", "Requests inside the server.", queue.num_open)
+    yield Gauge("octavo_requests_waiting", "Requests that have not begun.", queue.num_waiting)
+    yield Total("octavo_images", "Pictures in answers.", server.num_images)
+    yield Total("octavo_steps", "Denoising steps.", queue.num_steps)
     yield from precision_families(queue.drawer.precision)
 
 

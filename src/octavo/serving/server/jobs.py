@@ -51,6 +51,7 @@ from octavo.serving.server.schema import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
+    Message,
     SamplingFields,
     TokenizeRequest,
     Tool,
@@ -143,13 +144,18 @@ class Jobs:
         """The job of a chat completion; at_end: what is to be done when its request has ended."""
         self._models.check(body.model)
         forced = forced_tools(body)
-        schema, param = self._chat_schema(body, forced)
+        schema: Schema | tuple[Tool, ...] | None = format_schema(body.response_format)
+        if schema is not None and body.tools and body.tool_choice != "none":
+            raise bad_request(
+                f"response_format {body.response_format and body.response_format.type!r} together "
+                "with tools is not supported: set tool_choice to 'none' or leave one out",
+                "response_format",
+            )
+        schema, param = (forced, "tools") if forced else (schema, "response_format")
         check_size(schema, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
-        self._prompts.check_length(num_chars(body.messages), "messages")
-        size = chat_size(body.messages, tools)
-        prompt = await self._encoded("of_chat", size, body.messages, tools, is_forced=bool(forced))
+        prompt = await self._chat_tokens(body.messages, tools, is_forced=bool(forced))
         prepared: Any = ()
         if files:
             prepared = await self.images.prepare(prompt, files, at_end)
@@ -212,34 +218,29 @@ class Jobs:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("expected either prompt or messages, got both or neither")
         if body.messages is not None:
-            tools = body.tools or []
-            self._prompts.check_length(num_chars(body.messages), "messages")
-            size = chat_size(body.messages, tools)
-            tokens = await self._encoded(
-                "of_chat",
-                size,
-                body.messages,
-                tools,
-                add_generation_prompt=body.add_generation_prompt,
+            is_open = body.add_generation_prompt
+            tokens = await self._chat_tokens(
+                body.messages, body.tools or [], add_generation_prompt=is_open
             )
         else:
             prompt = body.prompt or ""
             self._prompts.check_length(len(prompt), "prompt")
-            tokens = await self._encoded(
-                "encode",
-                len(prompt),
-                prompt,
-                param="prompt",
-                add_special_tokens=body.add_special_tokens,
-            )
+            options = {"param": "prompt", "add_special_tokens": body.add_special_tokens}
+            tokens = await self._encoded("encode", len(prompt), prompt, **options)
         return {"count": len(tokens), "max_model_len": self._max_context, "tokens": list(tokens)}
 
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         """The text of tokens."""
         return {"prompt": await self._encoded("decode", len(tokens), tokens)}
 
-    def _name(self, body: SamplingFields) -> str:
-        return body.model or self._models.names[0]
+    async def _chat_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Tool], **options: bool
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation; options: of `Prompts.of_chat`."""
+        self._prompts.check_length(num_chars(messages), "messages")
+        size = chat_size(messages, tools)
+        tokens: tuple[int, ...] = await self._encoded("of_chat", size, messages, tools, **options)
+        return tokens
 
     def _job(
         self,
@@ -251,21 +252,10 @@ class Jobs:
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         has_usage = body.stream_options is not None and body.stream_options.include_usage
+        name = body.model or self._models.names[0]
         by_id = {one.request_id: choice for one, choice in zip(requests, choices, strict=True)}
-        writer = Writer(requests[0].request_id, kind, self._name(body), by_id, body.n or 1)
+        writer = Writer(requests[0].request_id, kind, name, by_id, body.n or 1)
         return Job(tuple(requests), writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
-
-    def _chat_schema(
-        self, body: ChatRequest, forced: tuple[Tool, ...]
-    ) -> tuple[Schema | tuple[Tool, ...] | None, str]:
-        schema = format_schema(body.response_format)
-        if schema is not None and body.tools and body.tool_choice != "none":
-            raise bad_request(
-                f"response_format {body.response_format and body.response_format.type!r} together "
-                "with tools is not supported: set tool_choice to 'none' or leave one out",
-                "response_format",
-            )
-        return (forced, "tools") if forced else (schema, "response_format")
 
     async def _sampling(
         self,
@@ -277,9 +267,7 @@ class Jobs:
         param: str,
         more_stops: tuple[str, ...] = (),
     ) -> Sampling:
-        grammar = None
-        if schema is not None:
-            grammar = await self._grammars.get(schema, param)
+        grammar = None if schema is None else await self._grammars.get(schema, param)
         given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         try:
