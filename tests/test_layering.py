@@ -100,7 +100,7 @@ PACKAGES: dict[str, set[str]] = {
 FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"PIL"},
     "calibration/rows.py": {"datasets", "pyarrow"},
-    "integrations/diffusers/picture_files.py": {"PIL"},
+    "integrations/diffusers/image_files.py": {"PIL"},
     "measure/bench/request_data.py": {"PIL"},
     "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},

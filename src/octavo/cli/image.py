@@ -104,7 +104,7 @@ class Drawing:
 
     def draw_both(self, plain: "Omni", sampling: ImageSampling, words: Mapping[str, Any]) -> None:
         """Draw everything before and after the pipeline is quantized, and write all of it."""
-        from octavo.integrations.diffusers.picture_files import png_bytes, target_files
+        from octavo.integrations.diffusers.image_files import png_bytes, target_files
         from octavo.integrations.diffusers.pipeline import check_plain
         from octavo.measure.evaluate.image_sheets import draw_side_by_side
 
@@ -164,7 +164,7 @@ class Drawing:
             )
 
     def _files(self, omni: "Omni", sampling: ImageSampling) -> list[Path]:
-        from octavo.integrations.diffusers.picture_files import can_write_mp4, target_files
+        from octavo.integrations.diffusers.image_files import can_write_mp4, target_files
 
         is_video = omni.makes_video and sampling.num_frames != 1
         path = self.output or Path("out.png")
@@ -181,7 +181,7 @@ class Drawing:
         results: "list[ImageResult]",
         files: list[Path],
     ) -> None:
-        from octavo.integrations.diffusers.picture_files import png_bytes, write_video
+        from octavo.integrations.diffusers.image_files import png_bytes, write_video
         from octavo.integrations.diffusers.step_cache import count_cached_steps
 
         written = iter(files)

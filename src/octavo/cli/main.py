@@ -87,7 +87,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "image",
         "octavo.cli.image:image",
-        "Pictures and videos from words, in FP8, and beside BF16 with scores.",
+        "Images and videos from words, in FP8, and beside BF16 with scores.",
         example='octavo image --prompt "cat on blue" --quantization fp8 --compare bf16',
     ),
     Command(

@@ -42,6 +42,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
+from octavo.atomic import check_target
 from octavo.errors import ConfigError
 
 
@@ -274,12 +275,8 @@ Strict = Annotated[
 
 def check_folder(path: Path | None) -> None:
     """Raise ConfigError if a file could not be written there, before anything has run for it."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {path}, got none")
-    if path.is_dir():
-        raise ConfigError(f"expected the path of a file, got the folder {path}")
+    if path is not None:
+        check_target(path)
 
 
 def row_file(path: Path, *words: str | int) -> Path:

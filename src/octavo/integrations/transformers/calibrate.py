@@ -74,7 +74,7 @@ def calibrate(
     """
     calibration = run_calibration(
         Calibration(layer_names(model), settings or CalibrationSettings()),
-        ([inputs] for inputs in batches),
+        lambda start: ([inputs] for inputs in batches),
         observe=partial(observe, model),
         forward=lambda batch: encode(model, batch[0]),
     )

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -137,14 +138,14 @@ class Gate:
             self._check_key(scope["path"], headers)
             await self._admit(scope, headers, receive, send_with_id, record)
         except ApiError as error:
-            await self._refuse(error, record, send_with_id)
+            await self._refuse(error, record, scope, receive, send_with_id)
         except asyncio.CancelledError:  # a server that is made to end at once
             record.outcome = record.outcome or "aborted"
             raise
         except Exception as error:
             logger.exception("request %s failed", record.request_id)
             failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
-            await self._refuse(failure, record, send_with_id)
+            await self._refuse(failure, record, scope, receive, send_with_id)
         finally:
             at_end.close()
             route: Any = scope.get("route")
@@ -226,17 +227,14 @@ class Gate:
 
         return receive_limited
 
-    async def _refuse(self, error: ApiError, record: RequestRecord, send: Send) -> None:
+    async def _refuse(
+        self, error: ApiError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         record.failed(error)
         if record.status is not None:
             return  # half an answer is out; the connection ends with it
-        body = json.dumps(error.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
-        headers |= {"connection": "close", **error.headers}
-        raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
-        start = {"type": "http.response.start", "status": error.status, "headers": raw}
-        await send(start)
-        await send({"type": "http.response.body", "body": body})
+        headers = {"connection": "close", **error.headers}
+        await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
 
 
 def _check_framing(headers: Headers) -> None:

@@ -99,13 +99,12 @@ class Server(BaseServer):
     def numbers(self) -> dict[str, Any]:
         """What the page shows; times as sums and counts, so that it can take differences."""
         self.engine.ask_for_saturation()
-        histograms = {
+        times = {
             "queue": self.metrics.queue_time,
             "ttft": self.metrics.time_to_first_token,
             "itl": self.metrics.inter_token,
             "request": self.metrics.request_time,
         }
-        times = {name: sum_and_count(histogram) for name, histogram in histograms.items()}
         return {
             "model": self.models.names[0],
             "max_model_len": self.engine.engine.max_context,
@@ -113,7 +112,7 @@ class Server(BaseServer):
             "num_open": self.engine.num_open,
             "engine": dataclasses.asdict(self.engine.last_stats),
             "precision": self.engine.engine.precision.words(),
-            "times": {name: {"sum_s": sum_s, "count": n} for name, (sum_s, n) in times.items()},
+            "times": {name: sum_and_count(histogram) for name, histogram in times.items()},
         }
 
     async def close(self) -> None:

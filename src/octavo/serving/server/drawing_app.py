@@ -61,7 +61,7 @@ SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 DIFFUSERS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "seed")
 MAX_PROMPT = 32_000  # characters, OpenAI's
 PAGE_FILES = {"/": "image_page.html", "/page.js": "image_page.js", "/page.css": "page.css"}
-# Pictures come inside the answers.
+# Images come inside the answers.
 IMAGE_POLICY = f"{PAGE_POLICY}; img-src data:"
 
 
@@ -88,7 +88,7 @@ class ImageRequest(Body):
     guidance_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
     true_cfg_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
-    # Pictures stay in no file of the server: there is no URL for them.
+    # Images stay in no file of the server: there is no URL for them.
     response_format: Annotated[Any, only("b64_json")] = None
     # known, not served
     background: Annotated[Any, only(AUTO, "opaque")] = None
@@ -125,7 +125,7 @@ class Drawer(Protocol):
 
 
 class _Stopped(Exception):
-    """Nobody waits for this picture any more."""
+    """Nobody waits for this image any more."""
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class ImageQueue(RequestThread):
         except OctavoError as error:
             return bad_request(str(error), param_of(str(error)))
         except Exception as error:
-            logger.exception("a picture could not be drawn")
+            logger.exception("an image could not be drawn")
             if _is_final(error):
                 self.problem = f"{type(error).__name__}: {error}"
             return server_error(f"{type(error).__name__}: {error}")
@@ -244,7 +244,7 @@ def _is_final(error: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingLimits:
-    """What one request may ask for; max_pixels are those of all its pictures."""
+    """What one request may ask for; max_pixels are those of all its images."""
 
     max_images: int = 10
     max_pixels: int = 10 * 2048 * 2048
@@ -318,14 +318,14 @@ class ImageServer(BaseServer):
 
     def numbers(self) -> dict[str, Any]:
         """What the page shows."""
-        sum_s, count = sum_and_count(self.metrics.request_time)
+        time_s = sum_and_count(self.metrics.request_time)
         return {
             "model": self.models.names[0],
             "status": self.status()[1],
             "num_open": self.engine.num_open,
             "num_waiting": self.engine.num_waiting,
             "num_images": self.num_images,
-            "mean_s": sum_s / count if count else None,
+            "mean_s": time_s["sum_s"] / time_s["count"] if time_s["count"] else None,
             "precision": self.engine.drawer.precision.words(),
         }
 
@@ -354,8 +354,8 @@ def create_image_app(
 
 
 def _content(result: ImageResult) -> dict[str, Any]:
-    """The answer as OpenAI writes it; `seed` of each picture, and `seconds`, are ours."""
-    from octavo.integrations.diffusers.picture_files import png_bytes
+    """The answer as OpenAI writes it; `seed` of each image, and `seconds`, are ours."""
+    from octavo.integrations.diffusers.image_files import png_bytes
 
     data = [
         {"b64_json": base64.b64encode(png_bytes(image)).decode(), "seed": seed}

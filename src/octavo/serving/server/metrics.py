@@ -129,17 +129,12 @@ class TokenMetrics(Metrics):
             TOKEN_BUCKETS,
         )
 
-    def saw_tokens(self, seconds: float, num_tokens: int) -> None:
-        """Count tokens that came together, this long after those before them."""
-        for each_s in repeat(seconds / num_tokens, num_tokens):
-            self.inter_token.observe(each_s)
 
-
-def sum_and_count(histogram: Histogram) -> tuple[float, int]:
-    """The sum of all values of a histogram without labels, and how many they are."""
+def sum_and_count(histogram: Histogram) -> dict[str, float]:
+    """The sum of all values of a histogram without labels, sum_s, and how many they are, count."""
     (family,) = histogram.collect()
     found = {one.name.removeprefix(family.name): one.value for one in family.samples}
-    return found["_sum"], int(found["_count"])
+    return {"sum_s": found["_sum"], "count": int(found["_count"])}
 
 
 def engine_families(engine: AsyncEngine) -> Iterator[Metric]:
@@ -256,7 +251,9 @@ class RequestRecord:
                 metrics.queue_time.observe(self.queue_s)
         last_s = self.last_token_s.get(delta.request_id)
         if last_s is not None:
-            metrics.saw_tokens(elapsed_s - last_s, len(delta.tokens))
+            num_tokens = len(delta.tokens)  # they came together
+            for each_s in repeat((elapsed_s - last_s) / num_tokens, num_tokens):
+                metrics.inter_token.observe(each_s)
         self.last_token_s[delta.request_id] = elapsed_s
 
     def failed(self, error: ApiError) -> None:

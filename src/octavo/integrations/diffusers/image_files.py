@@ -1,4 +1,4 @@
-"""Pictures and videos as files: where they go, what they carry, which kinds can be written."""
+"""Images and videos as files: where they go, what they carry, which kinds can be written."""
 
 import io
 import os
@@ -32,7 +32,7 @@ def can_write_mp4() -> bool:
 
 
 def target_files(path: Path, num_files: int, *, is_video: bool, is_forced: bool) -> list[Path]:
-    """Where so many pictures or videos go: `path`, or path-0, path-1, … of its suffix.
+    """Where so many images or videos go: `path`, or path-0, path-1, … of its suffix.
 
     Raises ConfigError before anything is drawn if there can be no such files, or if there are and
     they are not to be replaced. A video's path without a suffix is a folder of PNG files.
