@@ -1,7 +1,5 @@
 """octavo doctor: what this machine has, and what a model's KV cache takes and bears."""
 
-import platform
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,43 +118,10 @@ def _check_kv(model: str, asked: Question) -> bool:
 
 
 def _describe_machine() -> None:
-    from octavo import env
-    from octavo.internals import SUPPORTED, version_warning
-    from octavo.kernels.device import default_device
-    from octavo.measure.advise.gpus import caution_of_gpu, cautions_of_versions, tried_table
-    from octavo.measure.records import Machine
-    from octavo.measure.report.tables import Table
-    from octavo.ops.explain import explain
+    from octavo.measure.advise.gpus import describe_machine
 
-    def warn(text: str | None) -> None:
-        if text is not None:
-            out.print(text, style="yellow", soft_wrap=True)
-
-    def show(caption: str, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-        print_table(Table(caption=caption, header=header, rows=tuple(rows)))
-
-    device = default_device()
-    machine = Machine.current(gpu=device.gpu, capability=device.capability)
-    versions, capability, gpu = machine.versions, device.capability, "none that torch can use"
-    if capability is not None:
-        memory = f"{device.num_sms} SMs, {device.memory_bytes / 2**30:.0f} GiB"
-        gpu = f"{device.name}, compute capability {capability[0]}.{capability[1]}, {memory}"
-    python = f"{machine.python} on {platform.system()} {platform.machine()}"
-    facts = {"GPU": gpu, "CPU": machine.cpu, "Python": python, **versions}
-    show("This machine", ("what", "found"), facts.items())
-    print_table(tried_table({**versions, "GPU": device.name if capability else "none"}))
-    warn(caution_of_gpu(device.name, capability) if capability else None)
-    for text in cautions_of_versions(versions, has_gpu=capability is not None):
-        warn(text)
-    rows = (
-        (row.op, row.operands, row.selection.impl if row.selection else "none", row.reason)
-        for row in explain(device)
-    )
-    show("What each op runs here", ("op", "operands", "impl", "why"), rows)
-    variables = ((v.name, v.read(), v.meaning) for v in env.VARIABLES)
-    show("Environment variables", ("variable", "value", "meaning"), variables)
-    for name in env.unknown_variables():
-        warn(f"warning: {name} is set, but octavo has no such variable")
-    for library, version in versions.items():
-        if library in SUPPORTED and (warning := version_warning(library, version)):
-            warn(f"warning: {warning}")
+    for part in describe_machine():
+        if isinstance(part, str):
+            out.print(part, style="yellow", soft_wrap=True)
+        else:
+            print_table(part)

@@ -1,12 +1,9 @@
 """octavo serve: a model behind OpenAI's API, or with --omni a pipeline of diffusers."""
 
-import re
-import shlex
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -25,7 +22,7 @@ from octavo.cli.model_options import (
 from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need
-from octavo.integrations.transformers.encoder_options import VLLM_BACKEND, EncoderOptions
+from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.serving.server.settings import ImageLimits, ServerSettings
 
 if TYPE_CHECKING:
@@ -35,30 +32,6 @@ app = typer.Typer(add_completion=False)
 
 MIB = 2**20
 KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
-
-# Flags of vLLM for more than one GPU or machine.
-PARALLEL = re.compile(
-    r"--(?!max-).*parallel.*|--distributed-executor-backend|--nnodes|--node-rank"
-    r"|--master-(addr|port)|--all2all-backend|--.*eplb.*|--enable-dbo"
-    r"|-(tp|pp|dp|dcp|pcp|ep|dp[abehlnpr])"
-)
-SIZE = re.compile(
-    r"--(tensor|pipeline|data|(decode|prefill)-context)-parallel-size|-(tp|pp|dp|dcp|pcp)"
-)
-# Flags of vLLM that take no value.
-SWITCH = re.compile(r"--(enable|disable|no)-.*|--.*-lb|-(ep|dph|dpe)")
-# Flags of octavo serve that `vllm serve` has too, with the same meaning.
-SHARED = frozenset(
-    {
-        *("--api-key", "--chat-template", "--dtype", "--enable-prefix-caching", "--enforce-eager"),
-        *("--gpu-memory-utilization", "--host", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers"),
-        *("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
-        *("--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path"),
-        *("--mm-encoder-fp8-scale-save-margin", "--mm-encoder-fp8-scale-save-path"),
-        *("--no-enable-prefix-caching", "--omni", "--port", "--quantization"),
-        "--served-model-name",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,65 +125,21 @@ EngineFlags = Annotated[
 ]
 
 
-class Word(NamedTuple):
-    """A flag ("" for an argument) with its values, and both as they were typed."""
-
-    flag: str
-    values: tuple[str, ...]
-    typed: tuple[str, ...]
-
-
 class OneGpuCommand(TyperCommand):
     """A command for one GPU: flags that ask for several end it with the way to vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from octavo.integrations.vllm_flags import refuse_several_gpus
+
         own = {
             flag: getattr(p, "is_flag", False)
             for p in self.params
             for flag in (*p.opts, *p.secondary_opts)
         }
-        words = list(_split(args, own))
-        # One GPU is what octavo runs on.
-        others = [w for w in words if not (SIZE.fullmatch(w.flag) and w.values == ("1",))]
-        if asked := [word.flag for word in others if PARALLEL.fullmatch(word.flag)]:
-            command = _vllm_command(words, own.keys())
-            ctx.fail(
-                f"octavo runs on one GPU and has no {', '.join(asked)}; for several GPUs use vLLM: "
-                f"{command}"
-            )
-        return super().parse_args(ctx, [text for word in others for text in word.typed])
-
-
-def _split(args: Sequence[str], own: Mapping[str, bool]) -> Iterator[Word]:
-    """The words of a command line; own: the command's flags, and whether each has no value."""
-    rest = deque(args)
-    while rest:
-        text = rest.popleft()
-        flag, has_value, value = text.partition("=")
-        if not text.startswith("-"):
-            yield Word("", (text,), (text,))
-        elif has_value:
-            yield Word(flag, (value,), (text,))
-        else:
-            is_switch = own[flag] if flag in own else SWITCH.fullmatch(flag)
-            is_alone = is_switch or not rest or rest[0].startswith("-")
-            values = () if is_alone else (rest.popleft(),)
-            yield Word(flag, values, (text, *values))
-
-
-def _vllm_command(words: Sequence[Word], own: Collection[str]) -> str:
-    """The vLLM command with all of the flags that vLLM has, and which ones it has not."""
-    model, flags, left_out = "MODEL", dict[str, list[str]](), []
-    for word in words:
-        if not word.flag:
-            model = word.values[0]
-        elif word.flag in own and word.flag not in SHARED and word.values != (VLLM_BACKEND,):
-            left_out.append(word.flag)
-        else:  # vLLM takes the values of a list after its flag, given once
-            flags.setdefault(word.flag, []).extend(word.values)
-    carried = [text for flag, values in flags.items() for text in (flag, *values)]
-    without = f" (vLLM has no {', '.join(left_out)})" if left_out else ""
-    return shlex.join(["vllm", "serve", model, *carried]) + without
+        refusal, kept = refuse_several_gpus(args, own)
+        if refusal is not None:
+            ctx.fail(refusal)
+        return super().parse_args(ctx, kept)
 
 
 @app.command("serve", cls=OneGpuCommand)
