@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -216,4 +217,5 @@ def _tower(model: nn.Module) -> nn.Module:
 
 def _layer_scales(scaling: DynamicScaling, margin: float) -> LayerScales:
     scales = scaling.scales(margin)
-    return LayerScales(scales.q.tolist(), scales.k.tolist(), scales.v.tolist())
+    numbers: list[Any] = [part.tolist() for part in (scales.q, scales.k, scales.v)]
+    return LayerScales(*numbers)

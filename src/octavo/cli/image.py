@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 
 PLAIN = "BF16"
 
-LinearFlags = Annotated[
-    LinearOptions,
-    Flags(
-        help={
-            "quantization": "Of the transformer's linear layers: fp8. Modulation, embeddings and "
-            "the first and last projection stay as they are.",
-            "ignored_layers": "Linear layers that --quantization leaves as they are: a part of a "
-            "name (img_mlp), a glob, re:…, a block's number or range; may be given more than once.",
-            "weight_only_layers": "Linear layers of which --quantization changes the weight alone; "
-            "modulation is all of that kind, which else stay as they are. May be given more than "
-            "once.",
-        }
-    ),
-]
 SamplingFlags = Annotated[
     ImageSampling,
     Flags(
@@ -215,7 +201,7 @@ def image(
             show_default=False,
         ),
     ] = None,
-    linear: LinearFlags,
+    linear: LinearOptions,
     pipeline: OmniOptions,
     strict: Strict = False,
     sampling: SamplingFlags,

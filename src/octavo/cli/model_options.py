@@ -54,10 +54,13 @@ class LinearOptions:
 
     Attributes:
         quantization: Of linear layers: fp8, a scale for each output of a weight and for each token.
+            Of a diffusion transformer modulation, embeddings and the first and last projection stay
+            as they are.
         ignored_layers: Linear layers that --quantization leaves as they are: a part of a name
-            (down_proj), a glob, re:…, a layer's number or range; may be given more than once.
-        weight_only_layers: Linear layers of which --quantization changes the weight alone; with
-            --omni, modulation is all of that kind. May be given more than once.
+            (down_proj, img_mlp), a glob, re:…, the number or range of a layer or block; may be
+            given more than once.
+        weight_only_layers: Linear layers of which --quantization changes the weight alone; of a
+            diffusion transformer modulation is all of that kind. May be given more than once.
         recipe_path: A recipe (.toml or .json) in place of the flags that fill one.
     """
 

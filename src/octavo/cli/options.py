@@ -84,7 +84,7 @@ def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         for name, (settings, fields) in groups.items():
-            values[name] = _make(settings, {one: values.pop(one) for one in fields})
+            values[name] = settings(**{one: _as_field(values.pop(one)) for one in fields})
         return command(**values)
 
     del run.__wrapped__  # typer would read the signature behind it
@@ -232,17 +232,10 @@ class _Choice(StrEnum):
     """The texts of a Literal, which not every version of typer knows."""
 
 
-def _make(settings: type, values: dict[str, Any]) -> Any:
-    return settings(**{name: _as_field(value) for name, value in values.items()})
-
-
 def _as_field(value: Any) -> Any:
-    match value:
-        case list():
-            return tuple(value)
-        case _Choice():
-            return value.value
-    return value
+    if isinstance(value, list):
+        return tuple(value)
+    return value.value if isinstance(value, _Choice) else value
 
 
 RecordsFile = Annotated[

@@ -204,7 +204,7 @@ def serve(
         from octavo.serving.engine.omni import Omni
         from octavo.serving.server.drawing_app import create_image_app
 
-        asked = {"dtype": None if dtype == "auto" else dtype, "device": device}
+        asked: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "device": device}
         with err.status("loading the pipeline"):
             loaded: Any = Omni(model, **asked, **pipeline.words(linear))
         app = create_image_app(loaded, settings)

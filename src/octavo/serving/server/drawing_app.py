@@ -21,6 +21,8 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily as Total
+from prometheus_client.core import GaugeMetricFamily as Gauge
 from pydantic import AfterValidator, Field
 
 from octavo.brief import brief
@@ -44,10 +46,8 @@ from octavo.serving.server.bare_app import (
     until_client_leaves,
 )
 from octavo.serving.server.metrics import (
-    Gauge,
     Metrics,
     RequestRecord,
-    Total,
     precision_families,
     sum_and_count,
 )
