@@ -1,6 +1,5 @@
 """octavo image: images and videos from words, and beside BF16 with scores."""
 
-import json
 import random
 import time
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from octavo.cli.options import Flags, Strict, read_object, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.serving.engine.image_request import ImageSampling
-from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.serving.engine.image_request import ImageResult
@@ -167,20 +165,11 @@ class Drawing:
         results: "list[ImageResult]",
         files: list[Path],
     ) -> None:
-        from octavo.integrations.diffusers.image_files import png_bytes, write_video
+        from octavo.integrations.diffusers.image_files import write_results
         from octavo.integrations.diffusers.step_cache import count_cached_steps
 
-        written = iter(files)
-        for result in results:
-            for index, seed in enumerate(result.seeds):
-                file = next(written)
-                if result.images:
-                    texts = _texts(omni, sampling, result, seed)
-                    write_atomically(file, png_bytes(result.images[index], texts))
-                else:
-                    write_video(result.frames[index], file, self.fps)
-                details = f"seed {seed}, {result.num_steps} steps, {result.seconds:.2f} s"
-                out.print(f"{file}: {result.prompt!r}, {details}", soft_wrap=True)
+        for line in write_results(omni, sampling.options(), results, files, self.fps):
+            out.print(line, soft_wrap=True)
         # Of a step cache: what it did, in the last batch if there were several.
         found = {} if omni.cache is None else count_cached_steps(omni.pipe)
         for name, contexts in found.items():
@@ -260,24 +249,6 @@ def _frames(results: "list[ImageResult]") -> list[tuple[Any, ...]]:
     return [
         frames for result in results for frames in result.frames or [(x,) for x in result.images]
     ]
-
-
-def _texts(
-    omni: "Omni", sampling: ImageSampling, result: "ImageResult", seed: int
-) -> dict[str, str]:
-    """What an image's file says about it."""
-    options = {**sampling.options(), "num_inference_steps": result.num_steps}
-    cache = {} if omni.cache is None else {"cache": json.dumps(omni.cache, default=str)}
-    return {
-        "Software": f"octavo {__version__}",
-        "prompt": result.prompt,
-        "seed": str(seed),
-        "model": omni.model_name,
-        "dtype": str(getattr(omni.pipe, "transformer", omni.pipe).dtype).rpartition(".")[2],
-        "options": json.dumps(options, default=str),
-        "recipe": omni.recipe.to_json(),
-        **cache,
-    }
 
 
 def _print_scores(sheet: Path, before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
