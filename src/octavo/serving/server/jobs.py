@@ -155,6 +155,7 @@ class Jobs:
         check_size(schema, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
+        is_auto = bool(tools) and not forced  # an answer that may make one call ends behind it
         prompt = await self._chat_tokens(body.messages, tools, is_forced=bool(forced))
         prepared: Any = ()
         if files:
@@ -171,7 +172,7 @@ class Jobs:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema,
             param=param,
-            more_stops=_one_call_only(body, is_forced=bool(forced)),
+            more_stops=(CLOSING,) if is_auto and body.parallel_tool_calls is False else (),
         )
         requests = _requests("chatcmpl", body, [(prompt, max_tokens)], sampling, prepared)
         choices = [ChatChoice(self.token_texts, _reader(body, len(forced))) for _ in requests]
@@ -322,12 +323,6 @@ def _asked_tokens(body: ChatRequest) -> int | None:
     if len(asked) > 1:
         raise bad_request("expected max_tokens or max_completion_tokens, got both", "max_tokens")
     return asked.pop() if asked else None
-
-
-def _one_call_only(body: ChatRequest, *, is_forced: bool) -> tuple[str, ...]:
-    """The text at which the answer ends if it may make one call and no more."""
-    is_auto = bool(body.tools) and body.tool_choice != "none" and not is_forced
-    return (CLOSING,) if is_auto and body.parallel_tool_calls is False else ()
 
 
 def _check_choices(body: CompletionRequest, num_prompts: int) -> None:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Literal
 
 from prometheus_client import (
@@ -21,7 +21,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily as Total  # its series ends in _total
 from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.registry import Collector
 
 from octavo.serving.engine.precision import Precision
 from octavo.serving.engine.request import Delta, Saturated, Usage
@@ -59,24 +58,20 @@ FRESHNESS = "As of the scrape before this one, or older by up to 5 s."
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out the `…_created` series, which tell when each of the others began."""
+    """Leaves out the `…_created` series, which tell when each of the others began.
+
+    families: what makes metrics when Prometheus reads them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: list[Callable[[], Iterable[Metric]]] = []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now."""
-        for family in super().collect():
+        for family in chain(super().collect(), *(make() for make in self.families)):
             family.samples = [one for one in family.samples if not one.name.endswith("_created")]
             yield family
-
-
-class _Collector(Collector):
-    """Metrics that are asked for when Prometheus reads them."""
-
-    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """The metrics now."""
-        return self._families()
 
 
 class Metrics:
@@ -106,7 +101,7 @@ class Metrics:
 
     def add(self, families: Callable[[], Iterable[Metric]]) -> None:
         """Expose metrics that are computed at each scrape."""
-        self.registry.register(_Collector(families))
+        self.registry.families.append(families)
 
     def expose(self) -> bytes:
         """All of them, in Prometheus' text format."""

@@ -94,7 +94,8 @@ class Workers:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             worker.kill()
-            answer.add_done_callback(_take_exception)
+            # Nobody waits for the error of a killed worker.
+            answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
             raise
         finally:
             self._busy.discard(worker)
@@ -165,12 +166,6 @@ class WaitingRoom:
                 self.free = left
                 turn.set_result(None)
             heapq.heappop(self._waiting)
-
-
-def _take_exception(answer: "asyncio.Future[Any]") -> None:
-    """Look at the error of a killed worker, which nobody waits for."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 class _Worker:
