@@ -132,6 +132,7 @@ FILE_FORBIDDEN = {"measure/bench/serving.py": {"serving", "serving.engine", "ser
 FLAG_SETTINGS = {
     "octavo.calibration.settings",
     "octavo.integrations.transformers.encoder_options",
+    "octavo.integrations.transformers.tokenizer",
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.request_data",

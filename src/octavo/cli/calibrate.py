@@ -10,7 +10,6 @@ import typer
 from octavo.brief import list_names
 from octavo.calibration.settings import CalibrationSettings
 from octavo.cli.console import Collected, out, print_file, print_table, progress_bar
-from octavo.cli.model_options import PromptOptions
 from octavo.cli.options import (
     Flags,
     check_folder,
@@ -22,6 +21,7 @@ from octavo.cli.options import (
 )
 from octavo.errors import ConfigError
 from octavo.extras import need
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
     from octavo.calibration.data import PromptData
@@ -105,15 +105,14 @@ class DataOptions:
         return model.subject(), images
 
     def open_texts(
-        self, run: RunOptions, prompts: PromptOptions
+        self, run: RunOptions, prompts: PromptSettings
     ) -> "tuple[Subject[Any], PromptData[Any]]":
         """A language model, and the windows of text that it sees."""
         from octavo.calibration.data import open_texts
         from octavo.integrations.transformers.text_model import load_text_model
 
         texts = open_texts(str(self.data), split=self.split, subset=self.subset)
-        tokens = prompts.settings()
-        model = load_text_model(run.model, dtype=run.dtype, device=run.device, prompts=tokens)
+        model = load_text_model(run.model, dtype=run.dtype, device=run.device, prompts=prompts)
         return model.subject(), model.cut_windows(texts, self.max_length)
 
 
@@ -230,7 +229,7 @@ def calibrate(
         bool,
         typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
     ] = False,
-    texts: PromptOptions,
+    texts: PromptSettings,
     run: RunOptions,
     pipeline: PipelineOptions,
 ) -> None:
@@ -268,7 +267,7 @@ def calibrate(
     settings = replace(settings, granularity="head" if per_head else "tensor")
     command = repeat_command(context, without=("is_resumed", "plot"))
     if is_pipeline:
-        others = {"is_kv", "rotate_keys", "center_keys"} | field_names(PromptOptions, DataOptions)
+        others = {"is_kv", "rotate_keys", "center_keys"} | field_names(PromptSettings, DataOptions)
         if given_flags(context, others):
             raise ConfigError(
                 "expected --prompt or --prompts with --pipeline, got options of images, texts or "
@@ -284,7 +283,7 @@ def calibrate(
         raise ConfigError(f"expected --pipeline with {', '.join(given)}, got none")
     if not is_kv and (settings.rotate_keys or settings.center_keys):
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
-    if not is_kv and given_flags(context, field_names(PromptOptions)):
+    if not is_kv and given_flags(context, field_names(PromptSettings)):
         raise ConfigError("expected --kv with --add-bos or --chat-template, got images")
     calibrate_attention(run, source, settings, command, texts if is_kv else None)
 
@@ -308,7 +307,7 @@ def calibrate_attention(
     source: DataOptions,
     settings: CalibrationSettings,
     command: str,
-    prompts: PromptOptions | None,
+    prompts: PromptSettings | None,
 ) -> None:
     """Find the scales of attention, print what was seen, write the file; prompts: of texts."""
     from octavo.calibration.run import calibrate_to_file

@@ -10,9 +10,9 @@ from octavo.cli.console import err, print_file, print_table
 from octavo.cli.eval_answers import choice, math
 from octavo.cli.eval_images import images
 from octavo.cli.eval_language import mrcr, needle, perplexity
-from octavo.cli.model_options import PromptOptions
 from octavo.cli.options import Flags, RecordsFile, Strict, takes_settings
 from octavo.extras import need
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -55,7 +55,7 @@ class ChartOptions:
 @takes_settings
 def chartqa(
     asked: ChartOptions,
-    prompts: Annotated[PromptOptions, Flags(without=("add_bos",))],
+    prompts: Annotated[PromptSettings, Flags(without=("add_bos",))],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -83,12 +83,12 @@ def chartqa(
     from octavo.measure.evaluate.chartqa_data import load_questions
     from octavo.measure.run import Records, command_line
 
-    names, tokens = asked.recipe or task.ROWS, prompts.settings()
+    names = asked.recipe or task.ROWS
     needs_scales = any(row.needs_scales for row in task.chart_rows(names))
     if asked.scales is not None and not needs_scales:
         raise ConfigError("--scales is for rows with static scales, which are not asked for")
     records = Records.of_file(output)
-    reader = task.load_reader(model, default_device().torch_device, tokens)
+    reader = task.load_reader(model, default_device().torch_device, prompts)
     questions = load_questions(asked.data, asked.num_questions, generated_questions)
     flags = {"--data": asked.data, "--num-questions": asked.num_questions}
     flags |= {"--recipe": names, "--scales": asked.scales}
@@ -101,7 +101,7 @@ def chartqa(
             questions,
             rows,
             data=asked.data,
-            command=command_line("octavo", "eval", "chartqa", model, *tokens.command, flags=flags),
+            command=command_line("octavo", "eval", "chartqa", model, *prompts.command, flags=flags),
             batch_size=asked.batch_size,
             on_step=lambda count: progress.advance(bar, count),
             records=records,

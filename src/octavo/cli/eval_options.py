@@ -9,8 +9,8 @@ import typer
 
 from octavo import env
 from octavo.cli.console import err, print_file, print_table
-from octavo.cli.model_options import PromptOptions
 from octavo.errors import ConfigError
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
     from octavo.measure.evaluate.endpoint import Endpoint
@@ -99,14 +99,14 @@ class ServerOptions:
 
 
 def who_answers(
-    model: str | None, rows: RowOptions, servers: ServerOptions, prompts: PromptOptions
+    model: str | None, rows: RowOptions, servers: ServerOptions, prompts: PromptSettings
 ) -> dict[str, Any]:
     """The fields of a request that say who takes part."""
     return {
         "model": model,
         "endpoints": servers.endpoints(rows),
         "tokenizer": servers.tokenizer,
-        "prompts": prompts.settings(),
+        "prompts": prompts,
         **rows.fields(),
     }
 

@@ -1,4 +1,4 @@
-"""Options about a model: how its prompts are made, what is quantized, and how an engine runs it.
+"""Options about a model: what is quantized, and how an engine runs it.
 
 Names are vLLM's and vllm-omni's where they have them.
 """
@@ -14,7 +14,6 @@ from octavo.errors import ConfigError
 from octavo.integrations.transformers.encoder_options import EncoderOptions
 
 if TYPE_CHECKING:
-    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.recipe import Recipe
     from octavo.serving.engine.settings import EngineSettings
 
@@ -24,28 +23,6 @@ DeviceName = Annotated[
         "--device", help="cuda, cuda:1, cpu; left out, a GPU if there is one.", show_default=False
     ),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """How texts or chats become a model's tokens.
-
-    Attributes:
-        chat_template: Jinja template for chats in place of the model's own: a file, or the
-            template.
-        add_bos: Whether prompts start with the BOS token; left out, as the tokenizer does it, with
-            a warning where that looks wrong. Chats follow their template, but --add-bos puts BOS in
-            front if the template does not.
-    """
-
-    chat_template: str | None = None
-    add_bos: Annotated[bool | None, typer.Option("--add-bos/--no-add-bos")] = None
-
-    def settings(self) -> "PromptSettings":
-        """The same for a tokenizer."""
-        from octavo.integrations.transformers.tokenizer import PromptSettings
-
-        return PromptSettings(add_bos=self.add_bos, chat_template=self.chat_template)
 
 
 @dataclass(frozen=True, kw_only=True)

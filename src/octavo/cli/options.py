@@ -222,6 +222,8 @@ def _option(hint: Any, name: str | None, default: Any) -> Any:
 def _typer_type(hint: Any) -> Any:
     """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if {str, Path} <= set(get_args(kind)):
+        return str | None  # typer has no unions; the settings take both
     if get_origin(kind) is Literal:
         # mypy does not know that calling an enum without members makes one with these.
         return _Choice("Choice", {name: name for name in get_args(kind)})  # type: ignore[call-arg]

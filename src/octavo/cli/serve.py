@@ -17,12 +17,12 @@ from octavo.cli.model_options import (
     EngineOptions,
     LinearOptions,
     OmniOptions,
-    PromptOptions,
 )
 from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.integrations.transformers.encoder_options import EncoderOptions
+from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.serving.server.settings import ImageLimits, ServerSettings
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class CacheOptions:
 
 # Parameters that are for pipelines alone, and for language models alone.
 OMNI = field_names(OmniOptions)
-LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions, PromptOptions) | {
+LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions, PromptSettings) | {
     *("strict", "max_tokens", "allowed_image_hosts")
 }
 ServerFlags = Annotated[
@@ -173,7 +173,7 @@ def serve(
     encoder: EncoderFlags,
     pipeline: OmniOptions,
     strict: Strict = False,
-    prompts: PromptOptions,
+    prompts: PromptSettings,
     engine: EngineFlags,
     http: HttpOptions,
     server: ServerFlags,
@@ -217,8 +217,7 @@ def serve(
             max_queue=http.max_queue,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        words: dict[str, Any] = {"dtype": dtype, "device": device, "vision_impl": encoder.impl}
-        words["prompts"] = prompts.settings()
+        words = {"dtype": dtype, "device": device, "vision_impl": encoder.impl, "prompts": prompts}
         loaded, app = _load_engine(model, recipe, engine_settings, settings, **words)
     err.print(f"{loaded.model_name}: {loaded.precision}", soft_wrap=True)
     err.print(address.announcement(), markup=False, soft_wrap=True)
