@@ -9,6 +9,7 @@ import pytest
 
 from octavo import CheckpointError, ConfigError, UnsupportedError
 from octavo.calibration.data import batches, open_images
+from octavo.calibration.rows import read_parquet
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -119,7 +120,6 @@ def test_a_line_that_is_no_json(tmp_path, content):
 def test_parquet(tmp_path, kind):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    pytest.importorskip("datasets")
     contents = [png(value) for value in (1, 2, 3)]
     structs = [{"bytes": content, "path": None} for content in contents]
     columns = {
@@ -135,10 +135,20 @@ def test_parquet(tmp_path, kind):
     assert values(found.prompts(10, start=1)) == expected[1:]
 
 
+def test_parquet_from_any_row_on(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"n": list(range(40))}), path)
+    for start in (0, 15, 16, 17, 32, 39, 40, 50):
+        rows = list(read_parquet(path, start))
+        assert [row.content["n"] for row in rows] == list(range(start, 40))
+        assert [row.where for row in rows] == [f"{path}: row {n + 1}" for n in range(start, 40)]
+
+
 def test_a_damaged_parquet_row_and_file(tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    pytest.importorskip("datasets")
     pq.write_table(pa.table({"image": [png(1), b"no image"]}), tmp_path / "rows.parquet")
     prompts = open_images(str(tmp_path / "rows.parquet")).prompts(2)
     next(prompts)
