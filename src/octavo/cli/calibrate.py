@@ -37,6 +37,9 @@ class RunOptions:
     """Which model is calibrated, and where its scales go.
 
     Attributes:
+        is_kv: Calibrate the KV cache of a language model, from texts.
+        is_pipeline: Calibrate a diffusion pipeline, over prompts and timesteps.
+        per_head: A scale for each head, not one for all. vLLM reads both.
         scale_save_path: The scale file to write (JSON).
         dtype: The model runs in this: the checkpoint's own, or such as bfloat16.
         device: The GPU if there is one, else the CPU.
@@ -52,6 +55,9 @@ class RunOptions:
             show_default=False,
         ),
     ] = None
+    is_kv: Annotated[bool, typer.Option("--kv")] = False
+    is_pipeline: Annotated[bool, typer.Option("--pipeline")] = False
+    per_head: Annotated[bool, typer.Option("--per-head")] = False
     scale_save_path: Path | None = None
     dtype: str = "auto"
     device: str | None = None
@@ -205,18 +211,6 @@ class PipelineOptions:
 def calibrate(
     *,
     context: typer.Context,
-    is_kv: Annotated[
-        bool,
-        typer.Option("--kv", help="Calibrate the KV cache of a language model, from texts."),
-    ] = False,
-    is_pipeline: Annotated[
-        bool,
-        typer.Option(
-            "--pipeline",
-            help="Calibrate a diffusion pipeline, over prompts and timesteps: MODEL is its folder "
-            "or its name on the hub; left out, the small image model.",
-        ),
-    ] = False,
     source: DataOptions,
     settings: Annotated[
         CalibrationSettings,
@@ -225,10 +219,6 @@ def calibrate(
             without=("granularity",),
         ),
     ],
-    per_head: Annotated[
-        bool,
-        typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
-    ] = False,
     texts: PromptSettings,
     run: RunOptions,
     pipeline: PipelineOptions,
@@ -264,9 +254,9 @@ def calibrate(
             "expected --observer percentile with --percentile, got the observer "
             f"{settings.observer}"
         )
-    settings = replace(settings, granularity="head" if per_head else "tensor")
+    settings = replace(settings, granularity="head" if run.per_head else "tensor")
     command = repeat_command(context, without=("is_resumed", "plot"))
-    if is_pipeline:
+    if run.is_pipeline:
         others = {"is_kv", "rotate_keys", "center_keys"} | field_names(PromptSettings, DataOptions)
         if given_flags(context, others):
             raise ConfigError(
@@ -281,11 +271,11 @@ def calibrate(
         return
     if given := given_flags(context, field_names(PipelineOptions)):
         raise ConfigError(f"expected --pipeline with {', '.join(given)}, got none")
-    if not is_kv and (settings.rotate_keys or settings.center_keys):
+    if not run.is_kv and (settings.rotate_keys or settings.center_keys):
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
-    if not is_kv and given_flags(context, field_names(PromptSettings)):
+    if not run.is_kv and given_flags(context, field_names(PromptSettings)):
         raise ConfigError("expected --kv with --add-bos or --chat-template, got images")
-    calibrate_attention(run, source, settings, command, texts if is_kv else None)
+    calibrate_attention(run, source, settings, command, texts if run.is_kv else None)
 
 
 def check_pipeline(context: typer.Context, run: RunOptions, options: PipelineOptions) -> None:

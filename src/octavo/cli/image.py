@@ -11,7 +11,7 @@ import typer
 
 from octavo.atomic import write_atomically
 from octavo.cli.console import err, out, progress_bar
-from octavo.cli.model_options import DeviceName, LinearOptions, OmniOptions
+from octavo.cli.model_options import LinearOptions, OmniOptions
 from octavo.cli.options import Flags, Strict, read_object, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need
@@ -41,10 +41,13 @@ class Drawing:
     """What is drawn, where it goes, and what it is compared with.
 
     Attributes:
+        model: A pipeline's folder or hub name. Left out: small-image, which comes with octavo and
+            draws 48 × 48 pixels from simple words.
         prompts: What to draw; may be given more than once.
         extra_args: Other arguments of the pipeline as JSON, by their names there.
         max_batch_size: Images at once; left out, all.
         dtype: Of the weights: bfloat16, float16 or float32.
+        device: cuda, cuda:1, cpu; left out, a GPU if there is one.
         output: out.png if left out; several are out-0.png, out-1.png, … A video: .mp4 (needs
             imageio and imageio-ffmpeg), .gif, or a folder of PNG files.
         fps: Frames of a video in a second.
@@ -54,10 +57,12 @@ class Drawing:
             installed, and the time of both.
     """
 
+    model: Annotated[str | None, typer.Option("--model", "-m")] = None
     prompts: Annotated[tuple[str, ...], typer.Option("--prompt", "-p")] = ()
     extra_args: str | None = None
     max_batch_size: Annotated[int | None, typer.Option(min=1)] = None
     dtype: str = "bfloat16"
+    device: str | None = None
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None
     fps: float = 16.0
     is_forced: Annotated[bool, typer.Option("--force")] = False
@@ -179,23 +184,11 @@ class Drawing:
 
 @takes_settings
 def image(
-    *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="A pipeline's folder or hub name. Left out: small-image, which comes with octavo "
-            "and draws 48 × 48 pixels from simple words.",
-            show_default=False,
-        ),
-    ] = None,
+    drawing: Drawing,
     linear: LinearOptions,
     pipeline: OmniOptions,
-    strict: Strict = False,
     sampling: SamplingFlags,
-    drawing: Drawing,
-    device: DeviceName = None,
+    strict: Strict = False,
 ) -> None:
     """Draw images, or a video, from words: in FP8 if asked for.
 
@@ -214,8 +207,12 @@ def image(
     from octavo.serving.engine.omni import Omni
 
     with err.status("loading the pipeline"):
-        size = drawing.max_batch_size
-        plain = Omni(model, dtype=drawing.dtype, device=device, max_batch_size=size)
+        plain = Omni(
+            drawing.model,
+            dtype=drawing.dtype,
+            device=drawing.device,
+            max_batch_size=drawing.max_batch_size,
+        )
     draw = drawing.draw if drawing.compare is None else drawing.draw_both
     draw(plain, replace(sampling, extra_args=extra_args), words)
 
