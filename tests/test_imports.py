@@ -22,6 +22,7 @@ WITHOUT_TORCH = [
     "octavo.calibration.scale_file",
     "octavo.calibration.settings",
     "octavo.integrations.transformers.encoder_options",
+    "octavo.integrations.transformers.tokenizer",
     "octavo.serving.engine.image_request",
     "octavo.serving.engine.request",
     "octavo.serving.engine.scheduler",

@@ -98,9 +98,9 @@ PACKAGES: dict[str, set[str]] = {
 
 # File -> packages that its row does not have.
 FILE_PACKAGES: dict[str, set[str]] = {
-    "calibration/data.py": {"datasets"},
-    "calibration/image_data.py": {"PIL"},
-    "integrations/diffusers/picture_files.py": {"PIL"},
+    "calibration/data.py": {"PIL"},
+    "calibration/rows.py": {"datasets", "pyarrow"},
+    "integrations/diffusers/image_files.py": {"PIL"},
     "measure/bench/request_data.py": {"PIL"},
     "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
@@ -110,7 +110,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/evaluate/image_sheets.py": {"PIL"},
     "measure/evaluate/endpoint.py": {"httpx"},
     "measure/evaluate/math_equality.py": {"math_verify"},
-    "measure/evaluate/question_files.py": {"datasets", "pyarrow"},
+    "measure/evaluate/question_files.py": {"datasets"},
     "measure/evaluate/image_scores.py": {"lpips"},
     "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
@@ -133,6 +133,7 @@ FILE_FORBIDDEN = {"measure/bench/serving.py": {"serving", "serving.engine", "ser
 FLAG_SETTINGS = {
     "octavo.calibration.settings",
     "octavo.integrations.transformers.encoder_options",
+    "octavo.integrations.transformers.tokenizer",
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.request_data",
@@ -421,8 +422,8 @@ def test_planted_violation_is_reported(path, source, reason):
         ("ops/x.py", "from octavo.kernels.x.config import default"),
         ("ops/__init__.py", "from octavo.ops.attention import attention"),
         ("layers/x.py", "from octavo.recipe import Recipe\nfrom octavo.patterns import matches"),
-        ("calibration/data.py", "def f():\n    import datasets"),
-        ("calibration/image_data.py", "def f():\n    import PIL.Image"),
+        ("calibration/rows.py", "def f():\n    import datasets"),
+        ("calibration/data.py", "def f():\n    import PIL.Image"),
         ("integrations/transformers/attention.py", "from transformers import AttentionInterface"),
         ("integrations/transformers/__init__.py", "import octavo.integrations.transformers.cache"),
         ("serving/engine/guided.py", "def f():\n    import llguidance"),

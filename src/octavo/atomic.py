@@ -24,13 +24,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
     Raises ConfigError if there cannot be a file at `path`, OSError if the disk refuses.
     """
-    target = Path(path).resolve()
-    if not target.parent.is_dir():
-        raise ConfigError(
-            f"expected an existing folder for {path}, got none; create {target.parent}"
-        )
-    if target.is_dir():
-        raise ConfigError(f"expected the path of a file, got the folder {path}")
+    target = check_target(path)
     with _temporary(target.parent, is_folder=False) as temporary:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -40,6 +34,18 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             shutil.copymode(target, temporary)
         os.replace(temporary, target)
     sync_folder(target.parent)
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """The file that `path` is or leads to; ConfigError if there cannot be one."""
+    target = Path(path).resolve()
+    if not target.parent.is_dir():
+        raise ConfigError(
+            f"expected an existing folder for {path}, got none; create {target.parent}"
+        )
+    if target.is_dir():
+        raise ConfigError(f"expected the path of a file, got the folder {path}")
+    return target
 
 
 def sync_folder(folder: Path) -> None:

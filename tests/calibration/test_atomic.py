@@ -103,12 +103,12 @@ from octavo.atomic import write_atomically
 write_atomically("file", b"x" * 100_000)""",
     "frames": """
 from PIL import Image
-from octavo.integrations.diffusers.picture_files import write_video
+from octavo.integrations.diffusers.image_files import write_video
 write_video([Image.new("RGB", (16, 16))], Path("frames"), 8)""",
     "a video": """
 import diffusers.utils
 diffusers.utils.export_to_video = lambda frames, path, **options: Path(path).write_bytes(b"video")
-from octavo.integrations.diffusers.picture_files import write_video
+from octavo.integrations.diffusers.image_files import write_video
 write_video([], Path("video.mp4"), 8)""",
     "a library": """
 import lzma

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from octavo import CheckpointError, ConfigError, UnsupportedError
-from octavo.calibration import data as data_module
-from octavo.calibration.data import batches
-from octavo.calibration.image_data import open_images
+from octavo.calibration.data import batches, open_images
+from octavo.calibration.rows import read_parquet
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -93,13 +92,13 @@ def test_jsonl_with_paths_base64_and_data_urls(tmp_path):
 @pytest.mark.parametrize(
     ("row", "error", "message"),
     [
-        ({"text": "?"}, CheckpointError, "line 1: expected image or images, got only 'text'"),
+        ({"text": "?"}, CheckpointError, ":1: expected image or images, got only 'text'"),
         ({"image": "a", "images": []}, CheckpointError, "got both"),
         ({"images": []}, CheckpointError, "got an empty list"),
         ({"image": "gone.png"}, CheckpointError, "expected an image file, got none at 'gone.png'"),
         ({"image": "neither"}, CheckpointError, "the path of an image, or one in base64"),
         ({"image": 7}, CheckpointError, "expected an image, got 7"),
-        ({"image": "aGVsbG8="}, CheckpointError, "line 1: expected an image: "),
+        ({"image": "aGVsbG8="}, CheckpointError, ":1: expected an image: "),
         ({"image": "https://example.org/a.png"}, UnsupportedError, "expected an image at hand"),
         ([1], CheckpointError, "expected an object"),
     ],
@@ -113,7 +112,7 @@ def test_rows_that_hold_no_image(tmp_path, row, error, message):
 @pytest.mark.parametrize("content", [b'{"image": \n', b'{"image": "\xff"}'])
 def test_a_line_that_is_no_json(tmp_path, content):
     (tmp_path / "rows.jsonl").write_bytes(content)
-    with pytest.raises(CheckpointError, match="line 1: expected JSON"):
+    with pytest.raises(CheckpointError, match=":1: expected JSON"):
         list(open_images(str(tmp_path / "rows.jsonl")).prompts(1))
 
 
@@ -121,7 +120,6 @@ def test_a_line_that_is_no_json(tmp_path, content):
 def test_parquet(tmp_path, kind):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    pytest.importorskip("datasets")
     contents = [png(value) for value in (1, 2, 3)]
     structs = [{"bytes": content, "path": None} for content in contents]
     columns = {
@@ -137,14 +135,24 @@ def test_parquet(tmp_path, kind):
     assert values(found.prompts(10, start=1)) == expected[1:]
 
 
+def test_parquet_from_any_row_on(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"n": list(range(40))}), path)
+    for start in (0, 15, 16, 17, 32, 39, 40, 50):
+        rows = list(read_parquet(path, start))
+        assert [row.content["n"] for row in rows] == list(range(start, 40))
+        assert [row.where for row in rows] == [f"{path}: row {n + 1}" for n in range(start, 40)]
+
+
 def test_a_damaged_parquet_row_and_file(tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    pytest.importorskip("datasets")
     pq.write_table(pa.table({"image": [png(1), b"no image"]}), tmp_path / "rows.parquet")
     prompts = open_images(str(tmp_path / "rows.parquet")).prompts(2)
     next(prompts)
-    with pytest.raises(CheckpointError, match="row 1: expected an image"):
+    with pytest.raises(CheckpointError, match="row 2: expected an image"):
         next(prompts)
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(CheckpointError, match="bad.parquet"):
@@ -169,7 +177,6 @@ def test_a_data_set_with_decoded_columns(monkeypatch):
         {"images": [[{"bytes": png(1), "path": None}], [{"bytes": png(2), "path": None}]]},
         features=datasets.Features({"images": datasets.List(datasets.Image())}),
     ).to_iterable_dataset()
-    monkeypatch.setattr(data_module, "_datasets", lambda: datasets)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
     assert values(open_images("org/name").prompts(5)) == [[1], [2]]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo import CheckpointError, ConfigError
-from octavo.calibration.text_data import read_prompts
+from octavo.calibration.data import read_prompts
 
 
 def test_lines_and_rows(tmp_path):
@@ -20,9 +20,9 @@ def test_lines_and_rows(tmp_path):
     [
         ("a.txt", b" \n", ConfigError, "expected prompts, one in a line, got none"),
         ("a.txt", b"\xff\xfe", CheckpointError, "expected text in UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n', CheckpointError, "line 1: expected a text"),
-        ("a.jsonl", b'{"prompt": " "}\n', CheckpointError, "line 1: expected a text"),
-        ("a.jsonl", b"{", CheckpointError, "line 1: expected JSON"),
+        ("a.jsonl", b'{"text": "x"}\n', CheckpointError, ":1: expected a text"),
+        ("a.jsonl", b'{"prompt": " "}\n', CheckpointError, ":1: expected a text"),
+        ("a.jsonl", b"{", CheckpointError, ":1: expected JSON"),
     ],
 )
 def test_what_is_no_file_of_prompts(tmp_path, name, content, error, said):

@@ -14,7 +14,6 @@ from octavo.calibration.run import (
     Calibration,
     Subject,
     calibrate,
-    calibrate_in_passes,
     calibrate_to_file,
     load_state,
     save_state,
@@ -62,7 +61,7 @@ def run(settings=None, model=None, given=None, state_file=None, calibration=None
     batches = [[prompt] for prompt in (prompts() if given is None else given)]
     return calibrate(
         calibration,
-        batches,
+        lambda start: batches,
         observe=model.observe,
         forward=model.forward,
         state_file=state_file,
@@ -207,7 +206,7 @@ BOTH = CalibrationSettings(granularity="head", margin=1.0, rotate_keys=True, cen
 
 def run_in_passes(model=None, given=None, state_file=None, calibration=None, settings=BOTH):
     model, given = model or Model(), prompts() if given is None else given
-    return calibrate_in_passes(
+    return calibrate(
         calibration or Calibration(LAYERS, settings),
         lambda start: ([prompt] for prompt in given[start:]),
         observe=model.observe,
@@ -264,8 +263,11 @@ def test_resuming_in_either_pass(tmp_path, fails_at):
 
 
 def test_one_pass_is_not_enough_for_means():
+    calibration, (prompt, *_) = Calibration(LAYERS, BOTH), prompts()
+    for name in LAYERS:
+        calibration.see(name, prompt, prompt, prompt)
     with pytest.raises(ConfigError, match="expected two passes over the data to center keys"):
-        run(BOTH).result()
+        calibration.result()
 
 
 def test_means_of_nothing_and_of_nan():

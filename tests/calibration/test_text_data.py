@@ -5,8 +5,8 @@ import json
 import pytest
 
 from octavo import CheckpointError, ConfigError
-from octavo.calibration import text_data
-from octavo.calibration.text_data import Chat, Passage, open_texts
+from octavo.calibration import data as data_module
+from octavo.calibration.data import Chat, Passage, open_texts
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -39,7 +39,7 @@ def test_a_plain_file_is_one_text(tmp_path, name):
 
 @pytest.mark.parametrize("size", [1, 4, 7, 1000])
 def test_pieces_are_whole_lines_and_lose_nothing(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(text_data, "_PIECE_SIZE", size)
+    monkeypatch.setattr(data_module, "_PIECE_SIZE", size)
     content = "ab cd\n\nefghijklmno pq\nr\nno end"
     (tmp_path / "a.txt").write_text(content)
     (document,) = open_texts(str(tmp_path / "a.txt")).read()
@@ -50,7 +50,7 @@ def test_pieces_are_whole_lines_and_lose_nothing(tmp_path, monkeypatch, size):
 
 
 def test_a_large_file_is_read_lazily(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_data, "_PIECE_SIZE", 8)
+    monkeypatch.setattr(data_module, "_PIECE_SIZE", 8)
     path = tmp_path / "a.txt"
     path.write_bytes(b"good text\n" * 10_000 + b"\xff")
     (document,) = open_texts(str(path)).read()
@@ -70,7 +70,7 @@ def test_rows_of_every_form(tmp_path):
     first, *others = open_texts(path).read()
     assert "".join(first.pieces) == "plain"
     assert all(list(chat.messages) == MESSAGES for chat in others)
-    assert [chat.where for chat in others] == [f"{path}, line {n}" for n in (3, 5, 7)]
+    assert [chat.where for chat in others] == [f"{path}:{n}" for n in (3, 5, 7)]
     assert all(isinstance(chat, Chat) for chat in others)
 
 
@@ -146,7 +146,7 @@ def test_rows_that_are_none(tmp_path, row, message):
     path = write_rows(tmp_path / "a.jsonl", [row])
     with pytest.raises(CheckpointError, match=message) as caught:
         list(open_texts(path).read())
-    assert f"{path}, line 1" in str(caught.value)
+    assert f"{path}:1" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "./gone", "/gone/text", "gone.txt", "gone.jsonl", "a/b/c"])

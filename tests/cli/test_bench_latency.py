@@ -113,7 +113,7 @@ def test_default_lengths_end_at_the_context_of_the_model(capsys, tmp_path):
 
 
 def test_a_batch_larger_than_the_tokens_of_a_pass_is_no_error_by_default():
-    from octavo.cli.engine_options import EngineOptions
+    from octavo.cli.model_options import EngineOptions
 
     settings = EngineOptions(enforce_eager=True).settings(max_num_seqs=5000)
     assert settings.max_num_batched_tokens == 5000

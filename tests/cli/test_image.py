@@ -12,7 +12,7 @@ from PIL import Image
 
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import ConfigError
-from octavo.integrations.diffusers import picture_files
+from octavo.integrations.diffusers import image_files
 from octavo.integrations.diffusers.step_cache import use_step_cache_
 from octavo.measure.evaluate.image_sheets import (
     BETWEEN,
@@ -201,10 +201,10 @@ FRAMES = [Image.new("RGB", (16, 16), (index * 40, 0, 0)) for index in range(3)]
 
 
 def test_videos_as_gif_folder_and_mp4(tmp_path, monkeypatch):
-    picture_files.write_video(FRAMES, tmp_path / "a.gif", 10)
+    image_files.write_video(FRAMES, tmp_path / "a.gif", 10)
     with Image.open(tmp_path / "a.gif") as gif:
         assert gif.n_frames == 3 and gif.info["duration"] == 100
-    picture_files.write_video(FRAMES, tmp_path / "frames", 10)
+    image_files.write_video(FRAMES, tmp_path / "frames", 10)
     names = [f"frame-{index:04d}.png" for index in range(3)]
     assert sorted(path.name for path in (tmp_path / "frames").iterdir()) == names
     written = []
@@ -214,7 +214,7 @@ def test_videos_as_gif_folder_and_mp4(tmp_path, monkeypatch):
         Path(path).write_bytes(b"video")
 
     monkeypatch.setattr("diffusers.utils.export_to_video", export_to_video)
-    picture_files.write_video(FRAMES, tmp_path / "a.mp4", 23.976)
+    image_files.write_video(FRAMES, tmp_path / "a.mp4", 23.976)
     assert written == [(3, 23.976, 2)] and (tmp_path / "a.mp4").read_bytes() == b"video"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gif", "a.mp4", "frames"]
 
@@ -223,14 +223,14 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError("no space left")
 
-    monkeypatch.setattr(picture_files, "write_atomically", full)
+    monkeypatch.setattr(image_files, "write_atomically", full)
     with pytest.raises(OSError, match="no space left"):
-        picture_files.write_video(FRAMES, tmp_path / "frames", 10)
+        image_files.write_video(FRAMES, tmp_path / "frames", 10)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_permission_is_said_before_anything_is_drawn(small, monkeypatch, capsys):
-    monkeypatch.setattr(picture_files.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(image_files.os, "access", lambda path, mode: False)
     monkeypatch.setattr("octavo.serving.engine.omni.Omni.generate", None)
     assert draw(small, "-p", "cat") == 1
     assert "expected a folder for out.png that can be written to" in said(capsys.readouterr().err)
@@ -239,16 +239,16 @@ def test_a_folder_without_permission_is_said_before_anything_is_drawn(small, mon
 @pytest.mark.parametrize("has_writer", [False, True])
 def test_mp4_needs_a_writer(tmp_path, monkeypatch, has_writer):
     known = {"imageio", "imageio_ffmpeg"} if has_writer else {"imageio"}
-    monkeypatch.setattr(picture_files, "find_spec", lambda name: name in known or None)
+    monkeypatch.setattr(image_files, "find_spec", lambda name: name in known or None)
     options = {"is_video": True, "is_forced": False}
     if has_writer:
-        assert picture_files.target_files(tmp_path / "a.mp4", 1, **options) == [tmp_path / "a.mp4"]
+        assert image_files.target_files(tmp_path / "a.mp4", 1, **options) == [tmp_path / "a.mp4"]
     else:
-        with pytest.raises(picture_files.UnsupportedError, match="pip install imageio"):
-            picture_files.target_files(tmp_path / "a.mp4", 1, **options)
+        with pytest.raises(image_files.UnsupportedError, match="pip install imageio"):
+            image_files.target_files(tmp_path / "a.mp4", 1, **options)
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match="expected files or nothing"):
-        picture_files.target_files(tmp_path / "b", 1, is_video=True, is_forced=True)
+        image_files.target_files(tmp_path / "b", 1, is_video=True, is_forced=True)
 
 
 @pytest.mark.slow

@@ -163,9 +163,9 @@ def test_other_unknown_flags_are_still_unknown(capsys, flag):
 
 
 def test_no_flag_of_ours_asks_for_several_gpus():
-    from octavo.cli import vllm_flags
+    from octavo.integrations.vllm_flags import PARALLEL, SHARED
 
     [serve] = [row.load() for row in COMMANDS if row.name == "serve"]
     own = {flag for p in serve.params for flag in (*p.opts, *p.secondary_opts)}
-    assert not [flag for flag in own if vllm_flags.PARALLEL.fullmatch(flag)]
-    assert own >= vllm_flags.SHARED - {"--chat-template"}
+    assert not [flag for flag in own if PARALLEL.fullmatch(flag)]
+    assert own >= SHARED - {"--chat-template"}

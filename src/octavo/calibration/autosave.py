@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from octavo.atomic import check_target
 from octavo.brief import list_names
-from octavo.calibration.scale_document import Scale
 from octavo.calibration.scale_file import (
     LayerScales,
     ScaleHeader,
@@ -51,14 +52,7 @@ def check_scale_paths(
     if scale_path is not None and not Path(scale_path).is_file():
         raise ConfigError(f"expected a scale file, got none at {scale_path}")
     if save_path is not None:
-        target = Path(save_path)
-        if not target.absolute().parent.is_dir():
-            raise ConfigError(
-                f"expected an existing folder for {save_path}, got none; create "
-                f"{target.absolute().parent}"
-            )
-        if target.is_dir():
-            raise ConfigError(f"expected the path of a file, got the folder {save_path}")
+        check_target(save_path)
 
 
 class ScaleSaver:
@@ -223,8 +217,5 @@ def _tower(model: nn.Module) -> nn.Module:
 
 def _layer_scales(scaling: DynamicScaling, margin: float) -> LayerScales:
     scales = scaling.scales(margin)
-    return LayerScales(*(_as_numbers(part) for part in (scales.q, scales.k, scales.v)))
-
-
-def _as_numbers(scale: Tensor) -> Scale:
-    return tuple(scale.tolist()) if scale.dim() else float(scale)
+    numbers: list[Any] = [part.tolist() for part in (scales.q, scales.k, scales.v)]
+    return LayerScales(*numbers)

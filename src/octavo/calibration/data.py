@@ -1,22 +1,59 @@
-"""Prompts to calibrate on, in a fixed order, and the rows of files and data sets they come from."""
+"""Data to calibrate on, in a fixed order: images, texts and chats, and prompts to draw.
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+Images come from a folder, texts from plain files; both from rows of files and of data sets on the
+hub. Nothing here knows a tokenizer: documents are read lazily, and whoever runs a model cuts them
+into windows of tokens.
+"""
+
+import base64
+import binascii
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from octavo.brief import brief
+from octavo.brief import brief, list_names
+from octavo.calibration.rows import (
+    ROW_SUFFIXES,
+    Row,
+    Rows,
+    file_fingerprint,
+    is_path,
+    listing_digest,
+    open_dataset,
+    open_file,
+)
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import need
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 Prompt = TypeVar("Prompt")
 
-ROW_SUFFIXES = (".jsonl", ".parquet")
+IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+IMAGE_FIELDS = ("image", "images")
+TEXT_SUFFIXES = (".jsonl", ".md", ".parquet", ".txt")
+TEXT_FIELDS = ("text", "messages", "conversations")
+# ShareGPT's speakers, in the words of chat templates.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+
+_PIECE_SIZE = 2**16  # characters
+
+ImagePrompt = list["Image"]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,23 +75,6 @@ class PromptData(Generic[Prompt]):
         return islice(self.read(start), max(0, num_prompts - start))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row: its content, where it stands, and the folder that its paths are relative to."""
-
-    content: Any
-    where: str
-    folder: Path | None = None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a file or a data set. fingerprint: other rows have another one."""
-
-    fingerprint: str
-    read: Callable[[int], Iterator[Row]]  # the rows from this one on
-
-
 def batches(prompts: Iterator[Prompt], batch_size: int) -> Iterator[list[Prompt]]:
     """The prompts in lists of `batch_size`; the last may be shorter."""
     if batch_size < 1:
@@ -63,89 +83,310 @@ def batches(prompts: Iterator[Prompt], batch_size: int) -> Iterator[list[Prompt]
         yield batch
 
 
-def is_path(data: str) -> bool:
-    """Whether a text can only be the path of something here, not a data set's name."""
-    looks_like_one = data.startswith((".", "/", "~")) or data.count("/") > 1
-    return not data or looks_like_one or Path(data).exists()
+def open_images(
+    data: str, *, split: str = "train", subset: str | None = None
+) -> PromptData[ImagePrompt]:
+    """The images of a folder, of a file with one prompt per row, or of a data set on the hub.
 
-
-def open_file(path: Path, what: str) -> Rows:
-    """The rows of a .jsonl or .parquet file of `what`, in words: images, texts."""
-    if not path.is_file():
-        raise ConfigError(f"expected a file of {what}, got none at {path}")
-    if path.suffix == ".jsonl":
-        return Rows(file_fingerprint(path), partial(_read_jsonl, path))
-    read = _open_rows(str(path), path.parent, what, "parquet", data_files=str(path), split="train")
-    return Rows(file_fingerprint(path), read)
-
-
-def open_dataset(name: str, what: str, *, split: str, subset: str | None) -> Rows:
-    """The rows of a data set of `what`, by its name on the hub."""
-    fingerprint = f"{name} {subset or 'default'} {split}"
-    return Rows(fingerprint, _open_rows(name, None, what, name, subset, split=split))
-
-
-def file_fingerprint(path: Path) -> str:
-    """A file by its place and size: those of its content would take as long as reading it."""
-    return f"{path.resolve()} {path.stat().st_size}"
-
-
-def listing_digest(paths: Sequence[Path]) -> str:
-    """Files of one folder by their names and sizes."""
-    listing = "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
-    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def _read_jsonl(path: Path, start: int) -> Iterator[Row]:
-    with open(path, "rb") as file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        for number, line in islice(lines, start, None):
-            where = f"{path}, line {number}"
-            try:
-                content = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise CheckpointError(f"{where}: expected JSON: {error}") from None
-            yield Row(content, where, path.parent)
-
-
-def _open_rows(
-    name: str, folder: Path | None, what: str, *args: str | None, **kwargs: str
-) -> Callable[[int], Iterator[Row]]:
-    """The rows of a data set; opened now, so that one that is not there is noticed at once."""
-    datasets = _datasets()
-    with _reading(name, what):
-        rows = datasets.load_dataset(*args, streaming=True, **kwargs)
-        # Undecoded: a damaged image is then ours to name.
-        rows = rows.decode(False) if rows.features else rows
-
-    def read(start: int) -> Iterator[Row]:
-        with _reading(name, what):
-            for number, content in enumerate(rows.skip(start), start):
-                yield Row(content, f"{name}, row {number}", folder)
-
-    return read
-
-
-@contextmanager
-def _reading(name: str, what: str) -> Iterator[None]:
-    """Whatever a data set raises on the way, with its name."""
-    try:
-        yield
-    except (CheckpointError, ConfigError, UnsupportedError):
-        raise
-    except (ConnectionError, FileNotFoundError) as error:
+    Rows have a field "image" or "images": a path, base64 or a data URL in .jsonl; bytes, or bytes
+    with a path, in .parquet. split and subset: of a data set.
+    """
+    path = Path(data)
+    if data and path.is_dir():
+        return _image_folder(data, path)
+    if path.suffix in ROW_SUFFIXES:
+        rows = open_file(path, "images")
+    elif is_path(data):
         raise ConfigError(
-            f"expected the data set {name}, which cannot be reached from here ({brief(str(error))})"
-            f"; give a folder of {what}, or a .jsonl or .parquet file"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name}: expected a data set of {what}: {error}") from error
-    except Exception as error:  # pyarrow's and the hub's own kinds share no base with ours
-        raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from error
+            f"expected a folder of images, a .jsonl or .parquet file, or a data set's name such as "
+            f"lmarena-ai/VisionArena-Chat, got {brief(data)}"
+        )
+    else:
+        rows = open_dataset(data, "images", split=split, subset=subset)
+    return PromptData(
+        data, rows.fingerprint, None, lambda start: map(_image_prompt, rows.read(start))
+    )
 
 
-def _datasets() -> Any:
-    need("reading data sets and .parquet files", "datasets")
-    import datasets  # type: ignore[import-untyped]
+def _image_folder(name: str, folder: Path) -> PromptData[ImagePrompt]:
+    paths = _files(folder, "images", lambda path: path.suffix.lower(), IMAGE_SUFFIXES)
 
-    return datasets
+    def read(start: int) -> Iterator[ImagePrompt]:
+        for path in paths[start:]:
+            yield [_open(path, str(path))]
+
+    return PromptData(name, f"{len(paths)} images {listing_digest(paths)}", len(paths), read)
+
+
+def _files(
+    folder: Path, what: str, kind: Callable[[Path], str], kinds: tuple[str, ...]
+) -> list[Path]:
+    """The files of a folder of one of these kinds, sorted; ConfigError if there are none."""
+    paths = sorted(path for path in folder.iterdir() if kind(path) in kinds and path.is_file())
+    if not paths:
+        raise ConfigError(
+            f"expected {what} ({', '.join(kinds)}) in the folder {folder}, got none; subfolders "
+            "are not searched"
+        )
+    return paths
+
+
+def _image_prompt(source: Row) -> ImagePrompt:
+    """All images of one row."""
+    row, where, folder = source.content, source.where, source.folder
+    if not isinstance(row, Mapping):
+        raise CheckpointError(f"{where}: expected an object with image or images, got {brief(row)}")
+    found = [row[field] for field in IMAGE_FIELDS if row.get(field) is not None]
+    if len(found) != 1:
+        got = "both" if found else f"only {list_names([str(key) for key in row]) or 'nothing'}"
+        raise CheckpointError(f"{where}: expected image or images, got {got}")
+    cells = found[0] if isinstance(found[0], Sequence) and not _is_text(found[0]) else found
+    if not cells:
+        raise CheckpointError(f"{where}: expected at least one image, got an empty list")
+    return [_image(cell, where, folder) for cell in cells]
+
+
+def _is_text(cell: object) -> bool:
+    return isinstance(cell, str | bytes | bytearray)
+
+
+def _image(cell: object, where: str, folder: Path | None) -> "Image":
+    """One image: bytes, {"bytes", "path"}, a path, base64 or a data URL."""
+    match cell:
+        case {"bytes": bytes(content)}:
+            return _open(content, where)
+        case {"path": str(path)}:
+            return _image(path, where, folder)
+        case bytes() | bytearray():
+            return _open(bytes(cell), where)
+        case str() if cell.startswith("data:"):
+            return _open(_decode_base64(cell.partition(",")[2], where), where)
+        case str() if cell.startswith(("http://", "https://")):
+            raise UnsupportedError(f"{where}: expected an image at hand, got {brief(cell)}")
+        case str() if (file := _existing(cell, folder)) is not None:
+            return _open(file, f"{where}: {file}")
+        case str() if cell.lower().endswith(IMAGE_SUFFIXES):
+            raise CheckpointError(f"{where}: expected an image file, got none at {brief(cell)}")
+        case str():
+            return _open(_decode_base64(cell, where), where)
+    raise CheckpointError(f"{where}: expected an image, got {brief(cell)}")
+
+
+def _existing(text: str, folder: Path | None) -> Path | None:
+    """The file that a text names, relative to `folder`; None if it names none."""
+    try:
+        path = (folder or Path()) / os.path.expanduser(text)
+        return path if path.is_file() else None
+    except (OSError, ValueError):  # base64 is too long for a name
+        return None
+
+
+def _decode_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise CheckpointError(
+            f"{where}: expected the path of an image, or one in base64, got {brief(text)}"
+        ) from None
+
+
+def _open(source: Path | bytes, where: str) -> "Image":
+    """The image in a file or in memory, upright and in RGB."""
+    need("reading images", "PIL")
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise CheckpointError(f"{where}: expected an image: {error}") from None
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text in pieces, read when they are asked for, and where it stands."""
+
+    pieces: Iterable[str]
+    where: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The messages of a conversation, {"role", "content"}, and where it stands."""
+
+    messages: tuple[Message, ...]
+    where: str
+
+
+Document = Passage | Chat
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Documents in a fixed order.
+
+    name: what was asked for. fingerprint: other data has another one. read: all documents, from the
+    first one on.
+    """
+
+    name: str
+    fingerprint: str
+    read: Callable[[], Iterator[Document]]
+
+
+def open_texts(data: str, *, split: str = "train", subset: str | None = None) -> TextData:
+    """The documents of a file, of all files of a folder, or of a data set on the hub.
+
+    A .jsonl or .parquet file, and a data set, has one document per row: a field "text", or
+    "messages" or "conversations" (ShareGPT's), or a row that is a list of messages. Any other file
+    is one text in UTF-8. split and subset: of a data set.
+    """
+    path = Path(data)
+    if data and path.is_dir():
+        return _text_folder(data, path)
+    if path.suffix in ROW_SUFFIXES or (data and path.is_file()):
+        return _text_file(data, path)
+    if is_path(data) or path.suffix in TEXT_SUFFIXES:
+        raise ConfigError(
+            "expected a file or folder of text, a .jsonl or .parquet file, or a data set's name "
+            f"such as HuggingFaceH4/ultrachat_200k, got {brief(data)}"
+        )
+    rows = open_dataset(data, "texts", split=split, subset=subset)
+    return TextData(data, rows.fingerprint, partial(_documents, rows))
+
+
+def _text_folder(name: str, folder: Path) -> TextData:
+    paths = _files(folder, "texts", lambda path: path.suffix, TEXT_SUFFIXES)
+    files = [_text_file(str(path), path) for path in paths]
+
+    def read() -> Iterator[Document]:
+        for file in files:
+            yield from file.read()
+
+    return TextData(name, f"{len(paths)} files {listing_digest(paths)}", read)
+
+
+def _text_file(name: str, path: Path) -> TextData:
+    if path.suffix in ROW_SUFFIXES:
+        rows = open_file(path, "texts")
+        return TextData(name, rows.fingerprint, partial(_documents, rows))
+    if path.suffix == ".json":
+        raise ConfigError(
+            f"expected one row per line, got {name}: convert a list in JSON by "
+            f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+        )
+    return TextData(name, file_fingerprint(path), lambda: iter([Passage(_pieces(path), str(path))]))
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The text of a file, cut behind line ends: a tokenizer sees whole words."""
+    rest = ""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            while read := file.read(_PIECE_SIZE):
+                head, end, tail = (rest + read).rpartition("\n")
+                # A line longer than a piece is cut anywhere.
+                piece, rest = (head + end, tail) if end else (tail, "")
+                yield piece
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: expected a text in UTF-8: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a text: {error.strerror}") from None
+    if rest:
+        yield rest
+
+
+def _documents(rows: Rows) -> Iterator[Document]:
+    return map(_document, rows.read(0))
+
+
+def _document(row: Row) -> Document:
+    content, where = row.content, row.where
+    if _is_list(content):
+        return _chat(content, where)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{where}: expected an object with text, messages or conversations, or a list of "
+            f"messages, got {brief(content)}"
+        )
+    found = [field for field in TEXT_FIELDS if content.get(field) is not None]
+    if len(found) != 1:
+        got = list_names(found or [str(key) for key in content]) or "nothing"
+        raise CheckpointError(f"{where}: expected one of {', '.join(TEXT_FIELDS)}, got {got}")
+    cell = content[found[0]]
+    if found[0] != "text":
+        return _chat(cell, where)
+    if not isinstance(cell, str):
+        raise CheckpointError(f"{where}: expected text to be a string, got {brief(cell)}")
+    return Passage((cell,), where)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _chat(messages: object, where: str) -> Chat:
+    if not isinstance(messages, Sequence) or not _is_list(messages) or not messages:
+        raise CheckpointError(f"{where}: expected a list of messages, got {brief(messages)}")
+    return Chat(tuple(_message(message, where) for message in messages), where)
+
+
+def _message(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise CheckpointError(f"{where}: expected a message, got {brief(message)}")
+    # The rows of a table have every field that one of them has.
+    known = {key: value for key, value in message.items() if value is not None}
+    match known:
+        case {"role": str()}:
+            return {**known, "content": _content(known.get("content", ""), where)}
+        case {"from": str(speaker), "value": str(text)} if speaker in ROLES:
+            return {"role": ROLES[speaker], "content": text}
+    raise CheckpointError(
+        f"{where}: expected a message with role and content, or with value and from, one of "
+        f"{', '.join(ROLES)}, got {brief(dict(known))}"
+    )
+
+
+def _content(content: object, where: str) -> str:
+    """The text of a message, which may be in parts."""
+    if isinstance(content, str):
+        return content
+    texts = [_text_of(part) for part in content] if isinstance(content, list | tuple) else [None]
+    if any(text is None for text in texts):
+        raise CheckpointError(f"{where}: expected the content to be text, got {brief(content)}")
+    return "".join(text or "" for text in texts)
+
+
+def _text_of(part: object) -> str | None:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    return None
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[str]:
+    """The prompts of a file: its lines that are not blank, or `prompt` of each row of a .jsonl."""
+    place = Path(path)
+    if not place.is_file():
+        raise ConfigError(f"expected a file of prompts, got none at {place}")
+    if place.suffix == ".jsonl":
+        prompts = [_prompt(row) for row in open_file(place, "prompts").read(0)]
+    else:
+        try:
+            lines = place.read_text("utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{place}: expected text in UTF-8: {error}") from None
+        prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{place}: expected prompts, one in a line, got none")
+    return prompts
+
+
+def _prompt(row: Row) -> str:
+    content: Any = row.content
+    text = content.get("prompt") if isinstance(content, dict) else content
+    if not isinstance(text, str) or not text.strip():
+        raise CheckpointError(
+            f'{row.where}: expected a text, or {{"prompt": "…"}}, got {brief(content)}'
+        )
+    return text

@@ -250,7 +250,7 @@ def calibrate_to_file(
             f"{state_file.path} has seen {calibration.num_prompts} prompts: expected as many or "
             f"more, got {num_prompts}; start afresh"
         )
-    calibrate_in_passes(
+    calibrate(
         calibration,
         lambda start: batches(data.prompts(num_prompts, start=start), batch_size),
         observe=subject.observe,
@@ -265,7 +265,7 @@ def calibrate_to_file(
     return result
 
 
-def calibrate_in_passes(
+def calibrate(
     calibration: Calibration,
     batches_from: Callable[[int], Iterable[Sequence[Prompt]]],
     *,
@@ -276,50 +276,27 @@ def calibrate_in_passes(
 ) -> Calibration:
     """Let a model see the data as often as its settings need: twice to center keys, else once.
 
-    batches_from: called at the start of each pass with how many prompts to leave out.
+    batches_from: called at the start of each pass with how many prompts to leave out. state_file:
+    written now and then, between batches; the caller has loaded it. on_batch: called with the
+    number of prompts so far. Returns `calibration`, which has seen them.
     """
     while True:
-        calibrate(
-            calibration,
-            batches_from(calibration.num_prompts),
-            observe=observe,
-            forward=forward,
-            state_file=state_file,
-            on_batch=on_batch,
-        )
+        num_saved = calibration.num_prompts
+        with observe(calibration.see), torch.inference_mode():
+            for batch in batches_from(calibration.num_prompts):
+                forward(batch)
+                calibration.num_prompts += len(batch)
+                on_batch(calibration.num_seen)
+                if state_file and calibration.num_prompts - num_saved >= state_file.save_every:
+                    save_state(calibration, state_file)
+                    num_saved = calibration.num_prompts
+        if calibration.num_prompts == 0:
+            raise ConfigError("expected prompts to calibrate on, got none")
         if not calibration.is_first_pass:
             return calibration
         calibration.start_second_pass()
         if state_file is not None:
             save_state(calibration, state_file)
-
-
-def calibrate(
-    calibration: Calibration,
-    batches: Iterable[Sequence[Prompt]],
-    *,
-    observe: Observe,
-    forward: Callable[[Sequence[Prompt]], object],
-    state_file: StateFile | None = None,
-    on_batch: Callable[[int], None] = lambda num_prompts: None,
-) -> Calibration:
-    """Let a model see all batches, one pass; returns `calibration`, which has seen them.
-
-    state_file: written now and then, between batches; the caller has loaded it, and left out the
-    prompts that were seen before. on_batch: called with the number of prompts so far.
-    """
-    num_saved = calibration.num_prompts
-    with observe(calibration.see), torch.inference_mode():
-        for batch in batches:
-            forward(batch)
-            calibration.num_prompts += len(batch)
-            on_batch(calibration.num_seen)
-            if state_file and calibration.num_prompts - num_saved >= state_file.save_every:
-                save_state(calibration, state_file)
-                num_saved = calibration.num_prompts
-    if calibration.num_prompts == 0:
-        raise ConfigError("expected prompts to calibrate on, got none")
-    return calibration
 
 
 def save_state(calibration: Calibration, state_file: StateFile) -> None:

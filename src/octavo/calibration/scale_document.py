@@ -5,7 +5,7 @@ notes all that it passed over.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,13 @@ KeyMean = tuple[tuple[float, ...], ...]
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
 _INPUT_KEYS = frozenset({"input", "input_scale"})
+# What strict reading refuses.
+TOLERATED = EXTRA_KEYS, NO_OBJECTS, UNKNOWN_KEYS, STRINGS = (
+    "ignored keys beside layers",
+    "ignored entries that are no objects",
+    "ignored unknown keys of layers",
+    "read strings as numbers in layers",
+)
 
 
 def checked_scale(key: str, value: object) -> Scale:
@@ -95,31 +102,23 @@ class _Incomplete(ConfigError):
 class ScaleDocument:
     """The content of a scale file: fields of its header, of each attention layer, and input scales.
 
-    incomplete: layers whose entry was passed over, with the reason. The other lists name what else
-    was passed over or read although it is not as octavo writes it.
+    incomplete: layers whose entry was passed over, with the reason. tolerated: what else was passed
+    over, or read although it is not as octavo writes it.
     """
 
     header: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)
     incomplete: dict[str, str] = field(default_factory=dict)
-    extra_keys: list[str] = field(default_factory=list)
-    no_objects: list[str] = field(default_factory=list)
-    with_unknown_keys: list[str] = field(default_factory=list)
-    with_strings: list[str] = field(default_factory=list)
+    tolerated: dict[str, list[str]] = field(default_factory=lambda: {key: [] for key in TOLERATED})
 
     def notes(self) -> list[str]:
         """A sentence for each kind of thing that strict reading refuses."""
-        kinds: dict[str, Sequence[str]] = {
-            "ignored keys beside layers": self.extra_keys,
-            "ignored entries that are no objects": self.no_objects,
-            "ignored unknown keys of layers": self.with_unknown_keys,
-            "read strings as numbers in layers": self.with_strings,
-            "ignored incomplete entries of layers": [*self.incomplete],
-        }
-        notes = [f"{what}: {list_names(names)}" for what, names in kinds.items() if names]
+        found = self.tolerated.items()
+        notes = [f"{what}: {list_names(names)}" for what, names in found if names]
         if self.incomplete:
-            notes[-1] += f" ({next(iter(self.incomplete.values()))})"
+            names, reason = [*self.incomplete], next(iter(self.incomplete.values()))
+            notes.append(f"ignored incomplete entries of layers: {list_names(names)} ({reason})")
         return notes
 
 
@@ -132,9 +131,9 @@ def read_document(document: object, *, strict: bool) -> ScaleDocument:
         found.header = _read_header(document["octavo"])
     layers = {key: value for key, value in document.items() if key != "octavo"}
     if "layers" in layers:
-        found.extra_keys = [key for key in layers if key != "layers"]
-        if found.extra_keys and strict:
-            raise ConfigError(f"expected nothing beside layers, got {list_names(found.extra_keys)}")
+        found.tolerated[EXTRA_KEYS] = extra = [key for key in layers if key != "layers"]
+        if extra and strict:
+            raise ConfigError(f"expected nothing beside layers, got {list_names(extra)}")
         layers = layers["layers"]
         if not isinstance(layers, Mapping):
             raise ConfigError(f"expected layers to be an object, got {brief(layers)}")
@@ -150,17 +149,18 @@ def _read_entry(found: ScaleDocument, name: str, entry: object, strict: bool) ->
     if not isinstance(entry, Mapping):
         if strict:
             raise ConfigError(f"expected an object with q, k and v, got {brief(entry)}")
-        found.no_objects.append(name)
+        found.tolerated[NO_OBJECTS].append(name)
         return
     if not strict:
         known = {key: entry[key] for key in entry if key in _ALL_KEYS or key in _INPUT_KEYS}
-        unknown = (f"{name}.{key}" for key in entry if key not in known)
-        found.with_unknown_keys.extend(unknown)
+        found.tolerated[UNKNOWN_KEYS] += [f"{name}.{key}" for key in entry if key not in known]
         entry = {key: _number_of(value) for key, value in known.items()}
         if any(entry[key] is not known[key] for key in known):
-            found.with_strings.append(name)
+            found.tolerated[STRINGS].append(name)
     if entry.keys() & _INPUT_KEYS:
-        found.inputs[name] = _read_input(entry)
+        if len(entry) > 1:
+            raise ConfigError(f"expected input alone, got {list_names([*entry])}")
+        found.inputs[name] = checked_number("input", *entry.values())
         return
     try:
         found.layers[name] = _read_layer(entry)
@@ -191,13 +191,6 @@ def _read_header(entry: object) -> dict[str, Any]:
             f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
         )
     return {key: value for key, value in entry.items() if key != "format_version"}
-
-
-def _read_input(entry: Mapping[str, Any]) -> float:
-    if len(entry) > 1:
-        raise ConfigError(f"expected input alone, got {list_names([*entry])}")
-    (scale,) = entry.values()
-    return checked_number("input", scale)
 
 
 def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:

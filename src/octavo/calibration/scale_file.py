@@ -255,19 +255,17 @@ def _from_document(document: object, strict: bool | None) -> tuple[ScaleSet, lis
             raise ConfigError(
                 f"expected only {', '.join(known)} in the header, got {list_names(unknown)}"
             )
-        layers = {name: _layer_scales(name, entry) for name, entry in found.layers.items()}
+        layers = {}
+        for name, entry in found.layers.items():
+            try:
+                layers[name] = LayerScales(**entry)
+            except ConfigError as error:
+                raise ConfigError(f"layer {brief(name)}: {error}") from None
         header = ScaleHeader(**found.header)
         incomplete = MappingProxyType(found.incomplete)
         return ScaleSet(layers, header, found.inputs, incomplete=incomplete), found.notes()
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
-
-
-def _layer_scales(name: str, entry: dict[str, Any]) -> LayerScales:
-    try:
-        return LayerScales(**entry)
-    except ConfigError as error:
-        raise ConfigError(f"layer {brief(name)}: {error}") from None
 
 
 def _warn(notes: Iterable[str], file: str = "scales") -> None:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err, out, print_table
 from octavo.cli.options import Flags, RecordsFile, check_folder, repeat_command, takes_settings
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.measure.advise.shape import Workload, parse_size
 

@@ -11,10 +11,8 @@ from octavo.cli.bench_mm_processor import mm_processor
 from octavo.cli.bench_models import Folder, diffusion, encoder, generate
 from octavo.cli.bench_serve import serve
 from octavo.cli.bench_sweep import sweep
-from octavo.cli.console import err, out
+from octavo.cli.console import Collected, err, out, print_file, print_json, print_table
 from octavo.cli.options import PLACES, AsJson, RecordsFile, repeat_command, takes_settings
-from octavo.cli.records import Collected, print_file, print_json
-from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
     from octavo.measure.bench.tune import Task

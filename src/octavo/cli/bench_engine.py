@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out, print_error
-from octavo.cli.engine_options import EngineOptions, RowOptions, SubjectOptions
+from octavo.cli.console import (
+    TIMED_S,
+    err,
+    out,
+    print_error,
+    print_file,
+    print_json,
+    print_table,
+    progress_bar,
+    write_results,
+)
+from octavo.cli.model_options import EngineOptions, RowOptions, SubjectOptions
 from octavo.cli.options import (
     AsJson,
     Flags,
@@ -18,9 +28,6 @@ from octavo.cli.options import (
     repeat_command,
     takes_settings,
 )
-from octavo.cli.records import print_file, print_json, write_results
-from octavo.cli.still_progress import StillProgress
-from octavo.cli.tables import print_table
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
 
 if TYPE_CHECKING:
@@ -116,8 +123,8 @@ def latency(
         case = case.within(model.max_context)
         lengths = ",".join(map(str, case.input_lens))
     taken = _taken(subject, rows) | {"input_len": lengths}
-    with registered_prefill(rows.peers), StillProgress() as progress:
-        task = progress.add_task("measuring", total=len(found) * case.num_runs)
+    bar = progress_bar("measuring", len(found) * case.num_runs, every_s=TIMED_S)
+    with registered_prefill(rows.peers), bar as move:
         results = run_latency(
             model,
             found,
@@ -125,7 +132,7 @@ def latency(
             settings,
             command=repeat_command(context, taken=taken),
             on_row=lambda result: store.append(output, result.records) if output else None,
-            on_run=lambda what: progress.step(task, what),
+            on_run=move,
         )
     records = _show(results, _print_latency, output, as_json)
     if output_json is not None:
@@ -205,8 +212,8 @@ def throughput(
         "output_len": workload.output_len,
     }
     num_tokens = sum(prompt.output_len for prompt in workload.draw(model.vocab_size))
-    with registered_prefill(rows.peers), StillProgress() as progress:
-        task = progress.add_task("tokens", total=len(found) * num_tokens)
+    bar = progress_bar("tokens", len(found) * num_tokens, every_s=TIMED_S)
+    with registered_prefill(rows.peers), bar as move:
         results = run_throughput(
             model,
             found,
@@ -214,7 +221,7 @@ def throughput(
             settings,
             command=repeat_command(context, taken=taken),
             on_row=lambda result: store.append(output, result.records) if output else None,
-            on_token=lambda what: progress.step(task, f"{what}, tokens"),
+            on_token=lambda what: move(f"{what}, tokens"),
         )
     _show(results, _print_throughput, output, as_json)
     if output_json is not None:

@@ -6,11 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.console import err, out
-from octavo.cli.engine_options import EncoderFlags
+from octavo.cli.console import err, out, print_table, write_result
+from octavo.cli.model_options import EncoderFlags
 from octavo.cli.options import Flags, Strict, check_folder, split_numbers, takes_settings
-from octavo.cli.records import write_result
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.measure.bench.request_data import ImageRequests

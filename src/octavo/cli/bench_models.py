@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import Collected, err, out, print_json
 from octavo.cli.options import (
     AsJson,
     RecordsFile,
@@ -15,7 +15,6 @@ from octavo.cli.options import (
     split_rows,
     takes_settings,
 )
-from octavo.cli.records import Collected, print_json
 
 if TYPE_CHECKING:
     from octavo.measure.records import Measurement

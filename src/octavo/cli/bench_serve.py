@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import err, out, print_error
+from octavo.cli.console import err, out, print_error, print_json, print_table, write_result
 from octavo.cli.options import (
     PLACES,
     AsJson,
@@ -21,8 +21,6 @@ from octavo.cli.options import (
     split_numbers,
     takes_settings,
 )
-from octavo.cli.records import print_json, write_result
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.measure.bench.cases import Ramp, ServingCase, Workload
 

@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out, print_error
-from octavo.cli.engine_options import DeviceName, RowOptions
+from octavo.cli.console import err, out, print_error, print_table, progress_bar
+from octavo.cli.model_options import DeviceName, RowOptions
 from octavo.cli.options import Flags, check_folder, takes_settings
-from octavo.cli.still_progress import StillProgress
-from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
     from octavo.measure.bench.sweep import Combination, Outcome
@@ -78,22 +76,21 @@ def sweep(
     if dry_run:
         _print_plan(todo, output, device)
         return
-    with registered_prefill(rows.peers), StillProgress() as progress:
-        task = progress.add_task("combinations", total=len(todo))
+    bar = progress_bar("combinations", len(todo), every_s=0)
+    with registered_prefill(rows.peers), bar as move:
 
         def ended(outcome: "Outcome") -> None:
             if outcome.state == "skipped":
                 text = f"skipped, its records are in {output}: {outcome.combination}"
                 err.print(text, soft_wrap=True)
-            progress.advance(task)
-            progress.refresh()
+            move(done=todo.index(outcome.combination) + 1)
 
         outcomes = run_sweep(
             asked,
             todo,
             output,
             device=device,
-            on_start=lambda one: progress.update(task, description=str(one), refresh=True),
+            on_start=lambda one: move(str(one), todo.index(one)),
             on_end=ended,
         )
     _print(outcomes)

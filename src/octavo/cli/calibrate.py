@@ -1,39 +1,78 @@
 """octavo calibrate: static scales for vision attention, a KV cache or a diffusion pipeline."""
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from octavo.brief import list_names
 from octavo.calibration.settings import CalibrationSettings
-from octavo.cli.calibrate_pipeline import (
-    PipelineOptions,
-    RunOptions,
-    bar,
-    calibrate_scales,
-    check_pipeline,
-    scan_layers,
-)
-from octavo.cli.console import out
+from octavo.cli.console import Collected, out, print_file, print_table, progress_bar
 from octavo.cli.options import (
     Flags,
     check_folder,
     field_names,
     given_flags,
+    read_object,
     repeat_command,
     takes_settings,
 )
-from octavo.cli.prompt_flags import AddBos, ChatTemplate
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
     from octavo.calibration.data import PromptData
     from octavo.calibration.run import Subject
-    from octavo.integrations.transformers.tokenizer import PromptSettings
-    from octavo.measure.records import Measurement
+    from octavo.integrations.diffusers.steps import Run
+    from octavo.recipe import Recipe
+
+NUM_SHOWN = 40  # rows of sensitivity; all are in the records
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Which model is calibrated, and where its scales go.
+
+    Attributes:
+        is_kv: Calibrate the KV cache of a language model, from texts.
+        is_pipeline: Calibrate a diffusion pipeline, over prompts and timesteps.
+        per_head: A scale for each head, not one for all. vLLM reads both.
+        scale_save_path: The scale file to write (JSON).
+        dtype: The model runs in this: the checkpoint's own, or such as bfloat16.
+        device: The GPU if there is one, else the CPU.
+        is_resumed: Go on where an interrupted run stopped, or forget what it saw.
+        num_prompts: How many of the data's prompts to use; with --kv, windows of text or chats.
+    """
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder, or its name on the hub; left out, the small chart reader, "
+            "with --kv SmolLM2-135M-Instruct, with --pipeline the small image model.",
+            show_default=False,
+        ),
+    ] = None
+    is_kv: Annotated[bool, typer.Option("--kv")] = False
+    is_pipeline: Annotated[bool, typer.Option("--pipeline")] = False
+    per_head: Annotated[bool, typer.Option("--per-head")] = False
+    scale_save_path: Path | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    is_resumed: Annotated[bool, typer.Option("--resume/--fresh")] = True
+    num_prompts: Annotated[int, typer.Option(min=1)] = 100
+
+    def check_path(self, settings: CalibrationSettings) -> Path:
+        """The scale file to write; an error if it cannot be, before anything has run."""
+        from octavo.calibration.autosave import check_scale_paths
+
+        path, flag = self.scale_save_path, "--scale-save-path"
+        if path is None:
+            raise typer.BadParameter(f"expected {flag}, got none", param_hint=flag)
+        check_scale_paths(is_fp8=True, save_path=path, margin=settings.margin)
+        return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +100,7 @@ class DataOptions:
 
     def open_images(self, run: RunOptions) -> "tuple[Subject[Any], PromptData[Any]]":
         """A model with a vision tower, and the images that it sees."""
-        from octavo.calibration.image_data import open_images
+        from octavo.calibration.data import open_images
         from octavo.integrations.transformers.calibrate import load_image_model
 
         if self.max_length is not None:
@@ -72,10 +111,10 @@ class DataOptions:
         return model.subject(), images
 
     def open_texts(
-        self, run: RunOptions, prompts: "PromptSettings"
+        self, run: RunOptions, prompts: PromptSettings
     ) -> "tuple[Subject[Any], PromptData[Any]]":
         """A language model, and the windows of text that it sees."""
-        from octavo.calibration.text_data import open_texts
+        from octavo.calibration.data import open_texts
         from octavo.integrations.transformers.text_model import load_text_model
 
         texts = open_texts(str(self.data), split=self.split, subset=self.subset)
@@ -83,44 +122,104 @@ class DataOptions:
         return model.subject(), model.cut_windows(texts, self.max_length)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a diffusion pipeline runs, and which of its layers are looked at; all with --pipeline.
+
+    Attributes:
+        prompts_file: With --pipeline: a file with a prompt in each line, or a .jsonl file with a
+            field prompt.
+        prompts: With --pipeline: a prompt; may be given more than once.
+        num_inference_steps: With --pipeline: denoising steps of each prompt; left out, the
+            pipeline's own number.
+        height: With --pipeline: in pixels.
+        width: With --pipeline: in pixels.
+        seed: With --pipeline: of the first prompt's noise; the next has the next.
+        call_options: With --pipeline: other arguments of the pipeline's call, as JSON:
+            {"guidance_scale": 4}.
+        is_attention: With --pipeline: scales of attention as well, in the same file.
+        is_text_encoder: With --pipeline: scales of the linear layers of text encoders as well.
+        ignored_layers: With --pipeline: a pattern of linear layers to leave; may be given more than
+            once.
+        weight_only_layers: With --pipeline: a pattern of linear layers whose weight alone will be
+            quantized, which need no scale; modulation is all of that kind. May be given more than
+            once.
+        is_sensitivity: With --pipeline: not scales, but the error of the transformer's result when
+            one layer alone is FP8, and from that which layers to ignore.
+        by: With --sensitivity: what is quantized at a time: a layer, the layers of one kind in all
+            blocks, or those of one block.
+        is_all: With --sensitivity: also the layers that the model's defaults leave in BF16.
+        num_timesteps: With --sensitivity: at how many of the steps, spread evenly.
+        output: With --pipeline: append the records to this JSON Lines file.
+    """
+
+    prompts_file: Annotated[Path | None, typer.Option("--prompts")] = None
+    prompts: Annotated[tuple[str, ...], typer.Option("--prompt")] = ()
+    num_inference_steps: Annotated[int | None, typer.Option(min=1)] = None
+    height: Annotated[int | None, typer.Option(min=1)] = None
+    width: Annotated[int | None, typer.Option(min=1)] = None
+    seed: int = 0
+    call_options: str | None = None
+    is_attention: Annotated[bool, typer.Option("--attention")] = False
+    is_text_encoder: Annotated[bool, typer.Option("--text-encoder")] = False
+    ignored_layers: tuple[str, ...] = ()
+    weight_only_layers: tuple[str, ...] = ()
+    is_sensitivity: Annotated[bool, typer.Option("--sensitivity")] = False
+    by: Annotated[Literal["layer", "group", "block"], typer.Option("--sensitivity-by")] = "layer"
+    is_all: Annotated[bool, typer.Option("--all")] = False
+    num_timesteps: Annotated[int, typer.Option(min=1)] = 4
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None
+
+    def read_prompts(self, num_prompts: int) -> list[str]:
+        """The prompts, from the command line and the file."""
+        from octavo.calibration.data import read_prompts
+
+        found = list(self.prompts)
+        if self.prompts_file is not None:
+            found += read_prompts(self.prompts_file)
+        if not found:
+            raise ConfigError("expected --prompt or --prompts with --pipeline, got neither")
+        return found[:num_prompts]
+
+    def run(self) -> "Run":
+        """How the pipeline runs."""
+        from octavo.integrations.diffusers.steps import Run
+
+        sizes = {"height": self.height, "width": self.width}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        options = read_object("--call-options", self.call_options) or {}
+        return Run(
+            num_inference_steps=self.num_inference_steps,
+            seed=self.seed,
+            call_options={**options, **given},
+        )
+
+    def recipe(self) -> "Recipe":
+        """What is to be quantized."""
+        from octavo.recipe import Recipe
+
+        return Recipe(
+            linear="fp8",
+            attention="fp8" if self.is_attention else None,
+            text_encoder="fp8" if self.is_text_encoder else None,
+            ignored_layers=self.ignored_layers,
+            weight_only_layers=self.weight_only_layers,
+        )
+
+
 @takes_settings
 def calibrate(
     *,
     context: typer.Context,
-    is_kv: Annotated[
-        bool,
-        typer.Option("--kv", help="Calibrate the KV cache of a language model, from texts."),
-    ] = False,
-    is_pipeline: Annotated[
-        bool,
-        typer.Option(
-            "--pipeline",
-            help="Calibrate a diffusion pipeline, over prompts and timesteps: MODEL is its folder "
-            "or its name on the hub; left out, the small image model.",
-        ),
-    ] = False,
     source: DataOptions,
     settings: Annotated[
         CalibrationSettings,
         Flags(
             names={"rotate_keys": "--rotate-keys", "center_keys": "--center-keys"},
-            without=("percentile", "granularity"),
+            without=("granularity",),
         ),
     ],
-    percentile: Annotated[
-        float | None,
-        typer.Option(
-            "--percentile",
-            help="Of the observer of that name; 99.99 if left out.",
-            show_default=False,
-        ),
-    ] = None,
-    per_head: Annotated[
-        bool,
-        typer.Option("--per-head", help="A scale for each head, not one for all. vLLM reads both."),
-    ] = False,
-    chat_template: ChatTemplate = None,
-    add_bos: AddBos = None,
+    texts: PromptSettings,
     run: RunOptions,
     pipeline: PipelineOptions,
 ) -> None:
@@ -141,7 +240,7 @@ def calibrate(
     are, and octavo export refuses such a file.
 
     With --pipeline, the linear layers that Recipe(linear="fp8") would quantize are watched at every
-    denoising step of every prompt, since ranges move on the way from noise to a picture. Use the
+    denoising step of every prompt, since ranges move on the way from noise to an image. Use the
     file by Recipe(linear={"scaling": "static"}, scales=…). --sensitivity finds no scales, but which
     layers matter: the inputs of the transformer are kept at some steps, and run again with one
     layer in FP8 at a time.
@@ -150,20 +249,16 @@ def calibrate(
     in whichever pass it was; with --pipeline after the last whole prompt.
     """
     # All that can be wrong about the request, before the model is loaded.
-    if percentile is not None and settings.observer != "percentile":
+    if given_flags(context, ("percentile",)) and settings.observer != "percentile":
         raise ConfigError(
             "expected --observer percentile with --percentile, got the observer "
             f"{settings.observer}"
         )
-    settings = replace(
-        settings,
-        percentile=settings.percentile if percentile is None else percentile,
-        granularity="head" if per_head else "tensor",
-    )
+    settings = replace(settings, granularity="head" if run.per_head else "tensor")
     command = repeat_command(context, without=("is_resumed", "plot"))
-    if is_pipeline:
-        others = {"is_kv", "rotate_keys", "center_keys", "chat_template", "add_bos"}
-        if given_flags(context, others | field_names(DataOptions)):
+    if run.is_pipeline:
+        others = {"is_kv", "rotate_keys", "center_keys"} | field_names(PromptSettings, DataOptions)
+        if given_flags(context, others):
             raise ConfigError(
                 "expected --prompt or --prompts with --pipeline, got options of images, texts or "
                 "plots: leave them out"
@@ -172,18 +267,29 @@ def calibrate(
         if pipeline.is_sensitivity:
             scan_layers(run, pipeline, command)
         else:
-            calibrate_scales(run, pipeline, settings, command)
+            calibrate_pipeline(run, pipeline, settings, command)
         return
     if given := given_flags(context, field_names(PipelineOptions)):
         raise ConfigError(f"expected --pipeline with {', '.join(given)}, got none")
-    from octavo.integrations.transformers.tokenizer import PromptSettings
-
-    prompts = PromptSettings(add_bos=add_bos, chat_template=chat_template)
-    if not is_kv and (settings.rotate_keys or settings.center_keys):
+    if not run.is_kv and (settings.rotate_keys or settings.center_keys):
         raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
-    if not is_kv and prompts.command:
+    if not run.is_kv and given_flags(context, field_names(PromptSettings)):
         raise ConfigError("expected --kv with --add-bos or --chat-template, got images")
-    calibrate_attention(run, source, settings, command, prompts if is_kv else None)
+    calibrate_attention(run, source, settings, command, texts if run.is_kv else None)
+
+
+def check_pipeline(context: typer.Context, run: RunOptions, options: PipelineOptions) -> None:
+    """Raise for flags that have no meaning with, or without, --sensitivity."""
+    if not options.is_sensitivity:
+        if given := given_flags(context, ("by", "is_all", "num_timesteps")):
+            raise ConfigError(f"expected --sensitivity with {', '.join(given)}, got none")
+        return
+    of_scales = ("observer", "percentile", "margin", "per_head")
+    if given_flags(context, of_scales) or not run.is_resumed:
+        names = "--observer, --percentile, --margin, --per-head or --fresh"
+        raise ConfigError(f"expected --sensitivity without {names}: it finds no scales")
+    if given := given_flags(context, ("scale_save_path", "is_attention", "is_text_encoder")):
+        raise ConfigError(f"expected --sensitivity without {', '.join(given)}: it finds no scales")
 
 
 def calibrate_attention(
@@ -191,50 +297,130 @@ def calibrate_attention(
     source: DataOptions,
     settings: CalibrationSettings,
     command: str,
-    prompts: "PromptSettings | None",
+    prompts: PromptSettings | None,
 ) -> None:
     """Find the scales of attention, print what was seen, write the file; prompts: of texts."""
-    from octavo.calibration.autosave import check_scale_paths
     from octavo.calibration.run import calibrate_to_file
     from octavo.measure.evaluate.calibration import calibration_records
-    from octavo.measure.report.layers import calibration_table
+    from octavo.measure.report.html import write_report
+    from octavo.measure.report.layers import calibration_section, calibration_table
 
-    path = run.scale_save_path
-    if source.data is None or path is None:
-        missing = "--data" if source.data is None else "--scale-save-path"
-        raise typer.BadParameter(f"expected {missing}, got none", param_hint=missing)
-    check_scale_paths(is_fp8=True, save_path=path, margin=settings.margin)
+    if source.data is None:
+        raise typer.BadParameter("expected --data, got none", param_hint="--data")
+    path = run.check_path(settings)
     check_folder(source.plot)
     subject, data = source.open_texts(run, prompts) if prompts else source.open_images(run)
-    with bar() as progress:
-        num_passes = 2 if settings.center_keys else 1
-        total = num_passes * min(run.num_prompts, data.num_prompts or run.num_prompts)
-        task = progress.add_task("calibrating", total=total)
+    num_passes = 2 if settings.center_keys else 1
+    num_prompts = min(run.num_prompts, data.num_prompts or run.num_prompts)
+    with progress_bar("calibrating", num_passes * num_prompts) as move:
         result = calibrate_to_file(
-            *(subject, data, path, settings),
+            subject,
+            data,
+            path,
+            settings,
             num_prompts=run.num_prompts,
             batch_size=source.batch_size,
             is_resumed=run.is_resumed,
-            on_prompts=lambda seen: progress.update(task, completed=seen),
+            on_prompts=lambda seen: move(done=seen),
         )
-        progress.update(task, total=num_passes * result.num_prompts)
+        move(done=num_passes * result.num_prompts, total=num_passes * result.num_prompts)
     records = calibration_records(result, command)
     print_table(calibration_table(records))
-    saved = f"{len(result.scales.layers)} layers, {result.num_prompts} prompts, observer {settings}"
-    out.print(f"{saved}, margin {settings.margin:g}: {path}", soft_wrap=True)
+    num_layers = len(result.scales.layers)
+    _print_saved(f"{num_layers} layers, {result.num_prompts} prompts", settings, path)
     if source.plot is not None:
-        _write_plot(source.plot, records, command)
+        write_report(
+            [calibration_section(records)],
+            source.plot,
+            title="octavo calibrate",
+            machines=[records[0].machine],
+            commands=[command],
+        )
+        print_file(source.plot, "Plots")
 
 
-def _write_plot(plot: Path, records: "list[Measurement]", command: str) -> None:
-    from octavo.measure.report.html import write_report
-    from octavo.measure.report.layers import calibration_section
+def calibrate_pipeline(
+    run: RunOptions, options: PipelineOptions, settings: CalibrationSettings, command: str
+) -> None:
+    """Find the scales of a pipeline's layers, print what was seen, write the scale file."""
+    from octavo.integrations.diffusers.calibrate import observe_pipeline
+    from octavo.measure.evaluate.calibration import pipeline_records
+    from octavo.measure.report.layers import pipeline_table
 
-    write_report(
-        [calibration_section(records)],
-        plot,
-        title="octavo calibrate",
-        machines=[records[0].machine],
-        commands=[command],
+    # All that can be wrong about the request, before the model is loaded.
+    path = run.check_path(settings)
+    collected = Collected(options.output)
+    prompts, steps = options.read_prompts(run.num_prompts), options.run()
+    pipe = _load(run)
+    num_steps = steps.num_steps(pipe)
+    with progress_bar("calibrating", len(prompts) * num_steps) as move:
+        result = observe_pipeline(
+            pipe,
+            prompts,
+            steps,
+            settings,
+            options.recipe(),
+            save_path=path,
+            is_resumed=run.is_resumed,
+            name=run.model or "small-image",
+            on_step=lambda done: move(done=done),
+        )
+    collected.keep(pipeline_records(result, command, pipe.device))
+    print_table(pipeline_table(collected.records))
+    scales = result.scales
+    what = f"{len(scales.inputs)} linear layers"
+    what += f" and {len(scales.layers)} of attention" if scales.layers else ""
+    _print_saved(f"{what}, {result.num_prompts} prompts of {num_steps} steps", settings, path)
+
+
+def scan_layers(run: RunOptions, options: PipelineOptions, command: str) -> None:
+    """Print which layers matter and which to ignore; write records if asked."""
+    from octavo.integrations.diffusers.sensitivity import Scan
+    from octavo.measure.evaluate.calibration import sensitivity_records
+    from octavo.measure.report.layers import sensitivity_table
+
+    collected = Collected(options.output)
+    prompts, steps = options.read_prompts(run.num_prompts), options.run()
+    pipe = _load(run)
+    num_steps = steps.num_steps(pipe)
+    patterns = (options.ignored_layers, options.weight_only_layers)
+    scan = Scan(pipe, "fp8", *patterns, is_all=options.is_all)
+    with progress_bar("running as it is", len(prompts) * num_steps) as move:
+        scan.record(prompts, steps, options.num_timesteps, on_step=lambda done: move(done=done))
+    with progress_bar("one by one", len(scan.units(options.by))) as move:
+        found = scan.result(options.by, on_row=lambda done: move(done=done))
+        proposed = found.propose()
+        rest = scan.error(proposed) if proposed else found.error
+    about: dict[str, str | int] = {
+        "model": run.model or "small-image",
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "by": options.by,
+        "num_prompts": len(prompts),
+        "num_inference_steps": num_steps,
+        "num_timesteps": min(options.num_timesteps, num_steps),
+    }
+    collected.keep(
+        sensitivity_records(found, proposed, rest, command, about=about, device=pipe.device)
     )
-    out.print(f"Plots: {plot}", soft_wrap=True)
+    print_table(sensitivity_table(collected.records, NUM_SHOWN))
+    for reason in dict.fromkeys(found.left.values()):
+        left = [name for name, why in found.left.items() if why == reason]
+        out.print(f"Not tried ({reason}): {list_names(left)}", soft_wrap=True)
+    out.print(f"All layers in FP8 that are not kept: {found.error:.2%}", soft_wrap=True)
+    words = " ".join(f"--ignored-layers {shlex.quote(pattern)}" for pattern in proposed)
+    proposal = f"Proposed, which leaves {rest:.2%}: {words}"
+    none = "No layer stands out: nothing to ignore."
+    out.print(proposal if proposed else none, soft_wrap=True)
+
+
+def _print_saved(what: str, settings: CalibrationSettings, path: Path) -> None:
+    out.print(f"{what}, observer {settings}, margin {settings.margin:g}: {path}", soft_wrap=True)
+
+
+def _load(run: RunOptions) -> Any:
+    from octavo.integrations.diffusers.load import load_pipeline
+    from octavo.integrations.transformers.load import torch_dtype
+
+    pipe = load_pipeline(run.model, torch_dtype(run.dtype), run.device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo import env
-from octavo.cli.console import err, out
+from octavo.cli.console import err, out, print_table, progress_bar
 from octavo.cli.report import report
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
 
@@ -27,7 +26,7 @@ def demo(
             "--output",
             "-o",
             file_okay=False,
-            help="Folder for records, report, pictures, scales and text.",
+            help="Folder for records, report, images, scales and text.",
         ),
     ] = Path("octavo-demo"),
     force: Annotated[
@@ -43,7 +42,7 @@ def demo(
     by format, granularity and way to accumulate; then its KV cache in FP8: perplexity of a text,
     needles in up to 4096 tokens, and a chat in the engine.
 
-    The small image model, which comes with octavo: the same pictures in BF16 and in FP8.
+    The small image model, which comes with octavo: the same images in BF16 and in FP8.
 
     Advice: what to quantize in Llama-3.1-8B on an H200 for prompts of 32k tokens, and why.
 
@@ -60,12 +59,19 @@ def demo(
 
     use_float32_products()
     records = output / RECORDS
-    _check_earlier(output, is_forced=force)
+    earlier = [path for path in (records, output / REPORT) if path.exists()]
+    if earlier and not force:
+        raise ConfigError(
+            f"expected a folder without an earlier demo, got {earlier[0]}: --force replaces it, "
+            "-o FOLDER names another folder"
+        )
     began = time.monotonic()
     err.print("Loading the models")  # transformers has bars of its own
     stages = story.make_stages(records, store.shipped())
-    # Only now: what is missing here costs nobody the demo of before.
-    _clear(output)
+    # Only now: what is missing here costs nobody the demo of before. Nothing else is removed.
+    for pattern in (RECORDS, REPORT, *story.FILES):
+        for path in output.glob(pattern):
+            path.unlink()
     output.mkdir(parents=True, exist_ok=True)
     found = [record for stage in stages for record in _run(stage)]
     out.print()
@@ -76,45 +82,16 @@ def demo(
     out.print(f"Report: {output / REPORT}", soft_wrap=True)
 
 
-def _check_earlier(folder: Path, *, is_forced: bool) -> None:
-    """Raise ConfigError rather than mix a demo with an earlier one, or replace that unasked."""
-    for path in (folder / RECORDS, folder / REPORT):
-        if path.exists() and not is_forced:
-            raise ConfigError(
-                f"expected a folder without an earlier demo, got {path}: --force replaces it, "
-                "-o FOLDER names another folder"
-            )
-
-
-def _clear(folder: Path) -> None:
-    """Remove what an earlier demo wrote, and nothing else."""
-    from octavo.demo.story import FILES
-
-    for pattern in (RECORDS, REPORT, *FILES):
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
 def _run(stage: "Stage") -> "list[Measurement]":
     """The records of a stage, with a bar while it runs and its tables afterwards."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from octavo.measure.report.tables import Table
-
     out.print()
     out.print(stage.title, style="bold", soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err) as progress:
-        task = progress.add_task("starting", total=None)
-        found = stage.run(
-            lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            )
-        )
-        progress.update(task, description="done", completed=1, total=1)
+    with progress_bar("starting") as move:
+        found = stage.run(move)
+        move("done", 1, 1)
     for part in stage.tell(found):
-        if isinstance(part, Table):
-            print_table(part)
-        else:
+        if isinstance(part, str):
             out.print(part, soft_wrap=True)
+        else:
+            print_table(part)
     return found

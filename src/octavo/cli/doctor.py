@@ -1,19 +1,14 @@
 """octavo doctor: what this machine has, and what a model's KV cache takes and bears."""
 
-import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err, out, print_table
 from octavo.cli.options import takes_settings
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.kernels.device import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +89,13 @@ def _count_memory(model: str, context: str, asked: Question) -> None:
     from octavo.recipe import KvCacheSettings
 
     num_tokens, given = parse_tokens(context), asked.gpu_memory
-    gpu_bytes = parse_bytes(given) if given else default_device().memory_bytes
+    gpu_bytes = (parse_bytes(given) if given else default_device().memory_bytes) or None
     # The scales' values do not matter here, only how many there are.
-    settings = KvCacheSettings(
-        format=asked.format,
-        granularity=asked.granularity,
-        scaling="dynamic" if asked.granularity == "token" else "unit",
-    )
+    scaling: Any = "dynamic" if asked.granularity == "token" else "unit"
+    settings = KvCacheSettings(format=asked.format, granularity=asked.granularity, scaling=scaling)
     found = read_cached_model(model)
-    skipped = asked.skip_layers
-    print_table(memory.memory_table(found, num_tokens, settings, skipped, gpu_bytes or None))
-    for note in memory.memory_notes(found, num_tokens, gpu_bytes or None):
+    print_table(memory.memory_table(found, num_tokens, settings, asked.skip_layers, gpu_bytes))
+    for note in memory.memory_notes(found, num_tokens, gpu_bytes):
         out.print(note)
 
 
@@ -127,56 +118,10 @@ def _check_kv(model: str, asked: Question) -> bool:
 
 
 def _describe_machine() -> None:
-    from octavo import env
-    from octavo.internals import SUPPORTED, version_warning
-    from octavo.kernels.device import default_device
-    from octavo.measure.advise.gpus import caution_of_gpu, cautions_of_versions, tried_table
-    from octavo.measure.records import Machine
-    from octavo.measure.report.tables import Table
-    from octavo.ops.explain import explain
+    from octavo.measure.advise.gpus import describe_machine
 
-    device = default_device()
-    machine = Machine.current(gpu=device.gpu, capability=device.capability)
-    facts = {
-        "GPU": _describe_gpu(device),
-        "CPU": machine.cpu,
-        "Python": f"{machine.python} on {platform.system()} {platform.machine()}",
-        **machine.versions,
-    }
-    print_table(Table(caption="This machine", header=("what", "found"), rows=tuple(facts.items())))
-    has_gpu = device.capability is not None
-    print_table(tried_table({**machine.versions, "GPU": device.name if has_gpu else "none"}))
-    if device.capability is not None and (text := caution_of_gpu(device.name, device.capability)):
-        out.print(text, style="yellow", soft_wrap=True)
-    for text in cautions_of_versions(machine.versions, has_gpu=has_gpu):
-        out.print(text, style="yellow", soft_wrap=True)
-    print_table(
-        Table(
-            caption="What each op runs here",
-            header=("op", "operands", "impl", "why"),
-            rows=tuple(
-                (row.op, row.operands, row.selection.impl if row.selection else "none", row.reason)
-                for row in explain(device)
-            ),
-        )
-    )
-    print_table(
-        Table(
-            caption="Environment variables",
-            header=("variable", "value", "meaning"),
-            rows=tuple((v.name, v.read(), v.meaning) for v in env.VARIABLES),
-        )
-    )
-    for name in env.unknown_variables():
-        out.print(f"warning: {name} is set, but octavo has no such variable", style="yellow")
-    for library, version in machine.versions.items():
-        if library in SUPPORTED and (warning := version_warning(library, version)):
-            out.print(f"warning: {warning}", style="yellow", markup=False)
-
-
-def _describe_gpu(device: "Device") -> str:
-    if device.capability is None:
-        return "none that torch can use"
-    major, minor = device.capability
-    memory = f"{device.memory_bytes / 2**30:.0f} GiB"
-    return f"{device.name}, compute capability {major}.{minor}, {device.num_sms} SMs, {memory}"
+    for part in describe_machine():
+        if isinstance(part, str):
+            out.print(part, style="yellow", soft_wrap=True)
+        else:
+            print_table(part)

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err
+from octavo.cli.console import err, print_file, print_table
 from octavo.cli.eval_answers import choice, math
 from octavo.cli.eval_images import images
 from octavo.cli.eval_language import mrcr, needle, perplexity
-from octavo.cli.options import RecordsFile, Strict, takes_settings
-from octavo.cli.prompt_flags import ChatTemplate
-from octavo.cli.records import print_file
-from octavo.cli.tables import print_table
+from octavo.cli.options import Flags, RecordsFile, Strict, takes_settings
 from octavo.extras import need
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -57,6 +55,7 @@ class ChartOptions:
 @takes_settings
 def chartqa(
     asked: ChartOptions,
+    prompts: Annotated[PromptSettings, Flags(without=("add_bos",))],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -65,7 +64,6 @@ def chartqa(
             show_default=False,
         ),
     ] = None,
-    chat_template: ChatTemplate = None,
     strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
@@ -80,13 +78,12 @@ def chartqa(
 
     from octavo.demo.chart_drawing import generated_questions
     from octavo.errors import ConfigError
-    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.kernels.device import default_device
     from octavo.measure.evaluate import chartqa as task
     from octavo.measure.evaluate.chartqa_data import load_questions
     from octavo.measure.run import Records, command_line
 
-    names, prompts = asked.recipe or task.ROWS, PromptSettings(chat_template=chat_template)
+    names = asked.recipe or task.ROWS
     needs_scales = any(row.needs_scales for row in task.chart_rows(names))
     if asked.scales is not None and not needs_scales:
         raise ConfigError("--scales is for rows with static scales, which are not asked for")

@@ -9,13 +9,13 @@ import typer
 from octavo.cli.eval_options import (
     ChatModel,
     OutputOptions,
-    PromptOptions,
     RowOptions,
     ServerOptions,
     run_and_print,
     who_answers,
 )
 from octavo.cli.options import Flags, Strict, takes_settings
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def choice(
     sampling: SamplingOptions,
     rows: RowOptions,
     servers: Servers,
-    prompts: PromptOptions,
+    prompts: PromptSettings,
     memory: MemoryOptions,
     records: Records,
     model: ChatModel = None,
@@ -126,7 +126,7 @@ def math(
     sampling: SamplingOptions,
     rows: RowOptions,
     servers: Servers,
-    prompts: PromptOptions,
+    prompts: PromptSettings,
     memory: MemoryOptions,
     records: Records,
     model: ChatModel = None,

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err, out, print_file, print_table
 from octavo.cli.options import RecordsFile, Strict, check_folder, takes_settings
-from octavo.cli.records import print_file
-from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
 from octavo.extras import need
 

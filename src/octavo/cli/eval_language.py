@@ -11,7 +11,6 @@ from octavo.cli.console import out
 from octavo.cli.eval_options import (
     ChatModel,
     OutputOptions,
-    PromptOptions,
     RowOptions,
     ServerOptions,
     run_and_print,
@@ -19,6 +18,7 @@ from octavo.cli.eval_options import (
 )
 from octavo.cli.options import Flags, Strict, check_folder, takes_settings
 from octavo.errors import ConfigError
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
     from octavo.measure.evaluate.needle import Grid
@@ -68,7 +68,7 @@ class WindowOptions:
 def perplexity(
     windows: WindowOptions,
     rows: RowOptions,
-    prompts: Annotated[PromptOptions, BOS_ONLY],
+    prompts: Annotated[PromptSettings, BOS_ONLY],
     records: Annotated[OutputOptions, Flags(without=("resume",))],
     model: Annotated[
         str | None,
@@ -91,7 +91,7 @@ def perplexity(
     if windows.data is None:
         raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
     asked = {**vars(windows), "count": windows.count.value}
-    request = task.Request(model=model, prompts=prompts.settings(), **asked, **rows.fields())
+    request = task.Request(model=model, prompts=prompts, **asked, **rows.fields())
     run_and_print(task.run, request, records.output, task.perplexity_table)
 
 
@@ -127,7 +127,7 @@ def needle(
     search: NeedleOptions,
     rows: RowOptions,
     servers: ServerOptions,
-    prompts: Annotated[PromptOptions, BOS_ONLY],
+    prompts: Annotated[PromptSettings, BOS_ONLY],
     records: OutputOptions,
     model: Annotated[
         str | None,
@@ -220,7 +220,7 @@ def mrcr(
     asked: MrcrOptions,
     rows: RowOptions,
     servers: ServerOptions,
-    prompts: PromptOptions,
+    prompts: PromptSettings,
     records: OutputOptions,
     model: ChatModel = None,
     strict: Strict = False,

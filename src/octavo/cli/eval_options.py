@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from octavo import env
-from octavo.cli.console import err
-from octavo.cli.records import print_file
-from octavo.cli.tables import print_table
+from octavo.cli.console import err, print_file, print_table
 from octavo.errors import ConfigError
+from octavo.integrations.transformers.tokenizer import PromptSettings
 
 if TYPE_CHECKING:
-    from octavo.integrations.transformers.tokenizer import PromptSettings
     from octavo.measure.evaluate.endpoint import Endpoint
     from octavo.measure.records import Measurement
     from octavo.measure.report.tables import Table
@@ -100,37 +98,15 @@ class ServerOptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """How texts or chats become a model's tokens.
-
-    Attributes:
-        chat_template: Jinja template for chats in place of the model's own: a file, or the
-            template.
-        add_bos: Whether prompts start with the BOS token; left out, as the tokenizer does it, with
-            a warning where that looks wrong. Chats follow their template, but --add-bos puts BOS in
-            front if the template does not.
-    """
-
-    chat_template: str | None = None
-    add_bos: Annotated[bool | None, typer.Option("--add-bos/--no-add-bos")] = None
-
-    def settings(self) -> "PromptSettings":
-        """The same for a tokenizer."""
-        from octavo.integrations.transformers.tokenizer import PromptSettings
-
-        return PromptSettings(add_bos=self.add_bos, chat_template=self.chat_template)
-
-
 def who_answers(
-    model: str | None, rows: RowOptions, servers: ServerOptions, prompts: PromptOptions
+    model: str | None, rows: RowOptions, servers: ServerOptions, prompts: PromptSettings
 ) -> dict[str, Any]:
     """The fields of a request that say who takes part."""
     return {
         "model": model,
         "endpoints": servers.endpoints(rows),
         "tokenizer": servers.tokenizer,
-        "prompts": prompts.settings(),
+        "prompts": prompts,
         **rows.fields(),
     }
 

@@ -1,41 +1,35 @@
 """octavo export: a checkpoint folder with KV-cache scales, for vLLM and compressed-tensors."""
 
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from octavo.cli.console import err, out
-from octavo.cli.options import Strict
+from octavo.cli.console import out, progress_bar
+from octavo.cli.options import Strict, takes_settings
 
 
-class FormatName(StrEnum):
-    """The formats, as the command line knows them."""
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Which scales go into a copy of which model.
 
-    compressed_tensors = "compressed-tensors"
-    modelopt = "modelopt"
+    Attributes:
+        scales: A scale file (JSON) for every attention layer.
+        output: The folder to write: a new or an empty one.
+        format: Names and config of the scales. ModelOpt's has no scales per head or for Q.
+    """
 
-
-def export(
     model: Annotated[
         Path, typer.Argument(help="A model's folder: config.json and weights in safetensors.")
-    ],
-    scales: Annotated[
-        Path, typer.Option("--scales", help="A scale file (JSON) for every attention layer.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder to write: a new or an empty one.")
-    ],
-    format: Annotated[
-        FormatName,
-        typer.Option(
-            "--format",
-            help="Names and config of the scales. ModelOpt's has no scales per head or for Q.",
-        ),
-    ] = FormatName.compressed_tensors,
-    strict: Strict = False,
-) -> None:
+    ]
+    scales: Path
+    output: Annotated[Path, typer.Option("--output", "-o")]
+    format: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
+
+
+@takes_settings
+def export(asked: Export, strict: Strict = False) -> None:
     """Write a checkpoint that carries the scales of its KV cache.
 
     The new folder has every file of the model's and the scales beside them, announced in
@@ -43,20 +37,17 @@ def export(
     they are hard links where the file system allows it. vLLM reads the folder with
     --kv-cache-dtype fp8, transformers with the package compressed-tensors.
     """
-    from rich.progress import Progress
-
     from octavo.calibration.scale_file import load_scales
     from octavo.integrations.checkpoints.export import export_checkpoint
 
-    scale_set = load_scales(scales)
-    with Progress(console=err) as progress:
-        task = progress.add_task("writing files")
+    scales = load_scales(asked.scales)
+    with progress_bar("writing files") as move:
         exported = export_checkpoint(
-            model,
-            scale_set,
-            output,
-            format=format.value,
-            on_file=lambda done, total: progress.update(task, completed=done, total=total),
+            asked.model,
+            scales,
+            asked.output,
+            format=asked.format,
+            on_file=lambda done, total: move(done=done, total=total),
         )
     granularity = "head" if exported.strategy == "attn_head" else "tensor"
     parts = "q, k and v" if exported.has_q else "k and v"
@@ -65,5 +56,5 @@ def export(
         f"{exported.num_files} files, {exported.num_linked} of them hard links",
         soft_wrap=True,
     )
-    if not exported.has_q and any(layer.q is not None for layer in scale_set.layers.values()):
+    if not exported.has_q and any(layer.q is not None for layer in scales.layers.values()):
         out.print("The scales of q are left out: ModelOpt's format has no place for them.")

@@ -41,73 +41,57 @@ class Command:
         return command
 
 
-COMMANDS: tuple[Command, ...] = (
-    Command(
-        "advise",
-        "octavo.cli.advise:advise",
+# Of each command: its line in `octavo --help`, and a command line worth trying.
+_LINES = {
+    "advise": (
         "What to quantize in a model on a GPU, what to expect of it, and why.",
-        example="octavo advise llama-3.1-8b --gpu h200 --context 32k --concurrency 8",
+        "octavo advise llama-3.1-8b --gpu h200 --context 32k --concurrency 8",
     ),
-    Command(
-        "bench",
-        "octavo.cli.bench:app",
+    "bench": (
         "How fast each op runs here, checked against float64 first.",
-        example="octavo bench kernels",
+        "octavo bench kernels",
     ),
-    Command(
-        "calibrate",
-        "octavo.cli.calibrate:calibrate",
+    "calibrate": (
         "Static scales: of vision attention, a KV cache, or a diffusion pipeline.",
-        example="octavo calibrate path/to/model --kv --data text.txt --scale-save-path kv.json",
+        "octavo calibrate path/to/model --kv --data text.txt --scale-save-path kv.json",
     ),
-    Command(
-        "demo",
-        "octavo.cli.demo:demo",
+    "demo": (
         "The whole story on this machine, CPU included; ends in an HTML report.",
-        example="octavo demo",
+        "octavo demo",
     ),
-    Command(
-        "doctor",
-        "octavo.cli.doctor:doctor",
+    "doctor": (
         "GPU, versions and implementations; what a model's KV cache takes and bears.",
-        example="octavo doctor",
+        "octavo doctor",
     ),
-    Command(
-        "eval",
-        "octavo.cli.eval:app",
+    "eval": (
         "What FP8 does to a model's answers, beside BF16 and with confidence intervals.",
-        example="octavo eval chartqa",
+        "octavo eval chartqa",
     ),
-    Command(
-        "export",
-        "octavo.cli.export:export",
+    "export": (
         "A checkpoint that carries the scales of its KV cache, for vLLM and others.",
-        example="octavo export path/to/model --scales scales.json -o path/to/new",
+        "octavo export path/to/model --scales scales.json -o path/to/new",
     ),
-    Command(
-        "image",
-        "octavo.cli.image:image",
-        "Pictures and videos from words, in FP8, and beside BF16 with scores.",
-        example='octavo image --prompt "cat on blue" --quantization fp8 --compare bf16',
+    "image": (
+        "Images and videos from words, in FP8, and beside BF16 with scores.",
+        'octavo image --prompt "cat on blue" --quantization fp8 --compare bf16',
     ),
-    Command(
-        "report",
-        "octavo.cli.report:report",
+    "report": (
         "One page from records: plots, tables, machines and commands; no GPU needed.",
-        example="octavo report results -o report.html",
+        "octavo report results -o report.html",
     ),
-    Command(
-        "serve",
-        "octavo.cli.serve:app",
+    "serve": (
         "An OpenAI-compatible server for a model, with a page to look at.",
-        example="octavo serve",
+        "octavo serve",
     ),
-    Command(
-        "warmup",
-        "octavo.cli.warmup:warmup",
+    "warmup": (
         "Compile every kernel that a model will need, into a folder that an image can carry.",
-        example="octavo warmup path/to/model",
+        "octavo warmup path/to/model",
     ),
+}
+_APPS = ("bench", "eval", "serve")  # the others are functions of their names
+COMMANDS = tuple(
+    Command(name, f"octavo.cli.{name}:{'app' if name in _APPS else name}", *lines)
+    for name, lines in _LINES.items()
 )
 
 HELP = "FP8 attention, KV cache and linear layers for PyTorch models: measured, calibrated, served."

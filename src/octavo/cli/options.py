@@ -42,6 +42,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
+from octavo.atomic import check_target
 from octavo.errors import ConfigError
 
 
@@ -83,7 +84,7 @@ def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         for name, (settings, fields) in groups.items():
-            values[name] = _make(settings, {one: values.pop(one) for one in fields})
+            values[name] = settings(**{one: _as_field(values.pop(one)) for one in fields})
         return command(**values)
 
     del run.__wrapped__  # typer would read the signature behind it
@@ -221,6 +222,8 @@ def _option(hint: Any, name: str | None, default: Any) -> Any:
 def _typer_type(hint: Any) -> Any:
     """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if {str, Path} <= set(get_args(kind)):
+        return str | None  # typer has no unions; the settings take both
     if get_origin(kind) is Literal:
         # mypy does not know that calling an enum without members makes one with these.
         return _Choice("Choice", {name: name for name in get_args(kind)})  # type: ignore[call-arg]
@@ -231,17 +234,10 @@ class _Choice(StrEnum):
     """The texts of a Literal, which not every version of typer knows."""
 
 
-def _make(settings: type, values: dict[str, Any]) -> Any:
-    return settings(**{name: _as_field(value) for name, value in values.items()})
-
-
 def _as_field(value: Any) -> Any:
-    match value:
-        case list():
-            return tuple(value)
-        case _Choice():
-            return value.value
-    return value
+    if isinstance(value, list):
+        return tuple(value)
+    return value.value if isinstance(value, _Choice) else value
 
 
 RecordsFile = Annotated[
@@ -274,12 +270,8 @@ Strict = Annotated[
 
 def check_folder(path: Path | None) -> None:
     """Raise ConfigError if a file could not be written there, before anything has run for it."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"expected an existing folder for {path}, got none")
-    if path.is_dir():
-        raise ConfigError(f"expected the path of a file, got the folder {path}")
+    if path is not None:
+        check_target(path)
 
 
 def row_file(path: Path, *words: str | int) -> Path:

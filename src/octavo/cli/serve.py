@@ -6,18 +6,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from octavo import env
 from octavo.amounts import parse_tokens
 from octavo.cli.console import err
-from octavo.cli.engine_options import DeviceName, EncoderFlags, EngineOptions
+from octavo.cli.model_options import (
+    DeviceName,
+    EncoderFlags,
+    EngineOptions,
+    LinearOptions,
+    OmniOptions,
+)
 from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
-from octavo.cli.prompt_flags import AddBos, ChatTemplate
-from octavo.cli.quantize_options import LinearOptions, OmniOptions
-from octavo.cli.vllm_flags import OneGpuCommand
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.integrations.transformers.encoder_options import EncoderOptions
+from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.serving.server.settings import ImageLimits, ServerSettings
 
 if TYPE_CHECKING:
@@ -90,8 +95,8 @@ class CacheOptions:
 
 # Parameters that are for pipelines alone, and for language models alone.
 OMNI = field_names(OmniOptions)
-LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions) | {
-    *("chat_template", "add_bos", "strict", "max_tokens", "allowed_image_hosts")
+LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions, PromptSettings) | {
+    *("strict", "max_tokens", "allowed_image_hosts")
 }
 ServerFlags = Annotated[
     ServerSettings,
@@ -118,6 +123,23 @@ EngineFlags = Annotated[
         without=("page_size",),
     ),
 ]
+
+
+class OneGpuCommand(TyperCommand):
+    """A command for one GPU: flags that ask for several end it with the way to vLLM."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from octavo.integrations.vllm_flags import refuse_several_gpus
+
+        own = {
+            flag: getattr(p, "is_flag", False)
+            for p in self.params
+            for flag in (*p.opts, *p.secondary_opts)
+        }
+        refusal, kept = refuse_several_gpus(args, own)
+        if refusal is not None:
+            ctx.fail(refusal)
+        return super().parse_args(ctx, kept)
 
 
 @app.command("serve", cls=OneGpuCommand)
@@ -151,8 +173,7 @@ def serve(
     encoder: EncoderFlags,
     pipeline: OmniOptions,
     strict: Strict = False,
-    chat_template: ChatTemplate = None,
-    add_bos: AddBos = None,
+    prompts: PromptSettings,
     engine: EngineFlags,
     http: HttpOptions,
     server: ServerFlags,
@@ -176,28 +197,28 @@ def serve(
     from octavo.serving.server.run import bound, run
 
     _check_kind(context, is_omni=omni)
-    settings = http.settings(server, 1 if omni else engine.limits["max_num_seqs"])
+    settings = http.settings(server, 1 if omni else engine.settings().max_num_seqs)
     # Before all that takes long: a port that is in use is an error now, not after the model.
     address = context.with_resource(bound(http.host, http.port))
     if omni:
-        loaded, app = _load_pipeline(model, pipeline.words(linear), settings, dtype, device)
-    else:
-        from octavo.integrations.transformers.tokenizer import PromptSettings
+        from octavo.serving.engine.omni import Omni
+        from octavo.serving.server.drawing_app import create_image_app
 
+        asked: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "device": device}
+        with err.status("loading the pipeline"):
+            loaded: Any = Omni(model, **asked, **pipeline.words(linear))
+        app = create_image_app(loaded, settings)
+    else:
         recipe = make_recipe(linear, cache, encoder)
-        context_len = None if cache.max_model_len is None else parse_tokens(cache.max_model_len)
         if encoder.note is not None:
             err.print(f"note: {encoder.note}", soft_wrap=True)
         engine_settings = engine.settings(
-            max_context=context_len,
+            max_context=None if cache.max_model_len is None else parse_tokens(cache.max_model_len),
             max_queue=http.max_queue,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        prompts = PromptSettings(add_bos=add_bos, chat_template=chat_template)
-        options = {"dtype": dtype, "device": device, "vision_impl": encoder.impl}
-        loaded, app = _load_engine(
-            model, recipe, engine_settings, settings, prompts=prompts, **options
-        )
+        words = {"dtype": dtype, "device": device, "vision_impl": encoder.impl, "prompts": prompts}
+        loaded, app = _load_engine(model, recipe, engine_settings, settings, **words)
     err.print(f"{loaded.model_name}: {loaded.precision}", soft_wrap=True)
     err.print(address.announcement(), markup=False, soft_wrap=True)
     with _saving_scales(loaded, encoder):
@@ -264,22 +285,6 @@ def _load_engine(
     app = create_app(engine, settings)
     app.state.server.jobs.warm_up()
     return engine, app
-
-
-def _load_pipeline(
-    model: str | None,
-    words: dict[str, Any],
-    settings: ServerSettings,
-    dtype: str,
-    device: str | None,
-) -> tuple[Any, Any]:
-    """A pipeline of diffusers, and its app."""
-    from octavo.serving.engine.omni import Omni
-    from octavo.serving.server.drawing_app import create_image_app
-
-    with err.status("loading the pipeline"):
-        omni = Omni(model, dtype=None if dtype == "auto" else dtype, device=device, **words)
-    return omni, create_image_app(omni, settings)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """octavo warmup: compile ahead what a model will need."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import out, progress_bar
 from octavo.cli.options import takes_settings
 from octavo.errors import ConfigError
 
@@ -73,9 +73,8 @@ def warmup(asked: Wanted) -> None:
     Kernels go to OCTAVO_CACHE_DIR (~/.cache/octavo if unset), a folder that survives restarts and
     that an image can carry to machines with the same GPU. Needs the GPU that the model will run on.
     """
-    from rich.progress import Progress
-
     from octavo import env
+    from octavo.integrations.transformers.model_layers import layers_to_warm_up
     from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
     from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 
@@ -84,53 +83,19 @@ def warmup(asked: Wanted) -> None:
     if asked.shapes is not None:
         layers += linear_layers(parse_shapes(asked.shapes), settings)
     if asked.model is not None:
-        layers += _layers(asked.model, asked.num_tokens, settings, asked.kv_cache_dtype)
+        kv_cache_dtype = asked.kv_cache_dtype
+        layers += layers_to_warm_up(asked.model, asked.num_tokens, settings, kv_cache_dtype)
     device = check_gpu()
     # A model may be served with plain linear layers where FP8 ones cannot run.
     if all(isinstance(one, LinearLayers) for one in layers):
         check_fp8(layers, device.torch_device)  # type: ignore[arg-type]
     num_calls = 0
-    with Progress(console=err) as progress:
-        task = progress.add_task("compiling", total=len(layers))
-        for one in layers:  # one after the other: each has a weight
+    with progress_bar("compiling", len(layers)) as move:
+        for num_done, one in enumerate(layers):  # one after the other: each has a weight
             for name, call in warm_up_calls([one], device.torch_device):
-                progress.update(task, description=name)
+                move(name, num_done)
                 call()
                 num_calls += 1
-            progress.advance(task)
-    out.print(
-        f"{num_calls} calls compiled for {device.name} into {env.compiled_dir()}", soft_wrap=True
-    )
-
-
-def _layers(
-    model: Path, tokens: list[int], settings: dict[str, Any], kv_cache_dtype: str
-) -> "list[Layers]":
-    """The layers of a model of transformers or diffusers."""
-    from octavo.integrations.transformers.model_layers import read_layers
-    from octavo.layers.warmup import linear_layers
-    from octavo.ops.warm_up import ROWS, LinearLayers
-
-    if _is_diffusers(model):
-        from octavo.integrations.diffusers.step_work import read_linear_shapes
-
-        if not tokens:
-            raise ConfigError(f"expected --tokens for {model}, of diffusers, got none")
-        sizes = read_linear_shapes(model)
-        return [*linear_layers([(m, k, n) for k, n in sizes for m in tokens], settings)]
-    found = read_layers(model, kv_cache_dtype)
-    rows = tuple(sorted({*ROWS, *tokens}))
-    like = linear_layers([(1, 16, 16)], settings)[0]
-    return [
-        replace(like, columns=one.columns, depth=one.depth, rows=rows)
-        if isinstance(one, LinearLayers)
-        else one
-        for one in found
-    ]
-
-
-def _is_diffusers(model: Path) -> bool:
-    # Without importing diffusers, which models of transformers do not need.
-    file = model / "config.json" if model.is_dir() else model
-    has_index = (model / "model_index.json").is_file()
-    return has_index or (file.is_file() and '"_class_name"' in file.read_text("utf-8", "replace"))
+        move(done=len(layers))
+    place = env.compiled_dir()
+    out.print(f"{num_calls} calls compiled for {device.name} into {place}", soft_wrap=True)

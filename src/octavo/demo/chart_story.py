@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.atomic import write_atomically
-from octavo.calibration.data import PromptData
-from octavo.calibration.image_data import ImagePrompt
+from octavo.calibration.data import ImagePrompt, PromptData
 from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.scale_file import ScaleSet

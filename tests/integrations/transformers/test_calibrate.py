@@ -16,7 +16,7 @@ from octavo import (
     save_scales,
 )
 from octavo.calibration import run as run_module
-from octavo.calibration.image_data import open_images
+from octavo.calibration.data import open_images
 from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.scale_file import ScaleHeader
 from octavo.calibration.state import state_path

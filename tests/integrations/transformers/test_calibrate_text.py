@@ -14,9 +14,9 @@ from octavo import (
     calibrate_kv,
     load_scales,
 )
+from octavo.calibration.data import open_texts
 from octavo.calibration.run import Calibration, calibrate_to_file
 from octavo.calibration.state import state_path
-from octavo.calibration.text_data import open_texts
 from octavo.numerics.formats import E4M3
 
 pytest.importorskip("transformers")

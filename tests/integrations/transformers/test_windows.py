@@ -5,8 +5,8 @@ import json
 import pytest
 
 from octavo import ConfigError
-from octavo.calibration import text_data
-from octavo.calibration.text_data import open_texts
+from octavo.calibration import data as data_module
+from octavo.calibration.data import open_texts
 
 pytest.importorskip("transformers")
 from octavo.integrations.transformers.text_model import cut_windows
@@ -32,7 +32,7 @@ def windows(data, num_windows=1000, start=0):
 
 @pytest.mark.parametrize("piece_size", [16, 2**16])
 def test_a_text_is_cut_without_loss(tmp_path, tokenizer, monkeypatch, piece_size):
-    monkeypatch.setattr(text_data, "_PIECE_SIZE", piece_size)
+    monkeypatch.setattr(data_module, "_PIECE_SIZE", piece_size)
     found = windows(cut_windows(open_content(tmp_path, TEXT), tokenizer, 10))
     assert {len(window) for window in found[:-1]} == {10} and 1 < len(found[-1]) <= 10
     assert all(window[0] == tokenizer.bos_token_id for window in found)
@@ -77,14 +77,14 @@ def test_chats_go_through_the_template_and_are_cut(tmp_path, tokenizer):
 def test_chats_without_a_template(tmp_path):
     tokenizer = text_models.make_tokenizer(chat_template=None)
     data = open_content(tmp_path, json.dumps(CHAT), "a.jsonl")
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: the model has no chat temp"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the model has no chat temp"):
         windows(cut_windows(data, tokenizer, 100))
 
 
 def test_a_chat_that_the_template_refuses(tmp_path, tokenizer):
     rows = json.dumps(CHAT) + "\n" + json.dumps([{"role": "banned", "content": "x"}])
     data = cut_windows(open_content(tmp_path, rows, "a.jsonl"), tokenizer, 100)
-    with pytest.raises(ConfigError, match="line 2: the chat template does not .*no such role"):
+    with pytest.raises(ConfigError, match=":2: the chat template does not .*no such role"):
         windows(data)
 
 

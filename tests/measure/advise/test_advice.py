@@ -235,7 +235,7 @@ def test_the_hosts_time_is_that_of_one_short_prompt():
 def parsed(command):
     """The recipe that `octavo serve` makes of a command's flags."""
     from octavo.cli.main import COMMANDS
-    from octavo.cli.quantize_options import LinearOptions
+    from octavo.cli.model_options import LinearOptions
     from octavo.cli.serve import CacheOptions, make_recipe
     from octavo.integrations.transformers.encoder_options import EncoderOptions
 

@@ -10,8 +10,8 @@ import time
 import httpx
 import uvicorn
 
+from octavo.serving.server.admission import limited_protocol
 from octavo.serving.server.app import create_app
-from octavo.serving.server.http_protocol import limited_protocol
 from octavo.serving.server.settings import ServerSettings
 from octavo_testkit.serving.fake_engine import FakeEngine, FakeGrammar
 

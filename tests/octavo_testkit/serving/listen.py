@@ -22,8 +22,8 @@ import threading
 import time
 from pathlib import Path
 
+from octavo.serving.server.admission import LimitedProtocol
 from octavo.serving.server.app import create_app
-from octavo.serving.server.http_protocol import LimitedProtocol
 from octavo.serving.server.run import bound, run
 from octavo.serving.server.settings import ServerSettings
 from octavo_testkit.serving.fake_engine import FakeEngine, FakeGrammar

@@ -16,7 +16,7 @@ pytest.importorskip("httpx")
 
 import httpx
 
-from octavo.serving.server import request_thread
+from octavo.serving.server import async_engine
 from octavo.serving.server.admission import Gate
 from octavo.serving.server.settings import ServerSettings
 from octavo_testkit.serving.child_server import child_server
@@ -164,7 +164,7 @@ def test_refused_bodies_are_given_back_once():
 
 def test_idle_requests_make_way_for_others(monkeypatch):
     """Two headers without bodies took both places of a server for a minute."""
-    monkeypatch.setattr(request_thread, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(async_engine, "PATIENCE_S", 0.02)
     with listening(settings=ServerSettings(max_open=4)) as (base_url, _, server):
         host, port = base_url.removeprefix("http://").split(":")
         head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"

@@ -23,8 +23,8 @@ from PIL import Image
 
 from octavo.errors import ConfigError
 from octavo.serving.engine.omni import Omni
+from octavo.serving.server.admission import limited_protocol
 from octavo.serving.server.drawing_app import create_image_app
-from octavo.serving.server.http_protocol import limited_protocol
 from octavo.serving.server.run import DrainingServer
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.calibration.autosave import ScaleSaver
-from octavo.calibration.image_data import ImagePrompt
+from octavo.calibration.data import ImagePrompt
 from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.run import Calibration, See, Subject
 from octavo.calibration.run import calibrate as run_calibration
@@ -78,7 +78,7 @@ def calibrate(
     """
     calibration = run_calibration(
         Calibration(layer_names(model), settings or CalibrationSettings()),
-        ([inputs] for inputs in batches),
+        lambda start: ([inputs] for inputs in batches),
         observe=partial(observe, model),
         forward=lambda batch: encode(model, batch[0]),
     )

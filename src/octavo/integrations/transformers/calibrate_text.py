@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.calibration.observers import CalibrationSettings
-from octavo.calibration.run import Calibration, calibrate_in_passes
+from octavo.calibration.run import Calibration, calibrate
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.transformers.observe_text import observe_text
@@ -34,7 +34,7 @@ def calibrate_kv(
         raise ConfigError(
             "center_keys needs two passes: expected a list of batches, got a generator"
         )
-    calibration = calibrate_in_passes(
+    calibration = calibrate(
         Calibration(list(find_layers(model)), settings, is_nonfinite_refused=True),
         lambda start: ([inputs] for inputs in batches),
         observe=partial(observe_text, model),
@@ -55,7 +55,7 @@ def observe_windows(
     Where keys are centered, windows of both passes count.
     """
     _check_centered(model, settings)
-    return calibrate_in_passes(
+    return calibrate(
         Calibration(list(find_layers(model)), settings),
         lambda start: ([window] for window in windows),
         observe=partial(observe_text, model),

@@ -1,21 +1,51 @@
 """Which shapes a model's layers have, from its config.json alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.warmup import linear_layers
 from octavo.numerics.attention import AttentionSpec
-from octavo.ops.warm_up import AttentionLayers, Layers, LinearLayers
+from octavo.ops.warm_up import ROWS, AttentionLayers, Layers, LinearLayers
 
 KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "bf16": torch.bfloat16,
 }
+
+
+def layers_to_warm_up(
+    model: Path, tokens: Sequence[int], linear: Mapping[str, Any], kv_cache_dtype: str
+) -> list[Layers]:
+    """The layers of a model of transformers or diffusers that kernels are compiled for.
+
+    tokens: numbers of them, beside the usual ones of a language model. linear: settings of the FP8
+    linear layers.
+    """
+    # Without importing diffusers, which models of transformers do not need.
+    file = model / "config.json" if model.is_dir() else model
+    has_class = file.is_file() and '"_class_name"' in file.read_text("utf-8", "replace")
+    if has_class or (model / "model_index.json").is_file():
+        from octavo.integrations.diffusers.step_work import read_linear_shapes
+
+        if not tokens:
+            raise ConfigError(f"expected --tokens for {model}, of diffusers, got none")
+        sizes = read_linear_shapes(model)
+        return [*linear_layers([(m, k, n) for k, n in sizes for m in tokens], linear)]
+    rows = tuple(sorted({*ROWS, *tokens}))
+    like = linear_layers([(1, 16, 16)], linear)[0]
+    return [
+        replace(like, columns=one.columns, depth=one.depth, rows=rows)
+        if isinstance(one, LinearLayers)
+        else one
+        for one in read_layers(model, kv_cache_dtype)
+    ]
 
 
 def read_layers(path: Path, kv_cache_dtype: str = "fp8") -> list[Layers]:

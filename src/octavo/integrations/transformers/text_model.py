@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.calibration.data import PromptData
+from octavo.calibration.data import Chat, Document, Passage, PromptData, TextData
 from octavo.calibration.run import Subject
-from octavo.calibration.text_data import Chat, Document, Passage, TextData
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.transformers.gguf_file import (
     find_gguf,

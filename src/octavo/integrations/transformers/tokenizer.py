@@ -30,12 +30,14 @@ _PROBES: tuple[Any, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """How prompts become tokens.
+    """How texts or chats become a model's tokens.
 
-    add_bos: whether prompts start with the BOS token. None leaves that to the tokenizer, and warns
-    where it looks wrong; chats follow their template. True adds BOS to chats as well, unless the
-    template writes it; False leaves templates alone. chat_template: a Jinja template, or the path
-    of its file, in place of the model's own.
+    Attributes:
+        add_bos: Whether prompts start with the BOS token; left out, as the tokenizer does it, with
+            a warning where that looks wrong. Chats follow their template, but --add-bos puts BOS in
+            front if the template does not.
+        chat_template: Jinja template for chats in place of the model's own: a file, or the
+            template.
     """
 
     add_bos: bool | None = None

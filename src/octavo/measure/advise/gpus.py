@@ -1,5 +1,6 @@
-"""The GPUs that advice knows, as data (gpus.toml): what they can do at best, and who says so."""
+"""GPUs as data (gpus.toml), how far octavo was tried (tried.toml), and what this machine has."""
 
+import platform
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -207,6 +208,43 @@ def tried_table(versions: Mapping[str, str] | None = None) -> Table:
 
 def _row(what: str, tried: Mapping[str, str]) -> tuple[str, ...]:
     return (what, *(", ".join(x for x, of in tried.items() if of == how) for how in HOW))
+
+
+def describe_machine() -> "Iterator[Table | str]":
+    """What this machine has: tables, and warnings between them."""
+    from octavo import env
+    from octavo.internals import SUPPORTED, version_warning
+    from octavo.kernels.device import default_device
+    from octavo.measure.records import Machine
+    from octavo.ops.explain import explain
+
+    device = default_device()
+    machine = Machine.current(gpu=device.gpu, capability=device.capability)
+    versions, capability, gpu = machine.versions, device.capability, "none that torch can use"
+    if capability is not None:
+        memory = f"{device.num_sms} SMs, {device.memory_bytes / 2**30:.0f} GiB"
+        gpu = f"{device.name}, compute capability {capability[0]}.{capability[1]}, {memory}"
+    python = f"{machine.python} on {platform.system()} {platform.machine()}"
+    facts = {"GPU": gpu, "CPU": machine.cpu, "Python": python, **versions}
+    yield Table(caption="This machine", header=("what", "found"), rows=tuple(facts.items()))
+    yield tried_table({**versions, "GPU": device.name if capability else "none"})
+    if capability is not None and (caution := caution_of_gpu(device.name, capability)):
+        yield caution
+    yield from cautions_of_versions(versions, has_gpu=capability is not None)
+    ops = (
+        (row.op, row.operands, row.selection.impl if row.selection else "none", row.reason)
+        for row in explain(device)
+    )
+    header: tuple[str, ...] = ("op", "operands", "impl", "why")
+    yield Table(caption="What each op runs here", header=header, rows=tuple(ops))
+    variables = tuple((v.name, v.read(), v.meaning) for v in env.VARIABLES)
+    header = ("variable", "value", "meaning")
+    yield Table(caption="Environment variables", header=header, rows=variables)
+    for name in env.unknown_variables():
+        yield f"warning: {name} is set, but octavo has no such variable"
+    for library, version in versions.items():
+        if library in SUPPORTED and (warning := version_warning(library, version)):
+            yield f"warning: {warning}"
 
 
 @cache

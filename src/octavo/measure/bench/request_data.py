@@ -283,7 +283,7 @@ def _choose(
 
 def make_image_prompts(asked: ImageRequests) -> list[ImagePrompt]:
     """The prompts that were asked for; ConfigError if a data set has too few."""
-    from octavo.calibration.image_data import open_images
+    from octavo.calibration.data import open_images
 
     if asked.dataset_path is None:
         return _random_prompts(asked)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.brief import brief
+from octavo.calibration.rows import parse_json
 from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.evaluate.endpoint import Message
-from octavo.measure.evaluate.question_files import Line, parse_json, read_files, read_split
+from octavo.measure.evaluate.question_files import Line, read_files, read_split
 
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 SUFFIXES = (".jsonl", ".parquet")

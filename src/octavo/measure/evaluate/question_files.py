@@ -1,20 +1,18 @@
 """Rows of questions: from csv, JSON Lines or parquet files, a folder of them, or the hub."""
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.brief import brief, list_names
+from octavo.calibration.rows import read_jsonl, read_parquet
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import need
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 # Cells of a csv file may be whole solutions.
 MAX_CELL = 10_000_000
-# Rows of parquet in memory at once: a chat of a million tokens has megabytes.
-BATCH_SIZE = 16
 
 
 class Line(NamedTuple):
@@ -56,12 +54,12 @@ def read_files(
         raise ConfigError(f"expected a folder, or a file of {', '.join(suffixes)}, got {path.name}")
     match path.suffix:
         case ".csv":
-            rows = _read_csv(path)
+            rows: Iterator[tuple[Any, ...]] = _read_csv(path)
         case ".jsonl":
-            rows = _read_json_lines(path)
+            rows = read_jsonl(path)
         case _:
-            rows = _read_parquet(path, columns)
-    for row, where in rows:
+            rows = read_parquet(path, columns=columns)
+    for row, where, *_ in rows:
         yield _check(row, where, columns)
 
 
@@ -93,40 +91,6 @@ def _read_csv(path: Path) -> Iterator[tuple[Any, str]]:
         raise CheckpointError(f"{path}: expected a csv file in UTF-8: {error}") from None
     finally:
         csv.field_size_limit(before)
-
-
-def _read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield parse_json(line, f"{path}:{number}"), f"{path}:{number}"
-
-
-def parse_json(text: str | bytes, where: str) -> Any:
-    """What the JSON says; CheckpointError names where it stands."""
-    try:
-        return json.loads(text)
-    except ValueError as error:  # of JSON or of UTF-8
-        raise CheckpointError(f"{where}: expected JSON: {error}") from None
-
-
-def _read_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    need("reading parquet", "pyarrow")
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise CheckpointError(f"{path}: expected a parquet file: {error}") from None
-    with file:
-        if missing := [name for name in columns if name not in file.schema_arrow.names]:
-            raise CheckpointError(f"{path}: expected columns {columns}, got no {missing}")
-        number = 0
-        for batch in file.iter_batches(batch_size=BATCH_SIZE, columns=list(columns) or None):
-            for row in batch.to_pylist():
-                number += 1
-                yield row, f"{path}: row {number}"
 
 
 def _read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Line]:

@@ -19,32 +19,18 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
+        super().__init__(status, message)  # with which pickle makes it again in another process
+        self.status, self.message = status, message
+        self.kind, self.param, self.code = kind, param, code
         self.headers = dict(headers or {})
 
-    def __reduce__(self) -> Any:
-        """How pickle takes the error from one process to another."""
-        return _restore, (self.status, self.message), self.__dict__
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI writes it."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
-def _restore(status: int, message: str) -> ApiError:
-    return ApiError(status, message)
+        fields = {"message": self.message, "type": self.kind}
+        return {"error": {**fields, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -54,20 +40,14 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def too_many_requests(message: str, retry_after_s: int) -> ApiError:
     """There is no room now."""
-    return ApiError(
-        429,
-        message,
-        kind="rate_limit_error",
-        code="queue_full",
-        headers={"Retry-After": str(retry_after_s)},
-    )
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    """The server answers nobody: it ends, or its engine has failed."""
-    return ApiError(
-        503, message, kind="service_unavailable", code=code, headers={"Retry-After": "5"}
-    )
+def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
+    """The server takes no requests: it ends, its engine has failed, or there is no room."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
 def server_error(message: str, code: str = "engine_error") -> ApiError:
@@ -101,13 +81,8 @@ def unread(timeout_s: float) -> ApiError:
 
 def too_many_connections(num_open: int, retry_after_s: int) -> ApiError:
     """There is no room for another connection now."""
-    return ApiError(
-        503,
-        f"{num_open} connections are open, which is all this server takes: try later",
-        kind="service_unavailable",
-        code="too_many_connections",
-        headers={"Retry-After": str(retry_after_s)},
-    )
+    message = f"{num_open} connections are open, which is all this server takes: try later"
+    return unavailable(message, "too_many_connections", retry_after_s)
 
 
 def client_left() -> ApiError:

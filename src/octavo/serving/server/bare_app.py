@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from importlib import resources
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -14,21 +16,25 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive
 
 from octavo.brief import brief
 from octavo.serving.server.admission import Gate
-from octavo.serving.server.api_error import ApiError, bad_request
+from octavo.serving.server.api_error import ApiError, bad_request, client_left
+from octavo.serving.server.async_engine import RequestThread
 from octavo.serving.server.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__
 
+T = TypeVar("T")
 STATUSES = (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
 # Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 NUM_PROBLEMS_SHOWN = 3
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 429: "queue_full"}
 # Routes of OpenAI's that clients ask for and that no server of ours has.
 NOT_SUPPORTED = {
     "/v1/embeddings": "the model served here generates, and makes no embeddings",
@@ -36,39 +42,48 @@ NOT_SUPPORTED = {
 }
 
 
-class Answering(Protocol):
-    """What ends in order: it takes no new requests, waits for the open ones, and lets go."""
-
-    is_closing: bool
-
-    @property
-    def num_open(self) -> int: ...
-    def slot(self) -> AbstractAsyncContextManager[asyncio.Timeout]: ...
-    def has_arrived(self, clock: asyncio.Timeout) -> None: ...
-    async def drain(self, grace_s: float) -> bool: ...
-    def stop_waiting(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-class Serving(Protocol):
-    """What an application is of; status: (HTTP status, word) of /health, numbers: of the page."""
+class BaseServer(ABC):
+    """What an application serves: a thread that answers, with its settings, metrics and models."""
 
     settings: ServerSettings
+    metrics: Metrics
+    engine: RequestThread
+    models: "ServedModels"
+    failed = "engine failed"  # how /health begins if the thread's worker has failed
 
-    @property
-    def metrics(self) -> Metrics: ...
-    @property
-    def engine(self) -> Answering: ...
-    def status(self) -> tuple[int, str]: ...
-    def numbers(self) -> dict[str, Any]: ...
+    def status(self) -> tuple[int, str]:
+        """(HTTP status, word) of /health."""
+        if self.engine.problem is not None:
+            return 503, f"{self.failed}: {self.engine.problem}"
+        return (503, "shutting down") if self.engine.is_closing else (200, "ok")
+
+    @abstractmethod
+    def numbers(self) -> dict[str, Any]:
+        """What the page shows."""
+
+    @abstractmethod
+    def add_routes(self, app: FastAPI) -> None:
+        """Add the routes that only this kind of server has."""
+
+    async def close(self) -> None:
+        """End the thread, and all that was started beside it."""
+        await self.engine.close()
 
 
-def bare_app(
-    server: Serving, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
-) -> FastAPI:
-    """An application without routes."""
+def make_app(server: BaseServer, page: Mapping[str, str], policy: str = PAGE_POLICY) -> FastAPI:
+    """The application of a server; its lifespan starts and ends the server's thread.
+
+    page: the files of this package to serve, by their paths. policy: of their content.
+    """
     settings = server.settings
-    # Their documentation pages load scripts from elsewhere; /openapi.json is enough.
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await server.close()
+
+    # FastAPI's documentation pages load scripts from elsewhere; /openapi.json is enough.
     app = FastAPI(
         title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
@@ -85,12 +100,15 @@ def bare_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    server.add_routes(app)
+    server.models.add_routes(app)
+    _add_status_routes(app, server)
+    for path, name in page.items():
+        _add_page(app, path, name, policy)
     return app
 
 
-def add_status_routes(app: FastAPI, server: Serving) -> None:
-    """How the server is."""
-
+def _add_status_routes(app: FastAPI, server: BaseServer) -> None:
     @app.get("/health", responses={503: {"description": "It answers nobody."}})
     async def health() -> JSONResponse:
         """Whether requests are answered."""
@@ -113,22 +131,35 @@ def add_status_routes(app: FastAPI, server: Serving) -> None:
         return server.numbers()
 
 
-def add_page(app: FastAPI, files: Mapping[str, str], policy: str = PAGE_POLICY) -> None:
-    """Serve files of this package under these paths."""
-    folder = resources.files("octavo.serving.server")
-    for path, name in files.items():
-        content = folder.joinpath(name).read_bytes()
-        media_type = PAGE_KINDS["." + name.rpartition(".")[2]]
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
-        response = _constant(content, f"{media_type}; charset=utf-8", headers)
-        app.add_api_route(path, response, methods=["GET"], include_in_schema=False)
+def _add_page(app: FastAPI, path: str, name: str, policy: str) -> None:
+    """Serve a file of this package under this path."""
+    content = resources.files("octavo.serving.server").joinpath(name).read_bytes()
+    media_type = f"{PAGE_KINDS[Path(name).suffix]}; charset=utf-8"
+    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
 
-
-def _constant(content: bytes, media_type: str, headers: dict[str, str]) -> Any:
+    @app.get(path, include_in_schema=False)
     async def respond() -> Response:
         return Response(content, media_type=media_type, headers=headers)
 
-    return respond
+
+async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; if the client leaves first, it is cancelled and this is an ApiError."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise client_left()
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
@@ -142,17 +173,11 @@ async def _http_exception(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404 and request.url.path.startswith("/v1/"):
         return await _api_error(request, _unknown_route(request))
-    code = {
-        404: "not_found",
-        405: "method_not_allowed",
-        413: "body_too_large",
-        429: "queue_full",
-    }
     refusal = ApiError(
         error.status_code,
         str(error.detail),
         kind="rate_limit_error" if error.status_code == 429 else "invalid_request_error",
-        code=code.get(error.status_code),
+        code=CODES.get(error.status_code),
         headers=error.headers,
     )
     return await _api_error(request, refusal)

@@ -13,8 +13,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -22,6 +21,8 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily as Total
+from prometheus_client.core import GaugeMetricFamily as Gauge
 from pydantic import AfterValidator, Field
 
 from octavo.brief import brief
@@ -35,33 +36,32 @@ from octavo.serving.server.api_error import (
     timed_out,
     unavailable,
 )
+from octavo.serving.server.async_engine import RequestThread
 from octavo.serving.server.bare_app import (
     ERRORS,
     PAGE_POLICY,
+    BaseServer,
     ServedModels,
-    add_page,
-    add_status_routes,
-    bare_app,
+    make_app,
+    until_client_leaves,
 )
 from octavo.serving.server.metrics import (
     Metrics,
     RequestRecord,
-    counter,
-    gauge,
     precision_families,
     sum_and_count,
 )
-from octavo.serving.server.request_thread import RequestThread
 from octavo.serving.server.schema import MAX_INT, Body, only
 from octavo.serving.server.settings import ServerSettings
-from octavo.serving.server.stream import until_client_leaves
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
 SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+# Fields whose names and values are those of ImageSampling.
+DIFFUSERS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "seed")
 MAX_PROMPT = 32_000  # characters, OpenAI's
 PAGE_FILES = {"/": "image_page.html", "/page.js": "image_page.js", "/page.css": "page.css"}
-# Pictures come inside the answers.
+# Images come inside the answers.
 IMAGE_POLICY = f"{PAGE_POLICY}; img-src data:"
 
 
@@ -88,7 +88,7 @@ class ImageRequest(Body):
     guidance_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
     true_cfg_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
-    # Pictures stay in no file of the server: there is no URL for them.
+    # Images stay in no file of the server: there is no URL for them.
     response_format: Annotated[Any, only("b64_json")] = None
     # known, not served
     background: Annotated[Any, only(AUTO, "opaque")] = None
@@ -125,7 +125,7 @@ class Drawer(Protocol):
 
 
 class _Stopped(Exception):
-    """Nobody waits for this picture any more."""
+    """Nobody waits for this image any more."""
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class ImageQueue(RequestThread):
         except OctavoError as error:
             return bad_request(str(error), param_of(str(error)))
         except Exception as error:
-            logger.exception("a picture could not be drawn")
+            logger.exception("an image could not be drawn")
             if _is_final(error):
                 self.problem = f"{type(error).__name__}: {error}"
             return server_error(f"{type(error).__name__}: {error}")
@@ -244,7 +244,7 @@ def _is_final(error: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawingLimits:
-    """What one request may ask for; max_pixels are those of all its pictures."""
+    """What one request may ask for; max_pixels are those of all its images."""
 
     max_images: int = 10
     max_pixels: int = 10 * 2048 * 2048
@@ -257,15 +257,18 @@ LIMITS = DrawingLimits()
 def _families(server: "ImageServer") -> Iterator[Metric]:
     """The numbers of a server that draws."""
     queue = server.engine
-    yield gauge("octavo_requests_open", "Requests inside the server.", queue.num_open)
-    yield gauge("octavo_requests_waiting", "Requests that have not begun.", queue.num_waiting)
-    yield counter("octavo_images", "Pictures in answers.", server.num_images)
-    yield counter("octavo_steps", "Denoising steps.", queue.num_steps)
+    yield Gauge("octavo_requests_open", "Requests inside the server.", queue.num_open)
+    yield Gauge("octavo_requests_waiting", "Requests that have not begun.", queue.num_waiting)
+    yield Total("octavo_images", "Pictures in answers.", server.num_images)
+    yield Total("octavo_steps", "Denoising steps.", queue.num_steps)
     yield from precision_families(queue.drawer.precision)
 
 
-class ImageServer:
-    """What the routes share."""
+class ImageServer(BaseServer):
+    """Draws images, one request after the other."""
+
+    engine: ImageQueue
+    failed = "the pipeline failed"
 
     def __init__(self, drawer: Drawer, settings: ServerSettings, limits: DrawingLimits) -> None:
         if drawer.makes_video:
@@ -287,17 +290,10 @@ class ImageServer:
         width, height = body.width_and_height()
         num_images = body.n or 1
         self._check_limits(num_images, (width or 0) * (height or 0), body.num_inference_steps)
+        size: dict[str, Any] = {"width": width, "height": height}
+        own = {name: getattr(body, name) for name in DIFFUSERS}
         try:
-            sampling = ImageSampling(
-                num_inference_steps=body.num_inference_steps,
-                guidance_scale=body.guidance_scale,
-                true_cfg_scale=body.true_cfg_scale,
-                negative_prompt=body.negative_prompt,
-                width=width,
-                height=height,
-                num_images_per_prompt=num_images,
-                seed=body.seed,
-            )
+            sampling = ImageSampling(num_images_per_prompt=num_images, **size, **own)
             self.engine.drawer.check(sampling)
         except OctavoError as error:
             param = param_of(str(error))
@@ -320,64 +316,46 @@ class ImageServer:
             name = "num_inference_steps"
             raise bad_request(f"{name}: expected at most {limits.max_steps}, got {num_steps}", name)
 
-    def status(self) -> tuple[int, str]:
-        """(HTTP status, word) of /health."""
-        if self.engine.problem is not None:
-            return 503, f"the pipeline failed: {self.engine.problem}"
-        return (503, "shutting down") if self.engine.is_closing else (200, "ok")
-
     def numbers(self) -> dict[str, Any]:
         """What the page shows."""
-        sum_s, count = sum_and_count(self.metrics.request_time)
+        time_s = sum_and_count(self.metrics.request_time)
         return {
             "model": self.models.names[0],
             "status": self.status()[1],
             "num_open": self.engine.num_open,
             "num_waiting": self.engine.num_waiting,
             "num_images": self.num_images,
-            "mean_s": sum_s / count if count else None,
+            "mean_s": time_s["sum_s"] / time_s["count"] if time_s["count"] else None,
             "precision": self.engine.drawer.precision.words(),
         }
+
+    def add_routes(self, app: FastAPI) -> None:
+        """Add OpenAI's route of images."""
+
+        @app.post("/v1/images/generations", responses=ERRORS, response_model=None)
+        async def generations(body: ImageRequest, request: HttpRequest) -> Response:
+            """Draw images from a prompt."""
+            sampling = self.sampling(body)
+            record: RequestRecord = request.state.record
+            record.answer_id = f"img-{uuid.uuid4().hex}"
+            drawing = self.engine.generate(body.prompt, sampling)
+            result = await until_client_leaves(request.receive, drawing)
+            content = await asyncio.to_thread(_content, result)
+            record.outcome = "stop"
+            self.num_images += len(result.images)
+            return JSONResponse(content)
 
 
 def create_image_app(
     drawer: Drawer, settings: ServerSettings, limits: DrawingLimits = LIMITS
 ) -> FastAPI:
-    """The application; its lifespan starts and ends the pipeline's thread."""
-    server = ImageServer(drawer, settings, limits)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.engine.start()
-        yield
-        await server.engine.close()
-
-    app = bare_app(server, lifespan)
-    _add_openai_routes(app, server)
-    server.models.add_routes(app)
-    add_status_routes(app, server)
-    add_page(app, PAGE_FILES, IMAGE_POLICY)
-    return app
-
-
-def _add_openai_routes(app: FastAPI, server: ImageServer) -> None:
-    @app.post("/v1/images/generations", responses=ERRORS, response_model=None)
-    async def generations(body: ImageRequest, request: HttpRequest) -> Response:
-        """Draw pictures from a prompt."""
-        sampling = server.sampling(body)
-        record: RequestRecord = request.state.record
-        record.answer_id = f"img-{uuid.uuid4().hex}"
-        drawing = server.engine.generate(body.prompt, sampling)
-        result = await until_client_leaves(request.receive, drawing)
-        content = await asyncio.to_thread(_content, result)
-        record.outcome = "stop"
-        server.num_images += len(result.images)
-        return JSONResponse(content)
+    """The application of a diffusion pipeline."""
+    return make_app(ImageServer(drawer, settings, limits), PAGE_FILES, IMAGE_POLICY)
 
 
 def _content(result: ImageResult) -> dict[str, Any]:
-    """The answer as OpenAI writes it; `seed` of each picture, and `seconds`, are ours."""
-    from octavo.integrations.diffusers.picture_files import png_bytes
+    """The answer as OpenAI writes it; `seed` of each image, and `seconds`, are ours."""
+    from octavo.integrations.diffusers.image_files import png_bytes
 
     data = [
         {"b64_json": base64.b64encode(png_bytes(image)).decode(), "seed": seed}

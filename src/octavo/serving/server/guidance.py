@@ -1,4 +1,7 @@
-"""JSON schemas from response_format and tool_choice, and their grammars."""
+"""JSON schemas from response_format and tool_choice, their grammars, and what worker processes do.
+
+Worker processes import this module and start often: it imports little.
+"""
 
 import asyncio
 import hashlib
@@ -8,13 +11,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.serving.engine.closed_schema import close_objects
 from octavo.serving.engine.guided import Grammar, tool_call_schema
 from octavo.serving.server.api_error import bad_request
-from octavo.serving.server.prompts import MAX_DEPTH, json_size
+from octavo.serving.server.prompts import MAX_DEPTH, Prompts, json_size
 from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
 from octavo.serving.server.workers import WorkerError, Workers, yield_to_others
 
@@ -154,8 +158,33 @@ class GrammarCache:
             return str(error) or type(error).__name__, math.inf
 
 
-def try_schema(made: Any, asked: Schema | tuple[Tool, ...]) -> Schema:
+@dataclass(frozen=True)
+class WorkerTools:
+    """What tasks in a worker process use."""
+
+    prompts: Prompts
+    make_grammar: MakeGrammar
+
+
+@dataclass(frozen=True)
+class WorkerSetUp:
+    """Makes the tools of a worker process from what pickle can take there."""
+
+    tokenizer: Any
+    max_context: int
+    make_grammar: MakeGrammar
+
+    def __call__(self) -> WorkerTools:
+        return WorkerTools(Prompts(self.tokenizer, self.max_context), self.make_grammar)
+
+
+def call_prompts(tools: WorkerTools, method: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of `Prompts` in a worker process."""
+    return getattr(tools.prompts, method)(*args, **kwargs)
+
+
+def try_schema(tools: WorkerTools, asked: Schema | tuple[Tool, ...]) -> Schema:
     """The schema to follow, whose grammar was made in this worker to see that it can be made."""
     schema = call_schema(asked) if isinstance(asked, tuple) else asked
-    made.make_grammar(schema)
+    tools.make_grammar(schema)
     return schema

@@ -2,7 +2,7 @@
 
 const POLL_MS = 1000;
 const byId = (id) => document.getElementById(id);
-let running = null; // AbortController of the pictures that are drawn
+let running = null; // AbortController of the images that are drawn
 
 function headers() {
   const key = byId("key").value;

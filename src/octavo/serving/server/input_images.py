@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from octavo.errors import OctavoError
 from octavo.serving.server.api_error import ApiError, bad_request, client_left
 from octavo.serving.server.async_engine import Engine
 from octavo.serving.server.settings import ImageLimits
-from octavo.serving.server.workers import yield_to_others
+from octavo.serving.server.workers import WaitingRoom, yield_to_others
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 PARAM = "messages"
@@ -199,59 +198,24 @@ def _opened(data: bytes, limits: ImageLimits) -> Iterator[Any]:
         raise refused(f"expected an image ({formats}), got {reason}") from None
 
 
-class PixelBudget:
-    """A number of pixels to hold and give back; who finds too few waits, in order of arrival.
-
-    For one event loop: nothing here is for threads.
-    """
+class PixelBudget(WaitingRoom):
+    """A number of pixels to hold and give back; who finds too few waits, in order of arrival."""
 
     def __init__(self, size: int) -> None:
+        super().__init__(size)
         self.size = size
-        self._free = size
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def num_held(self) -> int:
         """Pixels that somebody holds."""
-        return self.size - self._free
-
-    @property
-    def num_waiting(self) -> int:
-        """Callers of `hold` that have not found room yet."""
-        return len(self._waiting)
+        return self.size - self.free[0]
 
     async def hold(self, num_pixels: int) -> "Hold":
-        """Wait until there is room for these pixels and everybody before has found theirs.
-
-        A caller that is cancelled while it waits leaves nothing behind.
-        """
+        """Wait until there is room for these pixels and everybody before has found theirs."""
         if num_pixels > self.size:
             raise ValueError(f"expected at most {self.size} pixels to hold, got {num_pixels}")
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_pixels, turn))
-        self._admit()
-        try:
-            await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled():  # cancelled when its turn had just come
-                self._give_back(num_pixels)
-            else:
-                turn.cancel()
-                self._admit()
-            raise
+        await self.enter(num_pixels)
         return Hold(self, num_pixels)
-
-    def _give_back(self, num_pixels: int) -> None:
-        self._free += num_pixels
-        self._admit()
-
-    def _admit(self) -> None:
-        """Let in those in front that fit; those that have left make way."""
-        self._waiting = deque(entry for entry in self._waiting if not entry[1].cancelled())
-        while self._waiting and self._waiting[0][0] <= self._free:
-            num_pixels, turn = self._waiting.popleft()
-            self._free -= num_pixels
-            turn.set_result(None)
 
 
 class Hold:
@@ -265,7 +229,7 @@ class Hold:
         """Keep at most so many of them and give back the rest."""
         surplus = max(0, self.num_pixels - num_pixels)
         self.num_pixels -= surplus
-        self._budget._give_back(surplus)
+        self._budget.leave(surplus)
 
     def release(self) -> None:
         """Give back what is left; a second call gives back nothing."""

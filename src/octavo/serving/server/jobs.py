@@ -13,10 +13,15 @@ from typing import Any
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.server.answer_body import (
+from octavo.serving.server.answers import (
+    CLOSING,
     AnswerKind,
+    AnyCallReader,
+    AutoCallReader,
     ChatChoice,
     Choice,
+    MessageReader,
+    NamedCallReader,
     TextChoice,
     TokenTexts,
     Writer,
@@ -28,19 +33,13 @@ from octavo.serving.server.guidance import (
     GrammarCache,
     MakeGrammar,
     Schema,
+    WorkerSetUp,
+    call_prompts,
     check_size,
     forced_tools,
     format_schema,
 )
 from octavo.serving.server.input_images import ImageReader
-from octavo.serving.server.message_reader import (
-    CLOSING,
-    AnyCallReader,
-    AutoCallReader,
-    MessageReader,
-    NamedCallReader,
-    PlainReader,
-)
 from octavo.serving.server.prompts import (
     Prompts,
     chat_size,
@@ -52,12 +51,12 @@ from octavo.serving.server.schema import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
+    Message,
     SamplingFields,
     TokenizeRequest,
     Tool,
 )
 from octavo.serving.server.settings import ServerSettings
-from octavo.serving.server.worker_tools import WorkerSetUp, call_prompts
 from octavo.serving.server.workers import LARGE, WorkerError, Workers
 
 logger = logging.getLogger(__name__)
@@ -145,13 +144,19 @@ class Jobs:
         """The job of a chat completion; at_end: what is to be done when its request has ended."""
         self._models.check(body.model)
         forced = forced_tools(body)
-        schema, param = self._chat_schema(body, forced)
+        schema: Schema | tuple[Tool, ...] | None = format_schema(body.response_format)
+        if schema is not None and body.tools and body.tool_choice != "none":
+            raise bad_request(
+                f"response_format {body.response_format and body.response_format.type!r} together "
+                "with tools is not supported: set tool_choice to 'none' or leave one out",
+                "response_format",
+            )
+        schema, param = (forced, "tools") if forced else (schema, "response_format")
         check_size(schema, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
-        self._prompts.check_length(num_chars(body.messages), "messages")
-        size = chat_size(body.messages, tools)
-        prompt = await self._encoded("of_chat", size, body.messages, tools, is_forced=bool(forced))
+        is_auto = bool(tools) and not forced  # an answer that may make one call ends behind it
+        prompt = await self._chat_tokens(body.messages, tools, is_forced=bool(forced))
         prepared: Any = ()
         if files:
             prepared = await self.images.prepare(prompt, files, at_end)
@@ -167,7 +172,7 @@ class Jobs:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema,
             param=param,
-            more_stops=_one_call_only(body, is_forced=bool(forced)),
+            more_stops=(CLOSING,) if is_auto and body.parallel_tool_calls is False else (),
         )
         requests = _requests("chatcmpl", body, [(prompt, max_tokens)], sampling, prepared)
         choices = [ChatChoice(self.token_texts, _reader(body, len(forced))) for _ in requests]
@@ -214,34 +219,29 @@ class Jobs:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("expected either prompt or messages, got both or neither")
         if body.messages is not None:
-            tools = body.tools or []
-            self._prompts.check_length(num_chars(body.messages), "messages")
-            size = chat_size(body.messages, tools)
-            tokens = await self._encoded(
-                "of_chat",
-                size,
-                body.messages,
-                tools,
-                add_generation_prompt=body.add_generation_prompt,
+            is_open = body.add_generation_prompt
+            tokens = await self._chat_tokens(
+                body.messages, body.tools or [], add_generation_prompt=is_open
             )
         else:
             prompt = body.prompt or ""
             self._prompts.check_length(len(prompt), "prompt")
-            tokens = await self._encoded(
-                "encode",
-                len(prompt),
-                prompt,
-                param="prompt",
-                add_special_tokens=body.add_special_tokens,
-            )
+            options = {"param": "prompt", "add_special_tokens": body.add_special_tokens}
+            tokens = await self._encoded("encode", len(prompt), prompt, **options)
         return {"count": len(tokens), "max_model_len": self._max_context, "tokens": list(tokens)}
 
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         """The text of tokens."""
         return {"prompt": await self._encoded("decode", len(tokens), tokens)}
 
-    def _name(self, body: SamplingFields) -> str:
-        return body.model or self._models.names[0]
+    async def _chat_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Tool], **options: bool
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation; options: of `Prompts.of_chat`."""
+        self._prompts.check_length(num_chars(messages), "messages")
+        size = chat_size(messages, tools)
+        tokens: tuple[int, ...] = await self._encoded("of_chat", size, messages, tools, **options)
+        return tokens
 
     def _job(
         self,
@@ -253,21 +253,10 @@ class Jobs:
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
         has_usage = body.stream_options is not None and body.stream_options.include_usage
+        name = body.model or self._models.names[0]
         by_id = {one.request_id: choice for one, choice in zip(requests, choices, strict=True)}
-        writer = Writer(requests[0].request_id, kind, self._name(body), by_id, body.n or 1)
+        writer = Writer(requests[0].request_id, kind, name, by_id, body.n or 1)
         return Job(tuple(requests), writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
-
-    def _chat_schema(
-        self, body: ChatRequest, forced: tuple[Tool, ...]
-    ) -> tuple[Schema | tuple[Tool, ...] | None, str]:
-        schema = format_schema(body.response_format)
-        if schema is not None and body.tools and body.tool_choice != "none":
-            raise bad_request(
-                f"response_format {body.response_format and body.response_format.type!r} together "
-                "with tools is not supported: set tool_choice to 'none' or leave one out",
-                "response_format",
-            )
-        return (forced, "tools") if forced else (schema, "response_format")
 
     async def _sampling(
         self,
@@ -279,9 +268,7 @@ class Jobs:
         param: str,
         more_stops: tuple[str, ...] = (),
     ) -> Sampling:
-        grammar = None
-        if schema is not None:
-            grammar = await self._grammars.get(schema, param)
+        grammar = None if schema is None else await self._grammars.get(schema, param)
         given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         try:
@@ -338,12 +325,6 @@ def _asked_tokens(body: ChatRequest) -> int | None:
     return asked.pop() if asked else None
 
 
-def _one_call_only(body: ChatRequest, *, is_forced: bool) -> tuple[str, ...]:
-    """The text at which the answer ends if it may make one call and no more."""
-    is_auto = bool(body.tools) and body.tool_choice != "none" and not is_forced
-    return (CLOSING,) if is_auto and body.parallel_tool_calls is False else ()
-
-
 def _check_choices(body: CompletionRequest, num_prompts: int) -> None:
     n = body.n or 1
     if body.best_of not in (None, n):
@@ -397,7 +378,7 @@ def _requests(
 def _reader(body: ChatRequest, num_forced: int) -> MessageReader:
     """How the answer's text is read: as content, as the call it was forced to be, or as both."""
     if not body.tools or body.tool_choice == "none":
-        return PlainReader()
+        return MessageReader()
     if num_forced == 0:
         return AutoCallReader()
     if num_forced > 1:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Literal
 
 from prometheus_client import (
@@ -19,11 +19,11 @@ from prometheus_client import (
     Metric,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily as Total  # its series ends in _total
+from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from octavo.serving.engine.precision import Precision
-from octavo.serving.engine.request import Delta, Saturated, Stats, Usage
+from octavo.serving.engine.request import Delta, Saturated, Usage
 from octavo.serving.server.api_error import CLIENT_LEFT_STATUS, ApiError
 from octavo.serving.server.async_engine import AsyncEngine
 
@@ -40,28 +40,38 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 ANSWER_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 QUEUE_BUCKETS = (0.001, 0.005, *ANSWER_BUCKETS)
+# Of the engine, by the name of the metric: what it says, and the field of Stats that has it.
+GAUGES = {
+    "requests_running": ("Requests in the engine's batch.", "num_running"),
+    "requests_waiting": ("Requests in the engine's queue.", "num_waiting"),
+    "pages": ("Pages of the KV cache.", "num_pages"),
+    "pages_in_use": ("Pages that requests hold.", "num_pages_in_use"),
+}
+TOTALS = {
+    "prompt_tokens": ("Tokens of prompts.", "prompt_tokens"),
+    "completion_tokens": ("Tokens of answers.", "completion_tokens"),
+    "cached_tokens": ("Tokens of prompts whose pages were filled already.", "cached_tokens"),
+    "preemptions": ("Requests put back for want of pages.", "num_preemptions"),
+    "steps": ("Forward passes.", "num_steps"),
+}
 FRESHNESS = "As of the scrape before this one, or older by up to 5 s."
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out the `…_created` series, which tell when each of the others began."""
+    """Leaves out the `…_created` series, which tell when each of the others began.
+
+    families: what makes metrics when Prometheus reads them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: list[Callable[[], Iterable[Metric]]] = []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now."""
-        for family in super().collect():
+        for family in chain(super().collect(), *(make() for make in self.families)):
             family.samples = [one for one in family.samples if not one.name.endswith("_created")]
             yield family
-
-
-class _Collector(Collector):
-    """Metrics that are asked for when Prometheus reads them."""
-
-    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """The metrics now."""
-        return self._families()
 
 
 class Metrics:
@@ -91,7 +101,7 @@ class Metrics:
 
     def add(self, families: Callable[[], Iterable[Metric]]) -> None:
         """Expose metrics that are computed at each scrape."""
-        self.registry.register(_Collector(families))
+        self.registry.families.append(families)
 
     def expose(self) -> bytes:
         """All of them, in Prometheus' text format."""
@@ -114,93 +124,56 @@ class TokenMetrics(Metrics):
             TOKEN_BUCKETS,
         )
 
-    def saw_tokens(self, seconds: float, num_tokens: int) -> None:
-        """Count tokens that came together, this long after those before them."""
-        for each_s in repeat(seconds / num_tokens, num_tokens):
-            self.inter_token.observe(each_s)
 
-
-def sum_and_count(histogram: Histogram) -> tuple[float, int]:
-    """The sum of all values of a histogram without labels, and how many they are."""
+def sum_and_count(histogram: Histogram) -> dict[str, float]:
+    """The sum of all values of a histogram without labels, sum_s, and how many they are, count."""
     (family,) = histogram.collect()
     found = {one.name.removeprefix(family.name): one.value for one in family.samples}
-    return found["_sum"], int(found["_count"])
+    return {"sum_s": found["_sum"], "count": int(found["_count"])}
 
 
 def engine_families(engine: AsyncEngine) -> Iterator[Metric]:
     """The engine's own numbers at its last step."""
     stats = engine.last_stats
     engine.ask_for_saturation()
-    yield gauge("octavo_requests_open", "Requests inside the server.", engine.num_open)
-    yield from _load(stats)
-    yield from _totals(stats)
+    yield Gauge("octavo_requests_open", "Requests inside the server.", engine.num_open)
+    for name, (help, field_name) in GAUGES.items():
+        yield Gauge(f"octavo_{name}", help, getattr(stats, field_name))
+    for name, (help, field_name) in TOTALS.items():
+        yield Total(f"octavo_{name}", help, getattr(stats, field_name))
     yield from _saturation(stats.saturated)
     yield from precision_families(engine.engine.precision)
 
 
-def gauge(name: str, help: str, value: float) -> Metric:
-    """A number that goes up and down."""
-    return GaugeMetricFamily(name, help, value=value)
-
-
-def counter(name: str, help: str, value: float) -> Metric:
-    """A number that only grows; its series is called `…_total`."""
-    return CounterMetricFamily(name, help, value=value)
-
-
-def _load(stats: Stats) -> Iterator[Metric]:
-    yield gauge("octavo_requests_running", "Requests in the engine's batch.", stats.num_running)
-    yield gauge("octavo_requests_waiting", "Requests in the engine's queue.", stats.num_waiting)
-    yield gauge("octavo_pages", "Pages of the KV cache.", stats.num_pages)
-    yield gauge("octavo_pages_in_use", "Pages that requests hold.", stats.num_pages_in_use)
-
-
-def _totals(stats: Stats) -> Iterator[Metric]:
-    yield counter("octavo_prompt_tokens", "Tokens of prompts.", stats.prompt_tokens)
-    yield counter("octavo_completion_tokens", "Tokens of answers.", stats.completion_tokens)
-    yield counter(
-        "octavo_cached_tokens",
-        "Tokens of prompts whose pages were filled already.",
-        stats.cached_tokens,
-    )
-    yield counter(
-        "octavo_preemptions", "Requests put back for want of pages.", stats.num_preemptions
-    )
-    yield counter("octavo_steps", "Forward passes.", stats.num_steps)
-
-
 def _saturation(saturated: Saturated) -> Iterator[Metric]:
     """What no layer counts has no series: 0 would say that nothing saturated."""
-    family = CounterMetricFamily(
+    family = Total(
         "octavo_saturated_values",
         "Values beyond the range of their static FP8 scale: keys and values of the KV cache, in "
         f"layers without calibrated scales, and inputs of linear layers where checked. {FRESHNESS}",
         labels=("kind",),
     )
-    kinds = {
-        "key": saturated.keys,
-        "value": saturated.values,
-        "linear_input": saturated.linear_inputs,
-    }
+    linear_inputs = saturated.linear_inputs
+    kinds = {"key": saturated.keys, "value": saturated.values, "linear_input": linear_inputs}
     for kind, total in kinds.items():
         if total is not None:
             family.add_metric((kind,), total)
     yield family
-    checked = CounterMetricFamily(
+    checked = Total(
         "octavo_saturation_checked_values",
         "Inputs of linear layers that were checked for saturation: those of a layer's first 16 "
         f"calls and of every 64th after them, outside CUDA graphs. {FRESHNESS}",
         labels=("kind",),
     )
-    if saturated.linear_inputs is not None:
+    if linear_inputs is not None:
         checked.add_metric(("linear_input",), saturated.checked_linear_inputs)
     yield checked
 
 
 def precision_families(precision: Precision) -> Iterator[Metric]:
     """How many layers are in FP8, and the bytes of the KV cache."""
-    every = GaugeMetricFamily("octavo_layers", "Layers of the model.", labels=("kind",))
-    fp8 = GaugeMetricFamily("octavo_fp8_layers", "Layers that are in FP8.", labels=("kind",))
+    every = Gauge("octavo_layers", "Layers of the model.", labels=("kind",))
+    fp8 = Gauge("octavo_fp8_layers", "Layers that are in FP8.", labels=("kind",))
     for layers in precision.layers:
         every.add_metric((layers.kind,), layers.num_layers)
         fp8.add_metric((layers.kind,), layers.num_fp8)
@@ -208,7 +181,7 @@ def precision_families(precision: Precision) -> Iterator[Metric]:
     yield fp8
     if precision.cache:
         labels = ("kind", "dtype", "part")
-        size = GaugeMetricFamily("octavo_kv_cache_bytes", "Memory of the KV cache.", labels=labels)
+        size = Gauge("octavo_kv_cache_bytes", "Memory of the KV cache.", labels=labels)
         for part in precision.cache:
             size.add_metric((part.kind, part.dtype, part.part), part.num_bytes)
         yield size
@@ -273,7 +246,9 @@ class RequestRecord:
                 metrics.queue_time.observe(self.queue_s)
         last_s = self.last_token_s.get(delta.request_id)
         if last_s is not None:
-            metrics.saw_tokens(elapsed_s - last_s, len(delta.tokens))
+            num_tokens = len(delta.tokens)  # they came together
+            for each_s in repeat((elapsed_s - last_s) / num_tokens, num_tokens):
+                metrics.inter_token.observe(each_s)
         self.last_token_s[delta.request_id] = elapsed_s
 
     def failed(self, error: ApiError) -> None:

@@ -12,7 +12,14 @@ from octavo.brief import brief
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.tokenizer import chat_text, text_tokens
 from octavo.serving.server.api_error import ApiError, bad_request
-from octavo.serving.server.schema import CompletionRequest, ImagePart, Message, TextPart, Tool
+from octavo.serving.server.schema import (
+    CalledFunction,
+    CompletionRequest,
+    ImagePart,
+    Message,
+    TextPart,
+    Tool,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +85,9 @@ class Prompts:
         if tools and not self._is_changed(text, write):
             if not is_forced:
                 raise bad_request(IGNORED_TOOLS, "tools", "tools_not_supported")
-            self._warn_of_tools()
+            if not self._has_warned:
+                logger.warning("a call is forced by its schema alone: %s", IGNORED_TOOLS)
+                self._has_warned = True
         return self.encode(text, add_special_tokens=False, param="messages")
 
     @staticmethod
@@ -88,11 +97,6 @@ class Prompts:
             return write() != text
         except ConfigError:  # without tools it cannot be written at all
             return True
-
-    def _warn_of_tools(self) -> None:
-        if not self._has_warned:
-            logger.warning("a call is forced by its schema alone: %s", IGNORED_TOOLS)
-            self._has_warned = True
 
     def of_completion(self, prompt: str | list[int]) -> tuple[int, ...]:
         """The tokens of a prompt: a text, or tokens."""
@@ -215,20 +219,11 @@ def _written(message: Message, *, keeps_parts: bool) -> dict[str, Any]:
     # Templates know no developer; OpenAI's name for system messages.
     role = "system" if message.role == "developer" else message.role
     written: dict[str, Any] = {"role": role, "content": _content(message, keeps_parts)}
-    if message.name is not None:
-        written["name"] = message.name
-    if message.tool_call_id is not None:
-        written["tool_call_id"] = message.tool_call_id
+    others = {"name": message.name, "tool_call_id": message.tool_call_id}
+    written |= {key: value for key, value in others.items() if value is not None}
     if message.tool_calls:
         written["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
+            {"id": call.id, "type": "function", "function": _called(call.function)}
             for call in message.tool_calls
         ]
     return written
@@ -246,10 +241,10 @@ def _content(message: Message, keeps_parts: bool) -> str | list[dict[str, str]]:
     return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
-def _arguments(text: str) -> Any:
+def _called(function: CalledFunction) -> dict[str, Any]:
     # Templates write arguments as JSON themselves, so they want the object.
     try:
-        return json.loads(text)
+        return {"name": function.name, "arguments": json.loads(function.arguments)}
     except (ValueError, RecursionError):
-        message = f"expected the arguments of a tool call as JSON, got {brief(text)}"
+        message = f"expected the arguments of a tool call as JSON, got {brief(function.arguments)}"
         raise bad_request(message, "messages") from None

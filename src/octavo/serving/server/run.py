@@ -20,10 +20,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.errors import ConfigError
+from octavo.serving.server.admission import LimitedProtocol, limited_protocol
 from octavo.serving.server.api_error import unavailable
-from octavo.serving.server.bare_app import Serving
-from octavo.serving.server.http_protocol import LimitedProtocol, limited_protocol
-from octavo.serving.server.request_thread import ENDED_FIRST
+from octavo.serving.server.async_engine import ENDED_FIRST
+from octavo.serving.server.bare_app import BaseServer
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class DrainingServer(uvicorn.Server):
     third one waits for nothing.
     """
 
-    def __init__(self, config: uvicorn.Config, server: Serving) -> None:
+    def __init__(self, config: uvicorn.Config, server: BaseServer) -> None:
         super().__init__(config)
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,7 +179,7 @@ class DrainingServer(uvicorn.Server):
 def run(app: FastAPI, address: Address, *, log_level: str = "info") -> None:
     """Serve until a signal ends it; log lines go to stderr."""
     _set_up_logs(log_level)
-    server: Serving = app.state.server
+    server: BaseServer = app.state.server
     config = uvicorn.Config(
         app,
         http=limited_protocol(server.settings),

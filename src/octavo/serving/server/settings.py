@@ -89,20 +89,9 @@ class ServerSettings:
     images: ImageLimits = ImageLimits()
 
     def __post_init__(self) -> None:
-        positive = {
-            "max_body_bytes": self.max_body_bytes,
-            "max_open_body_bytes": self.max_open_body_bytes,
-            "max_body_values": self.max_body_values,
-            "max_tokens": self.max_tokens,
-            "max_open": self.max_open,
-            "timeout_s": self.timeout_s,
-            "max_connections": self.max_connections,
-            "header_timeout_s": self.header_timeout_s,
-            "body_timeout_s": self.body_timeout_s,
-            "send_timeout_s": self.send_timeout_s,
-        }
-        for name, value in positive.items():
-            if value is not None and not value > 0:
+        for name, value in vars(self).items():
+            is_limit = name.startswith("max_") or name.endswith("timeout_s")
+            if is_limit and value is not None and not value > 0:
                 raise ConfigError(f"expected {name} above 0, got {value}")
         if not self.grace_s >= 0:
             raise ConfigError(f"expected grace_s of 0 or more, got {self.grace_s}")

@@ -16,7 +16,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from multiprocessing.connection import Connection
@@ -33,7 +33,7 @@ START_S = 60.0
 # makes no progress at all is given up after so many times its limit.
 PATIENCE = 10
 POLL_S = 0.1
-PRELOADED = ["__main__", "octavo.serving.server.worker_tools"]
+PRELOADED = ["__main__", "octavo.serving.server.guidance"]
 
 
 class WorkerError(OctavoError):
@@ -59,7 +59,8 @@ class Workers:
         self._preload = [*PRELOADED, *filter(None, [preload])]
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
-        self._room = _Room(num_workers)
+        # Places, and those of them that large tasks may take.
+        self._room = WaitingRoom(num_workers, max(1, num_workers - 1))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="octavo-workers")
 
     async def run(self, task: Callable[..., Any], *args: Any, limit_s: float, size: int = 0) -> Any:
@@ -69,13 +70,17 @@ class Workers:
         WorkerError if it needs more time, or ends the process. ApiError if no process starts, or
         the machine is too busy to run it. Cancelling this kills the process.
         """
-        async with self._room.hold(size):
+        needs = (1, int(size > LARGE))
+        await self._room.enter(*needs, rank=size)
+        try:
             for _ in range(2):  # an idle process may have been killed by somebody else
                 with contextlib.suppress(_NotReady):
                     is_result, value = await self._ask((task, args), limit_s)
                     break
             else:
                 raise unavailable("no process could be started for this request", "worker_failed")
+        finally:
+            self._room.leave(*needs)
         if not is_result:
             raise value
         return value
@@ -89,7 +94,8 @@ class Workers:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             worker.kill()
-            answer.add_done_callback(_take_exception)
+            # Nobody waits for the error of a killed worker.
+            answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
             raise
         finally:
             self._busy.discard(worker)
@@ -113,54 +119,53 @@ class Workers:
         return _Worker(self._set_up, self._preload)
 
 
-class _Room:
-    """A number of places; the smallest of those who wait is next, and large ones leave one free."""
+class WaitingRoom:
+    """Room of one or more kinds, and the coroutines that wait for it; nothing here is for threads.
 
-    def __init__(self, num_places: int) -> None:
-        self._num_free, self._num_free_for_large = num_places, max(1, num_places - 1)
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+    The one with the lowest rank is next, the first of equals; nobody overtakes it.
+    """
+
+    def __init__(self, *free: int) -> None:
+        self.free = list(free)
+        self._waiting: list[tuple[int, int, tuple[int, ...], asyncio.Future[None]]] = []
         self._order = itertools.count()
 
-    @contextlib.asynccontextmanager
-    async def hold(self, size: int) -> AsyncIterator[None]:
-        """Wait for a place, and have it inside."""
+    @property
+    def num_waiting(self) -> int:
+        """Those who have not found room yet."""
+        return sum(not turn.done() for *_, turn in self._waiting)
+
+    async def enter(self, *needs: int, rank: int = 0) -> None:
+        """Wait for so much room of each kind; who is cancelled meanwhile leaves nothing behind."""
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (size, next(self._order), turn))
+        heapq.heappush(self._waiting, (rank, next(self._order), needs, turn))
         self._admit()
         try:
             await turn
-        except asyncio.CancelledError:
+        except BaseException:
             if turn.done() and not turn.cancelled():  # its turn had just come
-                self._give_back(size)
+                self.leave(*needs)
+            else:
+                turn.cancel()
+                self._admit()
             raise
-        try:
-            yield
-        finally:
-            self._give_back(size)
 
-    def _give_back(self, size: int) -> None:
-        self._num_free += 1
-        self._num_free_for_large += size > LARGE
+    def leave(self, *needs: int) -> None:
+        """Give room back."""
+        self.free = [free + need for free, need in zip(self.free, needs, strict=True)]
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._num_free:
-            size, _, turn = self._waiting[0]
-            if turn.done():  # cancelled
-                heapq.heappop(self._waiting)
-                continue
-            if size > LARGE and not self._num_free_for_large:
-                return  # all others are large, too
+        """Let in those in front that fit; those that have left make way."""
+        while self._waiting:
+            _, _, needs, turn = self._waiting[0]
+            left = [free - need for free, need in zip(self.free, needs, strict=True)]
+            if not turn.done():
+                if min(left) < 0:
+                    return
+                self.free = left
+                turn.set_result(None)
             heapq.heappop(self._waiting)
-            self._num_free -= 1
-            self._num_free_for_large -= size > LARGE
-            turn.set_result(None)
-
-
-def _take_exception(answer: "asyncio.Future[Any]") -> None:
-    """Look at the error of a killed worker, which nobody waits for."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 class _Worker:

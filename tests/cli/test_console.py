@@ -1,14 +1,36 @@
-"""Records of commands: kept as they come, printed by case, and documents of JSON beside them."""
+"""What commands print: bars that no thread draws, records by case, and documents of JSON."""
 
 import json
+import threading
 
 import pytest
+from rich.progress import Progress
 
-from octavo.cli.records import Collected, write_results
+from octavo.cli import console
+from octavo.cli.console import Collected, progress_bar, write_results
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.bench.benchmark import Objection
 from octavo.measure.records import Machine, Measurement
+
+
+def test_a_bar_over_timed_code_is_drawn_now_and_then_by_whoever_moves_it(monkeypatch):
+    drawn, now, bars = [], [100.0], []
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Progress, "refresh", lambda self: drawn.append(now[0]))
+    monkeypatch.setattr(Progress, "start", lambda self: bars.append(self))
+    before = threading.active_count()
+    with progress_bar("x", 100, every_s=2.0) as move:
+        assert threading.active_count() == before
+        del drawn[:]
+        for _ in range(50):
+            move("tokens")
+            now[0] += 0.1
+        (task,) = bars[0].tasks
+        assert task.completed == 50 and task.description == "tokens"
+        assert len(drawn) == 3
+        move(done=70, total=80)
+        assert (task.completed, task.total, task.description) == (70, 80, "tokens")
 
 
 def record(size, impl):

@@ -7,12 +7,12 @@ pytest.importorskip("fastapi")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.serving.server.guidance import call_schema
-from octavo.serving.server.message_reader import (
+from octavo.serving.server.answers import (
     AnyCallReader,
     AutoCallReader,
     NamedCallReader,
 )
+from octavo.serving.server.guidance import call_schema
 from octavo.serving.server.schema import Tool
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é<"}}\n</tool_call>'

@@ -1,8 +1,9 @@
-"""Pictures and videos as files: where they go, what they carry, which kinds can be written."""
+"""Images and videos as files: where they go, what they carry, which kinds can be written."""
 
 import io
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from octavo.atomic import temporary_folder, write_atomically
 from octavo.brief import list_names
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.version import __version__
 
 MP4_PACKAGES = (("imageio", "imageio_ffmpeg"), ("cv2",))
 
@@ -32,7 +34,7 @@ def can_write_mp4() -> bool:
 
 
 def target_files(path: Path, num_files: int, *, is_video: bool, is_forced: bool) -> list[Path]:
-    """Where so many pictures or videos go: `path`, or path-0, path-1, … of its suffix.
+    """Where so many images or videos go: `path`, or path-0, path-1, … of its suffix.
 
     Raises ConfigError before anything is drawn if there can be no such files, or if there are and
     they are not to be replaced. A video's path without a suffix is a folder of PNG files.
@@ -62,6 +64,42 @@ def target_files(path: Path, num_files: int, *, is_video: bool, is_forced: bool)
     if folders := [str(file) for file in files if file.is_dir()]:
         raise ConfigError(f"expected files or nothing in their place, got {list_names(folders)}")
     return files
+
+
+def write_results(
+    omni: Any, options: Mapping[str, Any], results: Sequence[Any], files: Sequence[Path], fps: float
+) -> Iterator[str]:
+    """Write the results of an `Omni` to their files, and say what each file is.
+
+    options: what the pipeline was called with, which the files of images carry.
+    """
+    written = iter(files)
+    for result in results:
+        for index, seed in enumerate(result.seeds):
+            file = next(written)
+            if result.images:
+                texts = _texts(omni, options, result, seed)
+                write_atomically(file, png_bytes(result.images[index], texts))
+            else:
+                write_video(result.frames[index], file, fps)
+            details = f"seed {seed}, {result.num_steps} steps, {result.seconds:.2f} s"
+            yield f"{file}: {result.prompt!r}, {details}"
+
+
+def _texts(omni: Any, options: Mapping[str, Any], result: Any, seed: int) -> dict[str, str]:
+    """What an image's file says about it."""
+    options = {**options, "num_inference_steps": result.num_steps}
+    cache = {} if omni.cache is None else {"cache": json.dumps(omni.cache, default=str)}
+    return {
+        "Software": f"octavo {__version__}",
+        "prompt": result.prompt,
+        "seed": str(seed),
+        "model": omni.model_name,
+        "dtype": str(getattr(omni.pipe, "transformer", omni.pipe).dtype).rpartition(".")[2],
+        "options": json.dumps(options, default=str),
+        "recipe": omni.recipe.to_json(),
+        **cache,
+    }
 
 
 def write_video(frames: Sequence[Any], path: Path, fps: float) -> None:

@@ -1,16 +1,159 @@
-"""Answers in OpenAI's words: whole bodies, and the chunks of a stream."""
+"""Answers in OpenAI's words: content and tool calls, in whole bodies or the chunks of a stream."""
 
 import copy
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from octavo.serving.engine.request import Completion, Delta, TokenLogprobs, Usage
-from octavo.serving.server.message_reader import CallPiece, MessageReader, Piece
 
 Json = dict[str, Any]
 AnswerKind = Literal["chat.completion", "text_completion"]
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A part of a tool call; the first one of a call carries its id and name."""
+
+    index: int
+    arguments: str
+    call_id: str | None = None
+    name: str | None = None
+
+
+Piece = str | CallPiece
+
+
+class MessageReader:
+    """Reads an answer's text as it comes; here all of it is content.
+
+    finish_reason: what a finished answer says in place of stop.
+    """
+
+    finish_reason: Literal["stop", "tool_calls"] = "stop"
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are known with this text."""
+        return [text] if text else []
+
+    def finish(self) -> list[Piece]:
+        """The pieces that are known at the end of the text."""
+        return []
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class NamedCallReader(MessageReader):
+    """All of it is the arguments of one function, as guided decoding has made it."""
+
+    def __init__(self, name: str, finish_reason: Literal["stop", "tool_calls"]) -> None:
+        self.finish_reason = finish_reason
+        self._name = name
+        self._is_started = False
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._is_started:
+            return [CallPiece(0, text)] if text else []
+        self._is_started = True
+        return [CallPiece(0, text, _new_id(), self._name)]
+
+    def finish(self) -> list[Piece]:
+        return self.feed("")
+
+
+class AnyCallReader(MessageReader):
+    """{"name": …, "arguments": …}, as guided decoding has made it; known when it is complete.
+
+    One that was cut off stays content: nobody can tell what it would have called.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[Piece]:
+        call = parse_call(self._text, 0)
+        if call is None:
+            return [self._text] if self._text else []
+        self.finish_reason = "tool_calls"
+        return [call]
+
+
+class AutoCallReader(MessageReader):
+    """Content, with calls in <tool_call>…</tool_call> where the model chooses to make some.
+
+    What is between the tags and is no call stays content, tags included.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # not handed on yet
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        pieces: list[Piece] = []
+        while True:
+            before, tag, rest = self._text.partition(OPENING)
+            if not tag:
+                keep = _overlap(before, OPENING)
+                shown, self._text = before[: len(before) - keep], before[len(before) - keep :]
+                return pieces + self._content(shown)
+            inside, end, after = rest.partition(CLOSING)
+            if not end:
+                self._text = tag + rest
+                return pieces + self._content(before)
+            pieces += self._content(before)
+            pieces += self._call_or_content(inside)
+            self._text = after
+
+    def finish(self) -> list[Piece]:
+        # Models may end instead of closing the last tag.
+        text, self._text = self._text, ""
+        if text.startswith(OPENING) and parse_call(text.removeprefix(OPENING), 0) is not None:
+            return self._call_or_content(text.removeprefix(OPENING))
+        return self._content(text)
+
+    def _content(self, text: str) -> list[Piece]:
+        # Line breaks between calls are the template's, not the message's.
+        return [] if not text or (self._num_calls and not text.strip()) else [text]
+
+    def _call_or_content(self, inside: str) -> list[Piece]:
+        call = parse_call(inside, self._num_calls)
+        if call is None:
+            return [OPENING + inside + CLOSING]
+        self._num_calls += 1
+        self.finish_reason = "tool_calls"
+        return [call]
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many of the last characters of `text` may be the beginning of `tag`."""
+    lengths = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(tag[:length])), 0)
+
+
+def parse_call(text: str, index: int) -> CallPiece | None:
+    """The whole call in {"name": …, "arguments": …}, or None."""
+    try:
+        call: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    written = json.dumps(arguments, ensure_ascii=False)
+    return CallPiece(index, written, _new_id(), call["name"])
 
 
 class TokenTexts:
@@ -47,19 +190,6 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-class Choice(Protocol):
-    """One of the answers to a request, as an entry of `choices`; it is written once."""
-
-    def opening(self) -> list[Json]:
-        """What a stream begins with."""
-
-    def chunks(self, delta: Delta) -> list[Json]:
-        """What a stream adds for a delta."""
-
-    def whole(self, completion: Completion) -> Json:
-        """The whole choice at once."""
-
-
 class Writer:
     """Writes the choices of one answer, whole or as a stream; a writer is used once.
 
@@ -72,7 +202,7 @@ class Writer:
         answer_id: str,
         kind: AnswerKind,
         model: str,
-        choices: Mapping[str, Choice],
+        choices: Mapping[str, "Choice"],
         num_per_prompt: int = 1,
     ) -> None:
         self.answer_id, self._kind = answer_id, kind
@@ -135,16 +265,18 @@ class Writer:
 
 
 class ChatChoice:
-    """A choice of chat.completion and chat.completion.chunk."""
+    """A choice of chat.completion and chat.completion.chunk; like any other it is written once."""
 
     def __init__(self, texts: TokenTexts, reader: MessageReader) -> None:
         self._texts = texts
         self._reader = reader
 
     def opening(self) -> list[Json]:
+        """What a stream begins with."""
         return [self._part({"role": "assistant", "content": ""})]
 
     def chunks(self, delta: Delta) -> list[Json]:
+        """What a stream adds for a delta."""
         pieces = self._reader.feed(delta.text)
         if delta.finish_reason is not None:
             pieces += self._reader.finish()
@@ -158,6 +290,7 @@ class ChatChoice:
         return found
 
     def whole(self, completion: Completion) -> Json:
+        """The whole choice at once."""
         pieces = self._reader.feed(completion.text) + self._reader.finish()
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         content = "".join(piece for piece in pieces if isinstance(piece, str))
@@ -244,6 +377,9 @@ class TextChoice:
             "top_logprobs": [_best_first(top) for top in tops],
             "text_offset": offsets,
         }
+
+
+Choice = ChatChoice | TextChoice
 
 
 def _json(document: Json) -> bytes:
