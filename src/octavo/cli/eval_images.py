@@ -160,7 +160,7 @@ def _run(
     from octavo.integrations.diffusers.load import load_pipeline
     from octavo.measure import store
     from octavo.measure.evaluate import images as task
-    from octavo.measure.evaluate.image_sheets import keep_compared, save_images
+    from octavo.measure.evaluate.image_scores import keep_compared, save_images
     from octavo.measure.run import command_line
 
     job, folder, scorer = asked.job(model), scores.save_images, None

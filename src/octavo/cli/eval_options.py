@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.integrations.transformers.tokenizer import PromptSettings
-    from octavo.measure.evaluate.endpoint import Endpoint
+    from octavo.measure.evaluate.language import Endpoint
     from octavo.measure.records import Measurement
     from octavo.measure.report.tables import Table
     from octavo.measure.run import Watch
@@ -87,7 +87,7 @@ class ServerOptions:
 
     def endpoints(self, rows: RowOptions) -> "tuple[Endpoint, ...]":
         """The servers that --endpoint names; their key may be in the environment."""
-        from octavo.measure.evaluate.endpoint import Endpoint
+        from octavo.measure.evaluate.language import Endpoint
 
         if self.endpoint and rows.recipe:
             raise ConfigError("--recipe is for a model; a server runs what it was started with")

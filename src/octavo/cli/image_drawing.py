@@ -44,7 +44,7 @@ class Drawing:
         """Draw everything before and after the pipeline is quantized, and write all of it."""
         from octavo.integrations.diffusers.picture_files import png_bytes, target_files
         from octavo.integrations.diffusers.pipeline import check_plain
-        from octavo.measure.evaluate.image_sheets import draw_side_by_side
+        from octavo.measure.evaluate.image_scores import draw_side_by_side
 
         check_plain(plain.pipe)
         check_change(plain, words)
@@ -151,7 +151,7 @@ def _print_skipped(pipe: Any) -> None:
 
 def _print_scores(sheet: Path, before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
     """Print the scores of a picture or video; returns why one is missing, if it is."""
-    from octavo.measure.evaluate.image_sheets import score_images
+    from octavo.measure.evaluate.image_scores import score_images
 
     scores = score_images(before, after)
     said = [f"PSNR {_mean(scores.psnr_db):.2f} dB", f"SSIM {_mean(scores.ssim):.4f}"]

@@ -21,7 +21,7 @@ from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
 from octavo.measure.evaluate.chartqa import ROWS, chart_rows, chartqa_table, evaluate
 from octavo.measure.evaluate.chartqa_data import Question
-from octavo.measure.evaluate.image_sheets import fitting
+from octavo.measure.evaluate.image_scores import fitting
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Progress, Watch

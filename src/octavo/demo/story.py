@@ -16,7 +16,7 @@ from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.evaluate import images
-from octavo.measure.evaluate.image_sheets import keep_compared
+from octavo.measure.evaluate.image_scores import keep_compared
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Progress, Watch

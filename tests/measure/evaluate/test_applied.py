@@ -16,7 +16,7 @@ from octavo.measure.evaluate.language import (
     applied,
     local_participants,
 )
-from octavo.measure.evaluate.reading import Reading
+from octavo.measure.evaluate.perplexity import Reading
 from octavo.measure.rows import Row
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.measure.evaluate.final_answer import last_boxed, read_letter, read_math, visible
+from octavo.measure.evaluate.task_data import last_boxed, read_letter, read_math, visible
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.measure.evaluate import image_sheets
-from octavo.measure.evaluate.image_sheets import (
+from octavo.measure.evaluate import image_scores
+from octavo.measure.evaluate.image_scores import (
     GAP,
     LABEL,
     LINE,
@@ -50,7 +50,7 @@ def test_every_picture_is_a_file(tmp_path):
 
 
 def test_a_sheet_has_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_sheets, "MAX_COLUMNS", 2)
+    monkeypatch.setattr(image_scores, "MAX_COLUMNS", 2)
     path = save_images(tmp_path, ["a", "b", "c"], [("bf16", [plain(0.5)] * 3)])
     with Image.open(path) as sheet:
         assert sheet.width == LABEL + 2 * (SIDE + GAP)
@@ -63,7 +63,7 @@ def test_rows_of_other_lengths_raise(tmp_path):
 
 
 def test_two_rows_are_compared_in_one_jpeg(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_sheets, "MAX_COMPARED", 2)
+    monkeypatch.setattr(image_scores, "MAX_COMPARED", 2)
     rows = [("bf16", [plain(1.0)] * 3), ("fp8+attention", [plain(0.2)] * 3)]
     path = save_compared(tmp_path / "new", ["a", "b", "c"], rows)
     assert path == tmp_path / "new" / "compared_fp8_attention.jpg"

@@ -15,11 +15,13 @@ from octavo.errors import ConfigError
 from octavo.integrations.transformers import retrieval_model as built
 from octavo.measure.evaluate.answering import prompt_chunks
 from octavo.measure.evaluate.language import PLAIN_KEYS, local_participants, recipe_digest
-from octavo.measure.evaluate.needle import Grid, Request, evaluate
-from octavo.measure.evaluate.needle_prompts import (
+from octavo.measure.evaluate.needle import (
+    Grid,
     NeedlePrompt,
     PairHaystack,
+    Request,
     TextHaystack,
+    evaluate,
     prompt_seed,
     split_sentences,
 )

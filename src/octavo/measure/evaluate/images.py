@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
 from octavo.kernels.device import describe
-from octavo.measure.evaluate.image_scores import ImageScores, compare_images, why_no_lpips
+from octavo.measure.evaluate.image_scores import ImageScores, Keep, compare_images, why_no_lpips
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
@@ -27,9 +27,6 @@ from octavo.measure.run import Outcome, Participant, Records, run_whole
 
 DEFAULT_PROMPTS = files("octavo") / "assets" / "small_image_prompts.txt"
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
-# Given the names and images of the first row and another: where both were written side by side, as
-# a path from the records file on, and the prompts that this shows.
-Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
 
 
 class PromptScorer(Protocol):

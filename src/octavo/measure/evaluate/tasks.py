@@ -20,10 +20,9 @@ from octavo.measure.evaluate.answers import (
     engine_sampler,
     server_sampler,
 )
-from octavo.measure.evaluate.endpoint import Client, Reply
-from octavo.measure.evaluate.final_answer import read_letter, read_math
-from octavo.measure.evaluate.language import LanguageRequest, Scales, calibrate_on_chats
+from octavo.measure.evaluate.language import Client, LanguageRequest, Reply, Scales
 from octavo.measure.evaluate.math_equality import AUTO, Checker, make_checker
+from octavo.measure.evaluate.mrcr import calibrate_on_chats
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import (
     GENERATED,
@@ -31,6 +30,8 @@ from octavo.measure.evaluate.task_data import (
     MathQuestion,
     load_choice_questions,
     load_math_questions,
+    read_letter,
+    read_math,
     shuffle_options,
 )
 from octavo.measure.records import Measurement, Scalar

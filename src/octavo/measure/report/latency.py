@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
 from octavo.measure.regression import Interval
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Rows, Section
 from octavo.measure.report.plots import (
     Figure,
     Trace,
@@ -27,7 +27,6 @@ from octavo.measure.report.plots import (
     markers,
     wrapped,
 )
-from octavo.measure.report.sections import Rows
 from octavo.measure.report.tables import Cell, Table, format_column, grouped, newest
 
 # Records of one section have these in common: the model, the engine and the batch.

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Rows, Section
 from octavo.measure.report.plots import Point, bars, lines, name_bars, points, titled
-from octavo.measure.report.sections import Rows
 from octavo.measure.report.tables import Table, grouped, newest, pivot
 
 # Op -> what its records are told apart by, and the values that they have.

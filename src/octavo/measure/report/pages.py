@@ -7,10 +7,9 @@ from functools import partial
 from octavo.errors import ConfigError
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import layers, pictures, quality, speed
-from octavo.measure.report.html import Link, Section
+from octavo.measure.report.html import Kind, Link, Part, Section, missing_names
 from octavo.measure.report.kernels import KERNEL_OPS, Roof, kernel_sections
 from octavo.measure.report.latency import latency_with_headlines
-from octavo.measure.report.sections import Kind, Part, missing_names
 from octavo.measure.report.tables import MISSING, Table
 
 UNKNOWN = "no section for this op"

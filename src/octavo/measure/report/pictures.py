@@ -14,9 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Sheet
+from octavo.measure.report.html import Kind, Rows, Sheet
 from octavo.measure.report.plots import Figure, Point, points
-from octavo.measure.report.sections import Kind, Rows
 
 NAME = "picture"
 PROBLEM = "picture_problem"

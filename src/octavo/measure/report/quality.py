@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section, Sheet
+from octavo.measure.report.html import Kind, Rows, Section, Sheet
 from octavo.measure.report.pictures import NAME, PROBLEM, is_picture_url
 from octavo.measure.report.plots import Figure, Point, points
-from octavo.measure.report.sections import Kind, Rows
 from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Kind, Rows, Section
 from octavo.measure.report.plots import (
     Figure,
     axes,
@@ -18,7 +18,6 @@ from octavo.measure.report.plots import (
     wrapped,
 )
 from octavo.measure.report.quality import tokens_text
-from octavo.measure.report.sections import Kind, Rows
 from octavo.measure.report.tables import Table, grouped, machine_name, newest
 
 # Whose records advice can be compared with.
