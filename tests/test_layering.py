@@ -127,13 +127,16 @@ TRITON_FILES = ("triton.py", "gluon_*.py", "combine.py", "*primitives.py", "laun
 # File -> rows that its row has and it has not.
 FILE_FORBIDDEN = {"measure/bench/serving.py": {"serving", "serving.engine", "serving.server"}}
 
-# Modules whose settings are flags: without torch (test_imports.py), so that `--help` stays quick.
+# Modules whose settings are flags, and the words of their help: without torch (test_imports.py), so
+# that `--help` stays quick.
 FLAG_SETTINGS = {
     "octavo.calibration.settings",
     "octavo.integrations.transformers.encoder_options",
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.request_data",
+    "octavo.measure.evaluate.requests",
+    "octavo.measure.rows",
     "octavo.serving.engine.image_request",
     "octavo.serving.server.settings",
 }

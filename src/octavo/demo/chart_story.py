@@ -19,9 +19,10 @@ from octavo.integrations.transformers.calibrate import ImageModel
 from octavo.integrations.transformers.chart_reader import ChartReader
 from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
-from octavo.measure.evaluate.chartqa import ROWS, chart_rows, chartqa_table, evaluate
+from octavo.measure.evaluate.chartqa import chart_rows, chartqa_table, evaluate
 from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.evaluate.image_scores import fitting
+from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Progress, Watch
@@ -81,7 +82,7 @@ class ChartDemo:
         from octavo.demo.chart_drawing import generated_questions
 
         self._questions = generated_questions(self.sizes.chart_questions)
-        rows = chart_rows(ROWS, self._scales)
+        rows = chart_rows(ChartRequest.recipe, self._scales)
         progress = Progress(watch, "answering", len(rows) * len(self._questions))
         with one_thread():
             found = evaluate(
@@ -108,7 +109,8 @@ class ChartDemo:
 
     def _told(self, records: Sequence[Measurement]) -> list[Table | str]:
         changed = ", ".join(f"{name} {count}" for name, count in self.num_changed().items())
-        words = f"Answers in other words than {ROWS[0]}'s, of {len(self._questions)}: {changed}."
+        first, number = ChartRequest.recipe[0], len(self._questions)
+        words = f"Answers in other words than {first}'s, of {number}: {changed}."
         return [chartqa_table(records), words]
 
     def num_changed(self) -> dict[str, int]:

@@ -21,7 +21,13 @@ from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure import store
 from octavo.measure.evaluate import needle, perplexity
 from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.language import BASELINE, LanguageRequest, machine_of
+from octavo.measure.evaluate.language import local_rows, machine_of
+from octavo.measure.evaluate.requests import (
+    BASELINE,
+    LanguageRequest,
+    NeedleRequest,
+    PerplexityRequest,
+)
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.layers import error_sections
 from octavo.measure.report.quality import needle_table
@@ -108,24 +114,26 @@ class LanguageDemo:
     def _perplexity(self, watch: Watch) -> list[Measurement]:
         path = self.records.parent / TEXT
         write_atomically(path, self.text.encode())
-        request = perplexity.Request(
+        request = PerplexityRequest(
             data=path,
             context=self.sizes.context,
             chunk=self.sizes.chunk,
             num_windows=self.sizes.num_windows,
-            rows=PERPLEXITY_ROWS,
+            recipe=PERPLEXITY_ROWS,
             calibration_windows=1,
         )
         return perplexity.run(request, self.records, watch, text_model=self.text_model)
 
     def _needle(self, watch: Watch) -> list[Measurement]:
-        grid = needle.Grid(lengths=self.sizes.needle_lengths, depths=(0.5,), repetitions=1)
-        request = needle.Request(grid=grid, model=NAME, rows=ROWS, num_keys=1)
+        lengths = ",".join(map(str, self.sizes.needle_lengths))
+        request = NeedleRequest(
+            lengths=lengths, depths="0.5", repetitions=1, model=NAME, recipe=ROWS, num_keys=1
+        )
         return needle.run(request, self.records, watch, text_model=self.text_model)
 
     def _chat(self, watch: Watch) -> list[Measurement]:
-        request = LanguageRequest(rows=ROWS)
-        rows = [row for _, row in request.local_rows(self.text_model, {})]
+        request = LanguageRequest(recipe=ROWS)
+        rows = [row for _, row in local_rows(request, self.text_model, {})]
         progress = Progress(watch, "answering", len(rows))
 
         def keep(record: Measurement) -> None:

@@ -19,10 +19,11 @@ from octavo.measure.evaluate import perplexity as task
 from octavo.measure.evaluate.language import (
     PLAIN_KEYS,
     Keys,
-    LanguageRequest,
     calibration_scales,
+    local_rows,
 )
 from octavo.measure.evaluate.perplexity import Reading, window_losses
+from octavo.measure.evaluate.requests import LanguageRequest
 from octavo.measure.rows import Row
 from octavo.measure.run import Records
 from octavo_testkit.models.text_models import make_decoder, make_prompts
@@ -155,8 +156,8 @@ def test_what_counts_is_never_nothing():
 
 
 def make_rows(names, scales, *, dtype="baseline", **options):
-    request = LanguageRequest(rows=tuple(names), **options)
-    return [row for _, row in request.local_rows(SimpleNamespace(dtype=dtype), scales)]
+    request = LanguageRequest(recipe=tuple(names), **options)
+    return [row for _, row in local_rows(request, SimpleNamespace(dtype=dtype), scales)]
 
 
 def evaluate(model, rows, **options):

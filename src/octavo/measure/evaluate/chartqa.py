@@ -18,27 +18,37 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
+from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet, load_scales
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.chart_reader import is_chart_reader, load_chart_reader
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
+from octavo.kernels.device import default_device
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
-from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.chartqa_data import Question, load_questions
 from octavo.measure.evaluate.language import machine_of
+from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.evaluate.statistics import paired_difference
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows
-from octavo.measure.run import Outcome, Participant, Records, run_whole
+from octavo.measure.run import (
+    Outcome,
+    Participant,
+    Progress,
+    Records,
+    Watch,
+    run_whole,
+    unwatched,
+)
 from octavo.numerics.qkv import QkvScales
 from octavo.recipe import Recipe
 
 BATCH_SIZE = 16
-ROWS = ("bf16", "dynamic", "static")
+NUM_CALIBRATION_IMAGES = 128
 TOLERANCE = 0.05
 SHOWN = ("relaxed (%)", "anywhere (%)", "exact (%)")  # the scores, in their order
 
@@ -54,6 +64,44 @@ class Reader(Protocol):
     def answer(self, images: Sequence[Any], questions: Sequence[str]) -> list[str]:
         """The answers to one question about each image."""
         ...
+
+
+def run(
+    request: ChartRequest,
+    output: Path | None,
+    watch: Watch = unwatched,
+    *,
+    generate: Callable[..., list[Question]],
+) -> list[Measurement]:
+    """Ask every row; a record is in the file `output` as soon as its row is done.
+
+    generate: makes so many questions about charts, "noisy" ones to calibrate on.
+    """
+    needs_scales = any(row.needs_scales for row in chart_rows(request.recipe))
+    if request.scales is not None and not needs_scales:
+        raise ConfigError("--scales is for rows with static scales, which are not asked for")
+    records = Records.of_file(output)
+    reader = load_reader(request.model, default_device().torch_device, request.prompts)
+    questions = load_questions(request.data, request.num_questions, generate)
+    scales = None
+    if request.scales is not None:
+        scales = load_scales(request.scales)
+    elif needs_scales:
+        noisy = generate(4 * NUM_CALIBRATION_IMAGES, "noisy")[::4]
+        calibrating = Progress(watch, "calibrating", len(noisy))
+        data = "generated noisy charts"
+        scales = calibration_scales(reader, noisy, data=data, on_step=calibrating.add)
+    rows = chart_rows(request.recipe, scales)
+    return evaluate(
+        reader,
+        questions,
+        rows,
+        data=request.data,
+        command=request.command,
+        batch_size=request.batch_size,
+        on_step=Progress(watch, "answering", len(rows) * len(questions)).add,
+        records=records,
+    )
 
 
 def evaluate(

@@ -17,11 +17,11 @@ from typing import Any
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError
 from octavo.measure.evaluate.question_files import Line, read_files, read_split
+from octavo.measure.evaluate.requests import GENERATED
 
 COLUMNS = ("image", "query", "label")
 SUFFIXES = (".jsonl", ".parquet")
 OTHER_SPLITS = frozenset({"dev", "train", "val", "valid", "validation"})
-GENERATED = "generated"
 
 
 @dataclass(frozen=True)

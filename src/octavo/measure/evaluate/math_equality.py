@@ -20,11 +20,10 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.extras import need
+from octavo.measure.evaluate.task_data import braced
 
 OWN, MATH_VERIFY, AUTO = "octavo", "math_verify", "auto"
-NUM_POINTS = 4
-MAX_CHARACTERS = 1000
-# Of an expression.
+NUM_POINTS, MAX_CHARACTERS = 4, 1000
 MAX_EXPRESSION, MAX_DEPTH, MAX_POWER, MAX_BITS = 400, 40, 1000, 20_000
 Value = Fraction | complex
 _BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
@@ -63,14 +62,9 @@ _REPLACED = (
 )
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+|\\[A-Za-z]+|\\.|[A-Za-z]+|.)")
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
-    "sin": cmath.sin,
-    "cos": cmath.cos,
-    "tan": cmath.tan,
+    **{name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp")},
+    **{f"arc{name}": getattr(cmath, f"a{name}") for name in ("sin", "cos", "tan")},
     "ln": cmath.log,
-    "exp": cmath.exp,
-    "arcsin": cmath.asin,
-    "arccos": cmath.acos,
-    "arctan": cmath.atan,
 }
 _CONSTANTS: dict[str, complex] = {"pi": cmath.pi + 0j, "e": cmath.e + 0j, "i": 1j}
 _GREEK = {"alpha", "beta", "gamma", "theta", "lambda", "mu", "phi", "omega"}
@@ -153,14 +147,12 @@ def _is_each(a: Sequence[str] | None, b: Sequence[str] | None, depth: int) -> bo
 
 def _is_any_order(a: Sequence[str], b: Sequence[str], depth: int) -> bool:
     left = list(b)
-    if len(a) != len(b):
-        return False
     for one in a:
-        place = next((i for i, other in enumerate(left) if _is_same(one, other, depth + 1)), None)
-        if place is None:
+        same = next((other for other in left if _is_same(one, other, depth + 1)), None)
+        if same is None:
             return False
-        del left[place]
-    return True
+        left.remove(same)
+    return not left
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -245,7 +237,7 @@ def _once(text: str) -> str:
         text = variable[1].strip()
     if _THOUSANDS.fullmatch(text):
         text = re.sub(r"[,\s]", "", text)
-    if text.startswith("{") and _is_one_group(text):
+    if text.startswith("{") and braced(text, 0) == text[1:-1]:
         text = text[1:-1]
     # Between two digits a space is no decoration: 1 1/2.
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", _kept_space, text.strip())
@@ -256,15 +248,6 @@ def _kept_space(match: re.Match[str]) -> str:
     text, start, end = match.string, match.start(), match.end()
     is_inside = start > 0 and end < len(text)
     return " " if is_inside and text[start - 1].isalpha() and text[end].isalpha() else ""
-
-
-def _is_one_group(text: str) -> bool:
-    depth = 0
-    for place, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return place == len(text) - 1
-    return False
 
 
 class NotAnExpression(ValueError):

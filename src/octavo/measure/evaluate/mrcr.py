@@ -12,23 +12,26 @@ from typing import Any
 
 import torch
 
+from octavo.amounts import parse_tokens
 from octavo.brief import brief
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.transformers.text_model import TextModel, load_tokenizer
-from octavo.integrations.transformers.tokenizer import chat_tokens, prepare_tokenizer
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
 from octavo.measure.evaluate.language import (
     Ask,
     Client,
     Keys,
-    LanguageRequest,
     Message,
     calibrate_rows,
-    local_participants,
-    server_participants,
+    counting_tokenizer,
+    given_scales,
+    load_model,
+    participants,
 )
 from octavo.measure.evaluate.question_files import Line, parse_json, read_files, read_split
+from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.quality import tokens_text
@@ -42,14 +45,12 @@ from octavo.measure.run import (
     Values,
     Watch,
     Workload,
-    command_line,
     run_workload,
     unwatched,
 )
 
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 SUFFIXES = (".jsonl", ".parquet")
-GENERATED = "generated"
 ROLES = ("assistant", "system", "user")
 
 _KINDS = ("poem", "riddle", "short story", "news report", "song", "letter", "speech", "recipe")
@@ -166,41 +167,6 @@ SLACK_TOKENS = 64
 BUCKETS: tuple[int, ...] = tuple(2**power for power in range(11, 21))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(LanguageRequest):
-    """What is asked.
-
-    num_needles: None is all questions. max_length: tokens of a prompt and its answer; None is the
-    model's context, or all questions of servers. per_bucket: None is all questions of a bucket.
-    """
-
-    data: str = GENERATED
-    num_needles: int | None = None
-    max_length: int | None = None
-    per_bucket: int | None = None
-
-    def __post_init__(self) -> None:
-        if bool(self.endpoints) == bool(self.model):
-            raise ConfigError("expected a MODEL or --endpoint, one of them")
-        if bool(self.endpoints) != bool(self.tokenizer):
-            raise ConfigError("--endpoint needs --tokenizer to count tokens; a model has its own")
-        super().__post_init__()
-
-    @property
-    def command(self) -> str:
-        """The command line that repeats this."""
-        flags = {
-            "--data": self.data,
-            "--num-needles": self.num_needles,
-            "--max-length": self.max_length,
-            "--num-questions": self.per_bucket,
-            **self.flags(),
-        }
-        return command_line(
-            "octavo", "eval", "mrcr", self.model, *self.prompts.command, flags=flags
-        )
-
-
 @dataclass(frozen=True)
 class Counted:
     """A question with its prompt in tokens, and how many the true answer has."""
@@ -243,59 +209,49 @@ def choose_questions(
     return {end: buckets[end][:per_bucket] for end in sorted(buckets)}
 
 
-def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+def run(request: MrcrRequest, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its bucket is done."""
-    records = Records.of_file(output, is_resumed=request.is_resumed)
-    scales = request.given_scales()  # before a model is loaded
+    records = Records.of_file(output, is_resumed=request.resume)
+    scales = given_scales(request)  # before a model is loaded
     questions = load_questions(request.data, request.num_needles)
-    text_model: TextModel | None = None
-    if request.endpoints:
-        tokenizer = prepare_tokenizer(load_tokenizer(str(request.tokenizer)), request.prompts)
-    else:
-        text_model = request.load()
-        tokenizer = text_model.tokenizer
-    limit = _limit(request, text_model)
+    text_model = None if request.endpoint else load_model(request)
+    tokenizer, limit = counting_tokenizer(request, text_model), _limit(request, text_model)
     counting, counted = Progress(watch, "counting tokens", len(questions)), []
     for question in questions:
         counted.append(count_tokens(tokenizer, question))
         counting.add()
-    buckets = choose_questions(counted, limit, request.per_bucket)
-    num_rows = len(request.endpoints) or len(request.rows)
+    buckets = choose_questions(counted, limit, request.num_questions)
     if text_model is not None and request.rows_with_scales and not scales:
         scales = calibrate_on_chats(request, text_model, watch)
-    progress = Progress(watch, "answering", num_rows * sum(map(len, buckets.values())))
-    if text_model is None:
 
-        def chat(client: Client, one: Counted) -> str:
-            found = client.chat(one.question.messages, one.max_tokens)
-            progress.add()
-            return found
+    def reply(client: Client, one: Counted) -> str:
+        greedy = {"temperature": 0, "max_tokens": one.max_tokens}
+        found = client.reply(one.question.messages, greedy)
+        progress.add()
+        return found.text
 
-        rows = server_participants(request, chat)
-    else:
-        stop = stop_tokens(text_model)
+    def answer(own: TextModel, one: Counted) -> str:
+        tokens = answer_tokens(
+            own.model,
+            torch.tensor(one.tokens),
+            max_tokens=one.max_tokens,
+            chunk=request.chunk or 2048,
+            stop=stop_tokens(own),
+        )
+        progress.add()
+        return str(own.tokenizer.decode(tokens, skip_special_tokens=True))
 
-        def answer(own: TextModel, one: Counted) -> str:
-            tokens = answer_tokens(
-                own.model,
-                torch.tensor(one.tokens),
-                max_tokens=one.max_tokens,
-                chunk=request.chunk or 2048,
-                stop=stop,
-            )
-            progress.add()
-            return str(own.tokenizer.decode(tokens, skip_special_tokens=True))
-
-        calibration = ["generated chats", request.margin]
-        rows = local_participants(request, text_model, scales, answer, calibration=calibration)
+    calibration = ["generated chats", request.margin]
+    rows = participants(request, text_model, scales, answer, reply, calibration=calibration)
+    progress = Progress(watch, "answering", len(rows) * sum(map(len, buckets.values())))
     return evaluate(
         rows,
         buckets,
         about={
-            "data": request.data if request.data == GENERATED else Path(request.data).name,
+            "data": request.data_name,
             "num_needles": request.num_needles or ALL,
             "max_length": limit or ALL,
-            "per_bucket": request.per_bucket or ALL,
+            "per_bucket": request.num_questions or ALL,
         },
         command=request.command,
         records=records,
@@ -320,10 +276,10 @@ def calibrate_on_chats(
     )
 
 
-def _limit(request: Request, text_model: TextModel | None) -> int | None:
+def _limit(request: MrcrRequest, text_model: TextModel | None) -> int | None:
     """Tokens that a prompt and its answer may have."""
     own = text_model.max_length if text_model is not None else None
-    asked = request.max_length
+    asked = None if request.max_length is None else parse_tokens(request.max_length)
     if own is not None and asked is not None and asked > own:
         raise ConfigError(
             f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"

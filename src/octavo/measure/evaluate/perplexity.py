@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from octavo.integrations.transformers.decoder import counts_on_host, make_static
 from octavo.integrations.transformers.text_model import TextModel, read_text
 from octavo.measure.evaluate.language import (
     Keys,
-    LanguageRequest,
     applied,
     calibrate_rows,
+    given_scales,
+    load_model,
+    local_rows,
     machine_of,
 )
+from octavo.measure.evaluate.requests import Count, PerplexityRequest
 from octavo.measure.evaluate.statistics import standard_error
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
@@ -32,7 +35,6 @@ from octavo.measure.run import (
     Progress,
     Records,
     Watch,
-    command_line,
     run_whole,
     unwatched,
 )
@@ -45,7 +47,6 @@ NUM_WARMUPS = 3
 
 DEFAULT_CHUNK = 512
 
-Count = Literal["later", "all", "last"]
 Step = Callable[[int], None]  # told how many tokens are done
 
 
@@ -208,58 +209,16 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 DEFAULT_CONTEXT = 8192
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(LanguageRequest):
-    """What is measured.
-
-    model: None is SmolLM2-135M-Instruct. context: None is 8192, or what the model was made for.
-    chunk: None is 512, or half of a shorter context; chunk, count and batch are those of `Reading`.
-    Without a scale file, rows with static scales or centered keys are calibrated on
-    calibration_data, or where that is None on the windows of `data` right after those that are
-    measured.
-    """
-
-    data: Path
-    context: int | None = None
-    chunk: int | None = None
-    count: Count = "later"
-    batch: int = 1
-    num_windows: int = 4
-    calibration_data: Path | None = None
-    calibration_windows: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scales is not None and self.calibration_data is not None:
-            raise ConfigError("expected --scales or --calibration-data, got both")
-        if self.context is not None:
-            self.reading(self.context).check(self.context)
-
-    def reading(self, context: int) -> Reading:
-        """How windows of this many tokens are read."""
-        chunk = min(DEFAULT_CHUNK, context // 2) if self.chunk is None else self.chunk
-        return Reading(chunk=chunk, count=self.count, batch=self.batch)
-
-    @property
-    def command(self) -> str:
-        """The command line that repeats this measurement."""
-        is_calibrated = self.scales is None and self.rows_with_scales
-        flags = {
-            "--data": self.data,
-            "--num-windows": self.num_windows,
-            "--context": self.context,
-            "--count": self.count,
-            "--batch-size": self.batch if self.batch > 1 else None,
-            "--calibration-windows": self.calibration_windows if is_calibrated else None,
-            "--calibration-data": self.calibration_data if is_calibrated else None,
-            **self.flags(),
-        }
-        words = ("octavo", "eval", "perplexity", self.model, *self.prompts.command)
-        return command_line(*words, flags=flags)
+def _reading(request: PerplexityRequest, context: int) -> Reading:
+    """How the request's windows of this many tokens are read."""
+    chunk = min(DEFAULT_CHUNK, context // 2) if request.chunk is None else request.chunk
+    reading = Reading(chunk=chunk, count=request.count, batch=request.batch_size)
+    reading.check(context)
+    return reading
 
 
 def run(
-    request: Request,
+    request: PerplexityRequest,
     output: Path | None,
     watch: Watch = unwatched,
     *,
@@ -270,23 +229,26 @@ def run(
     text_model: the request's, where it is loaded already.
     """
     records = Records.of_file(output)
-    text = read_text(request.data)
-    scales = request.given_scales()  # before a model is loaded
-    text_model = text_model or request.load()
+    data = request.data
+    assert data is not None  # as the request has checked
+    text = read_text(data)
+    scales = given_scales(request)
+    if request.context is not None:
+        _reading(request, request.context)
+    text_model = text_model or load_model(request)  # after all that can be wrong without one
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
-    reading = request.reading(context)
-    reading.check(context)
+    reading = _reading(request, context)
     windows = text_model.windows(text, context, request.num_windows)
     if request.rows_with_scales and not scales:
-        scales = _calibrate(request, text_model, text, context, watch)
-    rows = [row for _, row in request.local_rows(text_model, scales)]
+        scales = _calibrate(request, data, text_model, text, context, watch)
+    rows = [row for _, row in local_rows(request, text_model, scales)]
     progress = Progress(watch, "reading", len(rows) * len(windows) * (context - 1))
     return evaluate(
         text_model,
         windows,
         rows,
         reading,
-        data=request.data.name,
+        data=data.name,
         command=request.command,
         on_step=progress.add,
         records=records,
@@ -356,15 +318,19 @@ def _exp(x: float) -> float:
 
 
 def _calibrate(
-    request: Request, text_model: TextModel, text: str, context: int, watch: Watch
+    request: PerplexityRequest,
+    data: Path,
+    text_model: TextModel,
+    text: str,
+    context: int,
+    watch: Watch,
 ) -> dict[Keys, ScaleSet]:
     """Static scales from text that is not measured, for all kinds of keys that rows have."""
-    num_windows = request.calibration_windows
-    source, start = request.data, request.num_windows
+    num_windows, source, start = request.calibration_windows, data, request.num_windows
     if request.calibration_data is not None:
         source, start = request.calibration_data, 0
         text = read_text(source)
-        if source.resolve() == request.data.resolve():
+        if source.resolve() == data.resolve():
             raise ConfigError("expected --calibration-data to be another text than --data")
     windows = text_model.windows(text, context, num_windows, start)
     return calibrate_rows(

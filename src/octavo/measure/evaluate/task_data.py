@@ -20,8 +20,8 @@ from octavo.brief import brief
 from octavo.errors import CheckpointError
 from octavo.measure.evaluate.language import Message
 from octavo.measure.evaluate.question_files import Line, read_lines, unique_names
+from octavo.measure.evaluate.requests import GENERATED
 
-GENERATED = "generated"
 NUM_GENERATED = 24
 RIGHT, WRONG = "Correct Answer", "Incorrect Answer "
 TEXTS, NAMES = ("problem", "question"), ("unique_id", "id", "record_id")
@@ -279,7 +279,7 @@ def last_boxed(text: str) -> str | None:
     """What the last whole box holds, braces in it and all; None without any."""
     for mark in reversed(list(_BOX.finditer(text))):
         if text[mark.end() : mark.end() + 1] == "{":
-            inside = _braced(text, mark.end())
+            inside = braced(text, mark.end())
         else:  # \boxed 5
             word = re.match(r"[^\s${}]+", text[mark.end() :])
             inside = word[0] if word else None
@@ -324,7 +324,7 @@ def read_math(text: str) -> str | None:
     return line.strip(" *_`") or None
 
 
-def _braced(text: str, start: int) -> str | None:
+def braced(text: str, start: int) -> str | None:
     """What is between the brace at `start` and the one that closes it; None if none does."""
     depth, place = 0, start
     while place < len(text):
