@@ -6,7 +6,7 @@ import pytest
 
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import quality, speed
-from octavo.measure.report.layers import sensitivity_sections
+from octavo.measure.report.layers import SENSITIVITY
 from octavo.measure.report.plots import Point, log_ticks, points, wrapped
 from octavo.measure.report.tables import newest
 
@@ -77,7 +77,7 @@ def test_needles_by_machine_and_model_with_their_recovery():
         return row(op="needle", case=case | {"repetitions": 2}, values=values, date=date)
 
     again = found("fp8", 50.0, "2026-11-02T00:00:00Z")
-    (section,) = quality.needle_sections([found("bf16", 100.0), found("fp8", 100.0), again])
+    (section,) = quality.NEEDLE.make([found("bf16", 100.0), found("fp8", 100.0), again])
     assert section.headline == "m: needles recovered: fp8 50.0 %."
     assert len(section.figures) == 2 and section.title.endswith("A GPU")
 
@@ -157,7 +157,7 @@ def test_layers_by_their_error():
         alone("dit.large", 0.2),
         alone("all", 0.3, "sensitivity_of_all"),
     ]
-    (section,) = sensitivity_sections(records)
+    (section,) = SENSITIVITY.make(records)
     assert section.figures[0].data[0]["y"] == ["large", "small"]
     assert section.figures[0].data[0]["x"] == pytest.approx([20.0, 1.0])
     assert "Together, all: 30.00 %" in section.text and "dit.large alone" in section.headline

@@ -12,7 +12,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.html import Link, Section, missing_names, render, sections_markdown
+from octavo.measure.report.html import Link, Section, render, sections_markdown
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import make_parts, report_sections
 from octavo.measure.report.plots import Figure
@@ -68,7 +68,7 @@ def test_no_record_is_dropped_in_silence(sections):
     records = store.read(RESULTS)
     parts = make_parts()
     by_op = {op: part for part in parts for op in part.ops}
-    num_hidden = sum(r.op not in by_op or bool(missing_names(by_op[r.op], r)) for r in records)
+    num_hidden = sum(r.op not in by_op or bool(by_op[r.op].missing_names(r)) for r in records)
     (table,) = sections[-1].tables
     assert sum(cells[2] for cells in table.rows) == num_hidden > 0
     assert sum(cells[2] for cells in sections[-2].tables[1].rows) == len(records)

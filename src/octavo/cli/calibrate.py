@@ -228,10 +228,10 @@ def calibrate_attention(
 
 def _write_plot(plot: Path, records: "list[Measurement]", command: str) -> None:
     from octavo.measure.report.html import write_report
-    from octavo.measure.report.layers import calibration_section
+    from octavo.measure.report.layers import CALIBRATION
 
     write_report(
-        [calibration_section(records)],
+        CALIBRATION.make(records),
         plot,
         title="octavo calibrate",
         machines=[records[0].machine],

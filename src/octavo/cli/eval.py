@@ -228,7 +228,7 @@ def needle(
     prefill. Every row gets the same prompts, and each cell is lengths × depths × repetitions.
     """
     from octavo.measure.evaluate import needle as task
-    from octavo.measure.report.quality import needle_section, needle_table
+    from octavo.measure.report.quality import NEEDLE, needle_table
 
     check_folder(plot)
     found = _run_and_print(task.run, request, prompts, output, needle_table)
@@ -236,7 +236,7 @@ def needle(
         from octavo.measure.report.html import write_report
 
         write_report(
-            [needle_section(found)],
+            NEEDLE.make(found),
             plot,
             title="Needles in a haystack",
             machines=[record.machine for record in found],

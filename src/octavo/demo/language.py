@@ -29,7 +29,7 @@ from octavo.measure.evaluate.requests import (
     PerplexityRequest,
 )
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.layers import error_sections
+from octavo.measure.report.layers import ERRORS
 from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import Row
@@ -154,7 +154,8 @@ class LanguageDemo:
 
 def _errors_told(records: Sequence[Measurement]) -> list[Table | str]:
     """The tables of the report's sections, without its texts."""
-    return [table for section in error_sections(records) for table in section.tables]
+    by_kind = ((kind, [row for row in records if row.op in kind.ops]) for kind in ERRORS)
+    return [table for kind, own in by_kind for made in kind.make(own) for table in made.tables]
 
 
 def chat_turn(

@@ -171,24 +171,9 @@ def _markdown_link(link: Link) -> str:
 Rows = Sequence[Measurement]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a page that a function makes.
-
-    Attributes:
-        ops: The ops whose records it shows.
-        needs: The names that a record must have to be shown.
-        make: Turns all of these records into sections.
-    """
-
-    ops: tuple[str, ...]
-    needs: tuple[str, ...]
-    make: Callable[[Rows], list[Section]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A part of a page by description: a section for each machine and value of `by`, with a table.
+    """A part of a page by description: a section for each machine and value of `by`.
 
     Texts have names of `by` and {machine} in braces, or are functions of the rows.
 
@@ -201,6 +186,7 @@ class Kind:
         caption: Of the table.
         columns: Of the table; those that no row fills are left out.
         heads: Words over columns in place of their usual ones.
+        tables: Makes other tables than the one of `columns`.
         headline: The result in one sentence, for the summary.
     """
 
@@ -210,9 +196,10 @@ class Kind:
     rows: tuple[str, ...] | Callable[[Rows], Rows] = ()
     title: str | Callable[[Rows], str]
     text: str | Callable[[Rows], str] = ""
-    caption: str | Callable[[Rows], str]
-    columns: tuple[str, ...]
+    caption: str | Callable[[Rows], str] = ""
+    columns: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
+    tables: Callable[[Rows], Iterable[Table]] | None = None
     headline: Callable[[Rows], str] = lambda rows: ""
     figures: Callable[[Rows], Iterable[Figure]] = lambda rows: ()
     sheets: Callable[[Rows], Iterable[Sheet]] = lambda rows: ()
@@ -221,6 +208,10 @@ class Kind:
         """The sections of all of these records."""
         return [self._section(key, own) for key, own in grouped(records, *self.by).items()]
 
+    def missing_names(self, record: Measurement) -> list[str]:
+        """The names that a record would need to be shown."""
+        return [name for name in self.needs if record.get(name) is None]
+
     def _section(self, key: Key, records: Rows) -> Section:
         rows = self.rows(records) if callable(self.rows) else newest(records, *self.rows)
         names = dict(zip(("machine", *self.by), key, strict=True))
@@ -228,17 +219,13 @@ class Kind:
             said(rows) if callable(said) else said.format_map(names)
             for said in (self.title, self.text, self.caption)
         )
-        table = filled_table(rows, caption=caption, columns=self.columns, heads=self.heads)
+        if self.tables is None:
+            table = filled_table(rows, caption=caption, columns=self.columns, heads=self.heads)
         return Section(
             title=title,
             text=text,
             headline=self.headline(rows),
             figures=tuple(self.figures(rows)),
-            tables=(table,),
+            tables=(table,) if self.tables is None else tuple(self.tables(rows)),
             sheets=tuple(self.sheets(rows)),
         )
-
-
-def missing_names(part: Part | Kind, record: Measurement) -> list[str]:
-    """The names that a record would need for this part to show it."""
-    return [name for name in part.needs if record.get(name) is None]

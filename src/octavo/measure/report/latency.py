@@ -6,7 +6,7 @@ fits had intervals are shown like new ones.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
 from octavo.measure.regression import Interval
-from octavo.measure.report.html import Rows, Section
+from octavo.measure.report.html import Kind, Rows, Section
 from octavo.measure.report.plots import (
     Figure,
     Trace,
@@ -27,7 +27,7 @@ from octavo.measure.report.plots import (
     markers,
     wrapped,
 )
-from octavo.measure.report.tables import Cell, Table, format_column, grouped, newest
+from octavo.measure.report.tables import Cell, Table, format_column, machine_name, newest
 
 # Records of one section have these in common: the model, the engine and the batch.
 SAME = (
@@ -158,23 +158,17 @@ def latency_sections(records: Rows) -> list[Section]:
             "expected records of octavo bench latency, got "
             f"{', '.join(sorted({record.op for record in records})) or 'none'}"
         )
-    return [_section(own) for own in grouped(found, *SAME).values()]
+    return LATENCY.make(found)
 
 
-def latency_with_headlines(records: Rows) -> list[Section]:
-    """The sections of latency, with titles that name the machine, and their best row."""
-    sections: list[Section] = []
-    for (machine, *_), own in grouped(records, *SAME).items():
-        (section,) = latency_sections(own)
-        case = own[0].case
-        batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
-        headline = _headline(f"{case['model']}{batch}", own)
-        title = f"{section.title}{batch}, {machine}"
-        sections.append(replace(section, title=title, headline=headline))
-    return sections
+def _model(records: Rows) -> str:
+    """The model, and how many requests at once if there are several."""
+    case = records[0].case
+    batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
+    return f"{case['model']}{batch}"
 
 
-def _headline(model: str, records: Rows) -> str:
+def _headline(records: Rows) -> str:
     """The best row at its longest input: times of short ones are the host's, and scatter."""
     said = []
     for words in ("ITL", "TTFT"):
@@ -188,26 +182,40 @@ def _headline(model: str, records: Rows) -> str:
                 f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
                 f"{int(best.case['input_len']):,} tokens, against {best.baseline}"
             )
-    return f"{model}: {'; '.join(said)}." if said else ""
+    return f"{_model(records)}: {'; '.join(said)}." if said else ""
 
 
-def _section(records: Rows) -> Section:
-    rows, case = rows_of(records), records[0].case
-    machine = records[0].machine
-    text = (
+def _text(records: Rows) -> str:
+    case = records[0].case
+    about = (
         f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
-        f"{machine.gpu or machine.cpu}. ITL, the time between tokens, is a line over the context; "
+        f"{machine_name(records[0])}. ITL, the time between tokens, is a line over the context; "
         "TTFT, the time to the first token, has a square term as well, which is attention. "
         "Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are there where "
         "more lengths were measured than a fit has terms."
     )
-    tables = [_table(rows, metric) for metric in (ITL, TTFT)]
-    return Section(
-        title=f"Latency over the input length: {case['model']}",
-        text="\n\n".join([text, *_notes(rows)]),
-        figures=(_itl_figure(rows), _ttft_figure(rows)),
-        tables=tuple(table for table in tables if table.rows),
-    )
+    return "\n\n".join([about, *_notes(rows_of(records))])
+
+
+def _tables(records: Rows) -> list[Table]:
+    tables = [_table(rows_of(records), metric) for metric in (ITL, TTFT)]
+    return [table for table in tables if table.rows]
+
+
+LATENCY = Kind(
+    ops=("latency",),
+    needs=(
+        *("model", "row", "input_len", "output_len", "batch_size"),
+        *(f"{which}_{of}_ms" for of in ("itl", "ttft") for which in ("median", "p10", "p90")),
+    ),
+    by=SAME,
+    rows=lambda records: records,
+    title=lambda rows: f"Latency over the input length: {_model(rows)}, {machine_name(rows[0])}",
+    text=_text,
+    headline=_headline,
+    figures=lambda rows: (_itl_figure(rows_of(rows)), _ttft_figure(rows_of(rows))),
+    tables=_tables,
+)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

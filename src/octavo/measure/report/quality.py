@@ -3,10 +3,9 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows, Section, Sheet
+from octavo.measure.report.html import Kind, Rows, Sheet
 from octavo.measure.report.pictures import NAME, PROBLEM, is_picture_url
 from octavo.measure.report.plots import Figure, Point, points
 from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest
@@ -275,34 +274,28 @@ def needle_figures(records: Rows) -> tuple[Figure, ...]:
     return tuple(_heat_map(name, own) for name, own in _by_recipe(records).items())
 
 
-def needle_section(records: Rows) -> Section:
-    """The table and the heat maps, with a sentence for each row about where needles get lost."""
-    first = records[0].case
-    return Section(
-        title=f"Needles in a haystack: {first['model']}",
-        text="Every prompt has keys with values, and asks for the value of one of them, the "
-        "needle. A cell is how many needles a row finds, by the tokens of the prompt and the "
-        "needle's place in it, from the start (0 %) to the end (100 %).",
-        figures=needle_figures(records),
-        tables=(needle_table(records),),
-    )
+def _needle_headline(rows: Rows) -> str:
+    said = [
+        f"{cells[0]} {cells[-1]:.1f} %"
+        for cells in needle_table(rows).rows
+        if isinstance(cells[-1], float)
+    ]
+    return f"{rows[0].case['model']}: needles recovered: {', '.join(said)}." if said else ""
 
 
-def needle_sections(records: Rows) -> list[Section]:
-    """A section with heat maps for each machine, model, haystack and number of repetitions."""
-    sections = []
-    for (machine, *_), own in grouped(records, "model", "haystack", "repetitions").items():
-        rows = newest(own, "recipe", "length", "depth")
-        section = needle_section(rows)
-        lines = [
-            f"{row[0]} {row[-1]:.1f} %"
-            for row in section.tables[0].rows
-            if isinstance(row[-1], float)
-        ]
-        headline = f"{rows[0].case['model']}: needles recovered: {', '.join(lines)}."
-        title = f"{section.title}, {machine}"
-        sections.append(replace(section, title=title, headline=headline if lines else ""))
-    return sections
+NEEDLE = Kind(
+    ops=("needle",),
+    needs=("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent"),
+    by=("model", "haystack", "repetitions"),
+    rows=("recipe", "length", "depth"),
+    title="Needles in a haystack: {model}, {machine}",
+    text="Every prompt has keys with values, and asks for the value of one of them, the needle. A "
+    "cell is how many needles a row finds, by the tokens of the prompt and the needle's place in "
+    "it, from the start (0 %) to the end (100 %).",
+    headline=_needle_headline,
+    figures=needle_figures,
+    tables=lambda rows: [needle_table(rows)],
+)
 
 
 def tokens_text(number: int) -> str:

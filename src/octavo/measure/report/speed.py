@@ -6,7 +6,7 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows, Section
+from octavo.measure.report.html import Kind, Rows
 from octavo.measure.report.plots import (
     Figure,
     axes,
@@ -18,7 +18,7 @@ from octavo.measure.report.plots import (
     wrapped,
 )
 from octavo.measure.report.quality import tokens_text
-from octavo.measure.report.tables import Table, grouped, machine_name, newest
+from octavo.measure.report.tables import Table, machine_name, newest
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
@@ -249,20 +249,15 @@ COMPARED_ADVICE = Kind(
 )
 
 
-def advice_sections(records: Rows) -> list[Section]:
-    """A section for each model, GPU and workload that advice was asked for."""
-    names = ("model", "gpu", "context", "concurrency")
-    return [_advice_section(newest(own, "what")) for own in grouped(records, *names).values()]
-
-
-def _advice_section(rows: Rows) -> Section:
+def _advised(rows: Rows) -> str:
+    """What advice was asked for."""
     case = rows[0].case
     workload = f"{case.get('concurrency', 1)} × {int(case['context']):,} tokens"
-    faster = [
-        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
-        for row in rows
-        if "speedup" in row.values
-    ]
+    return f"{case['model']} on {case['gpu']}, {workload}"
+
+
+def _advised_text(rows: Rows) -> str:
+    case = rows[0].case
     parts = [
         "Nothing here was measured on this machine: octavo advise computes it from the sizes of "
         "the model and what is known of the GPU.",
@@ -273,23 +268,41 @@ def _advice_section(rows: Rows) -> Section:
         parts.append(f"Mind: {' '.join(_lines(case['warnings']))}")
     if "serve" in case:
         parts.append(f"To serve it: {case['serve']}")
-    about = f"{case['model']} on {case['gpu']}, {workload}"
-    expected = Table(
+    return "\n\n".join(parts)
+
+
+def _advised_headline(rows: Rows) -> str:
+    faster = [
+        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
+        for row in rows
+        if "speedup" in row.values
+    ]
+    return f"Advice for {_advised(rows)}: {'; '.join(faster)}." if faster else ""
+
+
+def _advised_tables(rows: Rows) -> Iterable[Table]:
+    yield Table(
         caption="What to expect of the recipe",
         header=("what", "BF16", "recipe", "speed-up (×)"),
         rows=tuple(map(_expected, rows)),
     )
-    recipe = Table(
+    yield Table(
         caption="The recipe (recipe.toml)",
         header=("setting", "value"),
-        rows=tuple(_settings(str(case["recipe"]))),
+        rows=tuple(_settings(str(rows[0].case["recipe"]))),
     )
-    return Section(
-        title=f"Advice: {about}",
-        text="\n\n".join(parts),
-        headline=f"Advice for {about}: {'; '.join(faster)}." if faster else "",
-        tables=(expected, recipe),
-    )
+
+
+ADVICE = Kind(
+    ops=("advice",),
+    needs=("model", "gpu", "context", "what", "recipe", "reasons"),
+    by=("model", "gpu", "context", "concurrency"),
+    rows=("what",),
+    title=lambda rows: f"Advice: {_advised(rows)}",
+    text=_advised_text,
+    headline=_advised_headline,
+    tables=_advised_tables,
+)
 
 
 def _expected(record: Measurement) -> tuple[str | float | None, ...]:
