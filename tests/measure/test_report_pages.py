@@ -40,7 +40,7 @@ def sections():
 def test_a_page_of_the_repository_s_records(sections):
     titles = [section.title for section in sections]
     assert len(set(titles)) == len(titles)
-    for start in ("Latency", "Throughput", "Vision", "Attention kernels", "Perplexity", "Pictures"):
+    for start in ("Latency", "Throughput", "Vision", "Attention kernels", "Perplexity", "Images"):
         assert any(title.startswith(start) for title in titles), start
     assert titles[0] == "Summary" and titles[-2:] == [
         "Machines, versions and commands",

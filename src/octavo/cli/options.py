@@ -215,7 +215,7 @@ def _default(own: "dataclasses.Field[Any]") -> Any:
 def _option(hint: Any, name: str | None, default: Any) -> Any:
     """The field's own typer.Option or typer.Argument, or one by its name."""
     if name is not None and not name.startswith("-"):
-        return typer.Argument(show_default=False)
+        return typer.Argument(metavar=name, show_default=False)
     given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
     option = copy.copy(given[0]) if given and name is None else typer.Option(*(name or "").split())
     if isinstance(option, OptionInfo) and default in (None, ()):

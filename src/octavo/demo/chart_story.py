@@ -20,8 +20,8 @@ from octavo.integrations.transformers.chart_reader import ChartReader
 from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
 from octavo.measure.evaluate.chartqa import chart_rows, chartqa_table, evaluate
-from octavo.measure.evaluate.chartqa_data import Question
 from octavo.measure.evaluate.image_scores import fitting
+from octavo.measure.evaluate.question_files import ChartQuestion
 from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
@@ -45,7 +45,7 @@ class ChartDemo:
         self.reader, self.records, self.command, self.sizes = reader, records, command, sizes
         self.answers: dict[str, list[str]] = {}
         self._scales: ScaleSet | None = None
-        self._questions: list[Question] = []
+        self._questions: list[ChartQuestion] = []
 
     @property
     def stages(self) -> list[Stage]:
@@ -141,7 +141,7 @@ def noisy_charts(num_images: int) -> PromptData[ImagePrompt]:
 
 
 def choose_examples(
-    questions: Sequence[Question], answers: Sequence[Sequence[str]], count: int
+    questions: Sequence[ChartQuestion], answers: Sequence[Sequence[str]], count: int
 ) -> list[int]:
     """Which questions to show, each of another chart: at most half of them disagreements."""
     chosen: list[int] = []
@@ -162,7 +162,7 @@ def choose_examples(
 
 
 def draw_chart_sheet(
-    questions: Sequence[Question], answers: Mapping[str, Sequence[str]], shown: Sequence[int]
+    questions: Sequence[ChartQuestion], answers: Mapping[str, Sequence[str]], shown: Sequence[int]
 ) -> bytes:
     """A JPEG of the questions `shown`; answers: of all questions, by the names of rows."""
     from PIL import Image, ImageDraw, ImageFont

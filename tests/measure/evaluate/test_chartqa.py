@@ -17,7 +17,7 @@ from octavo.measure.evaluate.chartqa import (
     evaluate,
     load_reader,
 )
-from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.question_files import ChartQuestion
 from octavo.measure.report.tables import format_column
 from octavo.measure.rows import Row
 
@@ -56,7 +56,7 @@ def scripted_rows(monkeypatch, num_wrong, right=str):
     reader = Scripted(num_wrong)
     monkeypatch.setattr(chartqa, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
     monkeypatch.setattr(chartqa, "restore_", lambda model: setattr(reader, "is_fp8", False))
-    questions = [Question(None, str(i), (right(i),)) for i in range(400)]
+    questions = [ChartQuestion(None, str(i), (right(i),)) for i in range(400)]
     rows = [Row.of("bf16", None), Row.of("fp8", Recipe(vision_attention="fp8"))]
     steps = []
     records = evaluate(
@@ -140,7 +140,7 @@ def calibrate_on(reader, questions):
 
 
 def test_the_model_is_restored_after_an_error(reader):
-    broken = [Question(SimpleNamespace(size=(0, 0)), "How many bars are there?", ("3",))]
+    broken = [ChartQuestion(SimpleNamespace(size=(0, 0)), "How many bars are there?", ("3",))]
     with pytest.raises(ConfigError, match="0 × 0"):
         evaluate(reader, broken, chart_rows(["dynamic"], None), data="d", command="c")
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())

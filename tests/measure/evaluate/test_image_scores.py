@@ -86,11 +86,11 @@ def test_pictures_in_16_bits_are_compared_exactly():
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 17), "the same number of pictures"),
-        (torch.zeros(2, 3, 16, 16), torch.zeros(1, 3, 16, 16), "the same number of pictures"),
-        (torch.zeros(3, 16, 16), torch.zeros(3, 16, 16), "the same number of pictures"),
-        (torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 16, 16), "the same number of pictures"),
-        (torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16, 16), "the same number of pictures"),
+        (torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 17), "the same number of images"),
+        (torch.zeros(2, 3, 16, 16), torch.zeros(1, 3, 16, 16), "the same number of images"),
+        (torch.zeros(3, 16, 16), torch.zeros(3, 16, 16), "the same number of images"),
+        (torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 16, 16), "the same number of images"),
+        (torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16, 16), "the same number of images"),
         (torch.zeros(1, 3, 16, 10), torch.zeros(1, 3, 16, 10), "11 × 11 pixels or more"),
         (torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), math.nan), "768 NaN or Inf"),
         (torch.full((1, 3, 16, 16), math.inf), torch.zeros(1, 3, 16, 16), "768 NaN or Inf"),

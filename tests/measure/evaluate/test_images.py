@@ -167,7 +167,7 @@ def test_pictures_that_are_not_finite_name_their_row(made, monkeypatch):
         return Changes({})
 
     monkeypatch.setattr(images, "apply_", break_)
-    with pytest.raises(ConfigError, match="row fp8: expected finite pictures"):
+    with pytest.raises(ConfigError, match="row fp8: expected finite images"):
         run(made)
 
 

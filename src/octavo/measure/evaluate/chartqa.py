@@ -28,8 +28,8 @@ from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.kernels.device import default_device
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
-from octavo.measure.evaluate.chartqa_data import Question, load_questions
 from octavo.measure.evaluate.language import machine_of
+from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
 from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.evaluate.statistics import paired_difference
 from octavo.measure.records import Measurement, Scalar
@@ -71,7 +71,7 @@ def run(
     output: Path | None,
     watch: Watch = unwatched,
     *,
-    generate: Callable[..., list[Question]],
+    generate: Callable[..., list[ChartQuestion]],
 ) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its row is done.
 
@@ -82,7 +82,7 @@ def run(
         raise ConfigError("--scales is for rows with static scales, which are not asked for")
     records = Records.of_file(output)
     reader = load_reader(request.model, default_device().torch_device, request.prompts)
-    questions = load_questions(request.data, request.num_questions, generate)
+    questions = load_chart_questions(request.data, request.num_questions, generate)
     scales = None
     if request.scales is not None:
         scales = load_scales(request.scales)
@@ -106,7 +106,7 @@ def run(
 
 def evaluate(
     reader: Reader,
-    questions: Sequence[Question],
+    questions: Sequence[ChartQuestion],
     rows: Sequence[Row],
     *,
     data: str,
@@ -226,7 +226,7 @@ def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
 
 def calibration_scales(
     reader: Reader,
-    questions: Sequence[Question],
+    questions: Sequence[ChartQuestion],
     *,
     data: str,
     margin: float = 1.5,
@@ -270,14 +270,14 @@ def _larger(first: QkvScales | None, second: QkvScales) -> QkvScales:
     return QkvScales(*(a.maximum(b) for a, b in pairs))
 
 
-def _batches(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:
+def _batches(questions: Sequence[ChartQuestion], batch_size: int) -> list[list[ChartQuestion]]:
     if batch_size < 1:
         raise ConfigError(f"expected a batch size from 1 on, got {batch_size}")
     rest = iter(questions)
     return list(iter(lambda: list(islice(rest, batch_size)), []))
 
 
-def _scores(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, list[float]]:
+def _scores(questions: Sequence[ChartQuestion], answers: Sequence[str]) -> dict[str, list[float]]:
     return {
         name: [score(a, q.answers) for a, q in zip(answers, questions, strict=True)]
         for name, score in SCORES.items()

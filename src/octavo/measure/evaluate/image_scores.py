@@ -1,8 +1,8 @@
-"""How near pictures are to others: PSNR, SSIM and, where its package is installed, LPIPS.
+"""How near images are to others: PSNR, SSIM and, where its package is installed, LPIPS.
 
-Pictures are [n, 3, height, width] with values from 0 to 1. PSNR is -10 log10 of the mean square
-error, at most `MAX_PSNR_DB`: the same pictures would have an infinite one, and so would the mean of
-many. SSIM is that of Wang et al. (2004), by windows of 11 pixels wholly inside the picture, and
+Images are [n, 3, height, width] with values from 0 to 1. PSNR is -10 log10 of the mean square
+error, at most `MAX_PSNR_DB`: the same images would have an infinite one, and so would the mean of
+many. SSIM is that of Wang et al. (2004), by windows of 11 pixels wholly inside the image, and
 the mean of the three colors.
 """
 
@@ -38,9 +38,9 @@ Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
 
 @dataclass(frozen=True)
 class ImageScores:
-    """The scores of each picture.
+    """The scores of each image.
 
-    psnr_db: up to MAX_PSNR_DB, of the same pictures. ssim: 1 is the same. lpips: 0 is the same, and
+    psnr_db: up to MAX_PSNR_DB, of the same images. ssim: 1 is the same. lpips: 0 is the same, and
     None where it could not be taken; `lpips_note` says why.
     """
 
@@ -51,22 +51,22 @@ class ImageScores:
 
     @property
     def mean_psnr_db(self) -> float:
-        """The mean of the pictures' PSNR, in dB."""
+        """The mean of the images' PSNR, in dB."""
         return _mean(self.psnr_db)
 
     @property
     def mean_ssim(self) -> float:
-        """The mean of the pictures' SSIM."""
+        """The mean of the images' SSIM."""
         return _mean(self.ssim)
 
     @property
     def mean_lpips(self) -> float | None:
-        """The mean of the pictures' LPIPS."""
+        """The mean of the images' LPIPS."""
         return None if self.lpips is None else _mean(self.lpips)
 
 
 def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageScores:
-    """The scores of each picture of `a` against the one of `b` in its place.
+    """The scores of each image of `a` against the one of `b` in its place.
 
     a, b: [n, 3, height, width], floating point, 0 to 1, 11 pixels or more on each side. Values that
     are not finite or out of range are errors. lpips: True must be possible, False leaves it out,
@@ -83,7 +83,7 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
 def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str | None:
     """Why `compare_images` would leave LPIPS out here; None if it would not.
 
-    side: the shorter one of pictures, in pixels.
+    side: the shorter one of images, in pixels.
     """
     net = _find_lpips(lpips, side)
     return net if isinstance(net, str) else None
@@ -92,20 +92,20 @@ def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str |
 def _check(a: Tensor, b: Tensor) -> None:
     if a.dim() != 4 or a.shape[1] != 3 or a.shape != b.shape or not len(a):
         raise ConfigError(
-            "expected two times the same number of pictures [n, 3, height, width], got "
+            "expected two times the same number of images [n, 3, height, width], got "
             f"{list(a.shape)} and {list(b.shape)}"
         )
     if min(a.shape[2:]) < WINDOW:
         raise ConfigError(
-            f"expected pictures of {WINDOW} × {WINDOW} pixels or more, a window of SSIM, got "
+            f"expected images of {WINDOW} × {WINDOW} pixels or more, a window of SSIM, got "
             f"{a.shape[2]} × {a.shape[3]}"
         )
-    for pictures in (a, b):
-        if not pictures.is_floating_point():
-            raise ConfigError(f"expected values from 0 to 1, got {pictures.dtype}: divide by 255")
-        if num_bad := int((~pictures.isfinite()).sum()):
-            raise ConfigError(f"expected finite pictures, got {num_bad} NaN or Inf values")
-        low, high = float(pictures.min()), float(pictures.max())
+    for images in (a, b):
+        if not images.is_floating_point():
+            raise ConfigError(f"expected values from 0 to 1, got {images.dtype}: divide by 255")
+        if num_bad := int((~images.isfinite()).sum()):
+            raise ConfigError(f"expected finite images, got {num_bad} NaN or Inf values")
+        low, high = float(images.min()), float(images.max())
         if low < 0 or high > 1:
             raise ConfigError(f"expected values from 0 to 1, got {low:g} to {high:g}")
 
@@ -127,7 +127,7 @@ def _ssim(a: Tensor, b: Tensor) -> tuple[float, ...]:
 
 
 def _blur(x: Tensor) -> Tensor:
-    """The Gaussian mean around each pixel whose window lies in the picture, color by color."""
+    """The Gaussian mean around each pixel whose window lies in the image, color by color."""
     places = torch.arange(WINDOW, dtype=x.dtype, device=x.device) - WINDOW // 2
     weights = torch.exp(-(places**2) / (2 * SIGMA**2))
     weights = (weights / weights.sum()).expand(x.shape[1], 1, 1, WINDOW)

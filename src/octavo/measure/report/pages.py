@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report import layers, pictures, quality, speed
+from octavo.measure.report import images, layers, quality, speed
 from octavo.measure.report.html import Kind, Link, Section
 from octavo.measure.report.kernels import Roof, kernel_kinds
 from octavo.measure.report.latency import LATENCY
@@ -23,8 +23,8 @@ def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     return (
         *(LATENCY, speed.THROUGHPUT, speed.SERVE, speed.ENCODER, speed.DIFFUSION, speed.GENERATE),
         *kernel_kinds(roofs),
-        *(quality.PERPLEXITY, quality.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1),
-        *(quality.TEXTS, pictures.IMAGES, layers.SENSITIVITY, layers.CALIBRATION),
+        *(quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1),
+        *(quality.TEXTS, images.IMAGES, layers.SENSITIVITY, layers.CALIBRATION),
         *(layers.PIPELINE, *layers.ERRORS, speed.ADVICE, speed.COMPARED_ADVICE),
     )
 
