@@ -19,8 +19,8 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
-from octavo.kernels.device import describe
 from octavo.measure import store
+from octavo.measure.bench.timing import machine_of
 from octavo.measure.evaluate.image_scores import (
     ImageScores,
     Keep,
@@ -31,7 +31,7 @@ from octavo.measure.evaluate.image_scores import (
 )
 from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Machine, Measurement, Scalar
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, filled_table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
 from octavo.measure.run import Outcome, Participant, Records, Watch, run_whole, unwatched
 
@@ -140,7 +140,7 @@ def evaluate(
             about |= {"picture": path, "picture_prompts": "; ".join(prompts)}
         drawn.append(images)
         values = {**_score_values(scores), **_prompt_values(scorer, images, job.prompts)}
-        return Outcome(values, about, _machine(pipe))
+        return Outcome(values, about, machine_of(pipe.device))
 
     participants = [
         Participant(
@@ -338,14 +338,12 @@ def images_table(records: Sequence[Measurement]) -> Table:
     heads: dict[str, str] = {}
     for name, title in scores.items():
         heads |= {name: title, f"worst_{name}": "worst"}
-    taken = [name for name in heads if any(name in record.values for record in records)]
-    return Table(
-        caption=(
-            f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
-            f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}"
-        ),
-        header=("row", *(heads[name] for name in taken)),
-        rows=tuple((r.case["row"], *(r.values.get(name) for name in taken)) for r in records),
+    return filled_table(
+        records,
+        caption=f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
+        f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}",
+        columns=("row", *heads),
+        heads=heads,
     )
 
 
@@ -408,8 +406,3 @@ def _counts(changes: Changes | None) -> dict[str, Scalar]:
         kind = f"num_{name.rpartition('.')[2]}"
         counts[kind] = int(counts.get(kind, 0)) + len(layers)
     return counts
-
-
-def _machine(pipe: Any) -> Machine:
-    device = describe(pipe.device)
-    return Machine.current(gpu=device.gpu, capability=device.capability)

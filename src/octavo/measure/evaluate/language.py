@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from octavo import env
@@ -26,6 +25,7 @@ from octavo.integrations.transformers.calibrate_text import observe_windows
 from octavo.integrations.transformers.small_model import NAME as SMALL
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, load_tokenizer
 from octavo.integrations.transformers.tokenizer import prepare_tokenizer
+from octavo.measure.bench.timing import machine_of as machine_at
 from octavo.measure.evaluate.requests import LanguageRequest, ServedRequest
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import Row
@@ -345,11 +345,7 @@ def applied(model: Any, recipe: Recipe | None) -> Iterator[Any]:
 
 def machine_of(model: Any) -> Machine:
     """The machine that a model runs on, with its GPU if it is on one."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return Machine.current()
-    name = torch.cuda.get_device_name(device)
-    return Machine.current(gpu=name, capability=torch.cuda.get_device_capability(device))
+    return machine_at(next(model.parameters()).device)
 
 
 def local_participants(

@@ -41,7 +41,7 @@ from octavo.measure.evaluate.task_data import (
     shuffle_options,
 )
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, filled_table
 from octavo.measure.run import (
     Outcome,
     Participant,
@@ -287,20 +287,15 @@ def _counts(graded: Mapping[Item, StoredAnswer]) -> dict[str, float]:
 
 def pass_table(records: Sequence[Measurement]) -> Table:
     """One row for each recipe: pass@1, its errors, what could not be read, and recovery."""
-    names = (
-        *("score_percent", "score_standard_error_percent", "repetition_standard_error_percent"),
-        *("num_unparsed", "num_cut", "recovery_percent", "recovery_standard_error_percent"),
-    )
     first = records[0]
-    return Table(
+    return filled_table(
+        records,
         caption=f"{first.op}, pass@1 (%): {first.case['model']}, {first.case['data']}, "
         f"{int(first.values['num_questions'])} questions × {first.case['repetitions']}",
-        header=(
-            *("recipe", "pass@1", "± s.e.", "± of repetitions"),
-            *("unparsed", "cut", "recovery (%)", "± s.e. of it"),
+        columns=(
+            *("recipe", "score_percent", "score_standard_error_percent"),
+            *("repetition_standard_error_percent", "num_unparsed", "num_cut"),
+            *("recovery_percent", "recovery_standard_error_percent"),
         ),
-        rows=tuple(
-            (str(record.case["recipe"]), *(record.values.get(name) for name in names))
-            for record in records
-        ),
+        heads={"score_percent": "pass@1 (%)"},
     )
