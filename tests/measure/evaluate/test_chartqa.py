@@ -111,14 +111,17 @@ def test_evaluate_with_random_weights(reader):
 def test_calibration_keeps_the_largest_of_all_batches(reader):
     scales = calibration_scales(reader, noisy(2), data="noisy", margin=1.0, batch_size=1)
     assert list(scales.layers) == [f"visual.blocks.{i}.attn.attn" for i in range(6)]
-    singles = [
-        calibrate_on(reader, generated_questions(8, "noisy")[index : index + 1]) for index in (0, 4)
-    ]
+    questions = [generated_questions(8, "noisy")[index : index + 1] for index in (0, 4)]
+    singles = [calibration_scales(reader, one, data="noisy", margin=1.0) for one in questions]
+    dynamic = [calibrate_on(reader, one) for one in questions]
     for name, layer in scales.layers.items():
         for key in ("q", "k", "v"):
-            expected = max(float(getattr(single[name], key)) for single in singles)
-            # Layers see what the rounding of those before them left, and that has a history.
-            assert getattr(layer, key) == pytest.approx(expected, rel=1e-3)
+            assert getattr(layer, key) == max(getattr(one.layer(name), key) for one in singles)
+            # Dynamic scales are found in a tower whose layers see what FP8 left of those before.
+            expected = max(float(getattr(one[name], key)) for one in dynamic)
+            is_first = name == "visual.blocks.0.attn.attn"
+            rel = 1e-3 if is_first else 0.1
+            assert getattr(layer, key) == pytest.approx(expected, rel=rel)
     wider = calibration_scales(reader, noisy(2), data="noisy", batch_size=1)
     first = "visual.blocks.0.attn.attn"
     assert wider.layer(first).q == pytest.approx(1.5 * scales.layer(first).q)

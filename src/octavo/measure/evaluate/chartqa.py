@@ -18,16 +18,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet, load_scales
+from octavo.calibration.run import Calibration, calibrate
+from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
+from octavo.calibration.settings import CalibrationSettings
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.chart_reader import is_chart_reader, load_chart_reader
+from octavo.integrations.transformers.observe import layer_names, observe
 from octavo.integrations.transformers.tokenizer import PromptSettings
-from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vlm_reader import load_vlm_reader
 from octavo.kernels.device import default_device
-from octavo.layers.encoder_attention import EncoderAttention
-from octavo.layers.scaling import DynamicScaling
 from octavo.measure.evaluate.language import machine_of
 from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
 from octavo.measure.evaluate.requests import ChartRequest
@@ -44,8 +44,6 @@ from octavo.measure.run import (
     run_whole,
     unwatched,
 )
-from octavo.numerics.qkv import QkvScales
-from octavo.recipe import Recipe
 
 BATCH_SIZE = 16
 NUM_CALIBRATION_IMAGES = 128
@@ -88,9 +86,12 @@ def run(
         scales = load_scales(request.scales)
     elif needs_scales:
         noisy = generate(4 * NUM_CALIBRATION_IMAGES, "noisy")[::4]
-        calibrating = Progress(watch, "calibrating", len(noisy))
-        data = "generated noisy charts"
-        scales = calibration_scales(reader, noisy, data=data, on_step=calibrating.add)
+        scales = calibration_scales(
+            reader,
+            noisy,
+            data="generated noisy charts",
+            on_step=lambda num_seen: watch("calibrating", num_seen, len(noisy)),
+        )
     rows = chart_rows(request.recipe, scales)
     return evaluate(
         reader,
@@ -130,7 +131,7 @@ def evaluate(
     def measure(row: Row) -> Outcome:
         answers: list[str] = []
         for batch in _batches(questions, batch_size):
-            answers += reader.answer([q.image for q in batch], [q.text for q in batch])
+            answers += _answer(reader, batch)
             on_step(len(batch))
         on_answers(row.name, answers)
         scores.append(_scores(questions, answers))
@@ -233,41 +234,23 @@ def calibration_scales(
     batch_size: int = BATCH_SIZE,
     on_step: Step = lambda num_questions: None,
 ) -> ScaleSet:
-    """Static scales of a reader's tower, by questions that are not measured; data: their name.
-
-    Dynamic scales follow the last 16 passes only, so the largest of all batches is kept.
-    """
+    """Static scales of a reader's tower, by questions that are not measured; data: their name."""
     if not questions:
         raise ConfigError("expected one image or more to calibrate on, got none")
-    apply_(reader.model, Recipe(vision_attention="fp8"))
-    largest: dict[str, QkvScales] = {}
-    try:
-        for batch in _batches(questions, batch_size):
-            reader.answer([q.image for q in batch], [q.text for q in batch])
-            for name, scales in _current_scales(reader.model, margin).items():
-                largest[name] = _larger(largest.get(name), scales)
-            on_step(len(batch))
-    finally:
-        restore_(reader.model)
-    header = ScaleHeader(model=reader.name, data=data, observer="amax", margin=margin)
-    layers = {name: LayerScales(*map(float, (s.q, s.k, s.v))) for name, s in largest.items()}
-    return ScaleSet(layers, header)
+    settings = CalibrationSettings(margin=margin)
+    calibration = calibrate(
+        Calibration(layer_names(reader.model), settings),
+        _batches(questions, batch_size),
+        observe=partial(observe, reader.model),
+        forward=partial(_answer, reader),
+        on_batch=on_step,
+    )
+    header = ScaleHeader(kind="vision_attention", model=reader.name, data=data)
+    return calibration.result(header).scales
 
 
-def _current_scales(model: Any, margin: float) -> dict[str, QkvScales]:
-    """The scales that the layers of a model with dynamic FP8 attention ask for."""
-    found = {}
-    for module in model.modules():
-        if isinstance(module, EncoderAttention) and isinstance(module.scaling, DynamicScaling):
-            found[scale_name(module.name)] = module.scaling.scales(margin)
-    return found
-
-
-def _larger(first: QkvScales | None, second: QkvScales) -> QkvScales:
-    if first is None:
-        return second
-    pairs = ((first.q, second.q), (first.k, second.k), (first.v, second.v))
-    return QkvScales(*(a.maximum(b) for a, b in pairs))
+def _answer(reader: Reader, questions: Sequence[ChartQuestion]) -> list[str]:
+    return reader.answer([q.image for q in questions], [q.text for q in questions])
 
 
 def _batches(questions: Sequence[ChartQuestion], batch_size: int) -> list[list[ChartQuestion]]:
