@@ -304,3 +304,21 @@ class Kind:
             tables=(table,) if self.tables is None else tuple(self.tables(rows)),
             sheets=tuple(self.sheets(rows)),
         )
+
+
+def best_row(
+    value: str, sentence: str, choose: Callable[..., Measurement] = max
+) -> Callable[[Rows], str]:
+    """A headline about the row with the largest value, of those that are compared with another.
+
+    sentence: with names of the row's case and values, and {baseline}, in braces.
+    """
+
+    def headline(rows: Rows) -> str:
+        compared = [row for row in rows if row.baseline is not None and value in row.values]
+        if not compared:
+            return ""
+        best = choose(compared, key=lambda row: row.values[value])
+        return sentence.format_map({**best.case, **best.values, "baseline": best.baseline})
+
+    return headline

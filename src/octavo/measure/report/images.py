@@ -13,6 +13,7 @@ from octavo.measure.report.html import (
     Kind,
     Rows,
     Sheet,
+    best_row,
     is_image_url,
 )
 from octavo.measure.report.plots import Figure, Point, points
@@ -112,16 +113,6 @@ def _image_text(rows: Rows) -> str:
     return "\n\n".join(said)
 
 
-def _image_headline(rows: Rows) -> str:
-    lowest = min(_scored(rows), key=lambda row: row.values["worst_psnr_db"], default=None)
-    if lowest is None:
-        return ""
-    return (
-        f"{lowest.case['model']}: the worst image has {lowest.values['worst_psnr_db']:.1f} dB "
-        f"PSNR against {lowest.baseline}, with {lowest.case['row']}."
-    )
-
-
 def _image_figures(rows: Rows) -> Iterable[Figure]:
     some = []
     for row in _scored(rows):
@@ -181,7 +172,11 @@ IMAGES = Kind(
     rows=("row",),
     title="Images: {model}, {num_pictures} prompts, {machine}",
     text=_image_text,
-    headline=_image_headline,
+    headline=best_row(
+        "worst_psnr_db",
+        "{model}: the worst image has {worst_psnr_db:.1f} dB PSNR against {baseline}, with {row}.",
+        min,
+    ),
     figures=_image_figures,
     sheets=_image_sheets,
     caption="Images, by row",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows
+from octavo.measure.report.html import Kind, Rows, best_row
 from octavo.measure.report.plots import (
     Figure,
     axes,
@@ -70,7 +70,10 @@ def _step(
         title=f"{title}: {{model}}, {{machine}}",
         text=f"{what}. A row is the fastest of the ways to run it that were measured (CUDA graphs "
         "or not, compiled or not).",
-        headline=_step_headline,
+        headline=best_row(
+            "speedup",
+            "{model}: {speedup:.2f} times as fast with {recipe} at {size}, against {baseline}.",
+        ),
         figures=figures,
         caption=f"{what}: medians",
         columns=columns,
@@ -79,16 +82,6 @@ def _step(
 
 def _compared(rows: Rows) -> Rows:
     return [row for row in rows if row.baseline is not None and "speedup" in row.values]
-
-
-def _step_headline(rows: Rows) -> str:
-    best = max(_compared(rows), key=lambda row: row.values["speedup"], default=None)
-    if best is None:
-        return ""
-    return (
-        f"{best.case['model']}: {best.values['speedup']:.2f} times as fast with "
-        f"{best.case['recipe']} at {best.case['size']}, against {best.baseline}."
-    )
 
 
 def _diffusion_size(record: Measurement) -> str:
@@ -143,17 +136,6 @@ def _throughput_text(rows: Rows) -> str:
     )
 
 
-def _throughput_headline(rows: Rows) -> str:
-    gains = [row for row in rows if "output_throughput_gain" in row.values]
-    best = max(gains, key=lambda row: row.values["output_throughput_gain"], default=None)
-    if best is None:
-        return ""
-    return (
-        f"{best.case['model']}: {best.values['output_throughput_gain']:.2f} times the output "
-        f"tokens per second with {best.case['row']}, against {best.baseline}."
-    )
-
-
 def _throughput_figures(rows: Rows) -> Iterable[Figure]:
     yield name_bars(
         {str(row.case["row"]): row.values["output_throughput"] for row in rows},
@@ -172,7 +154,11 @@ THROUGHPUT = Kind(
     rows=("row",),
     title="Throughput: {model}, {machine}",
     text=_throughput_text,
-    headline=_throughput_headline,
+    headline=best_row(
+        "output_throughput_gain",
+        "{model}: {output_throughput_gain:.2f} times the output tokens per second with {row}, "
+        "against {baseline}.",
+    ),
     figures=_throughput_figures,
     caption="Throughput, by row",
     columns=(
