@@ -4,7 +4,8 @@ import pytest
 
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.html import render
-from octavo.measure.report.quality import NEEDLE, needle_figures, needle_table, tokens_text
+from octavo.measure.report.quality import NEEDLE, needle_figures, needle_table
+from octavo.measure.report.tables import tokens_text
 
 MACHINE = Machine.current()
 LENGTHS, DEPTHS = (8192, 131072), (0.0, 0.5)

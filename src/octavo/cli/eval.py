@@ -57,7 +57,14 @@ ROWS = _row_help(
 )
 CHAT_MODEL = "A chat model's folder or name, or SmolLM2-135M-Instruct; with --endpoint none."
 RESUMED = {"resume": "--resume"}
-TASK = RESUMED | {"num_questions": "--num-questions -n", "repetitions": "--repetitions -r"}
+QUESTIONS = {"num_questions": "--num-questions -n"}
+TASK = replace(
+    _flags(
+        *(CHAT_MODEL, ROWS, "prompts", "chunk", "tokenizer"),
+        **(RESUMED | QUESTIONS | {"repetitions": "--repetitions -r"}),
+    ),
+    defaults={"max_concurrency": 16},
+)
 
 
 @app.callback()
@@ -75,7 +82,7 @@ def chartqa(
             "(scripts/train_chart_reader.py trains it).",
             _row_help(VISION, "Such as bf16, dynamic, static, fused-bf16 or vision=head."),
             "prompts",
-            num_questions="--num-questions -n",
+            **QUESTIONS,
         ),
     ],
     prompts: Annotated[PromptOptions, TEMPLATE_ONLY],
@@ -99,9 +106,7 @@ def chartqa(
 @app.command()
 @takes_settings
 def choice(
-    request: Annotated[
-        ChoiceRequest, _flags(CHAT_MODEL, ROWS, "prompts", "chunk", "tokenizer", **TASK)
-    ],
+    request: Annotated[ChoiceRequest, TASK],
     prompts: PromptOptions,
     strict: Strict = False,
     output: RecordsFile = None,
@@ -162,9 +167,7 @@ def images(
 @app.command()
 @takes_settings
 def math(
-    request: Annotated[
-        MathRequest, _flags(CHAT_MODEL, ROWS, "prompts", "chunk", "tokenizer", **TASK)
-    ],
+    request: Annotated[MathRequest, TASK],
     prompts: PromptOptions,
     strict: Strict = False,
     output: RecordsFile = None,
@@ -184,7 +187,7 @@ def math(
 def mrcr(
     request: Annotated[
         MrcrRequest,
-        _flags(CHAT_MODEL, ROWS, "prompts", num_questions="--num-questions -n", **RESUMED),
+        _flags(CHAT_MODEL, ROWS, "prompts", **QUESTIONS, **RESUMED),
     ],
     prompts: PromptOptions,
     strict: Strict = False,

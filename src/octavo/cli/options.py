@@ -185,8 +185,9 @@ def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
         raise TypeError(f"{settings.__name__} has no field {', '.join(unknown)}")
     flags = []
     # What a class adds comes before what it has of those that it extends.
-    own_names = inspect.get_annotations(settings)
-    for name, own in sorted(fields.items(), key=lambda item: item[0] not in own_names):
+    classes = reversed(list(enumerate(settings.__mro__)))
+    order = {name: place for place, cls in classes for name in inspect.get_annotations(cls)}
+    for name, own in sorted(fields.items(), key=lambda item: order[item[0]]):
         if name in shown.without:
             continue
         default = shown.defaults.get(name, _default(own))

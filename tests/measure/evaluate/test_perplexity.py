@@ -234,7 +234,6 @@ def test_one_window_has_no_standard_error():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "different rows"),
         (["head", "head"], "different rows"),
         (["int8"], "baseline, unit, tensor, head, token, .*got 'int8'"),
         (["baseline+skip=1"], "baseline quantizes nothing"),

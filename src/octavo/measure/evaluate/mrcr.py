@@ -34,8 +34,7 @@ from octavo.measure.evaluate.question_files import Line, parse_json, read_files,
 from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.quality import tokens_text
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, tokens_text
 from octavo.measure.run import (
     ALL,
     Outcome,

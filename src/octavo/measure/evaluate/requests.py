@@ -17,10 +17,10 @@ from octavo.measure.run import command_line
 GENERATED = "generated"
 BASELINE = "baseline"
 DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
-# The model of weights set by hand has scales of 1.0: nothing but its sums can go wrong. A CPU takes
-# minutes for one-level sums, of which it spells out every product.
+# Of the retrieval model, which needs no calibration. One-level sums take minutes on a CPU.
 RETRIEVAL_ROWS, CPU_ROWS = (BASELINE, "unit+promote=none", "unit"), (BASELINE, "unit")
 Count = Literal["later", "all", "last"]
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Request:
     """
 
     task: ClassVar[str]
-    unsaid: ClassVar[tuple[str, ...]] = ()
+    unsaid: ClassVar[Names] = ()
 
     model: str | None = None
 
@@ -103,8 +103,10 @@ class LanguageRequest(Request):
         return [row for row in self.parsed_rows if row.needs_scales and row.kv_cache is not None]
 
     def said(self) -> dict[str, Any]:
-        """All fields, with the rows that were left out."""
-        return super().said() | {"recipe": self.row_names}
+        """What is asked, and then who answers, with the rows that were left out."""
+        found = super().said() | {"recipe": self.row_names}
+        who = [own.name for own in fields(ServedRequest)]
+        return dict(sorted(found.items(), key=lambda item: item[0] in who))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ class ServedRequest(LanguageRequest):
         resume: Leave out what --output has records of already.
     """
 
-    unsaid: ClassVar[tuple[str, ...]] = ("api_key", "max_concurrency", "resume")
+    unsaid: ClassVar[Names] = ("api_key", "max_concurrency", "resume", "served_model_name")
 
     endpoint: tuple[str, ...] = ()
     tokenizer: str | None = None
@@ -181,7 +183,6 @@ class ServedRequest(LanguageRequest):
             raise ConfigError("--recipe is for a model; a server runs what it was started with")
         if self.tokenizer and not self.endpoint:
             raise ConfigError("--tokenizer is for --endpoint: a model has its own")
-        _check_least(self, max_concurrency=1)
         super().__post_init__()
 
     @property
@@ -256,7 +257,6 @@ class ChatRequest(ServedRequest):
     def __post_init__(self) -> None:
         if not self.endpoint and not self.model:
             raise ConfigError("expected a MODEL or --endpoint, one of them")
-        _check_least(self, num_questions=1)
         super().__post_init__()
 
     @property
@@ -289,7 +289,7 @@ class MrcrRequest(ChatRequest):
         super().__post_init__()
         if self.endpoint and not self.tokenizer:
             raise ConfigError("--endpoint needs --tokenizer to count tokens; a model has its own")
-        _check_least(self, num_needles=1, chunk=5)
+        _check_least(self, num_needles=1, chunk=5, num_questions=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,14 +331,14 @@ class ChoiceRequest(ChatRequest):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    max_concurrency: int = 16
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     answers: Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_least(self, repetitions=1, max_tokens=1, temperature=0, top_k=0, num_pages=1)
+        _check_least(self, num_questions=1, repetitions=1, max_tokens=1, num_pages=1)
+        _check_least(self, max_concurrency=1, temperature=0, top_k=0)
         if self.endpoint and self.prompts != PromptSettings():
             raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
 

@@ -27,7 +27,14 @@ from octavo.measure.report.plots import (
     markers,
     wrapped,
 )
-from octavo.measure.report.tables import Cell, Table, format_column, machine_name, newest
+from octavo.measure.report.tables import (
+    Cell,
+    Table,
+    format_column,
+    machine_name,
+    newest,
+    tokens_text,
+)
 
 # Records of one section have these in common: the model, the engine and the batch.
 SAME = (
@@ -301,7 +308,7 @@ def _ttft_figure(rows: Sequence[Row]) -> Figure:
     )
     lengths = sorted({length for row in rows for length in row.lengths})
     ticks = _ticks(lengths)
-    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": list(map(_short, ticks))}
+    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": list(map(tokens_text, ticks))}
     medians = [value for row in rows for value in row.values("median_ttft_ms")]
     layout["yaxis"] |= {"type": "log"} | log_ticks(medians)
     middle = math.sqrt(lengths[0] * lengths[-1])
@@ -367,11 +374,6 @@ def _ticks(lengths: Sequence[int]) -> list[int]:
         if not kept or kept[-1] >= 2.5 * length:
             kept.append(length)
     return kept[::-1]
-
-
-def _short(length: int) -> str:
-    """A number of tokens as the command line takes it: 125k is 128,000."""
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
 
 
 def _caption(rows: Sequence[Row], metric: Metric) -> str:

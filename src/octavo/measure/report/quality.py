@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import Kind, Rows
 from octavo.measure.report.plots import Figure, Point, axes, points
-from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest
+from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.
 COLORS = [[0.0, "#7f1d1d"], [0.5, "#f2c14e"], [1.0, "#2a9d8f"]]
@@ -241,14 +241,6 @@ NEEDLE = Kind(
     figures=needle_figures,
     tables=lambda rows: [needle_table(rows)],
 )
-
-
-def tokens_text(number: int) -> str:
-    """A number of tokens as people say it: 8k for 8192, 1M for 1048576."""
-    for unit, size in (("M", 2**20), ("k", 2**10)):
-        if number >= size and number % (size // 4) == 0:
-            return f"{number / size:g}{unit}"
-    return str(number)
 
 
 def _heat_map(name: str, records: Rows) -> Figure:

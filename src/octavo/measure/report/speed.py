@@ -17,8 +17,7 @@ from octavo.measure.report.plots import (
     titled,
     wrapped,
 )
-from octavo.measure.report.quality import tokens_text
-from octavo.measure.report.tables import Table, machine_name, newest
+from octavo.measure.report.tables import Table, machine_name, newest, tokens_text
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
