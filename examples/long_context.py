@@ -7,7 +7,7 @@ import torch
 
 import octavo
 from octavo.integrations.transformers.retrieval_model import load_retrieval_model
-from octavo.measure.evaluate.needle_prompts import PairHaystack
+from octavo.measure.evaluate.needle import PairHaystack
 
 found = load_retrieval_model(device="cpu")
 haystack = PairHaystack()

@@ -67,7 +67,7 @@ from octavo.demo.charts import (
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.evaluate.chartqa import evaluate, relaxed_accuracy
-from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.question_files import ChartQuestion
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.rows import Row
 from octavo.numerics.narrow_products import use_float32_products
@@ -357,7 +357,7 @@ class Run:
         self.optimizer.step()
         return loss.detach()
 
-    def accuracy(self, questions: list[Question]) -> float:
+    def accuracy(self, questions: list[ChartQuestion]) -> float:
         """Relaxed accuracy on some questions, by greedy decoding."""
         self.reader.model.eval()
         right = 0.0

@@ -40,7 +40,6 @@ WITHOUT_TORCH = [
     "octavo.measure.report.plots",
     "octavo.measure.report.html",
     "octavo.measure.report.pages",
-    "octavo.measure.report.pictures",
 ]
 MAX_IMPORT_S = 1.5
 

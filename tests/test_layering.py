@@ -106,12 +106,10 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
     "demo/chart_*.py": {"PIL"},
-    "measure/evaluate/chartqa_data.py": {"PIL"},
-    "measure/evaluate/image_sheets.py": {"PIL"},
-    "measure/evaluate/endpoint.py": {"httpx"},
+    "measure/evaluate/language.py": {"httpx"},
     "measure/evaluate/math_equality.py": {"math_verify"},
-    "measure/evaluate/question_files.py": {"datasets"},
-    "measure/evaluate/image_scores.py": {"lpips"},
+    "measure/evaluate/question_files.py": {"PIL", "datasets"},
+    "measure/evaluate/image_scores.py": {"PIL", "lpips"},
     "serving/engine/llm.py": {"rich"},
     "integrations/transformers/*": {"transformers"},
     "integrations/checkpoints/tensor_files.py": {"gguf"},
@@ -129,7 +127,8 @@ TRITON_FILES = ("triton.py", "gluon_*.py", "combine.py", "*primitives.py", "laun
 # File -> rows that its row has and it has not.
 FILE_FORBIDDEN = {"measure/bench/serving.py": {"serving", "serving.engine", "serving.server"}}
 
-# Modules whose settings are flags: without torch (test_imports.py), so that `--help` stays quick.
+# Modules whose settings are flags, and the words of their help: without torch (test_imports.py), so
+# that `--help` stays quick.
 FLAG_SETTINGS = {
     "octavo.calibration.settings",
     "octavo.integrations.transformers.encoder_options",
@@ -137,6 +136,8 @@ FLAG_SETTINGS = {
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.request_data",
+    "octavo.measure.evaluate.requests",
+    "octavo.measure.rows",
     "octavo.serving.engine.image_request",
     "octavo.serving.server.settings",
 }

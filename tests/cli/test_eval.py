@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.cli import eval as eval_command
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.demo.charts import vocabulary
 from octavo.measure import store
@@ -32,7 +31,7 @@ def octavo(*args):
 
 @pytest.mark.slow
 def test_three_rows_with_scales_from_other_charts(capsys, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_command, "NUM_CALIBRATION_IMAGES", 2)
+    monkeypatch.setattr(chartqa, "NUM_CALIBRATION_IMAGES", 2)
     path = tmp_path / "records.jsonl"
     assert octavo(model, "-n", 2, "-o", path, "--batch-size", 2) == 0
     text = capsys.readouterr().out

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.evaluate import mrcr as task
-from octavo.measure.evaluate.mrcr_data import generated_questions
+from octavo.measure.evaluate.mrcr import generated_questions
 from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

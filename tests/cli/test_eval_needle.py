@@ -177,7 +177,7 @@ def test_the_retrieval_model_through_our_server(tmp_path):
     ("args", "message"),
     [
         (("--endpoint", "localhost"), "expected a URL such as"),
-        (("m", "--endpoint", "http://x"), "--endpoint, or a model"),
+        (("m", "--endpoint", "http://x"), "expected a MODEL or --endpoint"),
         (("--tokenizer", "t"), "--tokenizer is for --endpoint"),
         (("--data", "t"), "--data is a text to hide needles in"),
         (("--depths", "start"), "expected depths such as"),

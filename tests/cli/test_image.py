@@ -14,7 +14,7 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.errors import ConfigError
 from octavo.integrations.diffusers import image_files
 from octavo.integrations.diffusers.step_cache import use_step_cache_
-from octavo.measure.evaluate.image_sheets import (
+from octavo.measure.evaluate.image_scores import (
     BETWEEN,
     CAPTION,
     draw_side_by_side,

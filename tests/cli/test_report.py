@@ -58,7 +58,7 @@ def test_pictures_beside_the_records_are_inside_the_page(results, tmp_path):
     assert report("--csv", "all.csv", "-o", "page.html", results / "images.jsonl") == 0
     page = (tmp_path / "page.html").read_text()
     assert '<img src="data:image/png;base64,iVBORw0KGgo="' in page
-    assert "The picture lost.png of x is not shown: there is no such file." in page
+    assert "The image lost.png of x is not shown: there is no such file." in page
     assert "sheet.png" in (tmp_path / "all.csv").read_text()
 
 

@@ -20,7 +20,7 @@ from octavo.demo.stage import Sizes, one_thread
 from octavo.errors import ConfigError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure import store
-from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.question_files import ChartQuestion
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -67,7 +67,7 @@ def test_changed_answers_are_counted():
 
 def test_a_sheet_has_charts_with_words_below():
     images = [Image.new("RGB", (30, 20), color) for color in ("blue", "red", "lime", "gray")]
-    questions = [Question(image, "Which? " * 40, ("a",)) for image in images]
+    questions = [ChartQuestion(image, "Which? " * 40, ("a",)) for image in images]
     content = draw_chart_sheet(questions, {"bf16": ["a"] * 4, "fp8": ["b"] * 4}, [1, 3, 0, 2])
     sheet = Image.open(io.BytesIO(content))
     down = 200 + 4 * LINE + GAP  # a chart of 300 × 200, a question, the truth and two answers
@@ -84,7 +84,7 @@ def test_a_sheet_has_charts_with_words_below():
 
 def test_examples_show_disagreement_and_other_charts():
     images = [object() for _ in range(10)]
-    questions = [Question(images[i // 4], "q", ("a",)) for i in range(40)]
+    questions = [ChartQuestion(images[i // 4], "q", ("a",)) for i in range(40)]
     same = ["a"] * 40
     other = [*same]
     for index in (8, 9, 17, 30):  # 8 and 9 are about one chart

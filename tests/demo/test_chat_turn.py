@@ -6,7 +6,8 @@ import pytest
 
 from octavo.demo import language as task
 from octavo.demo.language import chat_table, chat_turn
-from octavo.measure.evaluate.language import LanguageRequest
+from octavo.measure.evaluate.language import local_rows
+from octavo.measure.evaluate.requests import LanguageRequest
 from octavo.measure.run import Records
 
 torch = pytest.importorskip("torch")
@@ -43,8 +44,8 @@ def text_model():
 
 
 def test_each_recipe_answers_and_the_model_is_left_as_it_came(text_model):
-    request = LanguageRequest(rows=("baseline", "token"))
-    rows = [row for _, row in request.local_rows(text_model, {})]
+    request = LanguageRequest(recipe=("baseline", "token"))
+    rows = [row for _, row in local_rows(request, text_model, {})]
     kept = []
     before = text_model.model.config._attn_implementation
     options = {"command": "c", "records": Records(on_record=kept.append)}
@@ -79,8 +80,8 @@ def test_the_same_tokens_are_counted_from_the_start(text_model, monkeypatch):
             return [SimpleNamespace(tokens=next(answers))]
 
     monkeypatch.setattr(task, "LLM", Engine)
-    request = LanguageRequest(rows=("baseline", "unit", "token", "unit+promote=2"))
-    rows = [row for _, row in request.local_rows(text_model, {})]
+    request = LanguageRequest(recipe=("baseline", "unit", "token", "unit+promote=2"))
+    rows = [row for _, row in local_rows(request, text_model, {})]
     records = chat_turn(text_model, "Why?", rows, max_tokens=5, command="c")
     assert [r.values.get("num_same_tokens") for r in records] == [None, 2, 0, 4]
     assert records[2].case["text"] == "(nothing)"

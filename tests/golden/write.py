@@ -24,7 +24,7 @@ from octavo.calibration.state import StateFile
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.diffusers import OctavoDiffusersConfig
 from octavo.measure import store
-from octavo.measure.evaluate.endpoint import Client
+from octavo.measure.evaluate.language import Client
 from octavo.measure.evaluate.task_data import generated_choice_questions
 from octavo.measure.records import Machine, Measurement
 from octavo_testkit.golden_content import ATTENTION, RECIPES, SCALE_SETS

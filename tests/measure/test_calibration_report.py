@@ -4,13 +4,12 @@ import math
 
 import pytest
 
-from octavo import ConfigError
 from octavo.calibration.run import CalibrationResult, TensorStatistics
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.measure.evaluate.calibration import calibration_records
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.layers import (
-    calibration_section,
+    CALIBRATION,
     calibration_table,
     pipeline_table,
 )
@@ -45,7 +44,7 @@ def test_one_row_for_each_layer():
 
 
 def test_plots_name_only_what_tells_layers_apart():
-    section = calibration_section(records())
+    (section,) = CALIBRATION.make(records())
     assert len(section.figures) == 3
     assert section.figures[0].data[0]["x"] == ["0", "1", "10"]
     assert [trace["name"] for trace in section.figures[0].data] == ["q", "k", "v"]
@@ -53,19 +52,18 @@ def test_plots_name_only_what_tells_layers_apart():
 
 @pytest.mark.parametrize("layers", [["only"], ["a", "a.b"]])
 def test_awkward_names_have_a_label(layers):
-    labels = calibration_section(records(layers)).figures[0].data[0]["x"]
+    labels = CALIBRATION.make(records(layers))[0].figures[0].data[0]["x"]
     assert len(set(labels)) == len(layers) and all(labels)
 
 
 def test_an_exact_result_is_in_the_table_and_not_on_the_axis():
-    section = calibration_section(records(sqnr_db=math.inf))
+    (section,) = CALIBRATION.make(records(sqnr_db=math.inf))
     assert section.figures[2].data[0]["y"] == [None] * 3
     assert "∞" in section.tables[0].texts()[0]
 
 
-def test_no_records():
-    with pytest.raises(ConfigError, match="no record"):
-        calibration_section([])
+def test_no_records_have_no_section():
+    assert CALIBRATION.make([]) == []
 
 
 def pipeline_row(group, tensor, **values):

@@ -11,7 +11,7 @@ from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.regression import Interval
 from octavo.measure.report.html import render
-from octavo.measure.report.latency import latency_sections, latency_with_headlines, with_interval
+from octavo.measure.report.latency import latency_sections, with_interval
 
 RESULTS = Path(__file__).parents[2] / "results"
 MACHINE = Machine.current(gpu="NVIDIA H200", capability=(9, 0))
@@ -51,7 +51,7 @@ BLOG = [*times("auto", 6.44, 4.37e-5), *times("fp8", 6.58, 2.37e-5, square=2e-7,
 
 def test_points_fits_and_break_even():
     (section,) = latency_sections(BLOG)
-    assert section.title == "Latency over the input length: llama"
+    assert section.title == "Latency over the input length: llama, NVIDIA H200"
     itl, ttft = section.figures
     points, line, _, _ = itl.data
     assert points["x"] == list(LENGTHS) and points["mode"] == "markers"
@@ -118,7 +118,7 @@ def test_the_newest_counts_and_other_models_have_sections_of_their_own():
     other = times("auto", 1.0, 1e-5, model="gpt")
     llama, gpt = latency_sections([*BLOG, *old, *other])
     assert llama.figures[0].data[0]["y"][0] == pytest.approx(6.46, abs=0.01)
-    assert gpt.title.endswith("gpt") and "break-even" not in gpt.figures[0].caption
+    assert gpt.title.endswith("gpt, NVIDIA H200") and "break-even" not in gpt.figures[0].caption
     assert [len(one.figures[0].data) for one in (llama, gpt)] == [4, 2]
 
 
@@ -215,6 +215,6 @@ def test_the_headline_is_of_the_newest_record_of_the_longest_input():
     first, *_, last = times("fp8", 6.58, 2.37e-5, baseline="auto")
     old, new = "2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z"
     records = [compared(first, 1.9, new), compared(last, 1.5, old), compared(last, 1.25, new)]
-    (section,) = latency_with_headlines(records)
+    (section,) = latency_sections(records)
     expected = "llama: ITL 1.25 times as fast with fp8 at 128,000 tokens, against auto."
     assert section.headline == expected

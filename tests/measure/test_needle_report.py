@@ -4,7 +4,8 @@ import pytest
 
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.html import render
-from octavo.measure.report.quality import needle_figures, needle_section, needle_table, tokens_text
+from octavo.measure.report.quality import NEEDLE, needle_figures, needle_table
+from octavo.measure.report.tables import tokens_text
 
 MACHINE = Machine.current()
 LENGTHS, DEPTHS = (8192, 131072), (0.0, 0.5)
@@ -53,7 +54,7 @@ def test_cells_that_are_missing_stay_empty():
 
 
 def test_the_page_has_heat_maps_and_table():
-    page = render([needle_section(RECORDS)], title="needles")
+    page = render(NEEDLE.make(RECORDS), title="needles")
     assert page.count('"type": "heatmap"') == 2 and "recovery (%)" in page
     assert "https://" not in page.split("<script>")[0]
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report import quality, speed
-from octavo.measure.report.layers import sensitivity_sections
+from octavo.measure.report import images, quality, speed
+from octavo.measure.report.layers import SENSITIVITY
 from octavo.measure.report.plots import Point, log_ticks, points, wrapped
 from octavo.measure.report.tables import newest
 
@@ -46,7 +46,7 @@ def test_charts_with_intervals():
 
     ends = {"difference_low_points": -3.0, "difference_high_points": 0.5}
     fp8 = answered("fp8", "bf16", difference_points=-1.0, recovery_percent=98.9, **ends)
-    (section,) = quality.CHARTQA.make([answered("bf16"), fp8])
+    (section,) = images.CHARTQA.make([answered("bf16"), fp8])
     (trace,) = section.figures[0].data
     assert (trace["error_x"]["array"], trace["error_x"]["arrayminus"]) == ([1.5], [2.0])
     assert "100 questions" in section.text and "98.9 %" in section.headline
@@ -60,14 +60,16 @@ def test_charts_are_shown_once_or_it_is_said_why_not():
         return row(op="chartqa", case=case | {"picture": picture}, values=values)
 
     url = "data:image/jpeg;base64,AAAA"
-    (section,) = quality.CHARTQA.make([answered("bf16", url), answered("fp8", url)])
+    (section,) = images.CHARTQA.make([answered("bf16", url), answered("fp8", url)])
     (sheet,) = section.sheets
     assert sheet.url == url and "the answers of bf16, fp8;" in sheet.caption
     lost = {"picture_problem": "there is no such file"}
     rows = [answered("bf16", "x.jpg", **lost), answered("fp8", "x.jpg", **lost)]
-    (section,) = quality.CHARTQA.make(rows)
+    (section,) = images.CHARTQA.make(rows)
     assert section.sheets == ()
-    assert section.text.count("The picture x.jpg is not shown: there is no such file.") == 1
+    assert (
+        section.text.count("The image x.jpg of bf16, fp8 is not shown: there is no such file.") == 1
+    )
 
 
 def test_needles_by_machine_and_model_with_their_recovery():
@@ -77,7 +79,7 @@ def test_needles_by_machine_and_model_with_their_recovery():
         return row(op="needle", case=case | {"repetitions": 2}, values=values, date=date)
 
     again = found("fp8", 50.0, "2026-11-02T00:00:00Z")
-    (section,) = quality.needle_sections([found("bf16", 100.0), found("fp8", 100.0), again])
+    (section,) = quality.NEEDLE.make([found("bf16", 100.0), found("fp8", 100.0), again])
     assert section.headline == "m: needles recovered: fp8 50.0 %."
     assert len(section.figures) == 2 and section.title.endswith("A GPU")
 
@@ -157,7 +159,7 @@ def test_layers_by_their_error():
         alone("dit.large", 0.2),
         alone("all", 0.3, "sensitivity_of_all"),
     ]
-    (section,) = sensitivity_sections(records)
+    (section,) = SENSITIVITY.make(records)
     assert section.figures[0].data[0]["y"] == ["large", "small"]
     assert section.figures[0].data[0]["x"] == pytest.approx([20.0, 1.0])
     assert "Together, all: 30.00 %" in section.text and "dit.large alone" in section.headline

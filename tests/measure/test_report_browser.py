@@ -8,10 +8,9 @@ import pytest
 
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.html import Section, write_report
+from octavo.measure.report.html import Section, with_images, write_report
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import report_sections
-from octavo.measure.report.pictures import with_pictures
 from octavo.measure.report.plots import Figure
 from octavo_testkit.serving.browser import browsing, find_browser
 
@@ -98,7 +97,7 @@ def answers():
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     files = sorted((ROOT / "results").glob("*.jsonl"))
-    records = [row for file in files for row in with_pictures(store.read(file), file)]
+    records = [row for file in files for row in with_images(store.read(file), file)]
     records += [*needles(), *answers()]
     roofs = [Roof("NVIDIA H200", 4540, 694, 1309, "measured on one H200")]
     path = tmp_path_factory.mktemp("report") / "report.html"

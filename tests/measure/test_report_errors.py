@@ -6,7 +6,7 @@ import pytest
 
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.html import render
-from octavo.measure.report.layers import average, error_sections
+from octavo.measure.report.layers import ERRORS, average
 from octavo.measure.report.pages import report_sections
 
 row = partial(Measurement, machine=Machine.current(), command="pytest", impl="reference")
@@ -54,8 +54,13 @@ def records():
     return [*quantized, *attended, *accumulated]
 
 
+def sections_of(records):
+    by_kind = [(kind, [row for row in records if row.op in kind.ops]) for kind in ERRORS]
+    return [section for kind, own in by_kind for section in kind.make(own)]
+
+
 def test_every_question_has_its_numbers(records):
-    quantization, attention, decoding, accumulation = error_sections(records)
+    quantization, attention, decoding, accumulation = sections_of(records)
     assert quantization.tables[0].rows == (("e4m3 per head", 30.5),)
     assert quantization.title.startswith("Queries, keys and values in 8 bits: m, ")
     assert attention.tables[0].rows == (("bf16", 0.003),)
@@ -67,7 +72,7 @@ def test_every_question_has_its_numbers(records):
 
 def test_the_newest_of_two_runs_counts(records):
     again = row(op="attention_error", case=dict(records[2].case), values={"relative_rms": 0.5})
-    (section,) = error_sections([records[2], again])
+    (section,) = sections_of([records[2], again])
     assert section.tables[0].rows == (("bf16", 0.5),)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.kernels import Roof, kernel_sections
+from octavo.measure.report.kernels import Roof, kernel_kinds
 
 GPU = "NVIDIA H200"
 MACHINE = Machine.current(gpu=GPU, capability=(9, 0))
@@ -31,8 +31,14 @@ ATTENTION = [
 ]
 
 
+def sections_of(records, roofs=()):
+    """The sections of all topics that have records."""
+    by_kind = [(kind, [r for r in records if r.op in kind.ops]) for kind in kernel_kinds(roofs)]
+    return [section for kind, own in by_kind for section in kind.make(own)]
+
+
 def test_the_fastest_of_each_kind_on_a_roofline():
-    (section,) = kernel_sections(ATTENTION, [ROOF])
+    (section,) = sections_of(ATTENTION, [ROOF])
     assert section.title == "Attention kernels: NVIDIA H200"
     assert "measured on one" in section.text
     (figure,) = section.figures
@@ -50,16 +56,16 @@ def test_the_fastest_of_each_kind_on_a_roofline():
 
 
 def test_the_table_says_who_and_how_many_times():
-    (table,) = kernel_sections(ATTENTION)[0].tables
+    (table,) = sections_of(ATTENTION)[0].tables
     assert table.rows == (
         ("1x8192", "800, gluon", "1,000, cudnn (levels 1)", "400, fa3", 5.0, 2.0, 0.8),
     )
-    assert "attention in FP8 is 2.00 times as fast" in kernel_sections(ATTENTION)[0].headline
+    assert "attention in FP8 is 2.00 times as fast" in sections_of(ATTENTION)[0].headline
 
 
 def test_newer_records_count_and_a_gpu_without_roof_has_none():
     newer = record("gluon", "FP8", 8.0, date=2)
-    (section,) = kernel_sections([*ATTENTION, newer], [])
+    (section,) = sections_of([*ATTENTION, newer], [])
     assert section.figures[0].data[0]["text"] == ["triton, 1x8192"]  # 6 ms, now the fastest
     assert not any("roof" in trace["name"] for trace in section.figures[0].data)
 
@@ -71,7 +77,7 @@ def test_scales_have_rows_of_their_own_and_share_bf16():
         record("torch", "BF16", 3.0, op="scaled_mm", scales="none", bias=True),
         record("torch", "BF16", 9.0, op="scaled_mm", scales="none", bias=False),
     ]
-    (table,) = kernel_sections(records)[0].tables
+    (table,) = sections_of(records)[0].tables
     assert [(row[0], row[1], row[-2]) for row in table.rows] == [
         ("1x8192, bias", "tensor", 3.0),
         ("1x8192, bias", "token by channel", 1.5),
@@ -84,7 +90,7 @@ def test_kernels_without_products_are_shown_by_their_bandwidth():
         record("triton", "BF16 to FP8", 1.0, op="quantize", flops=0.0, bytes=2e9),
         record("copy", "BF16 to BF16", 1.0, op="quantize", flops=0.0, bytes=3e9),
     ]
-    (section,) = kernel_sections(records, [ROOF])
+    (section,) = sections_of(records, [ROOF])
     own, copy, memory = section.figures[0].data
     assert (own["x"], own["y"], copy["y"]) == ([2000.0], [2000.0], [3000.0])
     assert memory["name"] == "memory, 4,000 GB/s" and memory["y"] == [4000.0, 4000.0]
@@ -97,5 +103,5 @@ def test_kernels_without_products_are_shown_by_their_bandwidth():
 def test_plotly_accepts_the_figures(op):
     graph_objects = pytest.importorskip("plotly.graph_objects")
     records = [record("triton", "FP8", 1.0, op=op), record("fa3", "BF16", 1.0, op=op)]
-    for figure in kernel_sections(records, [ROOF])[0].figures:
+    for figure in sections_of(records, [ROOF])[0].figures:
         graph_objects.Figure(data=figure.data, layout=figure.layout)

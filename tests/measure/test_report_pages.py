@@ -16,7 +16,6 @@ from octavo.measure.report.html import Link, Section, render, sections_markdown
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import make_parts, report_sections
 from octavo.measure.report.plots import Figure
-from octavo.measure.report.sections import missing_names
 from octavo.measure.report.tables import Table, to_csv, write_csv
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -41,7 +40,7 @@ def sections():
 def test_a_page_of_the_repository_s_records(sections):
     titles = [section.title for section in sections]
     assert len(set(titles)) == len(titles)
-    for start in ("Latency", "Throughput", "Vision", "Attention kernels", "Perplexity", "Pictures"):
+    for start in ("Latency", "Throughput", "Vision", "Attention kernels", "Perplexity", "Images"):
         assert any(title.startswith(start) for title in titles), start
     assert titles[0] == "Summary" and titles[-2:] == [
         "Machines, versions and commands",
@@ -69,7 +68,7 @@ def test_no_record_is_dropped_in_silence(sections):
     records = store.read(RESULTS)
     parts = make_parts()
     by_op = {op: part for part in parts for op in part.ops}
-    num_hidden = sum(r.op not in by_op or bool(missing_names(by_op[r.op], r)) for r in records)
+    num_hidden = sum(r.op not in by_op or bool(by_op[r.op].missing_names(r)) for r in records)
     (table,) = sections[-1].tables
     assert sum(cells[2] for cells in table.rows) == num_hidden > 0
     assert sum(cells[2] for cells in sections[-2].tables[1].rows) == len(records)

@@ -303,7 +303,7 @@ def calibrate_attention(
     from octavo.calibration.run import calibrate_to_file
     from octavo.measure.evaluate.calibration import calibration_records
     from octavo.measure.report.html import write_report
-    from octavo.measure.report.layers import calibration_section, calibration_table
+    from octavo.measure.report.layers import CALIBRATION, calibration_table
 
     if source.data is None:
         raise typer.BadParameter("expected --data, got none", param_hint="--data")
@@ -330,7 +330,7 @@ def calibrate_attention(
     _print_saved(f"{num_layers} layers, {result.num_prompts} prompts", settings, path)
     if source.plot is not None:
         write_report(
-            [calibration_section(records)],
+            CALIBRATION.make(records),
             source.plot,
             title="octavo calibrate",
             machines=[records[0].machine],

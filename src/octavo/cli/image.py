@@ -95,7 +95,7 @@ class Drawing:
         """Draw everything before and after the pipeline is quantized, and write all of it."""
         from octavo.integrations.diffusers.image_files import png_bytes, target_files
         from octavo.integrations.diffusers.pipeline import check_plain
-        from octavo.measure.evaluate.image_sheets import draw_side_by_side
+        from octavo.measure.evaluate.image_scores import draw_side_by_side
 
         check_plain(plain.pipe)
         check_change(plain, words)
@@ -252,7 +252,7 @@ def _print_scores(sheet: Path, before: tuple[Any, ...], after: tuple[Any, ...]) 
     """Print the scores of an image or video; returns why one is missing, if it is."""
     from statistics import fmean
 
-    from octavo.measure.evaluate.image_sheets import score_images
+    from octavo.measure.evaluate.image_scores import score_images
 
     scores = score_images(before, after)
     said = [f"PSNR {fmean(scores.psnr_db):.2f} dB", f"SSIM {fmean(scores.ssim):.4f}"]

@@ -52,6 +52,7 @@ class Flags:
 
     Attributes:
         names: Flags of fields whose flag is not their own name with hyphens: "--batch -n" for both.
+            A name without hyphens, "MODEL", makes an argument.
         help: Texts that replace those of the docstring.
         defaults: Defaults that replace those of the fields.
         without: Fields that are not flags here and keep their defaults.
@@ -184,7 +185,10 @@ def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
     if unknown := sorted(named - set(fields)):
         raise TypeError(f"{settings.__name__} has no field {', '.join(unknown)}")
     flags = []
-    for name, own in fields.items():
+    # What a class adds comes before what it has of those that it extends.
+    classes = reversed(list(enumerate(settings.__mro__)))
+    order = {name: place for place, cls in classes for name in inspect.get_annotations(cls)}
+    for name, own in sorted(fields.items(), key=lambda item: order[item[0]]):
         if name in shown.without:
             continue
         default = shown.defaults.get(name, _default(own))
@@ -212,6 +216,8 @@ def _default(own: "dataclasses.Field[Any]") -> Any:
 
 def _option(hint: Any, name: str | None, default: Any) -> Any:
     """The field's own typer.Option or typer.Argument, or one by its name."""
+    if name is not None and not name.startswith("-"):
+        return typer.Argument(metavar=name, show_default=False)
     given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
     option = copy.copy(given[0]) if given and name is None else typer.Option(*(name or "").split())
     if isinstance(option, OptionInfo) and default in (None, ()):

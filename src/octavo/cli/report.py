@@ -1,12 +1,14 @@
 """octavo report: one page from records."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import check_folder
+from octavo.cli.options import Flags, check_folder, takes_settings
 from octavo.errors import ConfigError, OctavoError
 
 if TYPE_CHECKING:
@@ -17,38 +19,40 @@ if TYPE_CHECKING:
 RESULTS = Path("results")
 
 
-def report(
-    results: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="RESULTS",
-            help="Files of records (JSON Lines), or folders of them; results/ if left out.",
-            show_default=False,
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path(
-        "report.html"
-    ),
-    markdown: Annotated[
-        Path | None,
-        typer.Option("--md", help="Also write texts and tables as Markdown.", show_default=False),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            "--csv", help="Also write every record as a row of a CSV file.", show_default=False
-        ),
-    ] = None,
-    title: Annotated[str, typer.Option("--title", help="The title of the page.")] = "octavo report",
-    advice: Annotated[
-        bool,
-        typer.Option(
-            "--advice/--no-advice",
-            help="Compare advice with what was measured. It loads torch, transformers and "
-            "diffusers, which takes longer than all the rest.",
-        ),
-    ] = True,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What is read and written.
+
+    Attributes:
+        results: Files of records (JSON Lines), or folders of them; results/ if left out.
+        output: The page to write.
+        markdown: Also write texts and tables as Markdown.
+        csv: Also write every record as a row of a CSV file.
+        title: The title of the page.
+        advice: Compare advice with what was measured. It loads torch, transformers and diffusers,
+            which takes longer than all the rest.
+    """
+
+    results: tuple[Path, ...] = ()
+    output: Annotated[Path, typer.Option("--output", "-o")] = Path("report.html")
+    markdown: Annotated[Path | None, typer.Option("--md")] = None
+    csv: Path | None = None
+    title: str = "octavo report"
+    advice: Annotated[bool, typer.Option("--advice/--no-advice")] = True
+
+    @property
+    def files(self) -> list[Path]:
+        """The files to write; ConfigError if one could not be written, or two would be the same."""
+        paths = [path for path in (self.output, self.markdown, self.csv) if path is not None]
+        for path in paths:
+            check_folder(path)
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"expected different files, got {', '.join(map(str, paths))}")
+        return paths
+
+
+@takes_settings
+def report(asked: Annotated[ReportOptions, Flags(names={"results": "RESULTS"})]) -> None:
     """Write one HTML page from records: plots, tables, machines, commands. No GPU is needed.
 
     octavo report results -o report.html --md report.md --csv records.csv
@@ -59,42 +63,37 @@ def report(
     """
     from octavo.atomic import write_atomically
     from octavo.measure import store
-    from octavo.measure.report.html import check_packages, sections_markdown, write_report
+    from octavo.measure.report.html import (
+        check_packages,
+        sections_markdown,
+        with_images,
+        write_report,
+    )
     from octavo.measure.report.pages import report_sections
-    from octavo.measure.report.pictures import with_pictures
     from octavo.measure.report.tables import write_csv
 
-    _check_paths([path for path in (output, markdown, csv) if path is not None])
+    written = asked.files
     check_packages()
-    places = results or [RESULTS]
+    places = asked.results or (RESULTS,)
     by_file = {file: store.read(file) for file in _files(places)}
     records = [row for rows in by_file.values() for row in rows]
     gpus = _known_gpus(records)
-    compared, notes = _compared(records, gpus) if advice else ([], [])
-    shown = [row for file, rows in by_file.items() for row in with_pictures(rows, file)]
+    compared, notes = _compared(records, gpus) if asked.advice else ([], [])
+    shown = [row for file, rows in by_file.items() for row in with_images(rows, file)]
     sections = report_sections(shown, roofs=_roofs(gpus), compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
     machines = [record.machine for record in records]
-    write_report(sections, output, title=title, summary=summary, machines=machines)
-    if markdown is not None:
-        text = sections_markdown(sections, title=title, summary=summary)
-        write_atomically(markdown, text.encode("utf-8", "backslashreplace"))
-    if csv is not None:
-        write_csv(records, csv)
-    for path in (output, markdown, csv):
-        if path is not None:
-            out.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
+    write_report(sections, asked.output, title=asked.title, summary=summary, machines=machines)
+    if asked.markdown is not None:
+        text = sections_markdown(sections, title=asked.title, summary=summary)
+        write_atomically(asked.markdown, text.encode("utf-8", "backslashreplace"))
+    if asked.csv is not None:
+        write_csv(records, asked.csv)
+    for path in written:
+        out.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _check_paths(paths: list[Path]) -> None:
-    """Raise ConfigError if a file could not be written, or two would be the same."""
-    for path in paths:
-        check_folder(path)
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ConfigError(f"expected different files, got {', '.join(map(str, paths))}")
-
-
-def _files(places: list[Path]) -> list[Path]:
+def _files(places: Iterable[Path]) -> list[Path]:
     """The files of records, each once; a folder without any stays, for the reader to refuse."""
     found: dict[Path, Path] = {}
     for place in places:
@@ -113,16 +112,7 @@ def _known_gpus(records: "list[Measurement]") -> "list[Gpu]":
 def _roofs(gpus: "list[Gpu]") -> "list[Roof]":
     from octavo.measure.report.kernels import Roof
 
-    return [
-        Roof(
-            gpu=gpu.name,
-            gb_per_s=gpu.ceilings.gb_per_s,
-            bf16_tflops=gpu.ceilings.bf16_tflops,
-            fp8_tflops=gpu.ceilings.fp8_tflops,
-            source=gpu.ceilings.source,
-        )
-        for gpu in gpus
-    ]
+    return [Roof(gpu=gpu.name, **vars(gpu.ceilings)) for gpu in gpus]
 
 
 def _compared(

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from octavo.demo.charts import COLORS, Chart, Distribution, Rgb, make_chart, make_questions
 from octavo.errors import UnsupportedError
-from octavo.measure.evaluate.chartqa_data import Question
+from octavo.measure.evaluate.question_files import ChartQuestion
 
 UP = 2  # drawn larger by this, then reduced: smooth edges
 GRID: Rgb = (215, 215, 215)
@@ -61,14 +61,14 @@ def draw_with_places(chart: Chart) -> tuple[Image.Image, list[Place]]:
 
 def generated_questions(
     num_questions: int, distribution: Distribution = "plain", first_seed: int = 0
-) -> list[Question]:
+) -> list[ChartQuestion]:
     """Questions about charts of consecutive seeds, four about each; training uses other seeds."""
-    found: list[Question] = []
+    found: list[ChartQuestion] = []
     for seed in range(first_seed, first_seed + -(-num_questions // QUESTIONS_PER_CHART)):
         chart = make_chart(seed, distribution)
         image = draw_chart(chart)
         asked = make_questions(chart, seed, QUESTIONS_PER_CHART)
-        found += [Question(image, question.text, (question.answer,)) for question in asked]
+        found += [ChartQuestion(image, question.text, (question.answer,)) for question in asked]
     return found[:num_questions]
 
 

@@ -18,9 +18,10 @@ from octavo.errors import ConfigError
 from octavo.integrations.transformers.calibrate import ImageModel
 from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
-from octavo.measure.evaluate.chartqa import ROWS, chart_rows, chartqa_table, evaluate
-from octavo.measure.evaluate.chartqa_data import Question
-from octavo.measure.evaluate.image_sheets import fitting
+from octavo.measure.evaluate.chartqa import chart_rows, chartqa_table, evaluate
+from octavo.measure.evaluate.image_scores import fitting
+from octavo.measure.evaluate.question_files import ChartQuestion
+from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Progress, Watch
@@ -43,7 +44,7 @@ class ChartDemo:
         self.reader, self.records, self.command, self.sizes = reader, records, command, sizes
         self.answers: dict[str, list[str]] = {}
         self._scales: ScaleSet | None = None
-        self._questions: list[Question] = []
+        self._questions: list[ChartQuestion] = []
 
     @property
     def stages(self) -> list[Stage]:
@@ -80,7 +81,7 @@ class ChartDemo:
         from octavo.demo.chart_drawing import generated_questions
 
         self._questions = generated_questions(self.sizes.chart_questions)
-        rows = chart_rows(ROWS, self._scales)
+        rows = chart_rows(ChartRequest.recipe, self._scales)
         progress = Progress(watch, "answering", len(rows) * len(self._questions))
         with one_thread():
             found = evaluate(
@@ -107,7 +108,8 @@ class ChartDemo:
 
     def _told(self, records: Sequence[Measurement]) -> list[Table | str]:
         changed = ", ".join(f"{name} {count}" for name, count in self.num_changed().items())
-        words = f"Answers in other words than {ROWS[0]}'s, of {len(self._questions)}: {changed}."
+        first, number = ChartRequest.recipe[0], len(self._questions)
+        words = f"Answers in other words than {first}'s, of {number}: {changed}."
         return [chartqa_table(records), words]
 
     def num_changed(self) -> dict[str, int]:
@@ -138,7 +140,7 @@ def noisy_charts(num_images: int) -> PromptData[ImagePrompt]:
 
 
 def choose_examples(
-    questions: Sequence[Question], answers: Sequence[Sequence[str]], count: int
+    questions: Sequence[ChartQuestion], answers: Sequence[Sequence[str]], count: int
 ) -> list[int]:
     """Which questions to show, each of another chart: at most half of them disagreements."""
     chosen: list[int] = []
@@ -159,7 +161,7 @@ def choose_examples(
 
 
 def draw_chart_sheet(
-    questions: Sequence[Question], answers: Mapping[str, Sequence[str]], shown: Sequence[int]
+    questions: Sequence[ChartQuestion], answers: Mapping[str, Sequence[str]], shown: Sequence[int]
 ) -> bytes:
     """A JPEG of the questions `shown`; answers: of all questions, by the names of rows."""
     from PIL import Image, ImageDraw, ImageFont

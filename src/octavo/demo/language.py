@@ -20,9 +20,15 @@ from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure import store
 from octavo.measure.evaluate import needle, perplexity
 from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.language import BASELINE, LanguageRequest, machine_of
+from octavo.measure.evaluate.language import local_rows, machine_of
+from octavo.measure.evaluate.requests import (
+    BASELINE,
+    LanguageRequest,
+    NeedleRequest,
+    PerplexityRequest,
+)
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.layers import error_sections
+from octavo.measure.report.layers import ERRORS
 from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import Row
@@ -107,24 +113,26 @@ class LanguageDemo:
     def _perplexity(self, watch: Watch) -> list[Measurement]:
         path = self.records.parent / TEXT
         write_atomically(path, self.text.encode())
-        request = perplexity.Request(
+        request = PerplexityRequest(
             data=path,
             context=self.sizes.context,
             chunk=self.sizes.chunk,
             num_windows=self.sizes.num_windows,
-            rows=PERPLEXITY_ROWS,
+            recipe=PERPLEXITY_ROWS,
             calibration_windows=1,
         )
         return perplexity.run(request, self.records, watch, text_model=self.text_model)
 
     def _needle(self, watch: Watch) -> list[Measurement]:
-        grid = needle.Grid(lengths=self.sizes.needle_lengths, depths=(0.5,), repetitions=1)
-        request = needle.Request(grid=grid, model=SMALL_MODEL, rows=ROWS, num_keys=1)
+        lengths = ",".join(map(str, self.sizes.needle_lengths))
+        request = NeedleRequest(
+            lengths=lengths, depths="0.5", repetitions=1, model=SMALL_MODEL, recipe=ROWS, num_keys=1
+        )
         return needle.run(request, self.records, watch, text_model=self.text_model)
 
     def _chat(self, watch: Watch) -> list[Measurement]:
-        request = LanguageRequest(rows=ROWS)
-        rows = [row for _, row in request.local_rows(self.text_model, {})]
+        request = LanguageRequest(recipe=ROWS)
+        rows = [row for _, row in local_rows(request, self.text_model, {})]
         progress = Progress(watch, "answering", len(rows))
 
         def keep(record: Measurement) -> None:
@@ -145,7 +153,8 @@ class LanguageDemo:
 
 def _errors_told(records: Sequence[Measurement]) -> list[Table | str]:
     """The tables of the report's sections, without its texts."""
-    return [table for section in error_sections(records) for table in section.tables]
+    by_kind = ((kind, [row for row in records if row.op in kind.ops]) for kind in ERRORS)
+    return [table for kind, own in by_kind for made in kind.make(own) for table in made.tables]
 
 
 def chat_turn(

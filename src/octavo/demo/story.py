@@ -16,7 +16,8 @@ from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.evaluate import images
-from octavo.measure.evaluate.image_sheets import keep_compared
+from octavo.measure.evaluate.image_scores import keep_compared
+from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
@@ -65,19 +66,18 @@ def make_stages(records: Path, results: Path, sizes: Sizes | None = None) -> lis
 
 def image_stage(records: Path, sizes: Sizes) -> Stage:
     """Images of the small image model in BF16 and FP8."""
-    prompts = images.choose_prompts(images.read_prompts(None), sizes.num_images)
-    job = images.ImageJob(
-        model="small-image",
-        dtype="bfloat16",
-        prompts=prompts,
+    request = ImageRequest(
+        num_pictures=sizes.num_images,
+        row=IMAGE_ROWS,
         num_inference_steps=sizes.num_inference_steps,
     )
+    job = images.make_job(request)
 
     def run(watch: Watch) -> list[Measurement]:
         from octavo.integrations.diffusers.load import load_pipeline
 
         rows = images.parse_image_rows(IMAGE_ROWS, job.dtype)
-        progress = Progress(watch, "drawing", len(rows) * len(prompts))
+        progress = Progress(watch, "drawing", len(rows) * len(job.prompts))
 
         def step(row: str) -> None:
             progress.what = f"drawing in {row}"
@@ -89,23 +89,15 @@ def image_stage(records: Path, sizes: Sizes) -> Stage:
                 lambda: load_pipeline(None, images.torch_dtype(job.dtype), "cpu"),
                 rows,
                 job,
-                command=_images_command(sizes),
+                command=request.command,
                 lpips=False,
-                keep=keep_compared(records.parent / "pictures", prompts, records),
+                keep=keep_compared(records.parent / "pictures", job.prompts, records),
                 on_image=step,
                 on_row=lambda record, _: store.append(records, [record]),
             )
 
     title = f"Small image model: {sizes.num_images} images in BF16 and FP8"
     return Stage(title, run, lambda found: [images.images_table(found)])
-
-
-def _images_command(sizes: Sizes) -> str:
-    rows = " ".join(f"--row {row}" for row in IMAGE_ROWS)
-    return (
-        f"octavo eval images --num-pictures {sizes.num_images} {rows} --num-inference-steps "
-        f"{sizes.num_inference_steps} --seed 0 --dtype bfloat16"
-    )
 
 
 def advice_stage(records: Path, results: Path) -> Stage:

@@ -10,7 +10,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.transformers import retrieval_model as built
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure.evaluate.answering import answer_tokens
-from octavo.measure.evaluate.needle_prompts import PairHaystack
+from octavo.measure.evaluate.needle import PairHaystack
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qkv import QkvScales

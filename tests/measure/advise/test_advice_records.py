@@ -11,7 +11,7 @@ from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.records import Measurement
 from octavo.measure.report.pages import report_sections
-from octavo.measure.report.speed import advice_sections
+from octavo.measure.report.speed import ADVICE
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_a_time_without_a_speed_up_says_why(advice):
     bound = replace(advice.expectations[0], note="bound by the host")
     records = advice_records(replace(advice, expectations=(bound,)), "c")
     assert "speedup" not in records[0].values and records[0].case["note"] == "bound by the host"
-    (section,) = advice_sections(records)
+    (section,) = ADVICE.make(records)
     assert "bound by the host." in section.text and section.headline == ""
     assert section.tables[0].rows[0][-1] is None
 
@@ -62,4 +62,4 @@ def test_a_recipe_by_hand_is_shown_as_it_is(advice):
     records = advice_records(advice, "c")
     for text, rows in (("# nothing\n", ("nothing is quantized", "")), ("= x", ("recipe", "= x"))):
         some = [replace(r, case={**r.case, "recipe": text}) for r in records]
-        assert advice_sections(some)[0].tables[1].rows == (rows,)
+        assert ADVICE.make(some)[0].tables[1].rows == (rows,)

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.errors import CheckpointError
 from octavo.measure.evaluate.answers import AnswerFile, StoredAnswer
-from octavo.measure.evaluate.endpoint import Reply
+from octavo.measure.evaluate.language import Reply
 from octavo.measure.store import TornLineWarning
 
 NUM_ANSWERS = 60

@@ -12,11 +12,11 @@ from octavo.integrations.transformers.text_model import TextModel
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.evaluate import perplexity
 from octavo.measure.evaluate.language import (
-    LanguageRequest,
     applied,
     local_participants,
 )
-from octavo.measure.evaluate.reading import Reading
+from octavo.measure.evaluate.perplexity import Reading
+from octavo.measure.evaluate.requests import LanguageRequest
 from octavo.measure.rows import Row
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
@@ -59,7 +59,7 @@ def test_rows_with_fp8_linear_layers_are_evaluated():
     windows, reading = [PROMPT[0]], Reading(chunk=10)
     found = perplexity.evaluate(text_model, windows, rows, reading, data="x", command="c")
     assert len({record.values["perplexity"] for record in found}) == 3
-    request = LanguageRequest(rows=("baseline", "linear+ignore=mlp"))
+    request = LanguageRequest(recipe=("baseline", "linear+ignore=mlp"))
     named = TextModel("a", text_model.model, _Words())
 
     def count(own, item):

@@ -167,7 +167,7 @@ def test_pictures_that_are_not_finite_name_their_row(made, monkeypatch):
         return Changes({})
 
     monkeypatch.setattr(images, "apply_", break_)
-    with pytest.raises(ConfigError, match="row fp8: expected finite pictures"):
+    with pytest.raises(ConfigError, match="row fp8: expected finite images"):
         run(made)
 
 
@@ -291,7 +291,7 @@ def test_a_record_names_the_picture_that_was_kept(made):
 
 def test_pictures_are_named_from_the_records_file_on(made, tmp_path, monkeypatch):
     pytest.importorskip("PIL")
-    from octavo.measure.evaluate.image_sheets import keep_compared
+    from octavo.measure.evaluate.image_scores import keep_compared
 
     monkeypatch.chdir(tmp_path)
     records, folder = Path("a/records.jsonl"), Path("b")

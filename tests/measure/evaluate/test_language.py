@@ -8,9 +8,10 @@ from octavo.measure.evaluate import language
 from octavo.measure.evaluate.language import (
     PLAIN_KEYS,
     Keys,
-    LanguageRequest,
     calibrate_rows,
+    given_scales,
 )
+from octavo.measure.evaluate.requests import LanguageRequest
 
 SCALES = ScaleSet({"layers.0": LayerScales(0.5, 0.5, 0.5)})
 
@@ -18,11 +19,11 @@ SCALES = ScaleSet({"layers.0": LayerScales(0.5, 0.5, 0.5)})
 def test_scales_of_a_file_are_for_the_rows_that_can_use_them(tmp_path):
     path = tmp_path / "scales.json"
     save_scales(path, SCALES)
-    both = LanguageRequest(rows=("tensor", "head"), scales=path)
-    assert both.given_scales() == {PLAIN_KEYS: SCALES}
-    assert LanguageRequest(rows=("tensor",)).given_scales() == {}
+    both = LanguageRequest(recipe=("tensor", "head"), scales=path)
+    assert given_scales(both) == {PLAIN_KEYS: SCALES}
+    assert given_scales(LanguageRequest(recipe=("tensor",))) == {}
     with pytest.raises(ConfigError, match="for the row head.rotate, of keys with rotate, got keys"):
-        LanguageRequest(rows=("tensor", "head+rotate"), scales=path).given_scales()
+        given_scales(LanguageRequest(recipe=("tensor", "head+rotate"), scales=path))
 
 
 def test_every_kind_of_keys_is_calibrated_once(monkeypatch):
@@ -39,7 +40,7 @@ def test_every_kind_of_keys_is_calibrated_once(monkeypatch):
     found = calibrate_rows(
         "model",
         ["a", "b"],
-        LanguageRequest(rows=("tensor", "head+center", "head", "token+center")).rows_with_scales,
+        LanguageRequest(recipe=("tensor", "head+center", "head", "token+center")).rows_with_scales,
         data="words",
         margin=2.0,
         watch=lambda *args: seen.append(args),

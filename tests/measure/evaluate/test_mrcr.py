@@ -15,12 +15,13 @@ from octavo.measure.evaluate.mrcr import (
     bucket_of,
     choose_questions,
     evaluate,
+    generated_questions,
     grade,
     joined_values,
+    load_questions,
     mrcr_table,
     score_values,
 )
-from octavo.measure.evaluate.mrcr_data import generated_questions, load_questions
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records
 

@@ -14,15 +14,23 @@ from octavo import LayerScales, Recipe, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import retrieval_model as built
 from octavo.measure.evaluate.answering import prompt_chunks
-from octavo.measure.evaluate.language import PLAIN_KEYS, local_participants, recipe_digest
-from octavo.measure.evaluate.needle import Grid, Request, evaluate
-from octavo.measure.evaluate.needle_prompts import (
+from octavo.measure.evaluate.language import (
+    PLAIN_KEYS,
+    local_participants,
+    local_rows,
+    recipe_digest,
+)
+from octavo.measure.evaluate.needle import (
+    Grid,
     NeedlePrompt,
     PairHaystack,
     TextHaystack,
+    calibration_of,
+    evaluate,
     prompt_seed,
     split_sentences,
 )
+from octavo.measure.evaluate.requests import NeedleRequest
 from octavo.measure.evaluate.statistics import recovery
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records
@@ -214,9 +222,10 @@ def test_a_recipe_is_known_by_what_it_does(tmp_path):
     path, file = tmp_path / "recipe.toml", tmp_path / "scales.json"
 
     def digest(row, scale=0.1, **changes):
-        request = Request(grid=GRID, rows=(row,), **changes)
+        request = NeedleRequest(recipe=(row,), **changes)
+        calibration = calibration_of(request, GRID)
         scales = {PLAIN_KEYS: ScaleSet({"layers.0.self_attn": LayerScales(None, scale, scale)})}
-        (found,) = local_participants(request, MODEL, scales, None, calibration=request.calibration)
+        (found,) = local_participants(request, MODEL, scales, None, calibration=calibration)
         return found.about["recipe_digest"]
 
     # Calibrated: by the margin. Given: by the scales, whatever their file is called.
@@ -241,7 +250,7 @@ def test_a_recipe_is_known_by_what_it_does(tmp_path):
 
 def test_rows_may_say_when_sums_are_promoted():
     names = ("baseline", "unit+promote=none", "unit+rotate+promote=4+skip=0", "unit")
-    rows = [row for _, row in Request(grid=GRID, rows=names).local_rows(MODEL, {})]
+    rows = [row for _, row in local_rows(NeedleRequest(recipe=names), MODEL, {})]
     assert [r.recipe().promote_every for r in rows[1:]] == [None, 4, 1]
     assert rows[2].recipe().skip_layers == ("0",) and rows[2].name == f"fp8 {names[2]}"
 

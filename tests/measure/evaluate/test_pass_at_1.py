@@ -15,7 +15,7 @@ from octavo.integrations.transformers.text_model import (
     load_generation_sampling,
 )
 from octavo.measure.evaluate.answers import AnswerFile, Sampler, SamplingPlan
-from octavo.measure.evaluate.endpoint import Reply
+from octavo.measure.evaluate.language import Reply
 from octavo.measure.evaluate.math_equality import make_checker
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions

@@ -16,14 +16,14 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.measure.evaluate import perplexity as task
-from octavo.measure.evaluate import reading as reading_module
 from octavo.measure.evaluate.language import (
     PLAIN_KEYS,
     Keys,
-    LanguageRequest,
     calibration_scales,
+    local_rows,
 )
-from octavo.measure.evaluate.reading import Reading, window_losses
+from octavo.measure.evaluate.perplexity import Reading, window_losses
+from octavo.measure.evaluate.requests import LanguageRequest
 from octavo.measure.rows import Row
 from octavo.measure.run import Records
 from octavo_testkit.models.text_models import make_decoder, make_prompts
@@ -75,11 +75,11 @@ def test_a_cache_that_never_moves_reads_the_same(recipe, chunk, monkeypatch):
     if recipe is not None:
         apply_(model, recipe)
     expected = window_losses(model, WINDOWS, Reading(chunk=chunk, batch=2))
-    monkeypatch.setattr(reading_module, "NUM_WARMUPS", 1000)
+    monkeypatch.setattr(task, "NUM_WARMUPS", 1000)
     monkeypatch.setattr(
-        reading_module,
+        task,
         "_Passes",
-        lambda model: reading_module._Replays(model, 2, len(WINDOWS[0]), chunk),
+        lambda model: task._Replays(model, 2, len(WINDOWS[0]), chunk),
     )
     found = window_losses(model, WINDOWS[:2], Reading(chunk=chunk, batch=2))
     assert found == pytest.approx(expected[:2], rel=1e-5)
@@ -96,7 +96,7 @@ def test_replays_know_nothing_that_only_the_host_counts(family, recipe, monkeypa
     readers = []
 
     def make_reader(model):
-        readers.append(reading_module._Replays(model, 2, len(WINDOWS[0]), 3))
+        readers.append(task._Replays(model, 2, len(WINDOWS[0]), 3))
         return readers[-1]
 
     class Graph:
@@ -114,7 +114,7 @@ def test_replays_know_nothing_that_only_the_host_counts(family, recipe, monkeypa
         yield
         readers[-1].cache.layers = before
 
-    monkeypatch.setattr(reading_module, "_Passes", make_reader)
+    monkeypatch.setattr(task, "_Passes", make_reader)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     found = window_losses(model, WINDOWS[:2], Reading(chunk=3, batch=2))
@@ -138,7 +138,7 @@ def test_replays_read_what_passes_read(family, recipe, chunk, monkeypatch):
         apply_(model, Recipe(kv_cache=recipe))
     windows = [torch.randint(2, 60, (200,)) for _ in range(3)]
     found = window_losses(model, windows, Reading(chunk=chunk, batch=3))
-    monkeypatch.setattr(reading_module, "MAX_QUERY_TOKENS", 0)
+    monkeypatch.setattr(task, "MAX_QUERY_TOKENS", 0)
     expected = window_losses(model, windows, Reading(chunk=chunk, batch=3))
     assert found == pytest.approx(expected, rel=1e-2)
 
@@ -156,8 +156,8 @@ def test_what_counts_is_never_nothing():
 
 
 def make_rows(names, scales, *, dtype="baseline", **options):
-    request = LanguageRequest(rows=tuple(names), **options)
-    return [row for _, row in request.local_rows(SimpleNamespace(dtype=dtype), scales)]
+    request = LanguageRequest(recipe=tuple(names), **options)
+    return [row for _, row in local_rows(request, SimpleNamespace(dtype=dtype), scales)]
 
 
 def evaluate(model, rows, **options):
@@ -234,7 +234,6 @@ def test_one_window_has_no_standard_error():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "different rows"),
         (["head", "head"], "different rows"),
         (["int8"], "baseline, unit, tensor, head, token, .*got 'int8'"),
         (["baseline+skip=1"], "baseline quantizes nothing"),

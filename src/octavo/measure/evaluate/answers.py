@@ -22,8 +22,7 @@ from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure import store
 from octavo.measure.bench.engine import Subject, open_engine
 from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.endpoint import Client, Endpoint, Message, Reply
-from octavo.measure.evaluate.language import machine_of
+from octavo.measure.evaluate.language import Client, Endpoint, Message, Reply, machine_of
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import Row
 from octavo.recipe import Recipe

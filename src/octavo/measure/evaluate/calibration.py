@@ -8,8 +8,8 @@ import torch
 
 from octavo.calibration.run import CalibrationResult
 from octavo.integrations.layer_groups import group_of
-from octavo.kernels.device import describe
-from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.bench.timing import machine_of
+from octavo.measure.records import Measurement, Scalar
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.calibrate import PipelineResult
@@ -23,8 +23,7 @@ def calibration_records(
 
     device: where the model ran.
     """
-    described = describe(device)
-    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    machine = machine_of(device)
     header = result.scales.header
     return [
         Measurement(
@@ -77,8 +76,7 @@ def sensitivity_records(
     proposed: the patterns to ignore; rest: the error of all other layers at once. about: the model
     and how it ran; device: where.
     """
-    described = describe(device)
-    machine = Machine.current(gpu=described.gpu, capability=described.capability)
+    machine = machine_of(device)
     total = sum(row.num_weights for row in found.rows)
     records = [
         Measurement(

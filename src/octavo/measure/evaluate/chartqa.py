@@ -12,32 +12,41 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
+from octavo.calibration.run import Calibration, calibrate
+from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
+from octavo.calibration.settings import CalibrationSettings
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.embedded_models import CHART_READER
+from octavo.integrations.transformers.calibrate import layer_names, observe
 from octavo.integrations.transformers.tokenizer import PromptSettings
-from octavo.integrations.transformers.vision import scale_name
 from octavo.integrations.transformers.vision_language import load_vlm_reader
-from octavo.layers.encoder_attention import EncoderAttention
-from octavo.layers.scaling import DynamicScaling
-from octavo.measure.evaluate.chartqa_data import Question
+from octavo.kernels.device import default_device
 from octavo.measure.evaluate.language import machine_of
+from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
+from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.evaluate.statistics import paired_difference
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows
-from octavo.measure.run import Outcome, Participant, Records, run_whole
-from octavo.numerics.qkv import QkvScales
-from octavo.recipe import Recipe
+from octavo.measure.run import (
+    Outcome,
+    Participant,
+    Progress,
+    Records,
+    Watch,
+    run_whole,
+    unwatched,
+)
 
 BATCH_SIZE = 16
-ROWS = ("bf16", "dynamic", "static")
+NUM_CALIBRATION_IMAGES = 128
 TOLERANCE = 0.05
 SHOWN = ("relaxed (%)", "anywhere (%)", "exact (%)")  # the scores, in their order
 
@@ -55,9 +64,50 @@ class Reader(Protocol):
         ...
 
 
+def run(
+    request: ChartRequest,
+    output: Path | None,
+    watch: Watch = unwatched,
+    *,
+    generate: Callable[..., list[ChartQuestion]],
+) -> list[Measurement]:
+    """Ask every row; a record is in the file `output` as soon as its row is done.
+
+    generate: makes so many questions about charts, "noisy" ones to calibrate on.
+    """
+    needs_scales = any(row.needs_scales for row in chart_rows(request.recipe))
+    if request.scales is not None and not needs_scales:
+        raise ConfigError("--scales is for rows with static scales, which are not asked for")
+    records = Records.of_file(output)
+    reader = load_reader(request.model, default_device().torch_device, request.prompts)
+    questions = load_chart_questions(request.data, request.num_questions, generate)
+    scales = None
+    if request.scales is not None:
+        scales = load_scales(request.scales)
+    elif needs_scales:
+        noisy = generate(4 * NUM_CALIBRATION_IMAGES, "noisy")[::4]
+        scales = calibration_scales(
+            reader,
+            noisy,
+            data="generated noisy charts",
+            on_step=lambda num_seen: watch("calibrating", num_seen, len(noisy)),
+        )
+    rows = chart_rows(request.recipe, scales)
+    return evaluate(
+        reader,
+        questions,
+        rows,
+        data=request.data,
+        command=request.command,
+        batch_size=request.batch_size,
+        on_step=Progress(watch, "answering", len(rows) * len(questions)).add,
+        records=records,
+    )
+
+
 def evaluate(
     reader: Reader,
-    questions: Sequence[Question],
+    questions: Sequence[ChartQuestion],
     rows: Sequence[Row],
     *,
     data: str,
@@ -81,7 +131,7 @@ def evaluate(
     def measure(row: Row) -> Outcome:
         answers: list[str] = []
         for batch in _batches(questions, batch_size):
-            answers += reader.answer([q.image for q in batch], [q.text for q in batch])
+            answers += _answer(reader, batch)
             on_step(len(batch))
         on_answers(row.name, answers)
         scores.append(_scores(questions, answers))
@@ -177,58 +227,41 @@ def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
 
 def calibration_scales(
     reader: Reader,
-    questions: Sequence[Question],
+    questions: Sequence[ChartQuestion],
     *,
     data: str,
     margin: float = 1.5,
     batch_size: int = BATCH_SIZE,
     on_step: Step = lambda num_questions: None,
 ) -> ScaleSet:
-    """Static scales of a reader's tower, by questions that are not measured; data: their name.
-
-    Dynamic scales follow the last 16 passes only, so the largest of all batches is kept.
-    """
+    """Static scales of a reader's tower, by questions that are not measured; data: their name."""
     if not questions:
         raise ConfigError("expected one image or more to calibrate on, got none")
-    apply_(reader.model, Recipe(vision_attention="fp8"))
-    largest: dict[str, QkvScales] = {}
-    try:
-        for batch in _batches(questions, batch_size):
-            reader.answer([q.image for q in batch], [q.text for q in batch])
-            for name, scales in _current_scales(reader.model, margin).items():
-                largest[name] = _larger(largest.get(name), scales)
-            on_step(len(batch))
-    finally:
-        restore_(reader.model)
-    header = ScaleHeader(model=reader.name, data=data, observer="amax", margin=margin)
-    layers = {name: LayerScales(*map(float, (s.q, s.k, s.v))) for name, s in largest.items()}
-    return ScaleSet(layers, header)
+    settings = CalibrationSettings(margin=margin)
+    batches = _batches(questions, batch_size)
+    calibration = calibrate(
+        Calibration(layer_names(reader.model), settings),
+        lambda num_seen: batches,
+        observe=partial(observe, reader.model),
+        forward=partial(_answer, reader),
+        on_batch=on_step,
+    )
+    header = ScaleHeader(kind="vision_attention", model=reader.name, data=data)
+    return calibration.result(header).scales
 
 
-def _current_scales(model: Any, margin: float) -> dict[str, QkvScales]:
-    """The scales that the layers of a model with dynamic FP8 attention ask for."""
-    found = {}
-    for module in model.modules():
-        if isinstance(module, EncoderAttention) and isinstance(module.scaling, DynamicScaling):
-            found[scale_name(module.name)] = module.scaling.scales(margin)
-    return found
+def _answer(reader: Reader, questions: Sequence[ChartQuestion]) -> list[str]:
+    return reader.answer([q.image for q in questions], [q.text for q in questions])
 
 
-def _larger(first: QkvScales | None, second: QkvScales) -> QkvScales:
-    if first is None:
-        return second
-    pairs = ((first.q, second.q), (first.k, second.k), (first.v, second.v))
-    return QkvScales(*(a.maximum(b) for a, b in pairs))
-
-
-def _batches(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:
+def _batches(questions: Sequence[ChartQuestion], batch_size: int) -> list[list[ChartQuestion]]:
     if batch_size < 1:
         raise ConfigError(f"expected a batch size from 1 on, got {batch_size}")
     rest = iter(questions)
     return list(iter(lambda: list(islice(rest, batch_size)), []))
 
 
-def _scores(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, list[float]]:
+def _scores(questions: Sequence[ChartQuestion], answers: Sequence[str]) -> dict[str, list[float]]:
     return {
         name: [score(a, q.answers) for a, q in zip(answers, questions, strict=True)]
         for name, score in SCORES.items()

@@ -1,21 +1,27 @@
-"""How near pictures are to others: PSNR, SSIM and, where its package is installed, LPIPS.
+"""How near images are to others: PSNR, SSIM and, where its package is installed, LPIPS.
 
-Pictures are [n, 3, height, width] with values from 0 to 1. PSNR is -10 log10 of the mean square
-error, at most `MAX_PSNR_DB`: the same pictures would have an infinite one, and so would the mean of
-many. SSIM is that of Wang et al. (2004), by windows of 11 pixels wholly inside the picture, and
+Images are [n, 3, height, width] with values from 0 to 1. PSNR is -10 log10 of the mean square
+error, at most `MAX_PSNR_DB`: the same images would have an infinite one, and so would the mean of
+many. SSIM is that of Wang et al. (2004), by windows of 11 pixels wholly inside the image, and
 the mean of the three colors.
 """
 
+import io
 import math
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.atomic import write_atomically
 from octavo.errors import ConfigError, UnsupportedError
 
 MAX_PSNR_DB = 100.0
@@ -25,13 +31,16 @@ NO_LPIPS = "LPIPS is left out: the package lpips is not installed (pip install l
 LPIPS_OFF = "LPIPS is left out: it was not asked for"
 MIN_LPIPS_SIDE = 31  # pixels that AlexNet needs
 Net = Callable[[Tensor, Tensor], Tensor]
+# Given the names and images of the first row and another: where both were written side by side, as
+# a path from the records file on, and the prompts that this shows.
+Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
 
 
 @dataclass(frozen=True)
 class ImageScores:
-    """The scores of each picture.
+    """The scores of each image.
 
-    psnr_db: up to MAX_PSNR_DB, of the same pictures. ssim: 1 is the same. lpips: 0 is the same, and
+    psnr_db: up to MAX_PSNR_DB, of the same images. ssim: 1 is the same. lpips: 0 is the same, and
     None where it could not be taken; `lpips_note` says why.
     """
 
@@ -42,22 +51,22 @@ class ImageScores:
 
     @property
     def mean_psnr_db(self) -> float:
-        """The mean of the pictures' PSNR, in dB."""
+        """The mean of the images' PSNR, in dB."""
         return _mean(self.psnr_db)
 
     @property
     def mean_ssim(self) -> float:
-        """The mean of the pictures' SSIM."""
+        """The mean of the images' SSIM."""
         return _mean(self.ssim)
 
     @property
     def mean_lpips(self) -> float | None:
-        """The mean of the pictures' LPIPS."""
+        """The mean of the images' LPIPS."""
         return None if self.lpips is None else _mean(self.lpips)
 
 
 def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageScores:
-    """The scores of each picture of `a` against the one of `b` in its place.
+    """The scores of each image of `a` against the one of `b` in its place.
 
     a, b: [n, 3, height, width], floating point, 0 to 1, 11 pixels or more on each side. Values that
     are not finite or out of range are errors. lpips: True must be possible, False leaves it out,
@@ -74,7 +83,7 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
 def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str | None:
     """Why `compare_images` would leave LPIPS out here; None if it would not.
 
-    side: the shorter one of pictures, in pixels.
+    side: the shorter one of images, in pixels.
     """
     net = _find_lpips(lpips, side)
     return net if isinstance(net, str) else None
@@ -83,20 +92,20 @@ def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str |
 def _check(a: Tensor, b: Tensor) -> None:
     if a.dim() != 4 or a.shape[1] != 3 or a.shape != b.shape or not len(a):
         raise ConfigError(
-            "expected two times the same number of pictures [n, 3, height, width], got "
+            "expected two times the same number of images [n, 3, height, width], got "
             f"{list(a.shape)} and {list(b.shape)}"
         )
     if min(a.shape[2:]) < WINDOW:
         raise ConfigError(
-            f"expected pictures of {WINDOW} × {WINDOW} pixels or more, a window of SSIM, got "
+            f"expected images of {WINDOW} × {WINDOW} pixels or more, a window of SSIM, got "
             f"{a.shape[2]} × {a.shape[3]}"
         )
-    for pictures in (a, b):
-        if not pictures.is_floating_point():
-            raise ConfigError(f"expected values from 0 to 1, got {pictures.dtype}: divide by 255")
-        if num_bad := int((~pictures.isfinite()).sum()):
-            raise ConfigError(f"expected finite pictures, got {num_bad} NaN or Inf values")
-        low, high = float(pictures.min()), float(pictures.max())
+    for images in (a, b):
+        if not images.is_floating_point():
+            raise ConfigError(f"expected values from 0 to 1, got {images.dtype}: divide by 255")
+        if num_bad := int((~images.isfinite()).sum()):
+            raise ConfigError(f"expected finite images, got {num_bad} NaN or Inf values")
+        low, high = float(images.min()), float(images.max())
         if low < 0 or high > 1:
             raise ConfigError(f"expected values from 0 to 1, got {low:g} to {high:g}")
 
@@ -118,7 +127,7 @@ def _ssim(a: Tensor, b: Tensor) -> tuple[float, ...]:
 
 
 def _blur(x: Tensor) -> Tensor:
-    """The Gaussian mean around each pixel whose window lies in the picture, color by color."""
+    """The Gaussian mean around each pixel whose window lies in the image, color by color."""
     places = torch.arange(WINDOW, dtype=x.dtype, device=x.device) - WINDOW // 2
     weights = torch.exp(-(places**2) / (2 * SIGMA**2))
     weights = (weights / weights.sum()).expand(x.shape[1], 1, 1, WINDOW)
@@ -160,3 +169,150 @@ def _lpips_net() -> Net:
 
 def _mean(values: tuple[float, ...]) -> float:
     return math.fsum(values) / len(values)
+
+
+SHEET = "sheet.png"
+SIDE = 192  # pixels of the longer side of an image on the sheet
+LINE, GAP, LABEL = 16, 4, 160  # pixels: a line of text, around an image, the names of rows
+MAX_COLUMNS = 16
+MAX_COMPARED = 8  # prompts of a sheet that compares two rows
+QUALITY = 90  # of a JPEG
+TIMES = 8  # the difference of two images, so that it can be seen
+MIN_SIDE = 256  # pixels of a panel's longer side; smaller images are enlarged, pixel by pixel
+CAPTION, BETWEEN = 24, 6  # pixels: the captions of panels, and between them
+
+
+def save_images(
+    folder: Path, prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]
+) -> Path:
+    """Write each row's images to a folder of its own, and all of them on one sheet.
+
+    rows: names, and images for each prompt, [frames, 3, height, width] in [0, 1]; of a video the
+    first frame. The sheet has the first MAX_COLUMNS prompts. Returns its path.
+    """
+    if not rows or any(len(images) != len(prompts) for _, images in rows):
+        raise ConfigError(f"expected an image for each of {len(prompts)} prompts in every row")
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, (name, images) in enumerate(rows):
+        own = folder / f"{place}_{_file_name(name)}"
+        own.mkdir(exist_ok=True)
+        for index, (prompt, frames) in enumerate(zip(prompts, images, strict=True)):
+            file = own / f"{index:03d}_{_file_name(prompt)}.png"
+            write_atomically(file, _png(_image(frames)))
+    shown = [(name, [_image(frames) for frames in row[:MAX_COLUMNS]]) for name, row in rows]
+    write_atomically(folder / SHEET, _png(_sheet(prompts[:MAX_COLUMNS], shown)))
+    return folder / SHEET
+
+
+def save_compared(
+    folder: Path, prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]
+) -> Path:
+    """Write the images of two rows or more beside each other as one JPEG, named by the last row.
+
+    prompts, rows: as in `save_images`; the first MAX_COMPARED prompts are shown.
+    """
+    shown = [(name, [_image(frames) for frames in row[:MAX_COMPARED]]) for name, row in rows]
+    content = io.BytesIO()
+    _sheet(prompts[:MAX_COMPARED], shown).save(content, "JPEG", quality=QUALITY)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"compared_{_file_name(rows[-1][0])}.jpg"
+    write_atomically(path, content.getvalue())
+    return path
+
+
+def _sheet(prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> Any:
+    from PIL import Image, ImageDraw
+
+    width, height = rows[0][1][0].size
+    zoom = SIDE / max(width, height)
+    size = (max(1, round(width * zoom)), max(1, round(height * zoom)))
+    across, down = size[0] + GAP, size[1] + GAP
+    sheet = Image.new("RGB", (LABEL + across * len(prompts), LINE + down * len(rows)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for column, prompt in enumerate(prompts):
+        pen.text((LABEL + column * across, 1), fitting(pen, prompt, size[0]), fill="black")
+    for place, (name, images) in enumerate(rows):
+        top = LINE + place * down
+        shown = fitting(pen, name, LABEL - 2 * GAP)
+        pen.text((GAP, top + size[1] // 2), shown, fill="black")
+        for column, image in enumerate(images):
+            fitted = image.resize(size, Image.Resampling.BICUBIC)
+            sheet.paste(fitted, (LABEL + column * across, top))
+    return sheet
+
+
+def keep_compared(folder: Path | None, prompts: Sequence[str], records: Path | None) -> Keep | None:
+    """What writes images of two rows to a folder, for records of that file; None without either.
+
+    The image is named by its path from the records file on, so that both can be moved together.
+    """
+    if folder is None or records is None:
+        return None
+
+    def keep(rows: Sequence[tuple[str, list[Tensor]]]) -> tuple[str, Sequence[str]]:
+        path = save_compared(folder, prompts, rows)
+        place = os.path.relpath(path.resolve(), records.resolve().parent)
+        return Path(place).as_posix(), prompts[:MAX_COMPARED]
+
+    return keep
+
+
+def score_images(first: Sequence[Any], second: Sequence[Any]) -> ImageScores:
+    """The scores of pillow images, or of the frames of videos, against those in their place."""
+    return compare_images(_as_tensor(first), _as_tensor(second))
+
+
+def _as_tensor(images: Sequence[Any]) -> Tensor:
+    """[n, 3, height, width] in [0, 1]."""
+    if len({image.size for image in images}) != 1:
+        raise ConfigError(f"expected images of one size, got {[i.size for i in images][:5]}")
+    width, height = images[0].size
+    bytes_of_all = bytearray(b"".join(image.convert("RGB").tobytes() for image in images))
+    values = torch.frombuffer(bytes_of_all, dtype=torch.uint8)
+    return values.view(len(images), height, width, 3).permute(0, 3, 1, 2).float() / 255
+
+
+def draw_side_by_side(first: Any, second: Any, captions: tuple[str, str]) -> Any:
+    """A pillow image of three panels: the first, the second, and TIMES their difference."""
+    from PIL import Image, ImageChops, ImageDraw, ImageFont
+
+    pair = [image.convert("RGB") for image in (first, second)]
+    difference = ImageChops.difference(*pair).point([min(255, TIMES * x) for x in range(256)] * 3)
+    zoom = max(1, -(-MIN_SIDE // max(first.size)))
+    size = (first.width * zoom, first.height * zoom)
+    sheet = Image.new("RGB", (3 * size[0] + 2 * BETWEEN, size[1] + CAPTION), "white")
+    pen = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=14)
+    texts = (*captions, f"difference x {TIMES}")  # the font has no ×
+    for place, (panel, text) in enumerate(zip((*pair, difference), texts, strict=True)):
+        left = place * (size[0] + BETWEEN)
+        pen.text((left + 2, 3), fitting(pen, text, size[0] - 4, font), fill="black", font=font)
+        sheet.paste(panel.resize(size, Image.Resampling.NEAREST), (left, CAPTION))
+    return sheet
+
+
+def fitting(pen: Any, text: str, width: int, font: Any = None) -> str:
+    """As much of a text as has room, with dots where it is cut."""
+    shown = text[: max(4, width // 2)]  # a character has 2 pixels or more
+    if font is None:  # the built-in one has Latin letters alone
+        shown = shown.encode("latin-1", "replace").decode("latin-1")
+    while shown and pen.textlength(shown, font=font) > width:
+        shown = f"{shown.removesuffix('...')[:-1]}..." if len(shown) > 4 else ""
+    return shown
+
+
+def _image(frames: Tensor) -> Any:
+    from PIL import Image
+
+    rounded = (frames[0].clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    return Image.fromarray(rounded.permute(1, 2, 0).contiguous().numpy())
+
+
+def _png(image: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.=-]+", "_", text, flags=re.ASCII)[:60].strip("._") or "x"

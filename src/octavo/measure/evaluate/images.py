@@ -3,10 +3,11 @@
 import gc
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,18 +19,25 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
 from octavo.integrations.embedded_models import ASSETS, SMALL_IMAGE_MODEL
-from octavo.kernels.device import describe
-from octavo.measure.evaluate.image_scores import ImageScores, compare_images, why_no_lpips
+from octavo.measure import store
+from octavo.measure.bench.timing import machine_of
+from octavo.measure.evaluate.image_scores import (
+    ImageScores,
+    Keep,
+    compare_images,
+    keep_compared,
+    save_images,
+    why_no_lpips,
+)
+from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Machine, Measurement, Scalar
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, filled_table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
-from octavo.measure.run import Outcome, Participant, Records, run_whole
+from octavo.measure.run import Outcome, Participant, Records, Watch, run_whole, unwatched
 
 DEFAULT_PROMPTS = ASSETS / "small_image_prompts.txt"
+DEFAULT_ROWS = ("fp8", "fp8+attention")  # after the first
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
-# Given the names and images of the first row and another: where both were written side by side, as
-# a path from the records file on, and the prompts that this shows.
-Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
 
 
 class PromptScorer(Protocol):
@@ -132,7 +140,7 @@ def evaluate(
             about |= {"picture": path, "picture_prompts": "; ".join(prompts)}
         drawn.append(images)
         values = {**_score_values(scores), **_prompt_values(scorer, images, job.prompts)}
-        return Outcome(values, about, _machine(pipe))
+        return Outcome(values, about, machine_of(pipe.device))
 
     participants = [
         Participant(
@@ -225,7 +233,7 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     """The lines of a file that are not blank; None is the list for the small image model."""
     try:
         text = (DEFAULT_PROMPTS if path is None else path).read_text("utf-8")
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: expected prompts in UTF-8, got {error}") from None
     prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not prompts:
@@ -240,6 +248,74 @@ def choose_prompts(prompts: Sequence[str], num_images: int | None) -> tuple[str,
     if num_images < 1:
         raise ConfigError(f"expected one image or more, got {num_images}")
     return tuple(prompts[i % len(prompts)] for i in range(num_images))
+
+
+def run(request: ImageRequest, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+    """Draw all rows; records go to the file `output`, and images to the request's folder."""
+    from octavo.integrations.diffusers.load import load_pipeline
+
+    store.check_folder(output)
+    request = replace(request, row=request.row or (plain_row(request.dtype), *DEFAULT_ROWS))
+    rows, job = parse_image_rows(request.row, request.dtype), make_job(request)
+    scorer, folder = None, request.save_pictures
+    if request.clip is not None:
+        from octavo.integrations.transformers.clip_score import load_clip_scorer
+
+        scorer = load_clip_scorer(request.clip)
+    if folder is not None:  # before anything is drawn for it
+        folder.mkdir(parents=True, exist_ok=True)
+    drawn: list[tuple[str, list[Tensor]]] = []
+    places = itertools.count(1)
+
+    def keep(record: Measurement, images: list[Tensor]) -> None:
+        drawn.append((str(record.case["row"]), images))
+        if output is not None:
+            store.append(output, [record])
+
+    try:
+        return evaluate(
+            lambda: load_pipeline(request.model, torch_dtype(job.dtype), request.device),
+            rows,
+            job,
+            command=request.command,
+            lpips=request.lpips,
+            scorer=scorer,
+            keep=keep_compared(folder, job.prompts, output),
+            on_image=lambda name: watch(name, next(places), len(rows) * len(job.prompts)),
+            on_row=keep,
+        )
+    finally:
+        if folder is not None and drawn:  # those of the rows before one that fails, too
+            save_images(folder, job.prompts, drawn)
+
+
+def make_job(request: ImageRequest) -> ImageJob:
+    """What every row of a request draws."""
+    if request.prompts is None and not request.prompt and not is_small_image(request.model):
+        raise ConfigError(f"expected prompts for {request.model}, got none: --prompts FILE")
+    options = {name: getattr(request, name) for name in ("height", "width", "guidance_scale")}
+    return ImageJob(
+        model=request.model or "small-image",
+        dtype=request.dtype,
+        prompts=choose_prompts(
+            request.prompt or read_prompts(request.prompts), request.num_pictures
+        ),
+        num_inference_steps=request.num_inference_steps,
+        seed=request.seed,
+        options={name: value for name, value in options.items() if value is not None},
+    )
+
+
+def missing_scores(request: ImageRequest, records: Sequence[Measurement]) -> list[str]:
+    """Which scores were not taken, and why."""
+    notes = []
+    if not any("lpips" in record.values for record in records):
+        case = records[0].case
+        side = min(int(case["height"]), int(case["width"]))
+        notes.append(str(why_no_lpips(request.lpips, side)))
+    if request.clip is None:
+        notes.append("The CLIP score is left out: --clip FOLDER names a CLIP model")
+    return notes
 
 
 def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
@@ -259,14 +335,12 @@ def images_table(records: Sequence[Measurement]) -> Table:
     heads: dict[str, str] = {}
     for name, title in scores.items():
         heads |= {name: title, f"worst_{name}": "worst"}
-    taken = [name for name in heads if any(name in record.values for record in records)]
-    return Table(
-        caption=(
-            f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
-            f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}"
-        ),
-        header=("row", *(heads[name] for name in taken)),
-        rows=tuple((r.case["row"], *(r.values.get(name) for name in taken)) for r in records),
+    return filled_table(
+        records,
+        caption=f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
+        f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}",
+        columns=("row", *heads),
+        heads=heads,
     )
 
 
@@ -329,8 +403,3 @@ def _counts(changes: Changes | None) -> dict[str, Scalar]:
         kind = f"num_{name.rpartition('.')[2]}"
         counts[kind] = int(counts.get(kind, 0)) + len(layers)
     return counts
-
-
-def _machine(pipe: Any) -> Machine:
-    device = describe(pipe.device)
-    return Machine.current(gpu=device.gpu, capability=device.capability)

@@ -6,37 +6,171 @@ What a row's name means, and with which scales it runs; how a local model or a s
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from octavo import env
 from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
+from octavo.extras import need
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.linear_twin import quantized_twin, split_linear
 from octavo.integrations.transformers.calibrate_text import observe_windows
-from octavo.integrations.transformers.text_model import SMALL_MODEL, TextModel, load_text_model
-from octavo.integrations.transformers.tokenizer import PromptSettings, chat_tokens
-from octavo.measure.evaluate.endpoint import Client, Endpoint
-from octavo.measure.evaluate.mrcr_data import generated_questions
+from octavo.integrations.transformers.text_model import (
+    SMALL_MODEL,
+    TextModel,
+    load_text_model,
+    load_tokenizer,
+)
+from octavo.integrations.transformers.tokenizer import prepare_tokenizer
+from octavo.measure.bench.timing import machine_of as machine_at
+from octavo.measure.evaluate.requests import LanguageRequest, ServedRequest
 from octavo.measure.records import Machine, Scalar
-from octavo.measure.rows import LANGUAGE, Row, parse_rows
+from octavo.measure.rows import Row
 from octavo.measure.run import Participant, Progress, Watch
 from octavo.recipe import Recipe
 
-BASELINE = "baseline"
-DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
-# Generated chats to calibrate on, where an evaluation asks about others.
-CHAT_LENGTH, NUM_CHATS = 2048, 4
+MAX_BODY = 300  # of an error's body, for a message
+
+Message = Mapping[str, str]
 
 Item = TypeVar("Item")
 Ask = Callable[[Sequence[Item]], list[str]]  # the greedy answers to some items
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a chat; is_cut: whether it ended because it was too long."""
+
+    text: str
+    is_cut: bool = False
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """A server, what a table calls it, and how it is asked.
+
+    model: None is the first one that the server names. concurrency: requests open at once.
+    """
+
+    url: str
+    name: str
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    concurrency: int = 4
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"expected a URL such as http://localhost:8000, got {self.url}")
+        if self.concurrency < 1:
+            raise ConfigError(f"expected 1 or more requests at once, got {self.concurrency}")
+
+    @staticmethod
+    def parse(text: str, **settings: Any) -> "Endpoint":
+        """URL, or NAME=URL; /v1 at its end may be left out."""
+        name, equals, url = text.partition("=")
+        if not equals or "/" in name:
+            name, url = text, text
+        return Endpoint(url=url.rstrip("/").removesuffix("/v1"), name=name, **settings)
+
+
+def endpoints(request: ServedRequest) -> tuple[Endpoint, ...]:
+    """The servers that take part; their key may be in the environment."""
+    key = request.api_key or env.API_KEY.read() or None
+    settings = {"model": request.served_model_name, "concurrency": request.max_concurrency}
+    return tuple(Endpoint.parse(url, api_key=key, **settings) for url in request.endpoint)
+
+
+class Client:
+    """Requests to an endpoint; a context that closes its connections."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        need("--endpoint", "httpx")
+        import httpx
+
+        key = endpoint.api_key
+        self.endpoint = endpoint
+        self._http = httpx.Client(
+            base_url=endpoint.url,
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=endpoint.timeout_s,
+        )
+        self.model = ""
+
+    def __enter__(self) -> "Client":
+        try:
+            self.model = self.endpoint.model or str(self._ask("GET", "models")["data"][0]["id"])
+        except (LookupError, TypeError):
+            self._http.close()
+            raise OctavoError(f"expected a server with models at {self.endpoint.url}") from None
+        except OctavoError:
+            self._http.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def complete(self, text: str, max_tokens: int) -> str:
+        """The greedy continuation of a text."""
+        body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0}
+        answer = self._ask("POST", "completions", {"model": self.model, **body})
+        try:
+            return str(answer["choices"][0]["text"])
+        except (LookupError, TypeError):
+            raise self._unexpected(answer) from None
+
+    def reply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Reply:
+        """The answer to a chat with these fields of OpenAI's API, such as temperature."""
+        body = {"messages": [dict(m) for m in messages], **options}
+        answer = self._ask("POST", "chat/completions", {"model": self.model, **body})
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
+            tokens = (answer.get("usage") or {}).get("completion_tokens")
+            return Reply(str(text), choice.get("finish_reason") == "length", tokens)
+        except (AttributeError, LookupError, TypeError):
+            raise self._unexpected(answer) from None
+
+    def map(self, ask: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
+        """The answers to all items, in their order; as many at once as the endpoint says."""
+        with ThreadPoolExecutor(self.endpoint.concurrency) as pool:
+            return list(pool.map(ask, items))
+
+    def _unexpected(self, answer: Any) -> OctavoError:
+        return OctavoError(
+            f"expected an answer with choices from {self.endpoint.url}, got "
+            f"{str(answer)[:MAX_BODY]}"
+        )
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        import httpx
+
+        try:
+            response = self._http.request(method, f"/v1/{path}", json=body)
+        except httpx.HTTPError as error:
+            raise OctavoError(
+                f"expected an answer from {self.endpoint.url}, got {type(error).__name__}: {error}"
+            ) from None
+        if response.status_code != 200:
+            raise OctavoError(
+                f"expected an answer from {self.endpoint.url}/v1/{path}, got status "
+                f"{response.status_code}: {response.text[:MAX_BODY]}"
+            )
+        try:
+            return response.json()
+        except ValueError:
+            raise OctavoError(
+                f"expected JSON from {self.endpoint.url}, got {response.text[:MAX_BODY]}"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,104 +209,41 @@ PLAIN_KEYS = Keys()
 Scales = Mapping[Keys, ScaleSet]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageRequest:
-    """Who takes part: rows of a local model, or servers.
-
-    model: a folder or name, "SmolLM2-135M-Instruct" that of the demo; None is what the evaluation
-    says. endpoints: servers in place of a model; tokenizer: the folder or name of theirs, which
-    counts tokens. kv_cache_dtype: of rows that do not say theirs. scales: a file for rows with
-    static scales or centered keys; None calibrates them, times `margin`. chunk: tokens of one pass
-    over a prompt. is_resumed: whether what the output has records of is left out.
-    """
-
-    model: str | None = None
-    rows: tuple[str, ...] = DEFAULT_ROWS
-    endpoints: tuple[Endpoint, ...] = ()
-    tokenizer: str | None = None
-    kv_cache_dtype: str = "fp8"
-    scales: Path | None = None
-    margin: float = 1.5
-    chunk: int | None = 2048
-    dtype: str = "auto"
-    prompts: PromptSettings = PromptSettings()
-    is_resumed: bool = False
-
-    def __post_init__(self) -> None:
-        # Names are checked before a model is loaded.
-        if not (not self.endpoints and self.rows_with_scales) and self.scales is not None:
-            raise ConfigError(
-                "--scales is for rows with static scales or centered keys, which are not asked for"
-            )
-
-    @property
-    def row_names(self) -> tuple[str, ...]:
-        """The rows of a local model."""
-        return self.rows
-
-    @cached_property
-    def parsed_rows(self) -> list[Row]:
-        """The rows of a local model, by the names that were asked for."""
-        return parse_rows(self.row_names, LANGUAGE, kv_cache_dtype=self.kv_cache_dtype)
-
-    @property
-    def rows_with_scales(self) -> list[Row]:
-        """The rows that need scales of a KV cache, or the means of keys."""
-        return [row for row in self.parsed_rows if row.needs_scales and row.kv_cache is not None]
-
-    def given_scales(self) -> dict[Keys, ScaleSet]:
-        """Those of the file, none without one; ConfigError if a row cannot use them."""
-        if self.scales is None:
-            return {}
-        scales = load_scales(self.scales)
-        given = {Keys.of(scales): scales}
-        for row in self.rows_with_scales:
-            choose_scales(row, given)
-        return given
-
-    def load(self) -> TextModel:
-        """The local model."""
-        name = None if self.model == SMALL_MODEL else self.model
-        return load_text_model(name, dtype=self.dtype, prompts=self.prompts)
-
-    def labelled(self, row: Row, dtype: str) -> Row:
-        """A row by the name that tables and records call it; dtype: the model's."""
-        if row.is_plain:
-            return replace(row, name=dtype)
-        if row.digest is not None or row.kv_cache is None:
-            return row
-        return replace(row, name=f"{_FORMAT_NAMES[row.kv_cache.format]} {row.name}")
-
-    def local_rows(self, text_model: TextModel, scales: Scales) -> list[tuple[Row, Row]]:
-        """Every row as it was asked for, and by the name of its records, with its scales."""
-        found = []
-        for row in self.parsed_rows:
-            recipe = row.recipe(_document(choose_scales(row, scales)))
-            named = self.labelled(row, text_model.dtype)
-            found.append((row, named if recipe is None else named.using(recipe)))
-        return found
-
-    def flags(self) -> dict[str, Any]:
-        """Flags that name the participants, for a command line that repeats the run."""
-        if self.endpoints:
-            urls = [f"{endpoint.name}={endpoint.url}" for endpoint in self.endpoints]
-            return {"--endpoint": urls, "--tokenizer": self.tokenizer}
-        has_margin = self.scales is None and self.rows_with_scales
-        return {
-            "--recipe": self.row_names,
-            "--chunk": self.chunk,
-            "--dtype": self.dtype,
-            "--kv-cache-dtype": self.kv_cache_dtype,
-            "--scales": self.scales,
-            "--margin": f"{self.margin:g}" if has_margin else None,
-        }
-
-
 _FORMAT_NAMES = {"e4m3": "fp8", "e5m2": "fp8_e5m2"}
 
 
-def _document(scales: ScaleSet | None) -> object:
-    return None if scales is None else scales.to_dict()
+def given_scales(request: LanguageRequest) -> dict[Keys, ScaleSet]:
+    """Those of the request's file, none without one; ConfigError if a row cannot use them."""
+    if request.scales is None:
+        return {}
+    scales = load_scales(request.scales)
+    given = {Keys.of(scales): scales}
+    for row in request.rows_with_scales:
+        choose_scales(row, given)
+    return given
+
+
+def load_model(request: LanguageRequest) -> TextModel:
+    """The request's local model."""
+    name = None if request.model == SMALL_MODEL else request.model
+    return load_text_model(name, dtype=request.dtype, prompts=request.prompts)
+
+
+def local_rows(
+    request: LanguageRequest, text_model: TextModel, scales: Scales
+) -> list[tuple[Row, Row]]:
+    """Every row as it was asked for, and by the name of its records, with its scales."""
+    found = []
+    for row in request.parsed_rows:
+        chosen = choose_scales(row, scales)
+        recipe = row.recipe(None if chosen is None else chosen.to_dict())
+        named = row
+        if row.is_plain:
+            named = replace(row, name=text_model.dtype)
+        elif row.digest is None and row.kv_cache is not None:
+            named = replace(row, name=f"{_FORMAT_NAMES[row.kv_cache.format]} {row.name}")
+        found.append((row, named if recipe is None else named.using(recipe)))
+    return found
 
 
 def choose_scales(row: Row, scales: Scales) -> ScaleSet | None:
@@ -238,23 +309,6 @@ def calibration_scales(
     return seen.result(header).scales
 
 
-def calibrate_on_chats(
-    request: LanguageRequest, text_model: TextModel, watch: Watch
-) -> dict[Keys, ScaleSet]:
-    """Scales for the request's rows, by generated chats that nobody is asked about."""
-    chats = generated_questions(NUM_CHATS, seed=-1)
-    tokens = [chat_tokens(text_model.tokenizer, chat.messages) for chat in chats]
-    windows = [torch.tensor(one[:CHAT_LENGTH]) for one in tokens]
-    return calibrate_rows(
-        text_model,
-        windows,
-        request.rows_with_scales,
-        data=f"{len(windows)} generated chats of up to {CHAT_LENGTH} tokens",
-        margin=request.margin,
-        watch=watch,
-    )
-
-
 def recipe_digest(recipe: Recipe | None, calibration: object = None) -> str | None:
     """What a row's name does not say of its recipe and scales, as a few letters; files may change.
 
@@ -295,11 +349,7 @@ def applied(model: Any, recipe: Recipe | None) -> Iterator[Any]:
 
 def machine_of(model: Any) -> Machine:
     """The machine that a model runs on, with its GPU if it is on one."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return Machine.current()
-    name = torch.cuda.get_device_name(device)
-    return Machine.current(gpu=name, capability=torch.cuda.get_device_capability(device))
+    return machine_at(next(model.parameters()).device)
 
 
 def local_participants(
@@ -317,7 +367,7 @@ def local_participants(
     """
     machine, prompts = machine_of(text_model.model), text_model.prompts.about
     participants = []
-    for asked, row in request.local_rows(text_model, scales):
+    for asked, row in local_rows(request, text_model, scales):
         is_calibrated = asked.needs_scales and request.scales is None
         digest = recipe_digest(row.recipe(), calibration if is_calibrated else None)
         about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype}
@@ -346,14 +396,14 @@ def _open_local(
 
 
 def server_participants(
-    request: LanguageRequest, answer: Callable[[Client, Item], str]
+    request: ServedRequest, answer: Callable[[Client, Item], str]
 ) -> list[Participant[Ask[Item]]]:
     """The servers; the machine of a record is the one that asked.
 
     answer: a server's answer to one item.
     """
     participants = []
-    for endpoint in request.endpoints:
+    for endpoint in endpoints(request):
         with Client(endpoint) as client:  # all servers are asked before one has to work
             about: dict[str, Scalar] = {"model": client.model, "url": endpoint.url}
         if request.tokenizer is not None:
@@ -374,3 +424,27 @@ def server_participants(
 def _open_server(endpoint: Endpoint, answer: Callable[[Client, Item], str]) -> Iterator[Ask[Item]]:
     with Client(endpoint) as client:
         yield lambda items: client.map(partial(answer, client), items)
+
+
+def participants(
+    request: ServedRequest,
+    text_model: TextModel | None,
+    scales: Scales,
+    answer: Callable[[TextModel, Item], str],
+    reply: Callable[[Client, Item], str],
+    *,
+    calibration: object,
+) -> list[Participant[Ask[Item]]]:
+    """Rows of the local model that answer, or the servers that reply where there is none."""
+    if text_model is None:
+        return server_participants(request, reply)
+    return local_participants(request, text_model, scales, answer, calibration=calibration)
+
+
+def counting_tokenizer(request: ServedRequest, text_model: TextModel | None) -> Any:
+    """The local model's tokenizer, or the one that is named for servers; None without either."""
+    if text_model is not None:
+        return text_model.tokenizer
+    if request.tokenizer is None:
+        return None
+    return prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)

@@ -8,19 +8,24 @@ is asked about what they find different. sympy is not: it reads a text by evalua
 import cmath
 import importlib.metadata
 import importlib.util
+import math
+import operator
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.extras import need
-from octavo.measure.evaluate.math_expression import Expression, NotAnExpression, Value
+from octavo.measure.evaluate.task_data import braced
 
 OWN, MATH_VERIFY, AUTO = "octavo", "math_verify", "auto"
-NUM_POINTS = 4
-MAX_CHARACTERS = 1000
+NUM_POINTS, MAX_CHARACTERS = 4, 1000
+MAX_EXPRESSION, MAX_DEPTH, MAX_POWER, MAX_BITS = 400, 40, 1000, 20_000
+Value = Fraction | complex
 _BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 
@@ -55,6 +60,14 @@ _REPLACED = (
     (r"\\rbrace(?![A-Za-z])", r"\\}"),
     (r"_\{(\w)\}", r"_\1"),
 )
+_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+|\\[A-Za-z]+|\\.|[A-Za-z]+|.)")
+_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
+    **{name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp")},
+    **{f"arc{name}": getattr(cmath, f"a{name}") for name in ("sin", "cos", "tan")},
+    "ln": cmath.log,
+}
+_CONSTANTS: dict[str, complex] = {"pi": cmath.pi + 0j, "e": cmath.e + 0j, "i": 1j}
+_GREEK = {"alpha", "beta", "gamma", "theta", "lambda", "mu", "phi", "omega"}
 
 
 @dataclass(frozen=True)
@@ -134,14 +147,12 @@ def _is_each(a: Sequence[str] | None, b: Sequence[str] | None, depth: int) -> bo
 
 def _is_any_order(a: Sequence[str], b: Sequence[str], depth: int) -> bool:
     left = list(b)
-    if len(a) != len(b):
-        return False
     for one in a:
-        place = next((i for i, other in enumerate(left) if _is_same(one, other, depth + 1)), None)
-        if place is None:
+        same = next((other for other in left if _is_same(one, other, depth + 1)), None)
+        if same is None:
             return False
-        del left[place]
-    return True
+        left.remove(same)
+    return not left
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -181,29 +192,26 @@ def _matrix(text: str) -> list[str] | None:
 
 
 def _is_same_value(a: str, b: str) -> bool:
-    try:
-        one, other = Expression(a), Expression(b)
-    except NotAnExpression:
-        return False
-    names = sorted(one.variables | other.variables)
-    draw = random.Random("points")
-    for _ in range(NUM_POINTS if names else 1):
-        # Complex points: roots and logarithms of negative numbers have values, too.
-        point: dict[str, Value] = {
-            name: Fraction(draw.randint(101, 299), 100) if draw.random() < 0.5
-            else complex(draw.uniform(1, 3), draw.uniform(-1, 1))
-            for name in names
-        }  # fmt: skip
+    """Whether two expressions have the same value, at several points where they have variables."""
+    for number in range(NUM_POINTS):
         try:
-            values = one.value(point), other.value(point)
+            one, other = (value_of(text, partial(_coordinate, number)) for text in (a, b))
         except NotAnExpression:
             return False
-        if isinstance(values[0], Fraction) and isinstance(values[1], Fraction):
-            if values[0] != values[1]:
+        if isinstance(one, Fraction) and isinstance(other, Fraction):
+            if one != other:
                 return False
-        elif not cmath.isclose(*map(complex, values), rel_tol=1e-9, abs_tol=1e-12):
+        elif not cmath.isclose(complex(one), complex(other), rel_tol=1e-9, abs_tol=1e-12):
             return False
     return True
+
+
+def _coordinate(number: int, name: str) -> Value:
+    """The value of a variable at a point. Half are complex: negative numbers have roots, too."""
+    draw = random.Random(f"{number}, {name}")
+    if draw.random() < 0.5:
+        return Fraction(draw.randint(101, 299), 100)
+    return complex(draw.uniform(1, 3), draw.uniform(-1, 1))
 
 
 def normalize(answer: str) -> str:
@@ -229,7 +237,7 @@ def _once(text: str) -> str:
         text = variable[1].strip()
     if _THOUSANDS.fullmatch(text):
         text = re.sub(r"[,\s]", "", text)
-    if text.startswith("{") and _is_one_group(text):
+    if text.startswith("{") and braced(text, 0) == text[1:-1]:
         text = text[1:-1]
     # Between two digits a space is no decoration: 1 1/2.
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", _kept_space, text.strip())
@@ -242,10 +250,201 @@ def _kept_space(match: re.Match[str]) -> str:
     return " " if is_inside and text[start - 1].isalpha() and text[end].isalpha() else ""
 
 
-def _is_one_group(text: str) -> bool:
-    depth = 0
-    for place, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return place == len(text) - 1
-    return False
+class NotAnExpression(ValueError):
+    """A text that is no expression, or has no value."""
+
+
+def value_of(text: str, variable: Callable[[str], Value]) -> Value:
+    r"""The value of an expression in LaTeX or plain text, without evaluating it as code.
+
+    Numbers are exact fractions as long as nothing irrational comes in, complex numbers after that.
+    NotAnExpression refuses what is too large or too deep: a model may write anything. variable: the
+    value of a variable by its name.
+    """
+    if len(text) > MAX_EXPRESSION:
+        raise NotAnExpression("too long")
+    try:
+        found = _Evaluation(_tokens(_with_mixed_numbers(text)), variable).whole()
+    except (ArithmeticError, ValueError) as error:
+        raise NotAnExpression(str(error)) from None
+    if isinstance(found, complex) and not cmath.isfinite(found):
+        raise NotAnExpression("not finite")
+    return found
+
+
+class _Evaluation:
+    """Reads tokens from left to right, and computes as it goes."""
+
+    def __init__(self, tokens: list[str], variable: Callable[[str], Value]) -> None:
+        self._tokens, self._variable = tokens, variable
+        self._place, self._depth = 0, 0
+
+    def whole(self) -> Value:
+        """The value of all tokens."""
+        found = self._sum()
+        if self._peek():
+            raise NotAnExpression(f"expected an end, got {self._peek()!r}")
+        return found
+
+    def _peek(self) -> str:
+        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+
+    def _take(self, expected: str = "") -> str:
+        token = self._peek()
+        if not token or (expected and token != expected):
+            raise NotAnExpression(f"expected {expected or 'more'}, got {token!r}")
+        self._place += 1
+        return token
+
+    def _sign(self) -> Fraction:
+        """1 or -1, by the sign that comes next, if one does."""
+        has_sign = self._peek() in ("+", "-")
+        return Fraction(-1 if has_sign and self._take() == "-" else 1)
+
+    def _sum(self) -> Value:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotAnExpression("too deep")
+        found = self._product()
+        while self._peek() in ("+", "-"):
+            found = _plus(found, _times(self._sign(), self._product()))
+        self._depth -= 1
+        return found
+
+    def _product(self) -> Value:
+        if self._peek() in ("+", "-"):
+            return _times(self._sign(), self._product())
+        found = self._power()
+        while self._peek() and self._peek() not in ("+", "-", ")", "]", "}", ",", "|"):
+            if self._peek() in ("*", "/"):
+                operation = _times if self._take() == "*" else _over
+                found = operation(found, _times(self._sign(), self._power()))
+            elif self._peek()[0].isdigit() or self._peek()[0] == ".":
+                raise NotAnExpression("a number right after a factor")
+            else:
+                found = _times(found, self._power())
+        return found
+
+    def _power(self) -> Value:
+        base = self._atom()
+        while self._peek() == "!":
+            self._take()
+            base = Fraction(math.factorial(_natural(base)))
+        if self._peek() != "^":
+            return base
+        self._take()
+        return _raised(base, self._argument())
+
+    def _atom(self) -> Value:
+        token = self._take()
+        if token[0].isdigit() or token[0] == ".":
+            return Fraction(token)
+        closing = {"(": ")", "[": "]", "{": "}", "|": "|"}.get(token)
+        if closing:
+            found = self._sum()
+            self._take(closing)
+            if token != "|":
+                return found
+            return abs(found) if isinstance(found, Fraction) else complex(abs(found))
+        return self._named(token)
+
+    def _named(self, token: str) -> Value:
+        name = token.removeprefix("\\")
+        if name == "frac":
+            return _over(self._argument(), self._argument())
+        if name == "sqrt":
+            degree: Value = Fraction(2)
+            if self._peek() == "[":
+                self._take()
+                degree = self._sum()
+                self._take("]")
+            return _root(self._argument(), degree)
+        if name == "binom":
+            return Fraction(math.comb(_natural(self._argument()), _natural(self._argument())))
+        if name in _FUNCTIONS:
+            return _FUNCTIONS[name](complex(self._function_argument()))
+        if name == "log":
+            base: Value = Fraction(10)
+            if self._peek() == "_":
+                self._take()
+                base = self._argument()
+            return cmath.log(complex(self._function_argument())) / cmath.log(complex(base))
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if len(name) == 1 and name.isalpha() or name in _GREEK:
+            return self._variable(name)
+        raise NotAnExpression(f"no expression begins with {token!r}")
+
+    def _argument(self) -> Value:
+        r"""A group, or one token: \frac12 is a half, and x^23 is x² · 3 in LaTeX."""
+        if self._peek() in ("{", "("):
+            return self._atom()
+        sign, token = self._sign(), self._peek()
+        if len(token) > 1 and token.isdigit():
+            self._tokens[self._place : self._place + 1] = list(token)
+        return _times(sign, self._atom())
+
+    def _function_argument(self) -> Value:
+        if self._peek() == "^":
+            raise NotAnExpression("a power of a function's name")
+        return self._power()
+
+
+def _tokens(text: str) -> list[str]:
+    found: list[str] = []
+    for token in _TOKEN.findall(text):
+        # Two letters are a product; more of them are a word.
+        is_word = token.isalpha() and len(token) > 1
+        if is_word and token not in _FUNCTIONS and token not in ("pi", "sqrt", "log"):
+            if len(token) > 2:
+                raise NotAnExpression(f"a word: {token}")
+            found += list(token)
+        elif token.strip():
+            found.append(token)
+    if not found:
+        raise NotAnExpression("nothing")
+    return found
+
+
+def _with_mixed_numbers(text: str) -> str:
+    """3\\frac{1}{2} and 3 1/2 are sums."""
+    text = re.sub(r"(?<![\w.}])(\d+)\s*(\\frac\{\d+\}\{\d+\}|\\frac\d\d)", r"(\1+\2)", text)
+    return re.sub(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", text)
+
+
+def _exact_if_can(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
+    """An operation of two fractions, or else of two complex numbers."""
+
+    def compute(a: Value, b: Value) -> Value:
+        is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+        found: Value = operation(a, b) if is_exact else operation(complex(a), complex(b))
+        return found
+
+    return compute
+
+
+_plus, _times, _over = map(_exact_if_can, (operator.add, operator.mul, operator.truediv))
+
+
+def _raised(a: Value, b: Value) -> Value:
+    if isinstance(a, Fraction) and isinstance(b, Fraction) and b.denominator == 1:
+        bits = a.numerator.bit_length() + a.denominator.bit_length()
+        if abs(b) <= MAX_POWER and bits * abs(b) <= MAX_BITS:
+            return a ** int(b)
+    return complex(a) ** complex(b)
+
+
+def _root(a: Value, n: Value) -> Value:
+    if isinstance(a, Fraction) and n == 2 and a >= 0:
+        top, bottom = math.isqrt(a.numerator), math.isqrt(a.denominator)
+        if top * top == a.numerator and bottom * bottom == a.denominator:
+            return Fraction(top, bottom)
+    if isinstance(a, Fraction) and a < 0 and isinstance(n, Fraction) and n.numerator % 2 == 1:
+        return -(complex(-a) ** (1 / complex(n)))  # the real one
+    return complex(a) ** (1 / complex(n))
+
+
+def _natural(value: Value) -> int:
+    if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= MAX_POWER:
+        return int(value)
+    raise NotAnExpression("expected a natural number that is not too large")

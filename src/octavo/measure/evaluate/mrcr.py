@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -11,23 +12,30 @@ from typing import Any
 
 import torch
 
-from octavo.errors import ConfigError
-from octavo.integrations.transformers.text_model import TextModel, load_tokenizer
-from octavo.integrations.transformers.tokenizer import chat_tokens, prepare_tokenizer
+from octavo.amounts import parse_tokens
+from octavo.brief import brief
+from octavo.calibration.rows import parse_json
+from octavo.calibration.scale_file import ScaleSet
+from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.transformers.text_model import TextModel
+from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
-from octavo.measure.evaluate.endpoint import Client
 from octavo.measure.evaluate.language import (
     Ask,
-    LanguageRequest,
-    calibrate_on_chats,
-    local_participants,
-    server_participants,
+    Client,
+    Keys,
+    Message,
+    calibrate_rows,
+    counting_tokenizer,
+    given_scales,
+    load_model,
+    participants,
 )
-from octavo.measure.evaluate.mrcr_data import GENERATED, Question, load_questions
+from octavo.measure.evaluate.question_files import Line, read_files, read_split
+from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.quality import tokens_text
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, tokens_text
 from octavo.measure.run import (
     ALL,
     Outcome,
@@ -37,50 +45,126 @@ from octavo.measure.run import (
     Values,
     Watch,
     Workload,
-    command_line,
     run_workload,
     unwatched,
 )
 
+COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
+SUFFIXES = (".jsonl", ".parquet")
+ROLES = ("assistant", "system", "user")
+
+_KINDS = ("poem", "riddle", "short story", "news report", "song", "letter", "speech", "recipe")
+_TOPICS = ("tapirs", "rocks", "clouds", "harbors", "violins", "maps", "lemons", "trains", "owls")
+_SUBJECTS = ("The old gardener", "A patient fox", "My neighbour", "The tallest ship", "An owl")
+_VERBS = ("carries", "forgets", "paints", "follows", "sings about", "counts", "repairs")
+_OBJECTS = ("the silver bell", "seven lanterns", "a paper kite", "the last apple", "a small drum")
+_ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
+GENERATED_SIZES = (20, 60)  # requests in a generated chat
+
+
+@dataclass(frozen=True)
+class Question:
+    """A chat, the answer to its last message, and the prefix that the answer must have."""
+
+    messages: tuple[Message, ...]
+    answer: str
+    prefix: str
+    num_needles: int
+
+    def __post_init__(self) -> None:
+        if not self.messages or self.messages[-1]["role"] != "user":
+            raise CheckpointError("expected messages that end with the user's")
+        if not self.prefix or not self.answer.startswith(self.prefix):
+            raise CheckpointError(
+                f"expected an answer that starts with {brief(self.prefix)}, got "
+                f"{brief(self.answer[:100])}"
+            )
+
+
+def load_questions(data: str, num_needles: int | None = None) -> list[Question]:
+    """The questions of `data`; num_needles: only those with so many. ConfigError if none has."""
+    if data == GENERATED:
+        found = generated_questions()
+    elif (path := Path(data)).exists():
+        # Files of the data set lie in folders of 2, 4 and 8 needles.
+        found = [_question(line) for line in read_files(path, COLUMNS, SUFFIXES)]
+    else:
+        found = [_question(line) for line in read_split(data, "train", COLUMNS)]
+    if not found:
+        raise CheckpointError(f"expected questions in {data}, got none")
+    chosen = [q for q in found if num_needles in (None, q.num_needles)]
+    if not chosen:
+        there = ", ".join(map(str, sorted({q.num_needles for q in found})))
+        raise ConfigError(f"expected questions with {num_needles} needles, got those with {there}")
+    return chosen
+
+
+def generated_questions(count: int = 8, seed: int = 0) -> list[Question]:
+    """Small chats with 2 needles each, the same ones for a seed; half of them longer."""
+    return [
+        _generate(random.Random(f"{seed}, {i}"), GENERATED_SIZES[i * len(GENERATED_SIZES) // count])
+        for i in range(count)
+    ]
+
+
+def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Question:
+    asked = (draw.choice(_KINDS), draw.choice(_TOPICS))
+    others = [(kind, topic) for kind in _KINDS for topic in _TOPICS if (kind, topic) != asked]
+    requests = draw.choices(others, k=num_requests)
+    for place in draw.sample(range(num_requests), num_needles):
+        requests[place] = asked
+    messages: list[Message] = []
+    needles = []
+    for kind, topic in requests:
+        lines = [
+            f"{draw.choice(_SUBJECTS)} {draw.choice(_VERBS)} {draw.choice(_OBJECTS)}."
+            for _ in range(4)
+        ]
+        text = f"About {topic}: " + " ".join(lines)
+        messages.append({"role": "user", "content": f"write a {kind} about {topic}"})
+        messages.append({"role": "assistant", "content": text})
+        if (kind, topic) == asked:
+            needles.append(text)
+    which = draw.randrange(num_needles)
+    prefix = "".join(draw.choices("ABCDEFGHJKLMNPQRSTUVWXYZabcdefghjkmnpqrstuvwxyz23456789", k=10))
+    question = (
+        f"Prepend {prefix} to the {_ORDINALS[which]} (1 indexed) {asked[0]} about {asked[1]}. "
+        "Do not include any other text in your response."
+    )
+    messages.append({"role": "user", "content": question})
+    return Question(tuple(messages), prefix + needles[which], prefix, num_needles)
+
+
+def _question(line: Line) -> Question:
+    row, where = line
+    prompt = row["prompt"]
+    messages = parse_json(prompt, f"{where}: prompt") if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise CheckpointError(f"{where}: expected messages in prompt, got {brief(messages)}")
+    texts = (row["answer"], row["random_string_to_prepend"])
+    if not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{where}: expected texts of answer and prefix, got {brief(texts)}")
+    own = tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    try:
+        return Question(own, *texts, int(row["n_needles"]))
+    except (CheckpointError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and message.get("role") in ROLES
+        and isinstance(message.get("content"), str)
+    )
+
+
+# Generated chats to calibrate on, where an evaluation asks about others.
+CHAT_LENGTH, NUM_CHATS = 2048, 4
 # An answer may be so many tokens longer than the true one.
 SLACK_TOKENS = 64
 # Tokens of prompt and answer together, up to and with the end; as openai/mrcr has them from 8k on.
 BUCKETS: tuple[int, ...] = tuple(2**power for power in range(11, 21))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request(LanguageRequest):
-    """What is asked.
-
-    num_needles: None is all questions. max_length: tokens of a prompt and its answer; None is the
-    model's context, or all questions of servers. per_bucket: None is all questions of a bucket.
-    """
-
-    data: str = GENERATED
-    num_needles: int | None = None
-    max_length: int | None = None
-    per_bucket: int | None = None
-
-    def __post_init__(self) -> None:
-        if bool(self.endpoints) == bool(self.model):
-            raise ConfigError("expected a MODEL or --endpoint, one of them")
-        if bool(self.endpoints) != bool(self.tokenizer):
-            raise ConfigError("--endpoint needs --tokenizer to count tokens; a model has its own")
-        super().__post_init__()
-
-    @property
-    def command(self) -> str:
-        """The command line that repeats this."""
-        flags = {
-            "--data": self.data,
-            "--num-needles": self.num_needles,
-            "--max-length": self.max_length,
-            "--num-questions": self.per_bucket,
-            **self.flags(),
-        }
-        return command_line(
-            "octavo", "eval", "mrcr", self.model, *self.prompts.command, flags=flags
-        )
 
 
 @dataclass(frozen=True)
@@ -125,59 +209,49 @@ def choose_questions(
     return {end: buckets[end][:per_bucket] for end in sorted(buckets)}
 
 
-def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+def run(request: MrcrRequest, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its bucket is done."""
-    records = Records.of_file(output, is_resumed=request.is_resumed)
-    scales = request.given_scales()  # before a model is loaded
+    records = Records.of_file(output, is_resumed=request.resume)
+    scales = given_scales(request)  # before a model is loaded
     questions = load_questions(request.data, request.num_needles)
-    text_model: TextModel | None = None
-    if request.endpoints:
-        tokenizer = prepare_tokenizer(load_tokenizer(str(request.tokenizer)), request.prompts)
-    else:
-        text_model = request.load()
-        tokenizer = text_model.tokenizer
-    limit = _limit(request, text_model)
+    text_model = None if request.endpoint else load_model(request)
+    tokenizer, limit = counting_tokenizer(request, text_model), _limit(request, text_model)
     counting, counted = Progress(watch, "counting tokens", len(questions)), []
     for question in questions:
         counted.append(count_tokens(tokenizer, question))
         counting.add()
-    buckets = choose_questions(counted, limit, request.per_bucket)
-    num_rows = len(request.endpoints) or len(request.rows)
+    buckets = choose_questions(counted, limit, request.num_questions)
     if text_model is not None and request.rows_with_scales and not scales:
         scales = calibrate_on_chats(request, text_model, watch)
-    progress = Progress(watch, "answering", num_rows * sum(map(len, buckets.values())))
-    if text_model is None:
 
-        def chat(client: Client, one: Counted) -> str:
-            found = client.chat(one.question.messages, one.max_tokens)
-            progress.add()
-            return found
+    def reply(client: Client, one: Counted) -> str:
+        greedy = {"temperature": 0, "max_tokens": one.max_tokens}
+        found = client.reply(one.question.messages, greedy)
+        progress.add()
+        return found.text
 
-        rows = server_participants(request, chat)
-    else:
-        stop = stop_tokens(text_model)
+    def answer(own: TextModel, one: Counted) -> str:
+        tokens = answer_tokens(
+            own.model,
+            torch.tensor(one.tokens),
+            max_tokens=one.max_tokens,
+            chunk=request.chunk or 2048,
+            stop=stop_tokens(own),
+        )
+        progress.add()
+        return str(own.tokenizer.decode(tokens, skip_special_tokens=True))
 
-        def answer(own: TextModel, one: Counted) -> str:
-            tokens = answer_tokens(
-                own.model,
-                torch.tensor(one.tokens),
-                max_tokens=one.max_tokens,
-                chunk=request.chunk or 2048,
-                stop=stop,
-            )
-            progress.add()
-            return str(own.tokenizer.decode(tokens, skip_special_tokens=True))
-
-        calibration = ["generated chats", request.margin]
-        rows = local_participants(request, text_model, scales, answer, calibration=calibration)
+    calibration = ["generated chats", request.margin]
+    rows = participants(request, text_model, scales, answer, reply, calibration=calibration)
+    progress = Progress(watch, "answering", len(rows) * sum(map(len, buckets.values())))
     return evaluate(
         rows,
         buckets,
         about={
-            "data": request.data if request.data == GENERATED else Path(request.data).name,
+            "data": request.data_name,
             "num_needles": request.num_needles or ALL,
             "max_length": limit or ALL,
-            "per_bucket": request.per_bucket or ALL,
+            "per_bucket": request.num_questions or ALL,
         },
         command=request.command,
         records=records,
@@ -185,10 +259,27 @@ def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list
     )
 
 
-def _limit(request: Request, text_model: TextModel | None) -> int | None:
+def calibrate_on_chats(
+    request: LanguageRequest, text_model: TextModel, watch: Watch
+) -> dict[Keys, ScaleSet]:
+    """Scales for the request's rows, by generated chats that nobody is asked about."""
+    chats = generated_questions(NUM_CHATS, seed=-1)
+    tokens = [chat_tokens(text_model.tokenizer, chat.messages) for chat in chats]
+    windows = [torch.tensor(one[:CHAT_LENGTH]) for one in tokens]
+    return calibrate_rows(
+        text_model,
+        windows,
+        request.rows_with_scales,
+        data=f"{len(windows)} generated chats of up to {CHAT_LENGTH} tokens",
+        margin=request.margin,
+        watch=watch,
+    )
+
+
+def _limit(request: MrcrRequest, text_model: TextModel | None) -> int | None:
     """Tokens that a prompt and its answer may have."""
     own = text_model.max_length if text_model is not None else None
-    asked = request.max_length
+    asked = None if request.max_length is None else parse_tokens(request.max_length)
     if own is not None and asked is not None and asked > own:
         raise ConfigError(
             f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"

@@ -1,43 +1,35 @@
 """Needles in haystacks: which of them a model finds, by length and depth, BF16 beside FP8."""
 
+import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from octavo.amounts import parse_tokens
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.retrieval_model import NAME, load_retrieval_model
-from octavo.integrations.transformers.text_model import TextModel, load_tokenizer, read_text
-from octavo.integrations.transformers.tokenizer import (
-    PromptSettings,
-    prepare_tokenizer,
-    text_tokens,
-)
+from octavo.integrations.transformers import retrieval_model
+from octavo.integrations.transformers.retrieval_model import load_retrieval_model
+from octavo.integrations.transformers.text_model import TextModel, read_text
+from octavo.integrations.transformers.tokenizer import text_tokens
 from octavo.kernels.device import default_device
 from octavo.measure.evaluate.answering import answer_text
-from octavo.measure.evaluate.endpoint import Client
 from octavo.measure.evaluate.language import (
-    BASELINE,
-    DEFAULT_ROWS,
     Ask,
+    Client,
     Keys,
-    LanguageRequest,
     calibrate_rows,
-    local_participants,
-    server_participants,
+    counting_tokenizer,
+    given_scales,
+    load_model,
+    participants,
 )
-from octavo.measure.evaluate.needle_prompts import (
-    Haystack,
-    NeedlePrompt,
-    PairHaystack,
-    TextHaystack,
-    prompt_seed,
-    split_sentences,
-)
+from octavo.measure.evaluate.requests import NeedleRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.run import (
@@ -47,15 +39,201 @@ from octavo.measure.run import (
     Records,
     Watch,
     Workload,
-    command_line,
     run_workload,
     unwatched,
 )
 
-# The model of weights set by hand, by scales of 1.0: nothing but its sums can go wrong.
-RETRIEVAL_ROWS = (BASELINE, "unit+promote=none", "unit")
-# A CPU spells out every product of one-level sums, which takes minutes where they are still right.
-CPU_ROWS = (BASELINE, "unit")
+# Numbers of text haystacks: so many digits that none is guessed.
+NUMBERS = range(1_000_000, 10_000_000)
+_NAMES = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "juniper")
+_KINDS = ("castle", "meadow", "harbor", "tower", "orchard", "bridge", "market", "garden", "mill")
+_WHO = ("The farmer", "A traveller", "The miller", "Our neighbour", "The painter", "A sailor")
+_DID = ("walked past", "looked at", "talked about", "remembered", "drew a map of", "slept near")
+_WHAT = ("the old wall", "a quiet river", "the wooden gate", "a field of wheat", "the high road")
+_WHEN = ("in the morning", "after the rain", "before dinner", "all day long", "without a word")
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """A prompt whose continuation is the answer."""
+
+    text: str
+    answer: str
+    is_one_word: bool = False
+
+    def is_found(self, completion: str) -> bool:
+        """Whether a completion says the answer: as its first word, or anywhere in it."""
+        if self.is_one_word:
+            return completion.split()[:1] == [self.answer]
+        return self.answer in completion.replace(",", "")
+
+
+class Haystack(Protocol):
+    """Makes prompts; num_answer_tokens: as many as an answer needs."""
+
+    @property
+    def name(self) -> str:
+        """What records call it."""
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """What records say of it: all that its prompts depend on beside their length and seed."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """The most tokens of an answer."""
+
+    def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
+        """A prompt of `length` tokens with the needle at this depth, 0 its start and 1 its end."""
+
+
+def prompt_seed(seed: int, length: int, depth: float, repetition: int) -> int:
+    """The seed of a prompt: another one for each, and the same for all rows."""
+    return random.Random(f"{seed}, {length}, {depth:.6f}, {repetition}").randrange(2**31)
+
+
+@dataclass(frozen=True)
+class PairHaystack:
+    """Keys and values of the retrieval model: `<s> ban 17 dor 42 … ? dor`, exactly `length` tokens.
+
+    The needle's key is there once; all others come again, with other values.
+    """
+
+    name: str = "pairs"
+    num_answer_tokens: int = 1
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """Every word but the needle's is one of many keys."""
+        return {"haystack": self.name, "num_keys": "all"}
+
+    def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
+        """A prompt of `length` words, which are as many tokens."""
+        _check(length, depth, shortest=5)
+        draw = random.Random(seed)
+        keys, values = list(retrieval_model.KEYS), retrieval_model.VALUES
+        key = keys.pop(draw.randrange(len(keys)))
+        num_pairs = (length - 3) // 2
+        words = [retrieval_model.START]
+        for other, value in zip(
+            draw.choices(keys, k=num_pairs), draw.choices(values, k=num_pairs), strict=True
+        ):
+            words += (other, value)
+        place = 1 + 2 * round(depth * (num_pairs - 1))
+        words[place] = key
+        words += [retrieval_model.FILLER] * (length - 3 - 2 * num_pairs)
+        words += (retrieval_model.QUESTION, key)
+        return NeedlePrompt(" ".join(words), words[place + 1], is_one_word=True)
+
+
+@dataclass(frozen=True)
+class TextHaystack:
+    """Sentences, among them `num_keys` about secret numbers of places, one of which is asked for.
+
+    count: how many tokens a text has; num_added: how many more a tokenizer puts around a prompt.
+    filler: sentences to hide them in, taken from a place that the seed chooses; left out, they are
+    made up. A length is that of the prompt and its answer, which both must fit a model's context.
+    """
+
+    count: Callable[[str], int]
+    num_added: int = 0
+    num_keys: int = 4
+    filler: tuple[str, ...] = ()
+    name: str = "text"
+    num_answer_tokens: int = 12
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_keys <= len(_NAMES) * len(_KINDS):
+            most = len(_NAMES) * len(_KINDS)
+            raise ConfigError(f"expected 1 to {most} keys, got {self.num_keys}")
+
+    @property
+    def about(self) -> dict[str, Scalar]:
+        """With the digest of a text that was given: its file may change."""
+        found: dict[str, Scalar] = {"haystack": self.name, "num_keys": self.num_keys}
+        if self.filler:
+            digest = hashlib.sha256("\n".join(self.filler).encode())
+            found["data_digest"] = digest.hexdigest()[:12]
+        return found
+
+    def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
+        """A prompt that leaves room for the answer, and for less than one more sentence."""
+        _check(length, depth, shortest=1)
+        asked_for = length
+        length -= self.num_answer_tokens + self.num_added
+        draw = random.Random(seed)
+        places = [f"{name} {kind}" for name in _NAMES for kind in _KINDS]
+        asked, *others = draw.sample(places, self.num_keys)
+        numbers = [str(number) for number in draw.sample(NUMBERS, self.num_keys)]
+        needles = [_statement(asked, numbers[0])]
+        needles += map(_statement, others, numbers[1:])
+        head = "Some places in this text have a secret number. Remember them."
+        tail = f"\n\nThe secret number of the {asked}, as the text says, is"
+        room = length - sum(map(self.count, (head, tail, *needles))) - self.num_keys
+        sentences = self._filler(draw, room, length)
+        shares = [depth, *(draw.random() for _ in others)]
+        while True:
+            text = head + " " + " ".join(_hide(sentences, needles, shares)) + tail
+            too_much = self.count(text) - length
+            if too_much <= 0:
+                return NeedlePrompt(text, numbers[0])
+            if not sentences:
+                raise ConfigError(
+                    f"expected a length with room for {self.num_keys} keys, got {asked_for} "
+                    "tokens: use longer prompts or fewer keys"
+                )
+            while sentences and too_much > 0:
+                too_much -= self.count(sentences.pop())
+
+    def _filler(self, draw: random.Random, room: int, length: int) -> list[str]:
+        """Sentences of `room` tokens or a few more."""
+        found: list[str] = []
+        place = draw.randrange(len(self.filler)) if self.filler else 0
+        while room > 0:
+            if self.filler:
+                sentence = self.filler[place % len(self.filler)]
+                place += 1
+            else:
+                parts = (draw.choice(words) for words in (_WHO, _DID, _WHAT, _WHEN))
+                sentence = " ".join(parts) + "."
+            found.append(sentence)
+            room -= max(1, self.count(sentence))
+            if len(found) > length:
+                break
+        return found
+
+
+def split_sentences(text: str) -> tuple[str, ...]:
+    """The sentences of a text, each in one line; ConfigError if there are none."""
+    joined = " ".join(text.split())
+    ends = joined.replace("! ", "!\n").replace("? ", "?\n").replace(". ", ".\n")
+    found = tuple(line for line in ends.split("\n") if line.strip())
+    if not found:
+        raise ConfigError("expected a text with sentences to hide needles in, got an empty one")
+    return found
+
+
+def _statement(place: str, number: str) -> str:
+    return f"The secret number of the {place} is {number}."
+
+
+def _hide(sentences: Sequence[str], needles: Sequence[str], shares: Sequence[float]) -> list[str]:
+    """The sentences with each needle after its share of them."""
+    spots = [round(share * len(sentences)) for share in shares]
+    found: list[str] = []
+    for index in range(len(sentences) + 1):
+        found += [needle for needle, spot in zip(needles, spots, strict=True) if spot == index]
+        found += sentences[index : index + 1]
+    return found
+
+
+def _check(length: int, depth: float, shortest: int) -> None:
+    if length < shortest:
+        raise ConfigError(f"expected prompts of {shortest} tokens or more, got {length}")
+    if not 0 <= depth <= 1:
+        raise ConfigError(f"expected a depth of 0 to 1, got {depth}")
+
+
 CALIBRATION_LENGTH, NUM_CALIBRATION_PROMPTS = 2048, 4
 
 
@@ -93,103 +271,51 @@ class Grid:
         return [haystack.make(length, depth, seed) for seed in seeds]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(LanguageRequest):
-    """What is searched.
+def make_grid(request: NeedleRequest) -> Grid:
+    """The cells that a request asks for."""
+    own = "8k,16k,32k,64k,128k" if default_device().capability is not None else "512,1k,2k"
+    is_retrieval = request.model is None and not request.endpoint
+    lengths = request.lengths or (own if is_retrieval else "1k,2k,4k,8k")
+    try:
+        depths = tuple(float(part) for part in request.depths.split(","))
+    except ValueError:
+        raise ConfigError(f"expected depths such as 0,0.5,1, got {request.depths!r}") from None
+    return Grid(
+        lengths=tuple(map(parse_tokens, lengths.split(","))),
+        depths=depths,
+        repetitions=request.repetitions,
+        seed=request.seed,
+    )
 
-    is_fitted: whether lengths beyond the model's context are left out, instead of being an error.
-    model: None is the retrieval model. rows: () is the default of the model. tokenizer: for
-    haystacks of text; servers without it get the words of the retrieval model. data: a text to hide
-    needles in. num_keys: keys with values in a prompt of text.
-    """
 
-    grid: Grid
-    is_fitted: bool = False
-    rows: tuple[str, ...] = ()
-    data: Path | None = None
-    num_keys: int = 4
+def make_haystack(request: NeedleRequest, tokenizer: Any) -> Haystack:
+    """The request's haystack; tokenizer: None where prompts are no text."""
+    if not request.has_text:
+        return PairHaystack()
 
-    def __post_init__(self) -> None:
-        if self.endpoints and (self.model or self.rows or self.scales):
-            raise ConfigError(
-                "expected --endpoint, or a model with --recipe and --scales, not both"
-            )
-        if self.tokenizer and not self.endpoints:
-            raise ConfigError("--tokenizer is for --endpoint: a model has its own")
-        if self.data is not None and not self.has_text:
-            raise ConfigError(
-                "--data is a text to hide needles in, for models that read text: expected a MODEL, "
-                "or --endpoint and --tokenizer"
-            )
-        if self.prompts != PromptSettings() and not self.has_text:
-            raise ConfigError(
-                "--add-bos is for prompts of text: expected a MODEL, or --endpoint and --tokenizer"
-            )
-        super().__post_init__()
+    @lru_cache(maxsize=4096)
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    @property
-    def has_text(self) -> bool:
-        """Whether prompts are text, not the words of the retrieval model."""
-        return self.tokenizer is not None if self.endpoints else self.model not in (None, NAME)
+    return TextHaystack(
+        count=count,
+        num_added=len(tokenizer("")["input_ids"]),
+        num_keys=request.num_keys,
+        filler=() if request.data is None else split_sentences(read_text(request.data)),
+        name="text" if request.data is None else request.data.name,
+    )
 
-    @property
-    def row_names(self) -> tuple[str, ...]:
-        """The rows of a local model."""
-        on_gpu = default_device().capability is not None
-        own = RETRIEVAL_ROWS if on_gpu else CPU_ROWS
-        return self.rows or (DEFAULT_ROWS if self.has_text else own)
 
-    @property
-    def calibration(self) -> list[float]:
-        """What scales that are calibrated here depend on: the margin, and tokens of a prompt."""
-        return [self.margin, min(CALIBRATION_LENGTH, max(self.grid.lengths))]
-
-    def load(self) -> TextModel:
-        """The local model."""
-        self.given_scales()  # an error before a model is loaded
-        return super().load() if self.has_text else load_retrieval_model(dtype=self.dtype)
-
-    @property
-    def command(self) -> str:
-        """The command line that repeats this."""
-        grid = self.grid
-        flags = {
-            "--lengths": ",".join(map(str, grid.lengths)),
-            "--depths": ",".join(f"{depth:g}" for depth in grid.depths),
-            "--repetitions": grid.repetitions,
-            "--seed": grid.seed,
-            "--data": self.data,
-            "--num-keys": self.num_keys if self.has_text else None,
-            **self.flags(),
-        }
-        return command_line(
-            "octavo", "eval", "needle", self.model, *self.prompts.command, flags=flags
-        )
-
-    def make_haystack(self, tokenizer: Any) -> Haystack:
-        """The request's haystack; tokenizer: None where prompts are no text."""
-        if not self.has_text:
-            return PairHaystack()
-
-        @lru_cache(maxsize=4096)
-        def count(text: str) -> int:
-            return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-        filler = () if self.data is None else split_sentences(read_text(self.data))
-        return TextHaystack(
-            count=count,
-            num_added=len(tokenizer("")["input_ids"]),
-            num_keys=self.num_keys,
-            filler=filler,
-            name="text" if self.data is None else self.data.name,
-        )
+def calibration_of(request: NeedleRequest, grid: Grid) -> list[float]:
+    """What scales that are calibrated here depend on: the margin, and tokens of a prompt."""
+    return [request.margin, min(CALIBRATION_LENGTH, max(grid.lengths))]
 
 
 Asked = tuple[str, int]  # a prompt, and the most tokens of its answer
 
 
 def run(
-    request: Request,
+    request: NeedleRequest,
     output: Path | None,
     watch: Watch = unwatched,
     *,
@@ -199,43 +325,42 @@ def run(
 
     text_model: the request's, where it is loaded already.
     """
-    records = Records.of_file(output, is_resumed=request.is_resumed)
-    if not request.endpoints:
-        text_model = text_model or request.load()
-        request = replace(request, grid=_check_lengths(request, text_model))
-    grid = request.grid
-    num_rows = len(request.endpoints) or len(request.row_names)
-    progress = Progress(watch, "searching", num_rows * grid.num_tokens)
-    if text_model is None:
-        tokenizer = None
-        if request.tokenizer is not None:
-            tokenizer = prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)
-        haystack = request.make_haystack(tokenizer)
-        size = round(grid.num_tokens / (len(grid.cells) * grid.repetitions))
+    records = Records.of_file(output, is_resumed=request.resume)
+    scales, grid = given_scales(request), make_grid(request)  # before a model is loaded
+    if not request.endpoint:
+        load = load_model if request.has_text else _load_retrieval_model
+        text_model = text_model or load(request)
+        grid = _fitted(grid, text_model, is_strict=request.lengths is not None)
+    request = replace(request, lengths=",".join(map(str, grid.lengths)))
+    haystack = make_haystack(request, counting_tokenizer(request, text_model))
+    if text_model is not None and request.rows_with_scales and not scales:
+        scales = _calibrate(request, text_model, grid, haystack, watch)
 
-        def complete(client: Client, asked: Asked) -> str:
-            found = client.complete(*asked)
-            progress.add(size)
-            return found
+    def reply(client: Client, asked: Asked) -> str:
+        found = client.complete(*asked)
+        progress.add(round(grid.num_tokens / (len(grid.cells) * grid.repetitions)))
+        return found
 
-        rows = server_participants(request, complete)
-    else:
-        haystack = request.make_haystack(text_model.tokenizer)
-        scales = request.given_scales()
-        if request.rows_with_scales and not scales:
-            scales = _calibrate(request, text_model, haystack, watch)
+    def answer(own: TextModel, asked: Asked) -> str:
+        text, max_tokens = asked
+        chunk = request.chunk or 2048
+        return answer_text(own, text, max_tokens=max_tokens, chunk=chunk, on_step=progress.add)
 
-        def answer(own: TextModel, asked: Asked) -> str:
-            text, max_tokens = asked
-            chunk = request.chunk or 2048
-            return answer_text(own, text, max_tokens=max_tokens, chunk=chunk, on_step=progress.add)
-
-        rows = local_participants(
-            request, text_model, scales, answer, calibration=request.calibration
-        )
+    calibration = calibration_of(request, grid)
+    rows = participants(request, text_model, scales, answer, reply, calibration=calibration)
+    progress = Progress(watch, "searching", len(rows) * grid.num_tokens)
     return evaluate(
-        rows, grid, haystack, command=request.command, records=records, on_skip=progress.add
+        rows,
+        grid,
+        haystack,
+        command=request.command,
+        records=records,
+        on_skip=progress.add,
     )
+
+
+def _load_retrieval_model(request: NeedleRequest) -> TextModel:
+    return load_retrieval_model(dtype=request.dtype)
 
 
 def evaluate(
@@ -276,10 +401,10 @@ def evaluate(
     )
 
 
-def _check_lengths(request: Request, text_model: TextModel) -> Grid:
-    """The request's cells, with lengths that the model was made for."""
-    grid, limit = request.grid, text_model.max_length
-    if limit is not None and request.is_fitted:
+def _fitted(grid: Grid, text_model: TextModel, *, is_strict: bool) -> Grid:
+    """The cells of lengths that the model was made for; is_strict: longer ones are an error."""
+    limit = text_model.max_length
+    if limit is not None and not is_strict:
         fitting = tuple(length for length in grid.lengths if length <= limit)
         grid = replace(grid, lengths=fitting or (limit,))
     longest = max(grid.lengths)
@@ -291,10 +416,10 @@ def _check_lengths(request: Request, text_model: TextModel) -> Grid:
 
 
 def _calibrate(
-    request: Request, text_model: TextModel, haystack: Haystack, watch: Watch
+    request: NeedleRequest, text_model: TextModel, grid: Grid, haystack: Haystack, watch: Watch
 ) -> dict[Keys, ScaleSet]:
     """Static scales by prompts that are not searched, for all kinds of keys that rows have."""
-    length, count = int(request.calibration[1]), NUM_CALIBRATION_PROMPTS
+    length, count = int(calibration_of(request, grid)[1]), NUM_CALIBRATION_PROMPTS
     windows = []
     for i in range(count):
         prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import (
     generation_sampling,
     load_generation_sampling,
 )
-from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.measure.evaluate.answers import (
     AnswerFile,
     Item,
@@ -20,28 +18,36 @@ from octavo.measure.evaluate.answers import (
     engine_sampler,
     server_sampler,
 )
-from octavo.measure.evaluate.endpoint import Client, Reply
-from octavo.measure.evaluate.final_answer import read_letter, read_math
-from octavo.measure.evaluate.language import LanguageRequest, Scales, calibrate_on_chats
-from octavo.measure.evaluate.math_equality import AUTO, Checker, make_checker
+from octavo.measure.evaluate.language import (
+    Client,
+    Reply,
+    Scales,
+    endpoints,
+    given_scales,
+    load_model,
+    local_rows,
+)
+from octavo.measure.evaluate.math_equality import Checker, make_checker
+from octavo.measure.evaluate.mrcr import calibrate_on_chats
+from octavo.measure.evaluate.requests import ChoiceRequest, MathRequest
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import (
-    GENERATED,
     ChoiceQuestion,
     MathQuestion,
     load_choice_questions,
     load_math_questions,
+    read_letter,
+    read_math,
     shuffle_options,
 )
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.report.tables import Table
+from octavo.measure.report.tables import Table, filled_table
 from octavo.measure.run import (
     Outcome,
     Participant,
     Progress,
     Records,
     Watch,
-    command_line,
     ready,
     run_whole,
     unwatched,
@@ -49,71 +55,13 @@ from octavo.measure.run import (
 from octavo.serving.engine.settings import EngineSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(LanguageRequest):
-    """What is asked.
-
-    sampling: what is set by hand, by the names of OpenAI's and vLLM's APIs; the rest is the model's
-    generation config's, or that of the folder or name `generation_config`. num_questions: None is
-    all of them. answers: a file of single answers; is_resumed: whether those in it are used again.
-    """
-
-    kind: Literal["choice", "math"]
-    data: str = GENERATED
-    subset: str | None = None
-    split: str | None = None
-    repetitions: int = 1
-    num_questions: int | None = None
-    seed: int = 0
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    generation_config: str | None = None
-    max_tokens: int | None = None
-    checker: str = AUTO
-    answers: Path | None = None
-    chunk: int | None = None
-    engine: EngineSettings = EngineSettings()
-
-    def __post_init__(self) -> None:
-        if bool(self.endpoints) == bool(self.model):
-            raise ConfigError("expected a MODEL or --endpoint, one of them")
-        if self.endpoints and self.prompts != PromptSettings():
-            raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
-        super().__post_init__()
-
-    @property
-    def command(self) -> str:
-        """The command line that repeats this."""
-        flags = {
-            "--data": self.data,
-            "--subset": self.subset,
-            "--split": self.split,
-            "--num-questions": self.num_questions,
-            "--repetitions": self.repetitions,
-            "--seed": self.seed,
-            "--max-tokens": self.max_tokens,
-            "--generation-config": self.generation_config,
-            **{f"--{name.replace('_', '-')}": value for name, value in self.sampling.items()},
-            "--checker": self.checker if self.kind == "math" else None,
-            **self.flags(),
-        }
-        words = ("octavo", "eval", self.kind, self.model, *self.prompts.command)
-        return command_line(*words, flags=flags)
-
-    @property
-    def about(self) -> dict[str, Scalar]:
-        """What records say of the questions."""
-        data = self.data if self.data == GENERATED else Path(self.data).name
-        parts = {"subset": self.subset, "split": self.split}
-        return {"data": data, **{name: part for name, part in parts.items() if part}}
-
-
-def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+def run(request: ChoiceRequest, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its row is done."""
     records = Records.of_file(output)
-    answers = AnswerFile(request.answers, is_resumed=request.is_resumed)
-    scales = request.given_scales()  # before a model is loaded
+    answers = AnswerFile(request.answers, is_resumed=request.resume)
+    scales = given_scales(request)  # before a model is loaded
     task = _task(request)
-    plan, rows = _served(request) if request.endpoints else _local(request, scales, watch)
+    plan, rows = _served(request) if request.endpoint else _local(request, scales, watch)
     progress = Progress(watch, "answering", len(rows) * len(task.items))
     # Where nobody says what to draw by, the server's own defaults are.
     about = request.about | ({} if plan.options else {"sampling": "server"})
@@ -129,23 +77,23 @@ def run(request: Request, output: Path | None, watch: Watch = unwatched) -> list
     )
 
 
-def _task(request: Request) -> "Task":
+def _task(request: ChoiceRequest) -> "Task":
     asked = request.data, request.subset, request.split
-    if request.kind == "choice":
-        choices = load_choice_questions(*asked)[: request.num_questions]
-        return choice_task(choices, request.repetitions, request.seed)
-    problems = load_math_questions(*asked)[: request.num_questions]
-    return math_task(problems, request.repetitions, make_checker(request.checker))
+    if isinstance(request, MathRequest):
+        problems = load_math_questions(*asked)[: request.num_questions]
+        return math_task(problems, request.repetitions, make_checker(request.checker))
+    choices = load_choice_questions(*asked)[: request.num_questions]
+    return choice_task(choices, request.repetitions, request.seed)
 
 
-def _plan(request: Request, own: Mapping[str, float]) -> SamplingPlan:
+def _plan(request: ChoiceRequest, own: Mapping[str, float]) -> SamplingPlan:
     """The model's own sampling parameters, and in their place what is set by hand."""
     if request.generation_config is not None:
         own = load_generation_sampling(request.generation_config)
     plan = SamplingPlan(
         options={**own, **request.sampling}, max_tokens=request.max_tokens, seed=request.seed
     )
-    if plan.is_greedy and request.kind == "math" and request.repetitions > 1:
+    if plan.is_greedy and isinstance(request, MathRequest) and request.repetitions > 1:
         raise ConfigError(
             f"expected sampling for {request.repetitions} repetitions, got greedy decoding, which "
             "repeats itself: set --temperature, or --repetitions 1"
@@ -153,30 +101,39 @@ def _plan(request: Request, own: Mapping[str, float]) -> SamplingPlan:
     return plan
 
 
-def _served(request: Request) -> tuple[SamplingPlan, list[Sampler]]:
+def _served(request: ChoiceRequest) -> tuple[SamplingPlan, list[Sampler]]:
     plan, rows = _plan(request, {}), []
-    for endpoint in request.endpoints:
+    for endpoint in endpoints(request):
         with Client(endpoint) as client:  # all servers are asked before one has to work
             rows.append(server_sampler(endpoint, client.model, plan))
     return plan, rows
 
 
-def _local(request: Request, scales: Scales, watch: Watch) -> tuple[SamplingPlan, list[Sampler]]:
-    text_model = request.load()
+def _local(
+    request: ChoiceRequest, scales: Scales, watch: Watch
+) -> tuple[SamplingPlan, list[Sampler]]:
+    text_model = load_model(request)
     plan = _plan(request, generation_sampling(getattr(text_model.model, "generation_config", None)))
     is_calibrated = not scales and bool(request.rows_with_scales)
     if is_calibrated:
         scales = calibrate_on_chats(request, text_model, watch)
     origin = f"calibrated on generated chats, margin {request.margin:g}"
+    num_seqs = request.max_concurrency
+    engine = EngineSettings(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(EngineSettings().max_num_batched_tokens, num_seqs),
+        memory_fraction=request.gpu_memory_utilization,
+        num_pages=request.num_pages,
+    )
     return plan, [
         engine_sampler(
             text_model,
             row,
             plan,
-            request.engine,
+            engine,
             scales=origin if is_calibrated and asked.needs_scales else None,
         )
-        for asked, row in request.local_rows(text_model, scales)
+        for asked, row in local_rows(request, text_model, scales)
     ]
 
 
@@ -330,20 +287,15 @@ def _counts(graded: Mapping[Item, StoredAnswer]) -> dict[str, float]:
 
 def pass_table(records: Sequence[Measurement]) -> Table:
     """One row for each recipe: pass@1, its errors, what could not be read, and recovery."""
-    names = (
-        *("score_percent", "score_standard_error_percent", "repetition_standard_error_percent"),
-        *("num_unparsed", "num_cut", "recovery_percent", "recovery_standard_error_percent"),
-    )
     first = records[0]
-    return Table(
+    return filled_table(
+        records,
         caption=f"{first.op}, pass@1 (%): {first.case['model']}, {first.case['data']}, "
         f"{int(first.values['num_questions'])} questions × {first.case['repetitions']}",
-        header=(
-            *("recipe", "pass@1", "± s.e.", "± of repetitions"),
-            *("unparsed", "cut", "recovery (%)", "± s.e. of it"),
+        columns=(
+            *("recipe", "score_percent", "score_standard_error_percent"),
+            *("repetition_standard_error_percent", "num_unparsed", "num_cut"),
+            *("recovery_percent", "recovery_standard_error_percent"),
         ),
-        rows=tuple(
-            (str(record.case["recipe"]), *(record.values.get(name) for name in names))
-            for record in records
-        ),
+        heads={"score_percent": "pass@1 (%)"},
     )

@@ -1,22 +1,35 @@
 """Sections, and pages of them: one HTML file that needs nothing else, or Markdown.
 
-Styles, data, plots and plotly.js are inside the HTML file.
+Styles, data, plots, images and plotly.js are inside the HTML file. A record's `picture` is a path
+from its records file to a JPEG or PNG. Records may come from others, and a page is passed on: only
+images are read, and only of the records' own folder or project.
 """
 
+import base64
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
 from octavo.extras import need
-from octavo.measure.records import Machine, utc_now
+from octavo.measure.records import Machine, Measurement, utc_now
 from octavo.measure.report.plots import Figure
-from octavo.measure.report.tables import Table, to_markdown
+from octavo.measure.report.tables import Key, Table, filled_table, grouped, newest, to_markdown
 from octavo.version import __version__
+
+Rows = Sequence[Measurement]
+
+IMAGE, IMAGE_PROBLEM = "picture", "picture_problem"  # names in a record's case
+MAX_BYTES = 16 * 2**20
+_TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
+_STARTS = {"image/jpeg": b"\xff\xd8\xff", "image/png": b"\x89PNG\r\n\x1a\n"}
+_URL = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/]+={0,2}")
+_PROJECT = (".git", "pyproject.toml")  # what the folder of a project has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +77,71 @@ def describe(machine: Machine) -> str:
     versions = [f"{package} {version}" for package, version in machine.versions.items()]
     parts = [gpu, machine.cpu, machine.platform, f"Python {machine.python}", *versions]
     return " · ".join(part for part in parts if part)
+
+
+def with_images(records: Sequence[Measurement], file: Path) -> list[Measurement]:
+    """The records of a file, with the images that they name inside as data URLs.
+
+    Where one cannot be shown, its record keeps the path, and says why under `picture_problem`.
+    """
+    urls: dict[str, str] = {}
+    found = []
+    for record in records:
+        name = record.case.get(IMAGE)
+        if name is None or is_image_url(name):
+            found.append(record)
+            continue
+        case = dict(record.case)
+        try:
+            path = str(name)
+            if path not in urls:
+                urls[path] = image_url(path, file)
+            case[IMAGE] = urls[path]
+        except ConfigError as error:
+            case[IMAGE_PROBLEM] = str(error)
+        found.append(replace(record, case=case))
+    return found
+
+
+def is_image_url(value: object) -> bool:
+    """Whether a value is an image itself, as a data URL."""
+    return isinstance(value, str) and _URL.fullmatch(value) is not None
+
+
+def image_url(name: str, file: Path) -> str:
+    """The image at a path from the folder of a records file, as a data URL.
+
+    ConfigError unless it is a JPEG or PNG inside that folder, or inside the project that the
+    folder is in.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or "\\" in name or "\0" in name:
+        raise ConfigError("expected a path from the records file on")
+    media_type = _TYPES.get(path.suffix.lower())
+    if media_type is None:
+        raise ConfigError(f"expected an image, one of {', '.join(_TYPES)}")
+    folder = file.resolve().parent
+    root = _project(folder)
+    place = (folder / path).resolve()  # where links lead to
+    if not place.is_relative_to(root):
+        raise ConfigError("expected an image in the folder of the records file or its project")
+    if not place.is_file():
+        raise ConfigError("there is no such file")
+    with place.open("rb") as stream:
+        content = stream.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"expected at most {MAX_BYTES // 2**20} MiB")
+    if not content.startswith(_STARTS[media_type]):
+        raise ConfigError(f"expected the bytes of {media_type}")
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def _project(folder: Path) -> Path:
+    """The project that a folder is in; the folder itself if it is in none."""
+    for place in (folder, *folder.parents):
+        if any((place / mark).exists() for mark in _PROJECT):
+            return place
+    return folder
 
 
 def write_report(
@@ -149,14 +227,14 @@ def _section_ids(sections: Sequence[Section]) -> dict[str, str]:
 
 
 def sections_markdown(sections: Sequence[Section], *, title: str, summary: str = "") -> str:
-    """A page of sections: texts, links, tables; what plots and pictures show is said in words."""
+    """A page of sections: texts, links, tables; what plots and images show is said in words."""
     parts = [f"# {title}", *([summary] if summary else [])]
     for section in sections:
         parts += [f"## {section.title}", *section.paragraphs]
         if section.links:
             parts.append("\n".join(map(_markdown_link, section.links)))
         parts += [f"Plot: {figure.caption}" for figure in section.figures]
-        parts += [f"Picture: {sheet.caption}" for sheet in section.sheets]
+        parts += [f"Image: {sheet.caption}" for sheet in section.sheets]
         for table in section.tables:
             parts += [f"**{table.caption}**", to_markdown(table)]
     return "\n\n".join(parts) + "\n"
@@ -166,3 +244,81 @@ def _markdown_link(link: Link) -> str:
     """A link in a list, to the anchor that a heading has on GitHub."""
     anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
     return f"- [{link.text.replace('[', '(').replace(']', ')')}](#{anchor})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A part of a page by description: a section for each machine and value of `by`.
+
+    Texts have names of `by` and {machine} in braces, or are functions of the rows.
+
+    Attributes:
+        ops: The ops whose records it shows.
+        needs: The names that a record must have to be shown.
+        by: What the records of a section have in common.
+        rows: What tells the rows of a section apart; of records that are alike the newest counts.
+            A function chooses the rows by itself.
+        caption: Of the table.
+        columns: Of the table; those that no row fills are left out.
+        heads: Words over columns in place of their usual ones.
+        tables: Makes other tables than the one of `columns`.
+        headline: The result in one sentence, for the summary.
+    """
+
+    ops: tuple[str, ...]
+    needs: tuple[str, ...]
+    by: tuple[str, ...] = ("model",)
+    rows: tuple[str, ...] | Callable[[Rows], Rows] = ()
+    title: str | Callable[[Rows], str]
+    text: str | Callable[[Rows], str] = ""
+    caption: str | Callable[[Rows], str] = ""
+    columns: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
+    tables: Callable[[Rows], Iterable[Table]] | None = None
+    headline: Callable[[Rows], str] = lambda rows: ""
+    figures: Callable[[Rows], Iterable[Figure]] = lambda rows: ()
+    sheets: Callable[[Rows], Iterable[Sheet]] = lambda rows: ()
+
+    def make(self, records: Rows) -> list[Section]:
+        """The sections of all of these records."""
+        return [self._section(key, own) for key, own in grouped(records, *self.by).items()]
+
+    def missing_names(self, record: Measurement) -> list[str]:
+        """The names that a record would need to be shown."""
+        return [name for name in self.needs if record.get(name) is None]
+
+    def _section(self, key: Key, records: Rows) -> Section:
+        rows = self.rows(records) if callable(self.rows) else newest(records, *self.rows)
+        names = dict(zip(("machine", *self.by), key, strict=True))
+        title, text, caption = (
+            said(rows) if callable(said) else said.format_map(names)
+            for said in (self.title, self.text, self.caption)
+        )
+        if self.tables is None:
+            table = filled_table(rows, caption=caption, columns=self.columns, heads=self.heads)
+        return Section(
+            title=title,
+            text=text,
+            headline=self.headline(rows),
+            figures=tuple(self.figures(rows)),
+            tables=(table,) if self.tables is None else tuple(self.tables(rows)),
+            sheets=tuple(self.sheets(rows)),
+        )
+
+
+def best_row(
+    value: str, sentence: str, choose: Callable[..., Measurement] = max
+) -> Callable[[Rows], str]:
+    """A headline about the row with the largest value, of those that are compared with another.
+
+    sentence: with names of the row's case and values, and {baseline}, in braces.
+    """
+
+    def headline(rows: Rows) -> str:
+        compared = [row for row in rows if row.baseline is not None and value in row.values]
+        if not compared:
+            return ""
+        best = choose(compared, key=lambda row: row.values[value])
+        return sentence.format_map({**best.case, **best.values, "baseline": best.baseline})
+
+    return headline

@@ -1,13 +1,13 @@
 """Kernels beside those of others: on a roofline, or over the bytes that they move."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Kind, Rows
 from octavo.measure.report.plots import Figure, Trace, axes, guide_line, log_ticks, markers
-from octavo.measure.report.tables import Cell, Table, format_column, grouped, label, newest
+from octavo.measure.report.tables import Cell, Table, format_column, label, machine_name
 
 OWN_IMPLS = frozenset({"cuda", "gluon", "octavo", "reference", "selected", "triton"})
 # Title -> ops. Records of one section have figures and tables of their own for each op.
@@ -61,56 +61,64 @@ class _Size:
         return None if own is None or other is None else other / own
 
 
-def kernel_sections(records: Sequence[Measurement], roofs: Sequence[Roof] = ()) -> list[Section]:
-    """A section for each machine and topic: of every size the fastest of each kind.
+def kernel_kinds(roofs: Sequence[Roof] = ()) -> list[Kind]:
+    """A part of a page for each topic: of every size the fastest of each kind.
 
-    Records have a `shape`, `operands` and a `median_ms`. Where a GPU has no roof, none is drawn.
+    Where a GPU has no roof, none is drawn.
     """
-    sections = []
-    for (machine,), own in grouped(records).items():
-        roof = next((roof for roof in roofs if roof.gpu == machine), None)
-        for title, ops in TOPICS.items():
-            by_op = {op: [r for r in own if r.op == op] for op in ops}
-            by_op = {op: some for op, some in by_op.items() if some}
-            if by_op:
-                sections.append(_section(f"{title}: {machine}", by_op, roof))
-    return sections
+    by_gpu = {roof.gpu: roof for roof in roofs}
+
+    def text(rows: Rows) -> str:
+        roof = by_gpu.get(machine_name(rows[0]))
+        return (
+            "Times are medians of calls over several sets of inputs, without launching. octavo's "
+            "own kernels are beside those of others that ran here; a row is compared with the "
+            f"fastest.{'' if roof is None else f' The roof: {roof.source}.'}"
+        )
+
+    def figures(rows: Rows) -> Iterable[Figure]:
+        roof = by_gpu.get(machine_name(rows[0]))
+        return (_figure(op, sizes, roof) for op, sizes in _by_op(rows).items())
+
+    return [
+        Kind(
+            ops=ops,
+            needs=("shape", "operands", "median_ms"),
+            by=(),
+            title=f"{title}: {{machine}}",
+            text=text,
+            headline=_headline,
+            figures=figures,
+            tables=lambda rows: (_table(op, sizes) for op, sizes in _by_op(rows).items()),
+        )
+        for title, ops in TOPICS.items()
+    ]
 
 
-def _section(title: str, by_op: dict[str, list[Measurement]], roof: Roof | None) -> Section:
-    figures, tables, said = [], [], []
-    for op, records in by_op.items():
-        sizes = _sizes(records)
-        figures.append(_figure(op, sizes, roof))
-        tables.append(_table(op, sizes))
+def _by_op(rows: Rows) -> dict[str, list[_Size]]:
+    """The sizes of each op, in the order of its topic."""
+    ops = sorted({row.op for row in rows}, key=KERNEL_OPS.index)
+    return {op: _sizes([row for row in rows if row.op == op]) for op in ops}
+
+
+def _headline(rows: Rows) -> str:
+    said = []
+    for op, sizes in _by_op(rows).items():
         gains = [gain for size in sizes if (gain := size.over("octavo BF16", "others BF16"))]
         if gains and op not in _COPIES:
             least, most = f"{min(gains):.2f}", f"{max(gains):.2f}"
             times = most if least == most else f"{least} to {most}"
             said.append(f"{label(op)} in FP8 is {times} times as fast as the fastest BF16")
-    text = (
-        "Times are medians of calls over several sets of inputs, without launching. octavo's own "
-        "kernels are beside those of others that ran here; a row is compared with the fastest."
-    )
-    if roof is not None:
-        text += f" The roof: {roof.source}."
-    return Section(
-        title=title,
-        text=text,
-        headline=f"{'; '.join(said)}." if said else "",
-        figures=tuple(figures),
-        tables=tuple(tables),
-    )
+    return f"{'; '.join(said)}." if said else ""
 
 
 def _sizes(records: Sequence[Measurement]) -> list[_Size]:
     found: dict[tuple[str, str], _Size] = {}
-    newest_ones = newest(records)
-    for record in newest_ones:
+    for record in records:
         if _kind(record).endswith("FP8"):
             key = _size_name(record), _variant(record)
             found.setdefault(key, _Size(*key)).add(record)
-    for record in newest_ones:
+    for record in records:
         if _kind(record).endswith("BF16"):
             name = _size_name(record)
             same = [size for size in found.values() if size.name == name]

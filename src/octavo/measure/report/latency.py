@@ -6,7 +6,7 @@ fits had intervals are shown like new ones.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
 from octavo.measure.regression import Interval
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Kind, Rows, Section
 from octavo.measure.report.plots import (
     Figure,
     Trace,
@@ -27,8 +27,14 @@ from octavo.measure.report.plots import (
     markers,
     wrapped,
 )
-from octavo.measure.report.sections import Rows
-from octavo.measure.report.tables import Cell, Table, format_column, grouped, newest
+from octavo.measure.report.tables import (
+    Cell,
+    Table,
+    format_column,
+    machine_name,
+    newest,
+    tokens_text,
+)
 
 # Records of one section have these in common: the model, the engine and the batch.
 SAME = (
@@ -159,23 +165,17 @@ def latency_sections(records: Rows) -> list[Section]:
             "expected records of octavo bench latency, got "
             f"{', '.join(sorted({record.op for record in records})) or 'none'}"
         )
-    return [_section(own) for own in grouped(found, *SAME).values()]
+    return LATENCY.make(found)
 
 
-def latency_with_headlines(records: Rows) -> list[Section]:
-    """The sections of latency, with titles that name the machine, and their best row."""
-    sections: list[Section] = []
-    for (machine, *_), own in grouped(records, *SAME).items():
-        (section,) = latency_sections(own)
-        case = own[0].case
-        batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
-        headline = _headline(f"{case['model']}{batch}", own)
-        title = f"{section.title}{batch}, {machine}"
-        sections.append(replace(section, title=title, headline=headline))
-    return sections
+def _model(records: Rows) -> str:
+    """The model, and how many requests at once if there are several."""
+    case = records[0].case
+    batch = "" if case["batch_size"] == 1 else f", {case['batch_size']} at once"
+    return f"{case['model']}{batch}"
 
 
-def _headline(model: str, records: Rows) -> str:
+def _headline(records: Rows) -> str:
     """The best row at its longest input: times of short ones are the host's, and scatter."""
     said = []
     for words in ("ITL", "TTFT"):
@@ -189,26 +189,40 @@ def _headline(model: str, records: Rows) -> str:
                 f"{words} {best.values[value]:.2f} times as fast with {best.case['row']} at "
                 f"{int(best.case['input_len']):,} tokens, against {best.baseline}"
             )
-    return f"{model}: {'; '.join(said)}." if said else ""
+    return f"{_model(records)}: {'; '.join(said)}." if said else ""
 
 
-def _section(records: Rows) -> Section:
-    rows, case = rows_of(records), records[0].case
-    machine = records[0].machine
-    text = (
+def _text(records: Rows) -> str:
+    case = records[0].case
+    about = (
         f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
-        f"{machine.gpu or machine.cpu}. ITL, the time between tokens, is a line over the context; "
+        f"{machine_name(records[0])}. ITL, the time between tokens, is a line over the context; "
         "TTFT, the time to the first token, has a square term as well, which is attention. "
         "Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are there where "
         "more lengths were measured than a fit has terms."
     )
-    tables = [_table(rows, metric) for metric in (ITL, TTFT)]
-    return Section(
-        title=f"Latency over the input length: {case['model']}",
-        text="\n\n".join([text, *_notes(rows)]),
-        figures=(_itl_figure(rows), _ttft_figure(rows)),
-        tables=tuple(table for table in tables if table.rows),
-    )
+    return "\n\n".join([about, *_notes(rows_of(records))])
+
+
+def _tables(records: Rows) -> list[Table]:
+    tables = [_table(rows_of(records), metric) for metric in (ITL, TTFT)]
+    return [table for table in tables if table.rows]
+
+
+LATENCY = Kind(
+    ops=("latency",),
+    needs=(
+        *("model", "row", "input_len", "output_len", "batch_size"),
+        *(f"{which}_{of}_ms" for of in ("itl", "ttft") for which in ("median", "p10", "p90")),
+    ),
+    by=SAME,
+    rows=lambda records: records,
+    title=lambda rows: f"Latency over the input length: {_model(rows)}, {machine_name(rows[0])}",
+    text=_text,
+    headline=_headline,
+    figures=lambda rows: (_itl_figure(rows_of(rows)), _ttft_figure(rows_of(rows))),
+    tables=_tables,
+)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -294,7 +308,7 @@ def _ttft_figure(rows: Sequence[Row]) -> Figure:
     )
     lengths = sorted({length for row in rows for length in row.lengths})
     ticks = _ticks(lengths)
-    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": list(map(_short, ticks))}
+    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": list(map(tokens_text, ticks))}
     medians = [value for row in rows for value in row.values("median_ttft_ms")]
     layout["yaxis"] |= {"type": "log"} | log_ticks(medians)
     middle = math.sqrt(lengths[0] * lengths[-1])
@@ -360,11 +374,6 @@ def _ticks(lengths: Sequence[int]) -> list[int]:
         if not kept or kept[-1] >= 2.5 * length:
             kept.append(length)
     return kept[::-1]
-
-
-def _short(length: int) -> str:
-    """A number of tokens as the command line takes it: 125k is 128,000."""
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
 
 
 def _caption(rows: Sequence[Row], metric: Metric) -> str:

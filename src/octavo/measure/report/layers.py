@@ -2,28 +2,14 @@
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section
-from octavo.measure.report.plots import Point, bars, lines, name_bars, points, titled
-from octavo.measure.report.sections import Rows
-from octavo.measure.report.tables import Table, grouped, newest, pivot
+from octavo.measure.report.html import Kind, Rows
+from octavo.measure.report.plots import Figure, Point, bars, lines, name_bars, points, titled
+from octavo.measure.report.tables import Table, newest, pivot
 
-# Op -> what its records are told apart by, and the values that they have.
-CASES: dict[str, tuple[str, ...]] = {
-    "quantize_error": ("layer", "tensor", "format", "granularity"),
-    "attention_error": ("layer", "recipe"),
-    "decode_error": ("layer", "recipe"),
-    "accumulation_error": ("length", "accumulation"),
-}
-VALUES: dict[str, tuple[str, ...]] = {
-    "quantize_error": ("sqnr_db",),
-    "attention_error": ("relative_rms",),
-    "decode_error": ("relative_rms", "bytes_per_token"),
-    "accumulation_error": ("relative_rms", "is_found"),
-}
 _RELATIVE_ERROR = "relative RMS error (1 = the result)"
 _TENSORS = ("q", "k", "v")
 # Value of a record -> head of its three columns, caption and title of its plot.
@@ -41,23 +27,6 @@ _STATISTICS = {
     ),
 }
 _NUM_BARS = 12  # layers of the plot of sensitivity, the largest errors
-
-
-def error_sections(records: Rows) -> list[Section]:
-    """A section for each machine, model and kind of error of one attention layer's numbers."""
-    makers: dict[str, Callable[[Rows], Section]] = {
-        "quantize_error": _quantization,
-        "attention_error": _attention,
-        "decode_error": _decoding,
-        "accumulation_error": _accumulation,
-    }
-    sections = []
-    for (machine, kind, model), own in grouped(records, "op", "model").items():
-        op = str(kind)
-        section = makers[op](newest(own, *CASES[op]))
-        name = f"{model}, {machine}" if model is not None else str(machine)
-        sections.append(replace(section, title=f"{section.title}: {name}"))
-    return sections
 
 
 def average(records: Rows, over: str) -> list[Measurement]:
@@ -83,72 +52,108 @@ def _with_case(record: Measurement, name: str, text: str) -> Measurement:
     return replace(record, case={**record.case, name: text})
 
 
-def _quantization(records: Rows) -> Section:
-    rows = [
+def _table_of(caption: str, row: str, column: str, value: str) -> Callable[[Rows], list[Table]]:
+    return lambda rows: [pivot(rows, caption=caption, row=row, column=column, value=value)]
+
+
+def _choices(records: Rows) -> Rows:
+    """The means over layers, each with its format and granularity in words."""
+    rows = average(newest(records, "layer", "tensor", "format", "granularity"), over="layer")
+    return [
         _with_case(row, "choice", f"{row.get('format')} per {row.get('granularity')}")
-        for row in average(records, over="layer")
+        for row in rows
     ]
+
+
+def _quantization_figures(rows: Rows) -> Iterable[Figure]:
     series: dict[str, list[Point]] = {}
     for row in rows:
         point = Point(str(row.case["tensor"]), row.values["sqnr_db"])
         series.setdefault(str(row.case["choice"]), []).append(point)
-    figure = points(
+    yield points(
         series,
         caption="SQNR of each tensor, by format and granularity; higher is better",
         value_title="SQNR (dB)",
     )
-    caption = "SQNR in dB by format and granularity"
-    return Section(
-        title="Queries, keys and values in 8 bits",
-        text="Signal to quantization noise in dB, the mean over the captured layers; 6 dB more "
-        "means half the error. e4m3 has one more bit of mantissa than e5m2. Finer scales help "
-        "only as far as a few large values set the scale of many small ones.",
-        figures=(figure,),
-        tables=(pivot(rows, caption=caption, row="choice", column="tensor", value="sqnr_db"),),
-    )
 
 
-def _attention(records: Rows) -> Section:
+QUANTIZATION = Kind(
+    ops=("quantize_error",),
+    needs=("layer", "tensor", "format", "granularity", "sqnr_db"),
+    rows=_choices,
+    title="Queries, keys and values in 8 bits: {model}, {machine}",
+    text="Signal to quantization noise in dB, the mean over the captured layers; 6 dB more means "
+    "half the error. e4m3 has one more bit of mantissa than e5m2. Finer scales help only as far as "
+    "a few large values set the scale of many small ones.",
+    figures=_quantization_figures,
+    tables=_table_of("SQNR in dB by format and granularity", "choice", "tensor", "sqnr_db"),
+)
+
+
+def _attention_figures(rows: Rows) -> Iterable[Figure]:
     caption = "Relative RMS error of each layer, against float64; lower is better"
-    figure = lines(records, caption=caption, x="layer", y="relative_rms", series="recipe")
-    return Section(
-        title="Attention in FP8, layer by layer",
-        text="Relative error of causal attention against float64, layer by layer: q, k, v and P "
-        "in FP8 with two-level accumulation, beside BF16.",
-        figures=(titled(figure, "layer (number)", _RELATIVE_ERROR),),
-        tables=(_errors_by_layer(records, "Attention"),),
-    )
+    figure = lines(rows, caption=caption, x="layer", y="relative_rms", series="recipe")
+    yield titled(figure, "layer (number)", _RELATIVE_ERROR)
 
 
-def _decoding(records: Rows) -> Section:
-    sizes = average(records, over="layer")
-    per_token = {str(r.get("recipe")): round(r.values["bytes_per_token"]) for r in sizes}
-    bytes_text = ", ".join(f"{recipe} {size}" for recipe, size in per_token.items())
-    return Section(
-        title="Decoding over an FP8 KV cache",
-        text="The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the "
-        f"error is the storage's. Bytes per token and layer: {bytes_text}.",
-        tables=(_errors_by_layer(records, "Decoding over pages"),),
-    )
-
-
-def _errors_by_layer(rows: Rows, what: str) -> Table:
+def _errors_by_layer(what: str) -> Callable[[Rows], list[Table]]:
     caption = f"{what}: relative RMS error against float64, by layer"
-    return pivot(rows, caption=caption, row="recipe", column="layer", value="relative_rms")
+    return _table_of(caption, "recipe", "layer", "relative_rms")
 
 
-def _accumulation(records: Rows) -> Section:
-    found = [
-        _with_case(record, "needle", "found" if record.get("is_found") else "lost")
-        for record in records
-    ]
-    lost = sorted(
-        int(r.case["length"])
-        for r in found
-        if (r.case["accumulation"], r.case["needle"]) == ("one-level", "lost")
+ATTENTION = Kind(
+    ops=("attention_error",),
+    needs=("layer", "recipe", "relative_rms"),
+    rows=("layer", "recipe"),
+    title="Attention in FP8, layer by layer: {model}, {machine}",
+    text="Relative error of causal attention against float64, layer by layer: q, k, v and P in FP8 "
+    "with two-level accumulation, beside BF16.",
+    figures=_attention_figures,
+    tables=_errors_by_layer("Attention"),
+)
+
+
+def _decoding_text(rows: Rows) -> str:
+    means = average(rows, over="layer")
+    per_token = {str(r.get("recipe")): round(r.values["bytes_per_token"]) for r in means}
+    sizes = ", ".join(f"{recipe} {size}" for recipe, size in per_token.items())
+    return (
+        "The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the error "
+        f"is the storage's. Bytes per token and layer: {sizes}."
     )
+
+
+DECODING = Kind(
+    ops=("decode_error",),
+    needs=("layer", "recipe", "relative_rms", "bytes_per_token"),
+    rows=("layer", "recipe"),
+    title="Decoding over an FP8 KV cache: {model}, {machine}",
+    text=_decoding_text,
+    tables=_errors_by_layer("Decoding over pages"),
+)
+
+
+def _needles(records: Rows) -> Rows:
+    return [
+        _with_case(record, "needle", "found" if record.get("is_found") else "lost")
+        for record in newest(records, "length", "accumulation")
+    ]
+
+
+def _needles_headline(rows: Rows) -> str:
+    lost = [
+        int(row.case["length"])
+        for row in rows
+        if (row.case["accumulation"], row.case["needle"]) == ("one-level", "lost")
+    ]
+    if not lost:
+        return ""
+    return f"A needle among {min(lost):,} keys is lost with one-level accumulation."
+
+
+def _needles_figures(rows: Rows) -> Iterable[Figure]:
     figure = lines(
-        records,
+        rows,
         caption="Relative error against float64, by number of keys; lower is better",
         x="length",
         y="relative_rms",
@@ -156,42 +161,55 @@ def _accumulation(records: Rows) -> Section:
         log_x=True,
         log_y=True,
     )
-    caption = "Is the needle found, by the number of keys?"
-    return Section(
-        title="Why accumulation has two levels",
-        text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for "
-        "bit with an H200. A needle lies in the middle of a haystack whose values cancel: with "
-        "one level the haystack's sum stands still, never cancels, and buries the needle.",
-        headline=f"A needle among {lost[0]:,} keys is lost with one-level accumulation."
-        if lost
-        else "",
-        figures=(titled(figure, "keys (number)", _RELATIVE_ERROR),),
-        tables=(
-            pivot(found, caption=caption, row="accumulation", column="length", value="needle"),
-        ),
-    )
+    yield titled(figure, "keys (number)", _RELATIVE_ERROR)
 
 
-def calibration_sections(records: Rows) -> list[Section]:
-    """One section for each command of `octavo calibrate`."""
-    commands = grouped(records, "command").values()
-    return [calibration_section(newest(own, "layer", "tensor")) for own in commands]
+ACCUMULATION = Kind(
+    ops=("accumulation_error",),
+    needs=("length", "accumulation", "relative_rms", "is_found"),
+    by=(),
+    rows=_needles,
+    title="Why accumulation has two levels: {machine}",
+    text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for bit "
+    "with an H200. A needle lies in the middle of a haystack whose values cancel: with one level "
+    "the haystack's sum stands still, never cancels, and buries the needle.",
+    headline=_needles_headline,
+    figures=_needles_figures,
+    tables=_table_of(
+        "Is the needle found, by the number of keys?", "accumulation", "length", "needle"
+    ),
+)
+ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION)
 
 
-def calibration_section(records: Rows) -> Section:
-    """What calibration saw in each layer as a table, and a plot of each of its three numbers."""
-    short = _with_short_names(records)
-    return Section(
-        title="Static scales, layer by layer",
-        text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate, as "
-        "observers that clip intend. SQNR is that of e4m3 with the saved scales, margin included, "
-        "on the values that were seen; 6 dB more means half the error.",
-        figures=tuple(
-            titled(bars(short, caption=said, x="layer", y=value, series="tensor"), "layer", title)
-            for value, (_, said, title) in _STATISTICS.items()
-        ),
-        tables=(calibration_table(records),),
-    )
+def _calibration_figures(rows: Rows) -> Iterable[Figure]:
+    short = _with_short_names(rows)
+    for value, (_, said, title) in _STATISTICS.items():
+        figure = bars(short, caption=said, x="layer", y=value, series="tensor")
+        yield titled(figure, "layer", title)
+
+
+CALIBRATION = Kind(
+    ops=("calibrate",),
+    needs=("layer", "tensor", "amax", "headroom", "sqnr_db"),
+    by=("command",),
+    rows=("layer", "tensor"),
+    title="Static scales, layer by layer",
+    text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate, as observers "
+    "that clip intend. SQNR is that of e4m3 with the saved scales, margin included, on the values "
+    "that were seen; 6 dB more means half the error.",
+    figures=_calibration_figures,
+    tables=lambda rows: [calibration_table(rows)],
+)
+PIPELINE = Kind(
+    ops=("calibrate_pipeline",),
+    needs=("group", "tensor", "amax", "headroom"),
+    by=("command",),
+    rows=("layer", "tensor"),
+    title="Static scales of a pipeline, by kind of layer",
+    text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate.",
+    tables=lambda rows: [pipeline_table(rows)],
+)
 
 
 def calibration_table(records: Rows) -> Table:
@@ -223,18 +241,6 @@ def _with_short_names(records: Rows) -> list[Measurement]:
     return [_with_case(record, "layer", name) for record, name in zip(records, short, strict=True)]
 
 
-def pipeline_sections(records: Rows) -> list[Section]:
-    """One section for each command of `octavo calibrate --pipeline`."""
-    return [
-        Section(
-            title="Static scales of a pipeline, by kind of layer",
-            text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate.",
-            tables=(pipeline_table(newest(own, "layer", "tensor")),),
-        )
-        for own in grouped(records, "command").values()
-    ]
-
-
 def pipeline_table(records: Rows) -> Table:
     """One row for each kind of layer and tensor: the extremes of all layers of that kind."""
     groups: dict[tuple[str, str], list[Mapping[str, float]]] = {}
@@ -264,36 +270,54 @@ def pipeline_table(records: Rows) -> Table:
     )
 
 
-def sensitivity_sections(records: Rows) -> list[Section]:
-    """A section for each machine, model and way to group layers of `--sensitivity`."""
-    sections = []
-    for (machine, model, by), own in grouped(records, "model", "by").items():
-        rows = newest([row for row in own if row.op == "sensitivity"], "layer")
-        rows.sort(key=lambda row: row.values["error"], reverse=True)
-        whole = newest([row for row in own if row.op == "sensitivity_of_all"], "layer")
-        said = [f"Together, {r.case['layer']}: {100 * r.values['error']:.2f} %." for r in whole]
-        section = Section(
-            title=f"Sensitivity of layers: {model}, by {by}, {machine}",
-            text="Each row's layers alone in FP8, all others as they were: the relative error of "
-            "the transformer's result, over the steps. " + " ".join(said),
+def _sensitive(records: Rows) -> Rows:
+    """The rows of single layers by their error, the largest first, and then those of all."""
+    found = newest(records, "op", "layer")
+    return sorted(found, key=lambda r: (r.op != "sensitivity", -r.values["error"]))
+
+
+def _alone(rows: Rows) -> Rows:
+    return [row for row in rows if row.op == "sensitivity"]
+
+
+def _sensitivity_text(rows: Rows) -> str:
+    whole = [row for row in rows if row.op != "sensitivity"]
+    said = [f"Together, {r.case['layer']}: {100 * r.values['error']:.2f} %." for r in whole]
+    return (
+        "Each row's layers alone in FP8, all others as they were: the relative error of the "
+        f"transformer's result, over the steps. {' '.join(said)}"
+    )
+
+
+def _sensitivity_headline(rows: Rows) -> str:
+    return "".join(
+        f"{row.case['model']}: {row.case['layer']} alone in FP8 has the largest error, "
+        f"{100 * row.values['error']:.1f} %."
+        for row in _alone(rows)[:1]
+    )
+
+
+def _sensitivity_figures(rows: Rows) -> Iterable[Figure]:
+    if shown := _alone(rows)[:_NUM_BARS]:
+        yield name_bars(
+            _errors(shown),
+            caption="Error of the result when these layers alone are FP8, the "
+            f"{len(shown)} largest; lower is better.",
+            value_title="relative error (%)",
         )
-        if rows:
-            shown = rows[:_NUM_BARS]
-            caption = (
-                f"Error of the result when these layers alone are FP8, the {len(shown)} largest; "
-                "lower is better."
-            )
-            section = replace(
-                section,
-                headline=f"{model}: {rows[0].case['layer']} alone in FP8 has the largest error, "
-                f"{100 * rows[0].values['error']:.1f} %.",
-                figures=(
-                    name_bars(_errors(shown), caption=caption, value_title="relative error (%)"),
-                ),
-                tables=(sensitivity_table(rows),),
-            )
-        sections.append(section)
-    return sections
+
+
+SENSITIVITY = Kind(
+    ops=("sensitivity", "sensitivity_of_all"),
+    needs=("layer", "error"),
+    by=("model", "by"),
+    rows=_sensitive,
+    title="Sensitivity of layers: {model}, by {by}, {machine}",
+    text=_sensitivity_text,
+    headline=_sensitivity_headline,
+    figures=_sensitivity_figures,
+    tables=lambda rows: [sensitivity_table(rows)] if _alone(rows) else [],
+)
 
 
 def _errors(rows: Rows) -> dict[str, float]:
@@ -306,7 +330,7 @@ def _errors(rows: Rows) -> dict[str, float]:
 
 def sensitivity_table(records: Rows, num_rows: int | None = None) -> Table:
     """One row per layer, kind or block, the largest error first; num_rows: not more of them."""
-    rows = [record for record in records if record.op == "sensitivity"]
+    rows = _alone(records)
     shown = rows[:num_rows]
     more = f"; the first {len(shown)} of {len(rows)}" if len(shown) < len(rows) else ""
     return Table(

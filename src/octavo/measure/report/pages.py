@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report import layers, pictures, quality, speed
-from octavo.measure.report.html import Link, Section
-from octavo.measure.report.kernels import KERNEL_OPS, Roof, kernel_sections
-from octavo.measure.report.latency import latency_with_headlines
-from octavo.measure.report.sections import Kind, Part, missing_names
+from octavo.measure.report import images, layers, quality, speed
+from octavo.measure.report.html import Kind, Link, Section
+from octavo.measure.report.kernels import Roof, kernel_kinds
+from octavo.measure.report.latency import LATENCY
 from octavo.measure.report.tables import MISSING, Table
 
 UNKNOWN = "no section for this op"
@@ -18,40 +16,16 @@ UNKNOWN = "no section for this op"
 REASONS = {
     op: "fits are made again from the records of lengths" for op in ("latency_fit", "ttft_fit")
 }
-_LATENCY = (
-    *("model", "row", "input_len", "output_len", "batch_size"),
-    *(f"{which}_{metric}_ms" for metric in ("itl", "ttft") for which in ("median", "p10", "p90")),
-)
-_NEEDLE = ("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent")
-_SCALES = ("layer", "tensor", "amax", "headroom", "sqnr_db")
 
 
-def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Part | Kind, ...]:
+def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
-    kernels = partial(kernel_sections, roofs=roofs)
-    advice = ("model", "gpu", "context", "what", "recipe", "reasons")
     return (
-        Part(("latency",), _LATENCY, latency_with_headlines),
-        *(speed.THROUGHPUT, speed.SERVE, speed.ENCODER, speed.DIFFUSION, speed.GENERATE),
-        Part(KERNEL_OPS, ("shape", "operands", "median_ms"), kernels),
-        *(quality.PERPLEXITY, quality.CHARTQA),
-        Part(("needle",), _NEEDLE, quality.needle_sections),
-        *(quality.MRCR, quality.PASS_AT_1, quality.TEXTS, pictures.IMAGES),
-        Part(
-            ("sensitivity", "sensitivity_of_all"), ("layer", "error"), layers.sensitivity_sections
-        ),
-        Part(("calibrate",), _SCALES, layers.calibration_sections),
-        Part(
-            ("calibrate_pipeline",),
-            ("group", "tensor", "amax", "headroom"),
-            layers.pipeline_sections,
-        ),
-        *(
-            Part((op,), names + layers.VALUES[op], layers.error_sections)
-            for op, names in layers.CASES.items()
-        ),
-        Part(("advice",), advice, speed.advice_sections),
-        speed.COMPARED_ADVICE,
+        *(LATENCY, speed.THROUGHPUT, speed.SERVE, speed.ENCODER, speed.DIFFUSION, speed.GENERATE),
+        *kernel_kinds(roofs),
+        *(quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1),
+        *(quality.TEXTS, images.IMAGES, layers.SENSITIVITY, layers.CALIBRATION),
+        *(layers.PIPELINE, *layers.ERRORS, speed.ADVICE, speed.COMPARED_ADVICE),
     )
 
 
@@ -78,7 +52,7 @@ def report_sections(
             hidden.setdefault(REASONS.get(record.op, UNKNOWN), []).append(record)
             continue
         number, part = by_op[record.op]
-        if missing := missing_names(part, record):
+        if missing := part.missing_names(record):
             hidden.setdefault(f"without {', '.join(missing)}", []).append(record)
         else:
             shown.setdefault(number, []).append(record)

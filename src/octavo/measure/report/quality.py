@@ -3,14 +3,11 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section, Sheet
-from octavo.measure.report.pictures import NAME, PROBLEM, is_picture_url
-from octavo.measure.report.plots import Figure, Point, points
-from octavo.measure.report.sections import Kind, Rows
-from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest
+from octavo.measure.report.html import Kind, Rows
+from octavo.measure.report.plots import Figure, Point, axes, points
+from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.
 COLORS = [[0.0, "#7f1d1d"], [0.5, "#f2c14e"], [1.0, "#2a9d8f"]]
@@ -35,17 +32,24 @@ def recovery_headline(model: str, what: str, rows: Rows) -> str:
     )
 
 
-def _recovers(what: str) -> Callable[[Rows], str]:
+def recovers(what: str) -> Callable[[Rows], str]:
     return lambda rows: recovery_headline(str(rows[0].case["model"]), what, rows)
 
 
-def _points(rows: Rows, value: str, error: str, name: str = "recipe") -> list[Point]:
-    """A point of each row that has this value, with its error on both sides."""
-    found = []
+def _points(
+    rows: Rows,
+    value: str,
+    error: str,
+    series: Callable[[Measurement], str],
+    name: str = "recipe",
+) -> dict[str, list[Point]]:
+    """A point of each row that has this value, with its error on both sides, by their series."""
+    found: dict[str, list[Point]] = {}
     for row in rows:
         if value in row.values:
             reach = row.values.get(error, 0.0)
-            found.append(Point(str(row.case[name]), row.values[value], reach, reach))
+            point = Point(str(row.case[name]), row.values[value], reach, reach)
+            found.setdefault(series(row), []).append(point)
     return found
 
 
@@ -56,12 +60,11 @@ def _windows(records: Rows) -> Rows:
 
 
 def _perplexity_figures(rows: Rows) -> Iterable[Figure]:
-    series: dict[str, list[Point]] = {}
-    for row in rows:
+    def read(row: Measurement) -> str:
         context = f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once"
-        if found := _points([row], _RECOVERY, _RECOVERY_ERROR):
-            series.setdefault(f"{context}, against {row.baseline}", []).extend(found)
-    if series:
+        return f"{context}, against {row.baseline}"
+
+    if series := _points(rows, _RECOVERY, _RECOVERY_ERROR, read):
         yield points(
             series,
             caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as "
@@ -78,7 +81,7 @@ PERPLEXITY = Kind(
     text="Real text in windows of the context's length; a chunk is how many tokens enter the cache "
     "at once. A recipe is compared with the baseline on the same windows, so that its standard "
     "error is much smaller than that of the perplexity.",
-    headline=_recovers("perplexity"),
+    headline=recovers("perplexity"),
     figures=_perplexity_figures,
     caption="Perplexity, by recipe",
     columns=(
@@ -88,69 +91,9 @@ PERPLEXITY = Kind(
 )
 
 
-def _chart_text(rows: Rows) -> str:
-    unseen = dict.fromkeys(
-        f" The picture {row.case[NAME]} is not shown: {row.case[PROBLEM]}."
-        for row in rows
-        if PROBLEM in row.case
-    )
-    return (
-        f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
-        "same word. A difference whose interval has 0 in it is none that these questions could "
-        f"show.{''.join(unseen)}"
-    )
-
-
-def _chart_figures(rows: Rows) -> Iterable[Figure]:
-    compared = [
-        Point(str(row.case["recipe"]), middle, ends["high"] - middle, middle - ends["low"])
-        for row in rows
-        if (middle := row.values.get("difference_points")) is not None
-        for ends in [{end: row.values[f"difference_{end}_points"] for end in ("low", "high")}]
-    ]
-    if compared:
-        yield points(
-            {"difference": compared},
-            caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are "
-            "right as often. Bars are intervals of 95 %.",
-            value_title="difference (points)",
-        )
-
-
-def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
-    """Pictures of charts that records have as data URLs (`with_pictures`), each once."""
-    names = ", ".join(dict.fromkeys(str(row.case["recipe"]) for row in rows))
-    about = f"Charts with a question, the truth and the answers of {names}"
-    more = "first those that recipes answer differently, if there are any."
-    for url in dict.fromkeys(str(r.case[NAME]) for r in rows if is_picture_url(r.case.get(NAME))):
-        yield Sheet(caption=f"{about}; {more}", alt=about, url=url)
-
-
-CHARTQA = Kind(
-    ops=("chartqa",),
-    needs=("model", "recipe", "relaxed_accuracy_percent", "num_questions"),
-    by=("model", "data", "num_questions"),
-    rows=("recipe",),
-    title="Questions about charts: {model}, {data}, {machine}",
-    text=_chart_text,
-    headline=_recovers("chart questions"),
-    figures=_chart_figures,
-    sheets=_chart_sheets,
-    caption="Charts, by recipe",
-    columns=(
-        *("recipe", "relaxed_accuracy_percent", "exact_match_percent", _RECOVERY),
-        *("difference_points", "difference_low_points", "difference_high_points"),
-    ),
-)
-
-
 def _mrcr_figures(rows: Rows) -> Iterable[Figure]:
-    series: dict[str, list[Point]] = {}
-    for row in rows:
-        found = _points([row], _SCORE, _SCORE_ERROR, name="bucket")
-        series.setdefault(str(row.case["recipe"]), []).extend(found)
     yield points(
-        series,
+        _points(rows, _SCORE, _SCORE_ERROR, lambda row: str(row.case["recipe"]), name="bucket"),
         caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
         "are one standard error.",
         value_title="score (%)",
@@ -193,15 +136,15 @@ def _pass_title(rows: Rows) -> str:
 
 def _pass_figures(rows: Rows) -> Iterable[Figure]:
     yield points(
-        {"pass@1": _points(rows, _SCORE, _SCORE_ERROR)},
+        _points(rows, _SCORE, _SCORE_ERROR, lambda row: "pass@1"),
         caption="pass@1 of each recipe: the share of right answers; higher is better. Bars are one "
         "standard error over questions and repetitions.",
         value_title="pass@1 (%)",
     )
-    if recovered := _points(rows, _RECOVERY, _RECOVERY_ERROR):
+    if recovered := _points(rows, _RECOVERY, _RECOVERY_ERROR, lambda row: "recovery"):
         first = next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
         yield points(
-            {"recovery": recovered},
+            recovered,
             caption=f"Recovery of each recipe: its pass@1 in that of {first}, of the same "
             "questions; 100 % is as good. Bars are one standard error.",
             value_title="recovery (%)",
@@ -276,42 +219,28 @@ def needle_figures(records: Rows) -> tuple[Figure, ...]:
     return tuple(_heat_map(name, own) for name, own in _by_recipe(records).items())
 
 
-def needle_section(records: Rows) -> Section:
-    """The table and the heat maps, with a sentence for each row about where needles get lost."""
-    first = records[0].case
-    return Section(
-        title=f"Needles in a haystack: {first['model']}",
-        text="Every prompt has keys with values, and asks for the value of one of them, the "
-        "needle. A cell is how many needles a row finds, by the tokens of the prompt and the "
-        "needle's place in it, from the start (0 %) to the end (100 %).",
-        figures=needle_figures(records),
-        tables=(needle_table(records),),
-    )
+def _needle_headline(rows: Rows) -> str:
+    said = [
+        f"{cells[0]} {cells[-1]:.1f} %"
+        for cells in needle_table(rows).rows
+        if isinstance(cells[-1], float)
+    ]
+    return f"{rows[0].case['model']}: needles recovered: {', '.join(said)}." if said else ""
 
 
-def needle_sections(records: Rows) -> list[Section]:
-    """A section with heat maps for each machine, model, haystack and number of repetitions."""
-    sections = []
-    for (machine, *_), own in grouped(records, "model", "haystack", "repetitions").items():
-        rows = newest(own, "recipe", "length", "depth")
-        section = needle_section(rows)
-        lines = [
-            f"{row[0]} {row[-1]:.1f} %"
-            for row in section.tables[0].rows
-            if isinstance(row[-1], float)
-        ]
-        headline = f"{rows[0].case['model']}: needles recovered: {', '.join(lines)}."
-        title = f"{section.title}, {machine}"
-        sections.append(replace(section, title=title, headline=headline if lines else ""))
-    return sections
-
-
-def tokens_text(number: int) -> str:
-    """A number of tokens as people say it: 8k for 8192, 1M for 1048576."""
-    for unit, size in (("M", 2**20), ("k", 2**10)):
-        if number >= size and number % (size // 4) == 0:
-            return f"{number / size:g}{unit}"
-    return str(number)
+NEEDLE = Kind(
+    ops=("needle",),
+    needs=("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent"),
+    by=("model", "haystack", "repetitions"),
+    rows=("recipe", "length", "depth"),
+    title="Needles in a haystack: {model}, {machine}",
+    text="Every prompt has keys with values, and asks for the value of one of them, the needle. A "
+    "cell is how many needles a row finds, by the tokens of the prompt and the needle's place in "
+    "it, from the start (0 %) to the end (100 %).",
+    headline=_needle_headline,
+    figures=needle_figures,
+    tables=lambda rows: [needle_table(rows)],
+)
 
 
 def _heat_map(name: str, records: Rows) -> Figure:
@@ -335,28 +264,20 @@ def _heat_map(name: str, records: Rows) -> Figure:
         "ygap": 2,
         "hovertemplate": "%{x} tokens, depth %{y} %: %{z:.0f} % found<extra></extra>",
     }
+    layout = axes("tokens of the prompt", "depth of the needle (%)")
+    layout["xaxis"]["type"] = "category"
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     lost = sorted({length for (length, _), share in found.items() if share < 50})
     where = f"most are lost at {', '.join(map(tokens_text, lost))} tokens, at one depth or more"
     return Figure(
         caption=f"{name}: {where if lost else 'most are found at all lengths and depths'}",
         data=(trace,),
-        layout={
-            "xaxis": {"title": {"text": "tokens of the prompt"}, "type": "category"},
-            "yaxis": {
-                "title": {"text": "depth of the needle (%)"},
-                "type": "category",
-                "autorange": "reversed",
-            },
-            "showlegend": False,
-        },
+        layout=layout | {"showlegend": False},
     )
 
 
 def _by_recipe(records: Rows) -> dict[str, list[Measurement]]:
-    found: dict[str, list[Measurement]] = {}
-    for record in records:
-        found.setdefault(str(record.case["recipe"]), []).append(record)
-    return found
+    return {str(recipe): own for (_, recipe), own in grouped(records, "recipe").items()}
 
 
 def _mean_found(records: Rows) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Section
+from octavo.measure.report.html import Kind, Rows, best_row
 from octavo.measure.report.plots import (
     Figure,
     axes,
@@ -17,9 +17,7 @@ from octavo.measure.report.plots import (
     titled,
     wrapped,
 )
-from octavo.measure.report.quality import tokens_text
-from octavo.measure.report.sections import Kind, Rows
-from octavo.measure.report.tables import Table, grouped, machine_name, newest
+from octavo.measure.report.tables import Table, machine_name, newest, tokens_text
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
@@ -71,7 +69,10 @@ def _step(
         title=f"{title}: {{model}}, {{machine}}",
         text=f"{what}. A row is the fastest of the ways to run it that were measured (CUDA graphs "
         "or not, compiled or not).",
-        headline=_step_headline,
+        headline=best_row(
+            "speedup",
+            "{model}: {speedup:.2f} times as fast with {recipe} at {size}, against {baseline}.",
+        ),
         figures=figures,
         caption=f"{what}: medians",
         columns=columns,
@@ -80,16 +81,6 @@ def _step(
 
 def _compared(rows: Rows) -> Rows:
     return [row for row in rows if row.baseline is not None and "speedup" in row.values]
-
-
-def _step_headline(rows: Rows) -> str:
-    best = max(_compared(rows), key=lambda row: row.values["speedup"], default=None)
-    if best is None:
-        return ""
-    return (
-        f"{best.case['model']}: {best.values['speedup']:.2f} times as fast with "
-        f"{best.case['recipe']} at {best.case['size']}, against {best.baseline}."
-    )
 
 
 def _diffusion_size(record: Measurement) -> str:
@@ -144,17 +135,6 @@ def _throughput_text(rows: Rows) -> str:
     )
 
 
-def _throughput_headline(rows: Rows) -> str:
-    gains = [row for row in rows if "output_throughput_gain" in row.values]
-    best = max(gains, key=lambda row: row.values["output_throughput_gain"], default=None)
-    if best is None:
-        return ""
-    return (
-        f"{best.case['model']}: {best.values['output_throughput_gain']:.2f} times the output "
-        f"tokens per second with {best.case['row']}, against {best.baseline}."
-    )
-
-
 def _throughput_figures(rows: Rows) -> Iterable[Figure]:
     yield name_bars(
         {str(row.case["row"]): row.values["output_throughput"] for row in rows},
@@ -173,7 +153,11 @@ THROUGHPUT = Kind(
     rows=("row",),
     title="Throughput: {model}, {machine}",
     text=_throughput_text,
-    headline=_throughput_headline,
+    headline=best_row(
+        "output_throughput_gain",
+        "{model}: {output_throughput_gain:.2f} times the output tokens per second with {row}, "
+        "against {baseline}.",
+    ),
     figures=_throughput_figures,
     caption="Throughput, by row",
     columns=(
@@ -250,20 +234,15 @@ COMPARED_ADVICE = Kind(
 )
 
 
-def advice_sections(records: Rows) -> list[Section]:
-    """A section for each model, GPU and workload that advice was asked for."""
-    names = ("model", "gpu", "context", "concurrency")
-    return [_advice_section(newest(own, "what")) for own in grouped(records, *names).values()]
-
-
-def _advice_section(rows: Rows) -> Section:
+def _advised(rows: Rows) -> str:
+    """What advice was asked for."""
     case = rows[0].case
     workload = f"{case.get('concurrency', 1)} × {int(case['context']):,} tokens"
-    faster = [
-        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
-        for row in rows
-        if "speedup" in row.values
-    ]
+    return f"{case['model']} on {case['gpu']}, {workload}"
+
+
+def _advised_text(rows: Rows) -> str:
+    case = rows[0].case
     parts = [
         "Nothing here was measured on this machine: octavo advise computes it from the sizes of "
         "the model and what is known of the GPU.",
@@ -274,23 +253,41 @@ def _advice_section(rows: Rows) -> Section:
         parts.append(f"Mind: {' '.join(_lines(case['warnings']))}")
     if "serve" in case:
         parts.append(f"To serve it: {case['serve']}")
-    about = f"{case['model']} on {case['gpu']}, {workload}"
-    expected = Table(
+    return "\n\n".join(parts)
+
+
+def _advised_headline(rows: Rows) -> str:
+    faster = [
+        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
+        for row in rows
+        if "speedup" in row.values
+    ]
+    return f"Advice for {_advised(rows)}: {'; '.join(faster)}." if faster else ""
+
+
+def _advised_tables(rows: Rows) -> Iterable[Table]:
+    yield Table(
         caption="What to expect of the recipe",
         header=("what", "BF16", "recipe", "speed-up (×)"),
         rows=tuple(map(_expected, rows)),
     )
-    recipe = Table(
+    yield Table(
         caption="The recipe (recipe.toml)",
         header=("setting", "value"),
-        rows=tuple(_settings(str(case["recipe"]))),
+        rows=tuple(_settings(str(rows[0].case["recipe"]))),
     )
-    return Section(
-        title=f"Advice: {about}",
-        text="\n\n".join(parts),
-        headline=f"Advice for {about}: {'; '.join(faster)}." if faster else "",
-        tables=(expected, recipe),
-    )
+
+
+ADVICE = Kind(
+    ops=("advice",),
+    needs=("model", "gpu", "context", "what", "recipe", "reasons"),
+    by=("model", "gpu", "context", "concurrency"),
+    rows=("what",),
+    title=lambda rows: f"Advice: {_advised(rows)}",
+    text=_advised_text,
+    headline=_advised_headline,
+    tables=_advised_tables,
+)
 
 
 def _expected(record: Measurement) -> tuple[str | float | None, ...]:

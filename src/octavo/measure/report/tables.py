@@ -92,6 +92,14 @@ def newest(records: Sequence[Measurement], *names: str) -> list[Measurement]:
     return list(found.values())
 
 
+def tokens_text(number: int) -> str:
+    """A number of tokens as people say it: 8k for 8192, 1M for 1048576."""
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if number >= size and number % (size // 4) == 0:
+            return f"{number / size:g}{unit}"
+    return str(number)
+
+
 def label(name: str) -> str:
     """A field's name in words, with the unit that its ending says."""
     if f"_{name}" in _UNITS:
