@@ -3,14 +3,17 @@
 import json
 import re
 import shlex
+import threading
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from octavo.cli import bench_engine
+from octavo.cli.bench_engine import StillProgress
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
-from octavo.measure.bench import engine_check
+from octavo.measure.bench import engine
 
 QUICK = ["--config", "tiny", "--output-len", "3", "--num-iters", "1", "--num-iters-warmup", "0"]
 
@@ -67,8 +70,8 @@ def test_the_command_of_a_record_repeats_it(capsys):
 
 
 def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
-    monkeypatch.setitem(engine_check.TIMES_PLAIN, "e4m3", 0)
+    monkeypatch.setitem(engine.MAX_ERROR, "e4m3", 1e-9)
+    monkeypatch.setitem(engine.TIMES_PLAIN, "e4m3", 0)
     file = tmp_path / "records.jsonl"
     assert octavo(*QUICK, "--input-len", "5", "-o", str(file)) == 1
     captured = capsys.readouterr()
@@ -117,3 +120,19 @@ def test_a_batch_larger_than_the_tokens_of_a_pass_is_no_error_by_default():
 
     settings = EngineOptions(enforce_eager=True).settings(max_num_seqs=5000)
     assert settings.max_num_batched_tokens == 5000
+
+
+def test_the_bar_is_drawn_now_and_then_by_whoever_steps(monkeypatch):
+    drawn, now = [], [100.0]
+    monkeypatch.setattr(bench_engine.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(StillProgress, "refresh", lambda self: drawn.append(now[0]))
+    before = threading.active_count()
+    with StillProgress() as progress:
+        assert threading.active_count() == before
+        task = progress.add_task("x", total=100)
+        del drawn[:]
+        for _ in range(50):
+            progress.step(task, "tokens")
+            now[0] += 0.1
+        assert progress.tasks[0].completed == 50 and progress.tasks[0].description == "tokens"
+        assert len(drawn) == 3

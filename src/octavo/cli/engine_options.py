@@ -106,6 +106,11 @@ class SubjectOptions:
     dtype: str = "auto"
     device: str | None = None
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is to run on a GPU."""
+        return str(self.device).startswith("cuda")
+
     def chosen(self) -> "SubjectOptions":
         """The same with a device, and sizes that suit it where no model was asked for."""
         from octavo.integrations.transformers.load import choose_device

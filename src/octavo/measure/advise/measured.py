@@ -315,7 +315,7 @@ def _measure_decoder(
 ) -> Measured:
     from octavo.integrations.transformers.decoder import CONFIGS
     from octavo.measure.bench.engine import make_rows, open_subject
-    from octavo.measure.bench.latency import run_latency
+    from octavo.measure.bench.engine_load import run_load
     from octavo.serving.engine.settings import EngineSettings
 
     is_config = name in CONFIGS
@@ -338,10 +338,8 @@ def _measure_decoder(
         compile=device.type == "cuda",
     )
     rows = make_rows(decoder_rows(model), subject)
-    results = run_latency(subject, rows, case, settings, command=command)
-    records = [record for result in results for record in result.records]
-    failures = [(result.row.name, result.failure) for result in results if result.failure]
-    return Measured(_named(records, model.name), tuple(failures))
+    result = run_load(subject, rows, case, settings, command=command)
+    return Measured(_named(result.records, model.name), tuple(result.failures.items()))
 
 
 def _named(records: Sequence[Measurement], name: str) -> tuple[Measurement, ...]:
