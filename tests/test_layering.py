@@ -20,9 +20,7 @@ OPEN = {"errors", "env", "version", "amounts", "atomic", "brief", "extras", "int
 SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
-TELLERS = {
-    f"measure.{name}" for name in ("records", "store", "regression", "fit", "roofline", "report")
-}
+TELLERS = {f"measure.{name}" for name in ("records", "store", "fit", "roofline", "report")}
 RUNNERS = {"measure.rows", "measure.run"}
 MEASURERS = {f"measure.{name}" for name in ("bench", "evaluate", "advise")}
 

@@ -3,14 +3,11 @@
 import json
 import re
 import shlex
-import threading
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from octavo.cli import bench_engine
-from octavo.cli.bench_engine import StillProgress
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
 from octavo.measure.bench import engine
@@ -120,19 +117,3 @@ def test_a_batch_larger_than_the_tokens_of_a_pass_is_no_error_by_default():
 
     settings = EngineOptions(enforce_eager=True).settings(max_num_seqs=5000)
     assert settings.max_num_batched_tokens == 5000
-
-
-def test_the_bar_is_drawn_now_and_then_by_whoever_steps(monkeypatch):
-    drawn, now = [], [100.0]
-    monkeypatch.setattr(bench_engine.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(StillProgress, "refresh", lambda self: drawn.append(now[0]))
-    before = threading.active_count()
-    with StillProgress() as progress:
-        assert threading.active_count() == before
-        task = progress.add_task("x", total=100)
-        del drawn[:]
-        for _ in range(50):
-            progress.step(task, "tokens")
-            now[0] += 0.1
-        assert progress.tasks[0].completed == 50 and progress.tasks[0].description == "tokens"
-        assert len(drawn) == 3

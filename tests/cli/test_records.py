@@ -1,10 +1,12 @@
 """Records of commands: kept as they come, printed by case, and documents of JSON beside them."""
 
 import json
+import threading
 
 import pytest
 
-from octavo.cli.records import Collected, write_results
+from octavo.cli import records as module
+from octavo.cli.records import Collected, StillProgress, write_results
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.bench.benchmark import Objection
@@ -48,3 +50,19 @@ def test_a_document_or_one_for_each(tmp_path, capsys):
     write_results(tmp_path / "v.json", {("fp8", 5): {}, ("auto", 5): {}}, is_several=True)
     assert {p.name for p in tmp_path.iterdir()} == {"v.json", "v-fp8-5.json", "v-auto-5.json"}
     assert capsys.readouterr().err.count("Result: ") == 3
+
+
+def test_the_bar_is_drawn_now_and_then_by_whoever_steps(monkeypatch):
+    drawn, now = [], [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(StillProgress, "refresh", lambda self: drawn.append(now[0]))
+    before = threading.active_count()
+    with StillProgress() as progress:
+        assert threading.active_count() == before
+        task = progress.add_task("x", total=100)
+        del drawn[:]
+        for _ in range(50):
+            progress.step(task, "tokens")
+            now[0] += 0.1
+        assert progress.tasks[0].completed == 50 and progress.tasks[0].description == "tokens"
+        assert len(drawn) == 3

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.bench_engine import latency, sweep, throughput
-from octavo.cli.bench_mm_processor import mm_processor
-from octavo.cli.bench_models import Folder, diffusion, encoder, generate
+from octavo.cli.bench_models import Folder, diffusion, encoder, generate, mm_processor
 from octavo.cli.bench_serve import serve
 from octavo.cli.console import err, out
 from octavo.cli.options import PLACES, AsJson, RecordsFile, repeat_command, takes_settings

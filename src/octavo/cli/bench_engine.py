@@ -1,13 +1,11 @@
 """octavo bench latency, throughput and sweep: rows in the engine, in this process."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress
 
 from octavo.cli.console import err, out, print_error
 from octavo.cli.engine_options import DeviceName, EngineOptions, RowOptions, SubjectOptions
@@ -20,7 +18,7 @@ from octavo.cli.options import (
     repeat_command,
     takes_settings,
 )
-from octavo.cli.records import print_file, print_json, write_results
+from octavo.cli.records import StillProgress, print_file, print_json, write_results
 from octavo.cli.tables import print_table
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
 
@@ -48,24 +46,6 @@ LATENCY_COLUMNS = (
     *("row", "median_ttft_ms", "p99_ttft_ms", "median_ttft_gain"),
     *("median_itl_ms", "p99_itl_ms", "median_itl_gain", "median_e2el_ms"),
 )
-# Seconds between two drawings of a bar: a millisecond each is then lost in what is measured.
-EVERY_S = 2.0
-
-
-class StillProgress(Progress):
-    """A bar that no thread draws: one would take turns with the Python that is measured."""
-
-    def __init__(self) -> None:
-        super().__init__(console=err, auto_refresh=False)
-        self._drawn_s = 0.0
-
-    def step(self, task: Any, description: str) -> None:
-        """One more of a task's parts is done, or begins; drawn now and then."""
-        now = time.monotonic()
-        is_due = now - self._drawn_s > EVERY_S
-        self.update(task, advance=1, description=description, refresh=is_due)
-        if is_due:
-            self._drawn_s = now
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,35 @@
-"""octavo bench encoder, diffusion and generate: whole models, in BF16 and in FP8."""
+"""octavo bench encoder, diffusion, generate and mm-processor: whole models, in BF16 and in FP8."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli.console import err, out
+from octavo.cli.engine_options import EncoderFlags
 from octavo.cli.options import (
     AsJson,
+    Flags,
     RecordsFile,
+    Strict,
+    check_folder,
     repeat_command,
     split_names,
+    split_numbers,
     split_rows,
     takes_settings,
 )
-from octavo.cli.records import Collected, print_json
+from octavo.cli.records import Collected, print_json, write_result
+from octavo.cli.tables import print_table
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.extras import need
+from octavo.measure.bench.request_data import ImageRequests
 
 if TYPE_CHECKING:
+    from octavo.measure.bench.benchmark import Objection
     from octavo.measure.records import Measurement
 
 Folder = typer.Option(exists=True, file_okay=False)
@@ -36,7 +48,48 @@ GENERATE_COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderBench:
+class ModelBench:
+    """What the benchmarks of whole models share.
+
+    Attributes:
+        layers: Only so many layers; with random weights.
+    """
+
+    layers: Annotated[int | None, typer.Option(min=1)] = None
+    output: RecordsFile = None
+    as_json: AsJson = False
+
+    def __post_init__(self) -> None:
+        check_folder(self.output)
+
+
+def _run(
+    asked: ModelBench,
+    parts: "Iterable[tuple[list[Measurement], list[Objection]]]",
+    num_parts: int,
+    by_case: tuple[str, Sequence[str], str],
+    title: str | None = None,
+) -> "list[Objection]":
+    """Measure all parts, keep and show their records; who could not take part.
+
+    by_case: the field of cases with a table for each of its values, their columns and caption.
+    """
+    from rich.progress import track
+
+    collected = Collected(asked.output)
+    for part in track(parts, "measuring", total=num_parts, console=err):
+        collected.keep(*part)
+    if asked.as_json:
+        print_json(collected.records)
+    else:
+        if title is not None:
+            out.print(title)
+        collected.print_tables(*by_case)
+    return collected.objections
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBench(ModelBench):
     """A vision tower, and images for it.
 
     Attributes:
@@ -48,7 +101,6 @@ class EncoderBench:
         recipes: Of bf16 (stock), fused-bf16 (octavo's path in BF16), dynamic, static (both FP8),
             with commas between.
         graphs: Also by CUDA graphs, those who can be captured; the default on a GPU.
-        layers: Only so many layers; with random weights.
         peers: Folder with FlashAttention-3's *.abi3.so, which then attends in a stock tower, and
             in octavo's in BF16 if it is the fastest.
     """
@@ -66,17 +118,11 @@ class EncoderBench:
     images: Annotated[int, typer.Option(min=1)] = 3
     recipes: str = "bf16,fused-bf16,dynamic,static"
     graphs: bool | None = None
-    layers: Annotated[int | None, typer.Option(min=1)] = None
     peers: Annotated[Path | None, Folder] = None
 
 
 @takes_settings
-def encoder(
-    context: typer.Context,
-    asked: EncoderBench,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-) -> None:
+def encoder(context: typer.Context, asked: EncoderBench) -> None:
     """Time the whole vision tower of one model, stock and with attention in FP8.
 
     Everyone has the same weights and gets the same images. Attention of the first, the middle and
@@ -88,52 +134,45 @@ def encoder(
     path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
     of the images that are timed.
     """
-    from rich.progress import track
-
-    from octavo.errors import ConfigError
     from octavo.integrations.transformers.vision_tower import make_tower, open_tower
     from octavo.kernels.device import default_device
     from octavo.measure.bench.cases import RESOLUTIONS
     from octavo.measure.bench.encoder import EncoderCase, encoder_rows, run_encoder
 
-    model, config, graphs = asked.model, asked.config, asked.graphs
+    model, config, device = asked.model, asked.config, default_device()
     if model is not None and config is not None:
         raise ConfigError(f"expected a folder or a config, got {model} and {config}")
-    device = default_device()
     is_cuda = device.capability is not None
     if model is None and config is None:
         config = "qwen3-vl-30b-a3b" if is_cuda else "tiny"
-    names = split_names(asked.resolutions) if asked.resolutions else list(RESOLUTIONS)
-    if asked.resolutions is None and config == "tiny":
-        names = ["hd", "fullhd"]
+    names = ["hd", "fullhd"] if config == "tiny" else list(RESOLUTIONS)
+    if asked.resolutions is not None:
+        names = split_names(asked.resolutions)
     cases = [EncoderCase(name, asked.images) for name in names]
     recipes = split_rows(asked.recipes)
     encoder_rows(recipes)
-    collected = Collected(output)
-    if model is not None:
-        tower = open_tower(model, device.torch_device, num_layers=asked.layers)
-    else:
-        tower = make_tower(str(config), device.torch_device, num_layers=asked.layers)
+    make = partial(make_tower, str(config)) if model is None else partial(open_tower, model)
+    tower = make(device.torch_device, num_layers=asked.layers)
     taken = {"config": config, "images": asked.images, "recipes": ",".join(recipes)}
-    for case in track(cases, description="measuring", console=err):
-        found = run_encoder(
+
+    parts = (
+        run_encoder(
             tower,
             case,
             repeat_command(context, taken=taken | {"resolutions": case.resolution}),
             recipes=recipes,
-            use_graphs=is_cuda if graphs is None else graphs,
+            use_graphs=is_cuda if asked.graphs is None else asked.graphs,
             folder=asked.peers,
         )
-        collected.keep(*found)
-    if as_json:
-        return print_json(collected.records)
-    out.print(f"{tower.name}, {tower.weights} weights, {tower.num_layers} layers: {device.name}")
+        for case in cases
+    )
+    title = f"{tower.name}, {tower.weights} weights, {tower.num_layers} layers: {device.name}"
     caption = "{images} images, {resolution}; baseline: {baseline}"
-    collected.print_tables("resolution", ENCODER_COLUMNS, caption)
+    _run(asked, parts, len(cases), ("resolution", ENCODER_COLUMNS, caption), title)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionBench:
+class DiffusionBench(ModelBench):
     """Diffusion transformers, and how their steps run.
 
     Attributes:
@@ -154,19 +193,13 @@ class DiffusionBench:
 
     config: str | None = None
     recipes: str = "bf16,linear,linear+attention"
-    layers: Annotated[int | None, typer.Option(min=1)] = None
     compile: bool = True
     graphs: bool | None = None
     peers: Annotated[Path | None, Folder] = None
 
 
 @takes_settings
-def diffusion(
-    context: typer.Context,
-    asked: DiffusionBench,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-) -> None:
+def diffusion(context: typer.Context, asked: DiffusionBench) -> None:
     """Time one step of a diffusion transformer with random weights, in BF16 and in FP8.
 
     The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
@@ -175,9 +208,6 @@ def diffusion(
     one is not timed, and the command ends with 1. The memory is that of the weights and one step
     together.
     """
-    from rich.progress import Progress
-
-    from octavo.errors import UnsupportedError
     from octavo.kernels.device import default_device
     from octavo.measure.bench.diffusion import StepCase, run_step
 
@@ -189,38 +219,26 @@ def diffusion(
         StepCase(name, recipes, asked.layers, asked.compile, use_graphs)
         for name in split_names(asked.config or ("flux.1-dev" if is_cuda else "tiny-flux"))
     ]
-    collected = Collected(output)
-    with Progress(console=err) as progress:
-        task = progress.add_task("measuring", total=len(cases) * len(recipes))
-
-        def keep(found: "list[Measurement]") -> None:
-            collected.keep(found)
-            progress.advance(task)
-
-        for case in cases:
-            taken = {"config": case.size, "recipes": ",".join(recipes)}
-            _, objections = run_step(
-                case,
-                device.torch_device,
-                repeat_command(context, taken=taken),
-                asked.peers,
-                on_recipe=keep,
-            )
-            collected.objections += objections
-    if as_json:
-        print_json(collected.records)
-    else:
-        collected.print_tables(
-            "model", DIFFUSION_COLUMNS, "{model}, {inputs}; baseline: {baseline}"
+    taken = {"recipes": ",".join(recipes)}
+    parts = (
+        part
+        for case in cases
+        for part in run_step(
+            case,
+            device.torch_device,
+            repeat_command(context, taken=taken | {"config": case.size}),
+            asked.peers,
         )
-    objections = [one for one in collected.objections if one.operands in recipes]
-    if objections:
-        failed = f"{objections[0].operands}: {objections[0].reason}"
-        raise UnsupportedError(f"expected every recipe to run and be right, got {failed}")
+    )
+    by_case = ("model", DIFFUSION_COLUMNS, "{model}, {inputs}; baseline: {baseline}")
+    for objection in _run(asked, parts, len(cases) * len(recipes), by_case):
+        if objection.operands in recipes:
+            failed = f"{objection.operands}: {objection.reason}"
+            raise UnsupportedError(f"expected every recipe to run and be right, got {failed}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateBench:
+class GenerateBench(ModelBench):
     """A decoder, and what its cache holds.
 
     Attributes:
@@ -235,31 +253,22 @@ class GenerateBench:
             for each head, fp8-token one for each token and head; fp8-unit has scales of 1.0, as
             without calibration, and counts what they cannot hold. stock is transformers with a
             static cache.
-        layers: Only so many layers.
     """
 
     config: str | None = None
     context: str | None = None
     batch: Annotated[int, typer.Option(min=1)] = 1
     recipes: str = "bf16,fp8,fp8-token,stock"
-    layers: Annotated[int | None, typer.Option(min=1)] = None
 
 
 @takes_settings
-def generate(
-    called: typer.Context,
-    asked: GenerateBench,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-) -> None:
+def generate(called: typer.Context, asked: GenerateBench) -> None:
     """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
 
     Everyone has the same weights, and the same random keys and values in the cache; steps are CUDA
     graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
     the baseline's first (relative_rms); wrong ones end the run.
     """
-    from rich.progress import track
-
     from octavo.amounts import parse_tokens
     from octavo.integrations.transformers.decoder import make_decoder
     from octavo.kernels.device import default_device
@@ -269,18 +278,133 @@ def generate(
     is_cuda = device.capability is not None
     name = asked.config or ("llama-3.1-8b" if is_cuda else "tiny")
     lengths = (asked.context or ("32k,128k" if is_cuda else "256")).split(",")
-    case = GenerateCase(1, asked.batch)
-    cases = [replace(case, context=n) for n in dict.fromkeys(map(parse_tokens, lengths))]
+    cases = [GenerateCase(n, asked.batch) for n in dict.fromkeys(map(parse_tokens, lengths))]
     recipes = split_rows(asked.recipes)
-    collected = Collected(output)
     model = make_decoder(name, device.torch_device, asked.layers)
     about = {"model": name, "layers": model.config.num_hidden_layers}
     taken = {"config": name, "batch": asked.batch, "recipes": ",".join(recipes)}
-    for case in track(cases, description="measuring", console=err):
-        command = repeat_command(called, taken=taken | {"context": case.context})
-        collected.keep(run_generate(model, case, recipes, about=about, command=command))
-    if as_json:
-        return print_json(collected.records)
-    out.print(f"{name}, random weights: {device.name}")
+    commands = {n: repeat_command(called, taken=taken | {"context": n.context}) for n in cases}
+    parts = (
+        (run_generate(model, case, recipes, about=about, command=command), [])
+        for case, command in commands.items()
+    )
     caption = "{batch} × {context} tokens; baseline: {baseline}"
-    collected.print_tables("context", GENERATE_COLUMNS, caption)
+    title = f"{name}, random weights: {device.name}"
+    _run(asked, parts, len(cases), ("context", GENERATE_COLUMNS, caption), title)
+
+
+@takes_settings
+def mm_processor(
+    asked: Annotated[
+        ImageRequests,
+        Flags(
+            names={
+                "base_items_per_request": "--random-mm-base-items-per-request",
+                "bucket_config": "--random-mm-bucket-config",
+            }
+        ),
+    ],
+    options: EncoderFlags,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
+            "with octavo, or a tiny Qwen3-VL with random weights.",
+            show_default=False,
+        ),
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        typer.Option("--model", help="The same, as vLLM's command takes it.", show_default=False),
+    ] = None,
+    num_warmups: Annotated[int, typer.Option(help="Requests before.")] = 1,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
+    strict: Strict = False,
+    graph_budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the encoder by CUDA graphs of so many tokens, with commas between; requests "
+            "beyond the largest run without.",
+            show_default=False,
+        ),
+    ] = None,
+    percentiles: Annotated[
+        str, typer.Option("--metric-percentiles", help="With commas between.")
+    ] = "99",
+    output_json: Annotated[
+        Path | None, typer.Option(help="Write the results to this file.")
+    ] = None,
+    is_quiet: Annotated[
+        bool, typer.Option("--disable-tqdm", help="Show no bar of the requests that are done.")
+    ] = False,
+) -> None:
+    """Time the stages of requests with images, one after the other, and the encoder in them.
+
+    Two runs make static scales and use them:
+
+    octavo bench mm-processor --model MODEL --num-prompts 16 --mm-encoder-attn-dtype fp8
+    --mm-encoder-fp8-scale-save-path scales.json
+
+    octavo bench mm-processor --model MODEL --mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-path
+    scales.json
+
+    Stages and JSON are those of vLLM's command of this name. Stages that octavo has not, those of
+    a cache of processed images, are 0.
+    """
+    need("octavo bench mm-processor", "transformers", "PIL")
+    from rich.progress import Progress
+
+    from octavo.integrations.transformers.vision_language import open_vision_language
+    from octavo.kernels.device import default_device
+    from octavo.measure.bench.mm_processor import run_mm_processor
+    from octavo.measure.bench.request_data import make_image_prompts
+
+    if model is not None and model_option not in (None, model):
+        raise ConfigError(f"expected one model, got {model} and --model {model_option}")
+    check_folder(output_json)
+    if options.note is not None:
+        err.print(f"note: {options.note}", soft_wrap=True)
+    if graph_budgets is not None:
+        budgets = split_numbers(graph_budgets, "budgets such as 1024,4096", int)
+        options = replace(options, graph_budgets=budgets)
+    numbers = split_numbers(percentiles, "percentiles such as 50,99")
+    prompts = make_image_prompts(asked)
+    language = open_vision_language(model_option or model, default_device().torch_device)
+    with Progress(console=err, disable=is_quiet) as progress:
+        task = progress.add_task("requests", total=len(prompts) + num_warmups)
+        result = run_mm_processor(
+            language,
+            prompts,
+            options,
+            num_warmups=num_warmups,
+            output_len=output_len,
+            percentiles=numbers,
+            progress=lambda: progress.advance(task),
+        )
+    _print_stages(result, numbers)
+    if options.fp8_scale_save_path is not None:
+        out.print(f"Scales: {options.fp8_scale_save_path}", soft_wrap=True)
+    if output_json is not None:
+        write_result(output_json, result, indent=2)
+
+
+def _print_stages(result: dict[str, Any], percentiles: tuple[float, ...]) -> None:
+    from octavo.measure.report.tables import Table
+
+    keys = ("mean", "median", "std", *(f"p{p}" for p in percentiles))
+    heads = tuple(key.capitalize() for key in keys)
+    stages = result["mm_processor_stats"].items()
+    rows = tuple((stage, *(values[key] for key in keys)) for stage, values in stages)
+    caption = f"Multimodal Processor Benchmark Results (ms): {result['config']['model']}"
+    print_table(Table(caption=caption, header=("Stage", *heads), rows=rows))
+    e2el = (result["mean_e2el_ms"], result["median_e2el_ms"], result["std_e2el_ms"])
+    of_percentiles = tuple(value for _, value in result["percentiles_e2el_ms"])
+    table = Table(caption="End-to-End Latency (ms)", header=heads, rows=((*e2el, *of_percentiles),))
+    print_table(table)
+    summary = result["encoder_summary"]
+    out.print(
+        f"Summary: {summary['total_encoder_calls']} total encoder calls across "
+        f"{summary['num_requests_with_encoder_calls']} requests."
+    )
+    for error in result["errors"]:
+        err.print(f"failed: {error}", soft_wrap=True)

@@ -3,9 +3,8 @@
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,10 +23,9 @@ from octavo.cli.options import (
 from octavo.cli.records import print_json, write_result
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
-from octavo.measure.bench.cases import Ramp, ServingCase, Workload
+from octavo.measure.bench.cases import PromptSource, Ramp, ServingCase, Workload, parse_goodput
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.request_data import DataSet
     from octavo.measure.bench.serving import Served
 
 LINES = {
@@ -42,87 +40,6 @@ LINES = {
     "Peak concurrent requests": "max_concurrent_requests",
     "Total token throughput (tok/s)": "total_token_throughput",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Where prompts come from; names are vLLM's.
-
-    Attributes:
-        dataset_name: Where prompts come from: random (tokens), sharegpt (a JSON file in its form),
-            custom (JSON Lines of {"prompt": "…", "output_tokens": 128}), or random-mm (letters
-            with random images, for chat).
-        dataset_path: The file of sharegpt or custom.
-        sharegpt_output_len: Tokens of an answer; left out, those of the file's, counted by
-            --tokenizer.
-        custom_output_len: Tokens of an answer; left out, each row's output_tokens.
-        tokenizer: Folder or hub name; counts tokens of sharegpt, of which vLLM's limits then hold.
-        items_per_request: Images of a prompt.
-        bucket_config: Sizes of images and their shares: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.
-    """
-
-    dataset_name: str = "random"
-    dataset_path: Path | None = None
-    sharegpt_output_len: Annotated[int | None, typer.Option(min=1)] = None
-    custom_output_len: Annotated[int | None, typer.Option(min=1)] = None
-    tokenizer: str | None = None
-    items_per_request: Annotated[int, typer.Option("--random-mm-base-items-per-request", min=1)] = 1
-    bucket_config: Annotated[str | None, typer.Option("--random-mm-bucket-config")] = None
-
-    def __post_init__(self) -> None:
-        name, path = self.dataset_name, self.dataset_path
-        if name not in ("random", "sharegpt", "custom", "random-mm"):
-            raise ConfigError(
-                f"expected a data set of random, sharegpt, custom, random-mm; got {name!r}"
-            )
-        owned = {
-            "--sharegpt-output-len": (self.sharegpt_output_len, "sharegpt"),
-            "--tokenizer": (self.tokenizer, "sharegpt"),
-            "--custom-output-len": (self.custom_output_len, "custom"),
-            "--random-mm-bucket-config": (self.bucket_config, "random-mm"),
-        }
-        for flag, (value, owner) in owned.items():
-            if value is not None and owner != name:
-                raise ConfigError(f"{flag} is for --dataset-name {owner}, got {name}")
-        if (path is not None) != (name in ("sharegpt", "custom")):
-            raise ConfigError(
-                f"expected a --dataset-path for sharegpt and custom alone, got {path} for {name}"
-            )
-
-    def open(self, random: Workload) -> "Workload | DataSet":
-        """The prompts; random: what is asked of random ones, and how many."""
-        from octavo.measure.bench.request_data import (
-            ImageRequests,
-            custom_data,
-            random_mm_data,
-            sharegpt_data,
-        )
-
-        path, count, seed = self.dataset_path, random.num_prompts, random.seed
-        if self.dataset_name == "random-mm":
-            asked = ImageRequests(
-                num_prompts=count,
-                random_input_len=random.input_len,
-                base_items_per_request=self.items_per_request,
-                bucket_config=self.bucket_config,
-                seed=seed,
-            )
-            return random_mm_data(asked, output_len=random.output_len)
-        if path is None:
-            return random
-        if self.dataset_name == "custom":
-            return custom_data(path, count, output_len=self.custom_output_len, seed=seed)
-        counter = None
-        if self.tokenizer is not None:
-            from octavo.integrations.transformers.text_model import load_tokenizer
-
-            counter = partial(_count_tokens, load_tokenizer(self.tokenizer))
-        length = self.sharegpt_output_len
-        return sharegpt_data(path, count, output_len=length, count_tokens=counter, seed=seed)
-
-
-def _count_tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text).input_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +80,37 @@ class ResultOptions:
         write_result((self.result_dir or Path()) / name, result, indent=2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Which server is loaded, and what of it is told.
+
+    Attributes:
+        base_url: Of a server that runs: http://localhost:8000.
+        backend: openai (completions) or openai-chat; left out, chat for random-mm alone.
+        goodput: Limits in ms that a good request meets, all of them: ttft:200, tpot:50 or
+            e2el:5000; more than once, or with commas between.
+        percentiles: With commas between.
+        ready_s: For a server of our own to be ready.
+    """
+
+    served_model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Start octavo serve with this model, and stop it at the end; options of octavo "
+            "serve go after --. Left out: --base-url.",
+            show_default=False,
+        ),
+    ] = None
+    base_url: str | None = None
+    backend: str | None = None
+    goodput: tuple[str, ...] = ()
+    percentiles: Annotated[str, typer.Option("--metric-percentiles")] = "99"
+    ready_s: Annotated[float, typer.Option("--ready-check-timeout-sec")] = 600.0
+    output: RecordsFile = None
+    as_json: AsJson = False
+
+
 @takes_settings
 def serve(
     context: typer.Context,
@@ -177,7 +125,15 @@ def serve(
             help={"seed": "Of prompts and arrivals."},
         ),
     ],
-    data: DataOptions,
+    data: Annotated[
+        PromptSource,
+        Flags(
+            names={
+                "items_per_request": "--random-mm-base-items-per-request",
+                "bucket_config": "--random-mm-bucket-config",
+            }
+        ),
+    ],
     case: Annotated[
         ServingCase,
         Flags(
@@ -199,43 +155,7 @@ def serve(
         ),
     ],
     results: ResultOptions,
-    served_model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Start octavo serve with this model, and stop it at the end; options of octavo "
-            "serve go after --. Left out: --base-url.",
-            show_default=False,
-        ),
-    ] = None,
-    base_url: Annotated[
-        str | None,
-        typer.Option(help="Of a server that runs: http://localhost:8000.", show_default=False),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="openai (completions) or openai-chat; left out, chat for random-mm alone.",
-            show_default=False,
-        ),
-    ] = None,
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Limits in ms that a good request meets, all of them: ttft:200, tpot:50 or "
-            "e2el:5000; more than once, or with commas between.",
-            show_default=False,
-        ),
-    ] = None,
-    percentiles: Annotated[
-        str, typer.Option("--metric-percentiles", help="With commas between.")
-    ] = "99",
-    ready_s: Annotated[
-        float,
-        typer.Option("--ready-check-timeout-sec", help="For a server of our own to be ready."),
-    ] = 600.0,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
+    asked: ServeOptions,
 ) -> None:
     """Load a server with prompts over HTTP: throughput, TTFT, TPOT, ITL, whole latency.
 
@@ -253,30 +173,30 @@ def serve(
     from rich.progress import Progress
 
     from octavo import env
-    from octavo.measure import store
     from octavo.measure.bench.serving import make_record, own_server, run_serving
+    from octavo.measure.run import Records
 
-    options = list(context.args)
-    if (served_model is None) == (base_url is None):
-        raise ConfigError(f"expected a model or --base-url, got {served_model} and {base_url}")
-    if base_url is not None and options:
+    model, url, options = asked.served_model, asked.base_url, list(context.args)
+    if (model is None) == (url is None):
+        raise ConfigError(f"expected a model or --base-url, got {model} and {url}")
+    if url is not None and options:
         raise ConfigError(f"options after -- are for a server of our own, got {options}")
-    check_folder(output)
+    check_folder(asked.output)
     case = replace(
         case,
-        base_url=base_url or case.base_url,
+        base_url=url or case.base_url,
         workload=data.open(workload),
-        backend=backend or ("openai-chat" if data.dataset_name == "random-mm" else "openai"),
+        backend=asked.backend or ("openai-chat" if data.dataset_name == "random-mm" else "openai"),
         ramp=ramp,
-        goodput_ms=parse_goodput(goodput or []),
+        goodput_ms=parse_goodput(asked.goodput),
         api_key=case.api_key or env.API_KEY.read() or None,
-        percentiles=split_numbers(percentiles, "percentiles such as 50,99"),
+        percentiles=split_numbers(asked.percentiles, "percentiles such as 50,99"),
     )
     with ExitStack() as stack:
-        if served_model is not None:
+        if model is not None:
             with err.status("starting octavo serve"):
-                url = stack.enter_context(own_server([served_model, *options], ready_s=ready_s))
-                case = replace(case, base_url=url)
+                own = own_server([model, *options], ready_s=asked.ready_s)
+                case = replace(case, base_url=stack.enter_context(own))
         progress = stack.enter_context(Progress(console=err))
         task = progress.add_task("requests", total=workload.num_prompts)
         served = run_serving(case, on_request=lambda: progress.advance(task))
@@ -284,34 +204,17 @@ def serve(
     file = None if data.dataset_path is None else data.dataset_path.name
     command = repeat_command(context, without=places, taken={"dataset_path": file})
     command += f" -- {shlex.join(options)}" if options else ""
-    is_own = served_model is not None
+    is_own = model is not None
     record = make_record(case, served, command=command, has_own_server=is_own, options=options)
-    if output is not None:
-        store.append(output, [record])
-    if as_json:
+    Records.of_file(asked.output).keep(record)
+    if asked.as_json:
         print_json([record])
     else:
         _print(case, served)
     results.write(case, served)
-    failed = [one.error for one in served.times if one.error is not None]
-    if failed:
+    if failed := [one.error for one in served.times if one.error is not None]:
         print_error(f"{len(failed)} of {len(served.times)} requests failed; the first: {failed[0]}")
         raise typer.Exit(1)
-
-
-def parse_goodput(texts: list[str]) -> dict[str, float]:
-    """Limits from ttft:200,tpot:50 and so on."""
-    found: dict[str, float] = {}
-    for part in (part.strip() for text in texts for part in text.split(",")):
-        name, _, limit = part.partition(":")
-        try:
-            value = float(limit)
-        except ValueError:
-            raise ConfigError(f"expected --goodput such as ttft:200, got {part!r}") from None
-        if name in found:
-            raise ConfigError(f"expected one limit of {name}, got two")
-        found[name] = value
-    return found
 
 
 def _print(case: ServingCase, served: "Served") -> None:

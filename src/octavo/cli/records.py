@@ -1,11 +1,13 @@
-"""What a command has measured: records on stdout or in a file, and documents of JSON."""
+"""What a command measures: a bar meanwhile, then records on stdout or in a file, and documents."""
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.progress import Progress
 
 from octavo.cli.console import err, out
 from octavo.cli.options import check_folder, row_file
@@ -14,6 +16,26 @@ from octavo.cli.tables import print_objections, print_table
 if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
     from octavo.measure.records import Measurement
+
+
+# Seconds between two drawings of a bar: a millisecond each is then lost in what is measured.
+EVERY_S = 2.0
+
+
+class StillProgress(Progress):
+    """A bar that no thread draws: one would take turns with the Python that is measured."""
+
+    def __init__(self) -> None:
+        super().__init__(console=err, auto_refresh=False)
+        self._drawn_s = 0.0
+
+    def step(self, task: Any, description: str) -> None:
+        """One more of a task's parts is done, or begins; drawn now and then."""
+        now = time.monotonic()
+        is_due = now - self._drawn_s > EVERY_S
+        self.update(task, advance=1, description=description, refresh=is_due)
+        if is_due:
+            self._drawn_s = now
 
 
 def print_json(records: "Iterable[Measurement]") -> None:

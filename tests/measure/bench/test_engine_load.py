@@ -22,11 +22,10 @@ from octavo.measure.fit import (
     Line,
     Quadratic,
     curve_break_even,
-    fit_itl,
     fit_quadratic,
-    fit_ttft,
 )
 from octavo.measure.records import Measurement
+from octavo.measure.report.latency import fit_itl, fit_ttft
 from octavo.measure.run import Records
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings

@@ -381,5 +381,7 @@ def _measure_step(model: ModelShape, device: "torch.device", name: str, command:
     is_cuda = device.type == "cuda"
     recipes = ("bf16", "linear", "linear+attention")
     case = StepCase(model.name, recipes, NUM_BLOCKS, is_compiled=is_cuda, use_graphs=is_cuda)
-    records, objections = run_step(case, device, command)
-    return Measured(tuple(records), _objected(objections))
+    found = Measured()
+    for records, objections in run_step(case, device, command):
+        found += Measured(tuple(records), _objected(objections))
+    return found

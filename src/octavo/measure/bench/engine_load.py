@@ -30,18 +30,17 @@ from octavo.measure.bench.engine import (
 )
 from octavo.measure.bench.request_times import RequestTimes, statistics_ms, summarize
 from octavo.measure.fit import (
-    TERMS,
+    BreakEven,
+    Interval,
     Line,
     Quadratic,
     break_even,
     curve_break_even,
-    fit_itl,
-    fit_ttft,
     slope_ratio,
     square_ratio,
 )
 from octavo.measure.records import Measurement, Scalar, utc_now
-from octavo.measure.regression import Interval
+from octavo.measure.report.latency import fit_itl, fit_ttft
 from octavo.measure.rows import Row
 from octavo.measure.run import ALL, Outcome, Participant, Records, Values, Workload, run_workload
 from octavo.serving.engine.engine import Engine
@@ -140,14 +139,14 @@ def run_load(
     ]
     failures: dict[str, str] = {}
     latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
-    made: Workload[RowRun, Any]
+    workload: Any
     if isinstance(case, LatencyCase):
-        made = _latency(case, subject.vocab_size, command, latencies_s, on_step)
+        workload = _latency(case, subject.vocab_size, command, latencies_s, on_step)
     else:
-        made = _throughput(case, subject.vocab_size, command, on_step)
+        workload = _throughput(case, subject.vocab_size, command, on_step)
     found = run_workload(
         participants,
-        made,
+        workload,
         records,
         baseline=baseline,
         on_failure=lambda name, error: failures.update({name: str(error)}),
@@ -299,27 +298,17 @@ def _batch_s(batch: Sequence[RequestTimes]) -> float:
 
 def line_values(line: Line, first: Line | None) -> dict[str, float]:
     """A line of the time between tokens over the context, beside that of the first row."""
-    slope_unit = "us_per_1k_tokens"
     values = {
-        "itl_intercept_ms": line.intercept,
-        **_ends("itl_intercept", line.intercept_interval, "ms"),
-        f"itl_slope_{slope_unit}": line.slope * 1e6,
-        **_ends("itl_slope", line.slope_interval, slope_unit, 1e6),
+        **_term("itl_intercept", line.intercept, line.interval("intercept"), "ms"),
+        **_term("itl_slope", line.slope, line.interval("slope"), "us_per_1k_tokens", 1e6),
         "itl_residual_ms": line.residual,
     }
     if first is None:
         return values
-    found, ratio = break_even(line, first), slope_ratio(line, first)
-    values |= {
-        "intercept_gap_ms": line.intercept - first.intercept,
-        "slope_ratio": ratio.value,
-        **_ends("slope_ratio", ratio.interval),
-        "break_even_tokens": found.tokens,
-        **_ends("break_even", found.interval, "tokens"),
-    }
-    if found.up_to is not None:
-        values["faster_up_to_tokens"] = found.up_to
-    return values
+    ratio = slope_ratio(line, first)
+    values["intercept_gap_ms"] = line.intercept - first.intercept
+    values |= _term("slope_ratio", ratio.value, ratio.interval)
+    return values | _crossing("", break_even(line, first))
 
 
 def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
@@ -328,36 +317,35 @@ def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
     Where they cross is said of curves that were fitted, between the lengths that both have.
     """
     values: dict[str, float] = {}
-    for term in TERMS:
-        unit, factor = CURVE_UNITS[term]
-        values[f"ttft_{term}_{unit}"] = getattr(curve, term) * factor
-        values |= _ends(f"ttft_{term}", curve.interval(term), unit, factor)
+    for term, (unit, factor) in CURVE_UNITS.items():
+        values |= _term(f"ttft_{term}", getattr(curve, term), curve.interval(term), unit, factor)
     values["ttft_residual_ms"] = curve.residual
     if first is None:
         return values
     ratio = square_ratio(curve, first)
-    values |= {"square_ratio": ratio.value, **_ends("square_ratio", ratio.interval)}
+    values |= _term("square_ratio", ratio.value, ratio.interval)
     if curve.fit is None or first.fit is None:
         return values
-    found = curve_break_even(curve, first)
-    values |= {
-        "ttft_break_even_tokens": found.tokens,
-        **_ends("ttft_break_even", found.interval, "tokens"),
-    }
-    if found.up_to is not None:
-        values["ttft_faster_up_to_tokens"] = found.up_to
-    return values
+    return values | _crossing("ttft_", curve_break_even(curve, first))
 
 
-def _ends(
-    name: str, interval: Interval | None, unit: str = "", factor: float = 1.0
+def _term(
+    name: str, value: float, interval: Interval | None, unit: str = "", factor: float = 1.0
 ) -> dict[str, float]:
-    """The two values of an interval; none, if there is none."""
-    if interval is None:
-        return {}
+    """A value, and the two ends of its interval where there is one."""
     after = f"_{unit}" if unit else ""
-    ends = {"low": interval.low, "high": interval.high}
-    return {f"{name}_{end}{after}": value * factor for end, value in ends.items()}
+    found = {f"{name}{after}": value * factor}
+    if interval is not None:
+        ends = {"low": interval.low, "high": interval.high}
+        found |= {f"{name}_{end}{after}": own * factor for end, own in ends.items()}
+    return found
+
+
+def _crossing(before: str, found: BreakEven) -> dict[str, float]:
+    values = _term(f"{before}break_even", found.tokens, found.interval, "tokens")
+    if found.up_to is not None:
+        values[f"{before}faster_up_to_tokens"] = found.up_to
+    return values
 
 
 def vllm_documents(result: LoadResult) -> dict[tuple[str | int, ...], dict[str, Any]]:
