@@ -99,7 +99,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"datasets"},
     "calibration/image_data.py": {"PIL"},
     "integrations/diffusers/picture_files.py": {"PIL"},
-    "measure/bench/request_data.py": {"PIL"},
+    "measure/bench/requests.py": {"PIL"},
     "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
@@ -132,7 +132,7 @@ FLAG_SETTINGS = {
     "octavo.integrations.transformers.encoder_options",
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
-    "octavo.measure.bench.request_data",
+    "octavo.measure.bench.requests",
     "octavo.serving.engine.image_request",
     "octavo.serving.server.settings",
 }

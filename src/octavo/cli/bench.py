@@ -15,7 +15,7 @@ from octavo.cli.records import Collected, print_file, print_json
 from octavo.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.tune import Task
+    from octavo.measure.bench.kernels import Task
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
 app.command("diffusion")(diffusion)
@@ -87,7 +87,7 @@ def kernels(
     if asked.tune:
         _tune(asked, output)
     if asked.jobs > 1:
-        from octavo.measure.bench.tune import tasks_of_benchmarks
+        from octavo.measure.bench.kernels import tasks_of_benchmarks
 
         names = asked.op or SUITES
         _precompile([t for n in names for t in tasks_of_benchmarks(n, asked.peers)], asked.jobs)
@@ -112,7 +112,7 @@ def kernels(
 def _precompile(tasks: "list[Task]", jobs: int) -> None:
     from rich.progress import track
 
-    from octavo.measure.bench.tune import precompile
+    from octavo.measure.bench.kernels import precompile
 
     done = precompile(tasks, jobs)
     for _ in track(done, total=len(tasks), description="compiling", console=err):
@@ -126,7 +126,7 @@ def _tune(asked: KernelBench, output: Path | None) -> None:
     from octavo.kernels import tuning
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.tune import SEARCHES, searches, tasks_of_searches, tune
+    from octavo.measure.bench.kernels import SEARCHES, searches, tasks_of_searches, tune
     from octavo.measure.report.tables import from_records
 
     device = default_device()

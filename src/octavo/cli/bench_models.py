@@ -26,7 +26,7 @@ from octavo.cli.records import Collected, print_json, write_result
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.extras import need
-from octavo.measure.bench.request_data import ImageRequests
+from octavo.measure.bench.requests import ImageRequests
 
 if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
@@ -357,7 +357,7 @@ def mm_processor(
     from octavo.integrations.transformers.vision_language import open_vision_language
     from octavo.kernels.device import default_device
     from octavo.measure.bench.mm_processor import run_mm_processor
-    from octavo.measure.bench.request_data import make_image_prompts
+    from octavo.measure.bench.requests import make_image_prompts
 
     if model is not None and model_option not in (None, model):
         raise ConfigError(f"expected one model, got {model} and --model {model_option}")

@@ -219,7 +219,7 @@ def serve(
 
 def _print(case: ServingCase, served: "Served") -> None:
     """vLLM's lines, then a table of the latencies."""
-    from octavo.measure.bench.request_times import METRICS
+    from octavo.measure.bench.requests import METRICS
     from octavo.measure.report.tables import Cell, Table, format_column
 
     limit = case.max_concurrency

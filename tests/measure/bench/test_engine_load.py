@@ -17,7 +17,7 @@ from octavo.measure.bench.engine_load import (
     run_load,
     vllm_documents,
 )
-from octavo.measure.bench.request_times import RequestTimes
+from octavo.measure.bench.requests import RequestTimes
 from octavo.measure.fit import (
     Line,
     Quadratic,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.request_data import (
+from octavo.measure.bench.requests import (
+    GOODPUT_METRICS,
     DataSet,
     ImageRequests,
     custom_data,
@@ -19,7 +20,6 @@ from octavo.measure.bench.request_data import (
 )
 from octavo.measure.records import Scalar
 
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 # By vLLM's names.
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 RAMPS = ("linear", "exponential")

@@ -28,7 +28,7 @@ from octavo.measure.bench.engine import (
     open_engine,
     row_about,
 )
-from octavo.measure.bench.request_times import RequestTimes, statistics_ms, summarize
+from octavo.measure.bench.requests import RequestTimes, statistics_ms, summarize
 from octavo.measure.fit import (
     BreakEven,
     Interval,

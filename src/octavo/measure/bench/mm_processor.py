@@ -24,7 +24,7 @@ from octavo.integrations.transformers.vision_language import (
     find_tower,
     generate,
 )
-from octavo.measure.bench.request_data import ImagePrompt
+from octavo.measure.bench.requests import ImagePrompt
 from octavo.numerics.amax import HISTORY_LENGTH
 
 STAGES = (

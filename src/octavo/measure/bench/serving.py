@@ -25,8 +25,7 @@ from typing import Any
 from octavo.errors import OctavoError
 from octavo.extras import need
 from octavo.measure.bench.cases import ENDPOINTS, RandomPrompt, ServingCase
-from octavo.measure.bench.request_data import ServingPrompt
-from octavo.measure.bench.request_times import RequestTimes, goodput, summarize
+from octavo.measure.bench.requests import RequestTimes, ServingPrompt, goodput, summarize
 from octavo.measure.records import Machine, Measurement, Scalar
 
 DONE = "[DONE]"
