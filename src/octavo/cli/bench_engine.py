@@ -15,12 +15,14 @@ from octavo.cli.options import (
     RecordsFile,
     Strict,
     check_folder,
+    field_help,
     repeat_command,
     takes_settings,
 )
 from octavo.cli.records import StillProgress, print_file, print_json, write_results
 from octavo.cli.tables import print_table
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
+from octavo.measure.rows import ENGINE, describe_words
 
 if TYPE_CHECKING:
     from octavo.measure.bench.engine import Subject
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     Load = tuple[LatencyCase | ThroughputCase, int, Mapping[str, Any]]
 
+_ROW_HELP = field_help(RowOptions)["kv_cache_dtype"]
+ROWS = Flags(help={"kv_cache_dtype": f"{_ROW_HELP} A row is {describe_words(ENGINE)}."})
 TTFT_COLUMNS = (
     *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
     *("ttft_speedup", "relative_rms"),
@@ -81,7 +85,7 @@ class LatencyOptions(ResultOptions):
 def latency(
     context: typer.Context,
     subject: SubjectOptions,
-    rows: RowOptions,
+    rows: Annotated[RowOptions, ROWS],
     case: Annotated[
         LatencyCase, Flags(names={"num_warmups": "--num-iters-warmup"}, without=("input_lens",))
     ],
@@ -152,7 +156,7 @@ class ThroughputOptions(ResultOptions):
 def throughput(
     context: typer.Context,
     subject: SubjectOptions,
-    rows: RowOptions,
+    rows: Annotated[RowOptions, ROWS],
     workload: Annotated[Workload, Flags(without=("input_len", "output_len"))],
     case: Annotated[ThroughputCase, Flags(without=("workload",))],
     engine: EngineOptions,

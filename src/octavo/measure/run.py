@@ -259,9 +259,13 @@ def _run_one(
 
 
 def command_line(*words: str | None, flags: Mapping[str, Any]) -> str:
-    """A command line of words and flags; None is left out, and a sequence repeats its flag."""
+    """A command line of words and flags; a sequence repeats its flag, True is the flag alone.
+
+    None and False are left out.
+    """
     parts = [word for word in words if word is not None]
     for flag, value in flags.items():
-        many = value if isinstance(value, list | tuple) else [value]
-        parts += [part for one in many if one is not None for part in (flag, str(one))]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and one is not False:
+                parts += [flag] if one is True else [flag, str(one)]
     return shlex.join(parts)

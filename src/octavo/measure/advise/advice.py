@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -231,6 +231,19 @@ def recipe_text(advice: Advice) -> str:
     if not advice.recipe.settings():
         return "# nothing is quantized\n"
     return advice.recipe.to_toml()
+
+
+def told(advice: Advice) -> Iterator[str | Table]:
+    """All of it, as `octavo advise` prints it: lines and tables."""
+    yield title(advice)
+    if advice.expectations:
+        yield expectation_table(advice)
+    if advice.memory:
+        yield memory_table(advice)
+    yield from sentences(advice)
+    yield "\nRecipe (recipe.toml)"
+    yield recipe_text(advice)
+    yield from how_to_run(advice)
 
 
 def advice_records(advice: Advice, command: str) -> list[Measurement]:

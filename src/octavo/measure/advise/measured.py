@@ -170,20 +170,27 @@ def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> li
     return found
 
 
-def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    """Each recipe by its fastest way to run, graphs or none, over the fastest stock tower."""
-    model = _model(rows[0])
-    best: dict[tuple[str, int, str], Measurement] = {}
+def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
+    """Each recipe by its fastest way to run, graphs or none; names: what else tells cases apart."""
+    best: dict[tuple[Scalar, ...], Measurement] = {}
     for row in rows:
-        if row.case["recipe"] != "bf16" and "speedup" in row.values:
-            recipe = str(row.case["recipe"])
-            key = str(row.case["resolution"]), int(row.case["images"]), recipe
-            if key not in best or row.values["speedup"] > best[key].values["speedup"]:
-                best[key] = row
-    found = []
-    for (resolution, num_images, recipe), row in best.items():
-        case = {"size": RESOLUTIONS[resolution], "num_images": num_images}
-        stock, own = (predictor.tower(model, name, **case) for name in ("bf16", recipe))  # type: ignore[arg-type]
+        key = (row.case["recipe"], *(row.case.get(name, "all") for name in names))
+        if key not in best or row.values["speedup"] > best[key].values["speedup"]:
+            best[key] = row
+    return list(best.values())
+
+
+def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
+    """Each recipe over the fastest stock tower."""
+    model, found = _model(rows[0]), []
+    quantized = [row for row in rows if row.case["recipe"] != "bf16" and "speedup" in row.values]
+    for row in _fastest(quantized, "resolution", "images"):
+        recipe, resolution = str(row.case["recipe"]), str(row.case["resolution"])
+        num_images, size = int(row.case["images"]), RESOLUTIONS[resolution]
+        stock, own = (
+            predictor.tower(model, name, size=size, num_images=num_images)
+            for name in ("bf16", recipe)
+        )
         what = f"tower, {num_images} × {resolution}"
         measured = row.values["speedup"]
         found.append(Compared(model.name, what, recipe, measured, stock.ms / own.ms))
@@ -191,21 +198,15 @@ def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[
 
 
 def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    """Each recipe by its fastest way to run, over the fastest in BF16."""
-    best: dict[tuple[str, str], Measurement] = {}
-    for row in rows:
-        recipe = str(row.case["recipe"])
-        if recipe == "bf16" or recipe not in STEP_RECIPES or not row.case.get("compiled"):
-            continue
-        key = str(row.case.get("layers", "all")), recipe
-        if key not in best or row.values["speedup"] > best[key].values["speedup"]:
-            best[key] = row
-    found = []
-    for (layers, recipe), row in best.items():
-        model = step_shape(row)
+    """Each recipe over the fastest in BF16."""
+    recipes, found = STEP_RECIPES.keys() - {"bf16"}, []
+    compiled = [r for r in rows if r.case["recipe"] in recipes and r.case.get("compiled")]
+    for row in _fastest(compiled, "layers"):
+        model, recipe = step_shape(row), str(row.case["recipe"])
         if model is None:
             continue
         plain, own = (predictor.step(model, name) for name in ("bf16", recipe))
+        layers = str(row.case.get("layers", "all"))
         blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"
         what = "a step" if layers == "all" else f"a step{blocks}"
         measured = row.values["speedup"]

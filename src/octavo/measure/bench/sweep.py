@@ -19,7 +19,6 @@ the first one's records, whether it ran now or before.
 """
 
 import os
-import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -35,6 +34,7 @@ from octavo.measure.bench.engine_load import run_load
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.rows import Row
+from octavo.measure.run import command_line
 from octavo.serving.engine.settings import EngineSettings
 from octavo.settings import Settings, Tokens
 
@@ -231,20 +231,9 @@ def combinations(sweep: SweepFile, *, peers: bool = False) -> list[Combination]:
             flags = {**sweep.flags, **load.flags, "--kv-cache-dtype": names}
             if peers:
                 flags["--peers"] = "FOLDER"  # whichever it was on this machine
-            found.append(Combination(row, load, _command(load.kind, sweep.model, flags)))
+            command = command_line("octavo", "bench", load.kind, sweep.model, flags=flags)
+            found.append(Combination(row, load, command))
     return found
-
-
-def _command(kind: str, model: str | None, flags: Mapping[str, Any]) -> str:
-    """The command that repeats a measurement; flags of None, False or () are left out."""
-    parts = ["octavo", "bench", kind, *([model] if model else [])]
-    for flag, value in flags.items():
-        if value is True:
-            parts.append(flag)
-        elif value is not None and value is not False:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                parts += [flag, str(one)]
-    return shlex.join(parts)
 
 
 def stored_records(
@@ -304,19 +293,16 @@ def run_sweep(
     return outcomes
 
 
-@dataclass(frozen=True)
 class _Model:
     """The model and its rows, made when something first needs them."""
 
-    sweep: SweepFile
-    device: str
+    def __init__(self, sweep: SweepFile, device: str) -> None:
+        self.sweep, self.device = sweep, device
 
     @cached_property
     def subject(self) -> Subject:
-        made, device = self.sweep, self.device
-        return open_subject(
-            made.model, made.config, dtype=made.dtype, device=device, layers=made.layers
-        )
+        own = {name: getattr(self.sweep, name) for name in ("dtype", "layers")}
+        return open_subject(self.sweep.model, self.sweep.config, device=self.device, **own)
 
     @cached_property
     def rows(self) -> dict[str, Row]:
