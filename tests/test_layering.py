@@ -133,6 +133,7 @@ FLAG_SETTINGS = {
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
     "octavo.measure.bench.requests",
+    "octavo.measure.rows",
     "octavo.serving.engine.image_request",
     "octavo.serving.server.settings",
 }

@@ -26,7 +26,6 @@ from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.speed import COMPARED_OPS
-from octavo.measure.report.tables import Table, from_records
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
 
 OP = "advise"
-COLUMNS = (
-    *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
-)
 HOST_BOUND = "bound by launches on the host: not predicted"
 
 
@@ -103,12 +99,6 @@ def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> 
             )
         )
     return records
-
-
-def compared_table(records: Sequence[Measurement]) -> Table:
-    """Records of `as_records` as a table."""
-    caption = "Speed-ups over BF16, predicted without the model's own records, and measured"
-    return from_records(records, caption=caption, columns=COLUMNS)
 
 
 def _model(row: Measurement) -> ModelShape:

@@ -5,7 +5,7 @@ The entries under `Attributes:` are also the help of the flags that commands mak
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,7 @@ class Workload:
     @property
     def about(self) -> dict[str, Scalar]:
         """What records say of it."""
-        return {
-            "num_prompts": self.num_prompts,
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "range_ratio": self.range_ratio,
-            "seed": self.seed,
-        }
+        return asdict(self)
 
     @property
     def max_context(self) -> int:
@@ -156,12 +150,8 @@ class LatencyCase:
 
     def workload(self, input_len: int) -> Workload:
         """The prompts of a length."""
-        return Workload(
-            num_prompts=self.batch_size,
-            input_len=input_len,
-            output_len=self.output_len,
-            seed=self.seed,
-        )
+        sizes = {"input_len": input_len, "output_len": self.output_len}
+        return Workload(num_prompts=self.batch_size, seed=self.seed, **sizes)
 
     def within(self, context: int | None) -> "LatencyCase":
         """The case without lengths that do not fit this context; None is any."""
@@ -230,7 +220,7 @@ class PromptSource:
             --tokenizer.
         custom_output_len: Tokens of an answer; left out, each row's output_tokens.
         tokenizer: Folder or hub name; counts tokens of sharegpt, of which vLLM's limits then hold.
-        items_per_request: Images of a prompt.
+        base_items_per_request: Images of a prompt.
         bucket_config: Sizes of images and their shares: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.
     """
 
@@ -239,7 +229,7 @@ class PromptSource:
     sharegpt_output_len: int | None = None
     custom_output_len: int | None = None
     tokenizer: str | None = None
-    items_per_request: int = 1
+    base_items_per_request: int = 1
     bucket_config: str | None = None
 
     def __post_init__(self) -> None:
@@ -271,7 +261,7 @@ class PromptSource:
             asked = ImageRequests(
                 num_prompts=count,
                 random_input_len=random.input_len,
-                base_items_per_request=self.items_per_request,
+                base_items_per_request=self.base_items_per_request,
                 bucket_config=self.bucket_config,
                 seed=seed,
             )

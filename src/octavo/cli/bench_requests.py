@@ -1,19 +1,21 @@
-"""octavo bench serve: prompts over HTTP, to a server that runs or to one of its own."""
+"""octavo bench serve and mm-processor: requests as vLLM's commands of these names time them."""
 
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli.console import err, out, print_error
+from octavo.cli.engine_options import EncoderFlags
 from octavo.cli.options import (
     PLACES,
     AsJson,
     Flags,
     RecordsFile,
+    Strict,
     check_folder,
     field_names,
     repeat_command,
@@ -23,11 +25,22 @@ from octavo.cli.options import (
 from octavo.cli.records import print_json, write_result
 from octavo.cli.tables import print_table
 from octavo.errors import ConfigError
+from octavo.extras import need
 from octavo.measure.bench.cases import PromptSource, Ramp, ServingCase, Workload, parse_goodput
+from octavo.measure.bench.requests import ImageRequests
 
 if TYPE_CHECKING:
     from octavo.measure.bench.serving import Served
 
+Percentiles = Annotated[str, typer.Option("--metric-percentiles", help="With commas between.")]
+
+
+def _flags(prefix: str, *names: str) -> dict[str, str]:
+    return {name: prefix + name.replace("_", "-") for name in names}
+
+
+RANDOM_TOKENS = _flags("--random-", "input_len", "output_len", "range_ratio")
+RANDOM_IMAGES = _flags("--random-mm-", "base_items_per_request", "bucket_config")
 LINES = {
     "Successful requests": "completed",
     "Failed requests": "failed",
@@ -89,7 +102,6 @@ class ServeOptions:
         backend: openai (completions) or openai-chat; left out, chat for random-mm alone.
         goodput: Limits in ms that a good request meets, all of them: ttft:200, tpot:50 or
             e2el:5000; more than once, or with commas between.
-        percentiles: With commas between.
         ready_s: For a server of our own to be ready.
     """
 
@@ -105,7 +117,7 @@ class ServeOptions:
     base_url: str | None = None
     backend: str | None = None
     goodput: tuple[str, ...] = ()
-    percentiles: Annotated[str, typer.Option("--metric-percentiles")] = "99"
+    percentiles: Percentiles = "99"
     ready_s: Annotated[float, typer.Option("--ready-check-timeout-sec")] = 600.0
     output: RecordsFile = None
     as_json: AsJson = False
@@ -116,24 +128,9 @@ def serve(
     context: typer.Context,
     workload: Annotated[
         Workload,
-        Flags(
-            names={
-                "input_len": "--random-input-len",
-                "output_len": "--random-output-len",
-                "range_ratio": "--random-range-ratio",
-            },
-            help={"seed": "Of prompts and arrivals."},
-        ),
+        Flags(names=RANDOM_TOKENS, help={"seed": "Of prompts and arrivals."}),
     ],
-    data: Annotated[
-        PromptSource,
-        Flags(
-            names={
-                "items_per_request": "--random-mm-base-items-per-request",
-                "bucket_config": "--random-mm-bucket-config",
-            }
-        ),
-    ],
+    data: Annotated[PromptSource, Flags(names=RANDOM_IMAGES)],
     case: Annotated[
         ServingCase,
         Flags(
@@ -144,16 +141,7 @@ def serve(
             ),
         ),
     ],
-    ramp: Annotated[
-        Ramp,
-        Flags(
-            names={
-                "strategy": "--ramp-up-strategy",
-                "start_rps": "--ramp-up-start-rps",
-                "end_rps": "--ramp-up-end-rps",
-            }
-        ),
-    ],
+    ramp: Annotated[Ramp, Flags(names=_flags("--ramp-up-", *field_names(Ramp)))],
     results: ResultOptions,
     asked: ServeOptions,
 ) -> None:
@@ -249,3 +237,110 @@ def _print(case: ServingCase, served: "Served") -> None:
             "parts, TPOT is that of tokens",
             soft_wrap=True,
         )
+
+
+@takes_settings
+def mm_processor(
+    asked: Annotated[ImageRequests, Flags(names=RANDOM_IMAGES)],
+    options: EncoderFlags,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
+            "with octavo, or a tiny Qwen3-VL with random weights.",
+            show_default=False,
+        ),
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        typer.Option("--model", help="The same, as vLLM's command takes it.", show_default=False),
+    ] = None,
+    num_warmups: Annotated[int, typer.Option(help="Requests before.")] = 1,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
+    strict: Strict = False,
+    graph_budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the encoder by CUDA graphs of so many tokens, with commas between; requests "
+            "beyond the largest run without.",
+            show_default=False,
+        ),
+    ] = None,
+    percentiles: Percentiles = "99",
+    output_json: Annotated[
+        Path | None, typer.Option(help="Write the results to this file.")
+    ] = None,
+    is_quiet: Annotated[
+        bool, typer.Option("--disable-tqdm", help="Show no bar of the requests that are done.")
+    ] = False,
+) -> None:
+    """Time the stages of requests with images, one after the other, and the encoder in them.
+
+    Two runs make static scales and use them:
+
+    octavo bench mm-processor --model MODEL --num-prompts 16 --mm-encoder-attn-dtype fp8
+    --mm-encoder-fp8-scale-save-path scales.json
+
+    octavo bench mm-processor --model MODEL --mm-encoder-attn-dtype fp8 --mm-encoder-fp8-scale-path
+    scales.json
+
+    Stages and JSON are those of vLLM's command of this name. Stages that octavo has not, those of
+    a cache of processed images, are 0.
+    """
+    need("octavo bench mm-processor", "transformers", "PIL")
+    from rich.progress import Progress
+
+    from octavo.integrations.transformers.vision_language import open_vision_language
+    from octavo.kernels.device import default_device
+    from octavo.measure.bench.mm_processor import run_mm_processor
+    from octavo.measure.bench.requests import make_image_prompts
+
+    if model is not None and model_option not in (None, model):
+        raise ConfigError(f"expected one model, got {model} and --model {model_option}")
+    check_folder(output_json)
+    if options.note is not None:
+        err.print(f"note: {options.note}", soft_wrap=True)
+    if graph_budgets is not None:
+        budgets = split_numbers(graph_budgets, "budgets such as 1024,4096", int)
+        options = replace(options, graph_budgets=budgets)
+    numbers = split_numbers(percentiles, "percentiles such as 50,99")
+    prompts = make_image_prompts(asked)
+    language = open_vision_language(model_option or model, default_device().torch_device)
+    with Progress(console=err, disable=is_quiet) as progress:
+        task = progress.add_task("requests", total=len(prompts) + num_warmups)
+        result = run_mm_processor(
+            language,
+            prompts,
+            options,
+            num_warmups=num_warmups,
+            output_len=output_len,
+            percentiles=numbers,
+            progress=lambda: progress.advance(task),
+        )
+    _print_stages(result, numbers)
+    if options.fp8_scale_save_path is not None:
+        out.print(f"Scales: {options.fp8_scale_save_path}", soft_wrap=True)
+    if output_json is not None:
+        write_result(output_json, result, indent=2)
+
+
+def _print_stages(result: dict[str, Any], percentiles: tuple[float, ...]) -> None:
+    from octavo.measure.report.tables import Table
+
+    keys = ("mean", "median", "std", *(f"p{p}" for p in percentiles))
+    heads = tuple(key.capitalize() for key in keys)
+    stages = result["mm_processor_stats"].items()
+    rows = tuple((stage, *(values[key] for key in keys)) for stage, values in stages)
+    caption = f"Multimodal Processor Benchmark Results (ms): {result['config']['model']}"
+    print_table(Table(caption=caption, header=("Stage", *heads), rows=rows))
+    e2el = (result["mean_e2el_ms"], result["median_e2el_ms"], result["std_e2el_ms"])
+    of_percentiles = tuple(value for _, value in result["percentiles_e2el_ms"])
+    table = Table(caption="End-to-End Latency (ms)", header=heads, rows=((*e2el, *of_percentiles),))
+    print_table(table)
+    summary = result["encoder_summary"]
+    out.print(
+        f"Summary: {summary['total_encoder_calls']} total encoder calls across "
+        f"{summary['num_requests_with_encoder_calls']} requests."
+    )
+    for error in result["errors"]:
+        err.print(f"failed: {error}", soft_wrap=True)
