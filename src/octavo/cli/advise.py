@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out
+from octavo.cli.console import err
 from octavo.cli.options import Flags, RecordsFile, check_folder, repeat_command, takes_settings
-from octavo.cli.tables import print_table
+from octavo.cli.tables import print_parts
 from octavo.errors import ConfigError
 from octavo.measure.advise.shape import Workload, parse_size
 
@@ -85,11 +85,7 @@ def advise(
     advice = make_advice(shape, gpu, workload, records, served=_served(asked.model, shape))
     if asked.as_json:
         return typer.echo(advice.to_json())
-    for part in told(advice):
-        if isinstance(part, str):
-            out.print(part, soft_wrap=True)
-        else:
-            print_table(part)
+    print_parts(told(advice))
 
 
 def _served(name: str, shape: "ModelShape") -> str:

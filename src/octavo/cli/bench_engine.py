@@ -359,7 +359,7 @@ def sweep(
     """
     from octavo.integrations.transformers.load import choose_device
     from octavo.measure.bench.peer_impls import registered_prefill
-    from octavo.measure.bench.sweep import SweepFile, combinations, run_sweep
+    from octavo.measure.bench.sweep import SweepFile, combinations, outcome_table, run_sweep
 
     asked = SweepFile.load(file)
     check_folder(output)
@@ -386,7 +386,7 @@ def sweep(
             on_start=lambda one: progress.update(task, description=str(one), refresh=True),
             on_end=ended,
         )
-    _print_outcomes(outcomes)
+    print_table(outcome_table(outcomes))
     print_file(output)
     _end([f"{one.combination}: {one.reason}" for one in outcomes if one.state == "failed"])
 
@@ -402,19 +402,3 @@ def _print_plan(todo: "list[Combination]", output: Path, device: str) -> None:
     for one in todo:
         state = "has run" if stored_records(one, records, machine) else "would run"
         out.print(f"{state}: {one.command}", soft_wrap=True)
-
-
-def _print_outcomes(outcomes: "list[Outcome]") -> None:
-    """One line for each combination, with its median times where it has some."""
-    from octavo.measure.report.tables import Cell, Table, format_column
-
-    rows: list[tuple[Cell, ...]] = []
-    for outcome in outcomes:
-        one, values = outcome.combination, [record.values for record in outcome.records]
-        medians = [
-            ", ".join(format_column([v[name] for v in values if name in v])) or None
-            for name in ("median_ttft_ms", "median_itl_ms", "output_throughput")
-        ]
-        rows.append((one.kind, str(one.load), one.row.name, outcome.state, *medians))
-    header = ("benchmark", "workload", "recipe", "", "TTFT (ms)", "ITL (ms)", "output tokens/s")
-    print_table(Table(caption="Sweep: medians", header=header, rows=tuple(rows)))

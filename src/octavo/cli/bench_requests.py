@@ -4,7 +4,7 @@ import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ from octavo.cli.options import (
     takes_settings,
 )
 from octavo.cli.records import print_json, write_result
-from octavo.cli.tables import print_table
+from octavo.cli.tables import print_parts
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.measure.bench.cases import PromptSource, Ramp, ServingCase, Workload, parse_goodput
@@ -41,18 +41,6 @@ def _flags(prefix: str, *names: str) -> dict[str, str]:
 
 RANDOM_TOKENS = _flags("--random-", "input_len", "output_len", "range_ratio")
 RANDOM_IMAGES = _flags("--random-mm-", "base_items_per_request", "bucket_config")
-LINES = {
-    "Successful requests": "completed",
-    "Failed requests": "failed",
-    "Benchmark duration (s)": "duration",
-    "Total input tokens": "total_input_tokens",
-    "Total generated tokens": "total_output_tokens",
-    "Request throughput (req/s)": "request_throughput",
-    "Output token throughput (tok/s)": "output_throughput",
-    "Peak output token throughput (tok/s)": "max_output_tokens_per_s",
-    "Peak concurrent requests": "max_concurrent_requests",
-    "Total token throughput (tok/s)": "total_token_throughput",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +149,7 @@ def serve(
     from rich.progress import Progress
 
     from octavo import env
-    from octavo.measure.bench.serving import make_record, own_server, run_serving
+    from octavo.measure.bench.serving import make_record, own_server, run_serving, told
     from octavo.measure.run import Records
 
     model, url, options = asked.served_model, asked.base_url, list(context.args)
@@ -198,45 +186,11 @@ def serve(
     if asked.as_json:
         print_json([record])
     else:
-        _print(case, served)
+        print_parts(told(case, served))
     results.write(case, served)
     if failed := [one.error for one in served.times if one.error is not None]:
         print_error(f"{len(failed)} of {len(served.times)} requests failed; the first: {failed[0]}")
         raise typer.Exit(1)
-
-
-def _print(case: ServingCase, served: "Served") -> None:
-    """vLLM's lines, then a table of the latencies."""
-    from octavo.measure.bench.requests import METRICS
-    from octavo.measure.report.tables import Cell, Table, format_column
-
-    limit = case.max_concurrency
-    rows: list[tuple[str, Cell]] = [(line, served.metrics[key]) for line, key in LINES.items()]
-    rows[2:2] = [
-        ("Maximum request concurrency", "all" if limit is None else limit),
-        ("Request rate configured (RPS)", str(case.request_rate)),
-    ]
-    if case.goodput_ms:
-        place = next(n for n, (line, _) in enumerate(rows) if line.startswith("Request through"))
-        rows.insert(place + 1, ("Request goodput (req/s)", served.metrics["request_goodput"]))
-    caption = f"Serving Benchmark Result: {served.model}"
-    # Each in its own digits.
-    shown = [(line, format_column([value])[0]) for line, value in rows]
-    print_table(Table(caption=caption, header=("", ""), rows=tuple(shown)))
-    kinds = ("mean", "median", "std", *(f"p{p:g}" for p in case.percentiles))
-    cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (metric.upper(), *(served.metrics[f"{kind}_{metric}_ms"] for kind in kinds))
-        for metric in METRICS
-    )
-    header = ("ms", *(kind.capitalize() for kind in kinds))
-    print_table(Table(caption="Latency", header=header, rows=cells))
-    num_tokens, num_parts = (served.metrics[f"total_{of}"] for of in ("output_tokens", "parts"))
-    if num_parts < num_tokens:
-        out.print(
-            f"{num_tokens:.0f} tokens came in {num_parts:.0f} parts: TTFT and ITL are those of "
-            "parts, TPOT is that of tokens",
-            soft_wrap=True,
-        )
 
 
 @takes_settings
@@ -292,7 +246,7 @@ def mm_processor(
 
     from octavo.integrations.transformers.vision_language import open_vision_language
     from octavo.kernels.device import default_device
-    from octavo.measure.bench.mm_processor import run_mm_processor
+    from octavo.measure.bench.mm_processor import run_mm_processor, told
     from octavo.measure.bench.requests import make_image_prompts
 
     if model is not None and model_option not in (None, model):
@@ -317,30 +271,10 @@ def mm_processor(
             percentiles=numbers,
             progress=lambda: progress.advance(task),
         )
-    _print_stages(result, numbers)
+    print_parts(told(result))
+    for error in result["errors"]:
+        err.print(f"failed: {error}", soft_wrap=True)
     if options.fp8_scale_save_path is not None:
         out.print(f"Scales: {options.fp8_scale_save_path}", soft_wrap=True)
     if output_json is not None:
         write_result(output_json, result, indent=2)
-
-
-def _print_stages(result: dict[str, Any], percentiles: tuple[float, ...]) -> None:
-    from octavo.measure.report.tables import Table
-
-    keys = ("mean", "median", "std", *(f"p{p}" for p in percentiles))
-    heads = tuple(key.capitalize() for key in keys)
-    stages = result["mm_processor_stats"].items()
-    rows = tuple((stage, *(values[key] for key in keys)) for stage, values in stages)
-    caption = f"Multimodal Processor Benchmark Results (ms): {result['config']['model']}"
-    print_table(Table(caption=caption, header=("Stage", *heads), rows=rows))
-    e2el = (result["mean_e2el_ms"], result["median_e2el_ms"], result["std_e2el_ms"])
-    of_percentiles = tuple(value for _, value in result["percentiles_e2el_ms"])
-    table = Table(caption="End-to-End Latency (ms)", header=heads, rows=((*e2el, *of_percentiles),))
-    print_table(table)
-    summary = result["encoder_summary"]
-    out.print(
-        f"Summary: {summary['total_encoder_calls']} total encoder calls across "
-        f"{summary['num_requests_with_encoder_calls']} requests."
-    )
-    for error in result["errors"]:
-        err.print(f"failed: {error}", soft_wrap=True)

@@ -33,6 +33,7 @@ from octavo.measure.bench.engine import Subject, check_rows, make_rows, open_sub
 from octavo.measure.bench.engine_load import run_load
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.tables import Cell, Table, format_column
 from octavo.measure.rows import Row
 from octavo.measure.run import command_line
 from octavo.serving.engine.settings import EngineSettings
@@ -330,3 +331,17 @@ def _run(
         return Outcome(combination, "failed", reason=reason)
     store.append(path, result.records)
     return Outcome(combination, "measured", result.records)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """One line for each combination, with its median times where it has some."""
+    rows: list[tuple[Cell, ...]] = []
+    for outcome in outcomes:
+        one, values = outcome.combination, [record.values for record in outcome.records]
+        medians = [
+            ", ".join(format_column([v[name] for v in values if name in v])) or None
+            for name in ("median_ttft_ms", "median_itl_ms", "output_throughput")
+        ]
+        rows.append((one.kind, str(one.load), one.row.name, outcome.state, *medians))
+    header = ("benchmark", "workload", "recipe", "", "TTFT (ms)", "ITL (ms)", "output tokens/s")
+    return Table(caption="Sweep: medians", header=header, rows=tuple(rows))
