@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import track
 
 from octavo.cli.bench_engine import latency, sweep, throughput
 from octavo.cli.bench_requests import mm_processor, serve
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from octavo.measure.records import Measurement
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
-
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Only so many layers; with random weights.")
+]
 Folder = typer.Option(exists=True, file_okay=False)
 ENCODER_COLUMNS = (
     *("impl", "recipe", "graphs", "tokens", "median_ms", "p20_ms", "p80_ms", "speedup"),
@@ -60,7 +63,18 @@ def bench() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelBench:
+class ResultOptions:
+    """Where records go."""
+
+    output: RecordsFile = None
+    as_json: AsJson = False
+
+    def __post_init__(self) -> None:
+        check_folder(self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBench(ResultOptions):
     """Which ops are timed, beside whom, and how.
 
     Attributes:
@@ -83,12 +97,7 @@ class KernelBench:
 
 @app.command()
 @takes_settings
-def kernels(
-    context: typer.Context,
-    asked: KernelBench,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-) -> None:
+def kernels(context: typer.Context, asked: KernelBench) -> None:
     """Time each op with each implementation and each peer that is installed.
 
     Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
@@ -97,28 +106,24 @@ def kernels(
     machine's own memory bandwidth or matrix products, measured at the start. Who could not take
     part is listed, with the reason.
     """
-    from rich.progress import track
-
     from octavo.kernels.device import default_device
     from octavo.measure.bench.benchmark import measure_ceilings, run_benchmark
-    from octavo.measure.bench.kernels import SUITES, benchmarks
+    from octavo.measure.bench.kernels import SUITES, benchmarks, tasks_of_benchmarks
     from octavo.measure.report.tables import Table, from_records
 
-    collected = Collected(output)
     if asked.tune:
-        _tune(asked, output)
+        _tune(asked)
     if asked.jobs > 1:
-        from octavo.measure.bench.kernels import tasks_of_benchmarks
-
         names = asked.op or SUITES
         _precompile([t for n in names for t in tasks_of_benchmarks(n, asked.peers)], asked.jobs)
     device = default_device().torch_device
     command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune"))
     ceilings = measure_ceilings(device)
     chosen = benchmarks(device, list(asked.op), asked.peers)
+    collected = Collected(asked.output)
     for benchmark in track(chosen, description="measuring", console=err):
         collected.keep(*run_benchmark(benchmark, device, command, ceilings, asked.load_s))
-    if as_json:
+    if asked.as_json:
         return print_json(collected.records)
     for name in dict.fromkeys(record.op for record in collected.records):
         of_op = [record for record in collected.records if record.op == name]
@@ -127,23 +132,18 @@ def kernels(
     if rows := dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in collected.objections):
         header = ("op", "impl", "operands", "why not")
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
-    print_file(output)
+    print_file(asked.output)
 
 
 def _precompile(tasks: "list[Task]", jobs: int) -> None:
-    from rich.progress import track
-
     from octavo.measure.bench.kernels import precompile
 
-    done = precompile(tasks, jobs)
-    for _ in track(done, total=len(tasks), description="compiling", console=err):
+    for _ in track(precompile(tasks, jobs), "compiling", total=len(tasks), console=err):
         pass
 
 
-def _tune(asked: KernelBench, output: Path | None) -> None:
+def _tune(asked: KernelBench) -> None:
     """Search for the settings of some ops, or of all that have any."""
-    from rich.progress import track
-
     from octavo.kernels import tuning
     from octavo.kernels.device import default_device
     from octavo.measure import store
@@ -158,32 +158,16 @@ def _tune(asked: KernelBench, output: Path | None) -> None:
     for search in track(chosen, description="tuning", console=err):
         records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")
         records.sort(key=lambda record: record.values["median_ms"])
-        if output is not None:
-            store.append(output, records)
+        if asked.output is not None:
+            store.append(asked.output, records)
         columns = ("impl", "is_winner", "median_ms", "p20_ms", "p80_ms")
         caption = f"{search.op}: {search.problem}"
         print_table(from_records(records[:5], caption=caption, columns=columns))
     out.print(f"Winners: {tuning.FOLDER / tuning.file_name(device)}", soft_wrap=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelBench:
-    """What the benchmarks of whole models share.
-
-    Attributes:
-        layers: Only so many layers; with random weights.
-    """
-
-    layers: Annotated[int | None, typer.Option(min=1)] = None
-    output: RecordsFile = None
-    as_json: AsJson = False
-
-    def __post_init__(self) -> None:
-        check_folder(self.output)
-
-
 def _run(
-    asked: ModelBench,
+    asked: ResultOptions,
     parts: "Iterable[tuple[list[Measurement], list[Objection]]]",
     num_parts: int,
     by_case: tuple[str, Sequence[str], str],
@@ -193,8 +177,6 @@ def _run(
 
     by_case: the field of cases with a table for each of its values, their columns and caption.
     """
-    from rich.progress import track
-
     collected = Collected(asked.output)
     for part in track(parts, "measuring", total=num_parts, console=err):
         collected.keep(*part)
@@ -208,7 +190,7 @@ def _run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderBench(ModelBench):
+class EncoderBench(ResultOptions):
     """A vision tower, and images for it.
 
     Attributes:
@@ -236,6 +218,7 @@ class EncoderBench(ModelBench):
     resolutions: str | None = None
     images: Annotated[int, typer.Option(min=1)] = 3
     recipes: str = "bf16,fused-bf16,dynamic,static"
+    layers: Layers = None
     graphs: bool | None = None
     peers: Annotated[Path | None, Folder] = None
 
@@ -292,7 +275,7 @@ def encoder(context: typer.Context, asked: EncoderBench) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionBench(ModelBench):
+class DiffusionBench(ResultOptions):
     """Diffusion transformers, and how their steps run.
 
     Attributes:
@@ -313,6 +296,7 @@ class DiffusionBench(ModelBench):
 
     config: str | None = None
     recipes: str = "bf16,linear,linear+attention"
+    layers: Annotated[int | None, typer.Option(min=1)] = None
     compile: bool = True
     graphs: bool | None = None
     peers: Annotated[Path | None, Folder] = None
@@ -359,7 +343,7 @@ def diffusion(context: typer.Context, asked: DiffusionBench) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateBench(ModelBench):
+class GenerateBench(ResultOptions):
     """A decoder, and what its cache holds.
 
     Attributes:
@@ -380,6 +364,7 @@ class GenerateBench(ModelBench):
     context: str | None = None
     batch: Annotated[int, typer.Option(min=1)] = 1
     recipes: str = "bf16,fp8,fp8-token,stock"
+    layers: Layers = None
 
 
 @app.command()

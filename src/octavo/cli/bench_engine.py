@@ -20,7 +20,7 @@ from octavo.cli.options import (
     takes_settings,
 )
 from octavo.cli.records import StillProgress, print_file, print_json, write_results
-from octavo.cli.tables import print_table
+from octavo.cli.tables import print_parts, print_table
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
 from octavo.measure.rows import ENGINE, describe_words
 
@@ -34,22 +34,6 @@ if TYPE_CHECKING:
 
 _ROW_HELP = field_help(RowOptions)["kv_cache_dtype"]
 ROWS = Flags(help={"kv_cache_dtype": f"{_ROW_HELP} A row is {describe_words(ENGINE)}."})
-TTFT_COLUMNS = (
-    *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
-    *("ttft_speedup", "relative_rms"),
-)
-ITL_COLUMNS = (
-    *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
-    *("p99_itl_ms", "itl_speedup"),
-)
-SPEED_COLUMNS = (
-    *("row", "duration", "request_throughput", "output_throughput", "output_throughput_gain"),
-    *("total_token_throughput", "relative_rms"),
-)
-LATENCY_COLUMNS = (
-    *("row", "median_ttft_ms", "p99_ttft_ms", "median_ttft_gain"),
-    *("median_itl_ms", "p99_itl_ms", "median_itl_gain", "median_e2el_ms"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +109,7 @@ def latency(
         return own, own.num_runs, {"input_len": ",".join(map(str, own.input_lens))}
 
     settings = engine.settings(max_num_seqs=case.batch_size)
-    records, failures = _run(context, subject, rows, asked, settings, fitting, _print_latency)
+    records, failures = _run(context, subject, rows, asked, settings, fitting)
     if asked.plot is not None:
         write_report(
             latency_sections(records),
@@ -188,8 +172,7 @@ def throughput(
         taken = {"input_len": own.input_len, "output_len": own.output_len}
         return replace(case, workload=own), num_tokens, taken
 
-    settings = engine.settings()
-    _, failures = _run(context, subject, rows, asked, settings, fitting, _print_throughput)
+    _, failures = _run(context, subject, rows, asked, engine.settings(), fitting)
     _end(failures)
 
 
@@ -200,7 +183,6 @@ def _run(
     asked: ResultOptions,
     settings: "EngineSettings",
     fitting: "Callable[[Subject], Load]",
-    print_tables: "Callable[[Sequence[Measurement]], None]",
 ) -> "tuple[Sequence[Measurement], list[str]]":
     """Run a load with all rows, show and write its records; those, and why rows do not count.
 
@@ -208,7 +190,7 @@ def _run(
     cannot be is an error before the model is made.
     """
     from octavo.measure.bench.engine import check_rows, make_rows, open_subject
-    from octavo.measure.bench.engine_load import run_load, vllm_documents
+    from octavo.measure.bench.engine_load import run_load, told, vllm_documents
     from octavo.measure.bench.peer_impls import registered_prefill
     from octavo.measure.run import Records
 
@@ -240,10 +222,7 @@ def _run(
     if asked.as_json:
         print_json(result.records)
     else:
-        first = result.records[0]
-        about = f"{first.case['model']}, {first.case['dtype']}: {first.machine}"
-        out.print(about, soft_wrap=True)
-        print_tables(result.records)
+        print_parts(told(result.records))
         print_file(asked.output)
     if asked.output_json is not None:
         documents = vllm_documents(result)
@@ -258,51 +237,6 @@ def _end(failures: Sequence[str]) -> None:
         print_error(failure)
     if failures:
         raise typer.Exit(1)
-
-
-def _print_latency(records: "Sequence[Measurement]") -> None:
-    from octavo.measure.report.latency import ITL, TTFT, latency_sections, rows_of
-    from octavo.measure.report.tables import from_records
-
-    case = records[0].case
-    sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
-    lengths = [record for record in records if record.op == "latency"]
-    lengths.sort(key=lambda record: int(record.case["input_len"]))
-    caption = f"To the first token: {sizes}"
-    print_table(from_records(lengths, caption=caption, columns=TTFT_COLUMNS))
-    print_table(from_records(lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS))
-    for section in latency_sections(records):
-        for table in section.tables:
-            print_table(table)
-        for note in section.paragraphs[1:]:
-            out.print(note, soft_wrap=True)
-    ends = {ITL: "", TTFT: ", by the curves between the shortest and the longest input"}
-    for row in rows_of(lengths):
-        for metric, end in ends.items():
-            if row.baseline is not None and (found := row.break_even(metric)) is not None:
-                text = f"{metric.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"
-                out.print(text, soft_wrap=True)
-
-
-def _print_throughput(records: "Sequence[Measurement]") -> None:
-    from octavo.measure.report.tables import from_records
-
-    case = records[0].case
-    caption = (
-        f"{case['num_prompts']} requests, {case.get('max_concurrency', 'all')} at once, "
-        f"{case['input_len']} tokens in and {case['output_len']} out, "
-        f"± {100 * float(case['range_ratio']):g} %"
-    )
-    print_table(from_records(records, caption=caption, columns=SPEED_COLUMNS))
-    print_table(from_records(records, caption="Latency", columns=LATENCY_COLUMNS))
-    for record in records:
-        values = record.values
-        out.print(
-            f"{record.case['row']}: throughput {values['request_throughput']:.2f} requests/s, "
-            f"{values['total_token_throughput']:.2f} total tokens/s, "
-            f"{values['output_throughput']:.2f} output tokens/s",
-            soft_wrap=True,
-        )
 
 
 @takes_settings

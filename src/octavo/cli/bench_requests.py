@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import Progress
 
 from octavo.cli.console import err, out, print_error
 from octavo.cli.engine_options import EncoderFlags
@@ -146,8 +147,6 @@ def serve(
     prompts are tokens, which OpenAI's completions take; those of other data sets are texts.
     The exit code is 1 if a request failed. Without HTTP: octavo bench throughput.
     """
-    from rich.progress import Progress
-
     from octavo import env
     from octavo.measure.bench.serving import make_record, own_server, run_serving, told
     from octavo.measure.run import Records
@@ -242,8 +241,6 @@ def mm_processor(
     a cache of processed images, are 0.
     """
     need("octavo bench mm-processor", "transformers", "PIL")
-    from rich.progress import Progress
-
     from octavo.integrations.transformers.vision_language import open_vision_language
     from octavo.kernels.device import default_device
     from octavo.measure.bench.mm_processor import run_mm_processor, told

@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine, engine_load
 from octavo.measure.bench.cases import RandomPrompt, ThroughputCase, Workload
-from octavo.measure.bench.engine import make_rows, open_engine, open_subject
-from octavo.measure.bench.engine_load import run_load, serve_prompts
+from octavo.measure.bench.engine import make_rows, open_engine, open_subject, serve_prompts
+from octavo.measure.bench.engine_load import run_load
 from octavo.measure.bench.requests import RequestTimes
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings

@@ -7,7 +7,6 @@ from typing import Any
 from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.predict import Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
-from octavo.measure.records import Measurement
 
 # A prompt's attention at this head_dim and above has no kernel with a producer warp of its own.
 LARGE_HEAD_DIM = 256
@@ -98,14 +97,10 @@ def _break_even(
 def _cache_gain(
     predictor: Predictor, model: ModelShape, first: DecoderPlan, context: int, batch: int
 ) -> float:
-    plans = (first, DecoderPlan(is_kv_fp8=True, skips_windows=bool(_windows(model))))
+    assert model.decoder is not None
+    plans = (first, DecoderPlan(is_kv_fp8=True, skips_windows=bool(model.decoder.windows)))
     before, after = (predictor.decode(model, p, context=context, batch=batch).ms for p in plans)
     return before / after
-
-
-def _windows(model: ModelShape) -> Sequence[int]:
-    assert model.decoder is not None
-    return model.decoder.windows
 
 
 def of_tower(is_fp8: bool, times: Mapping[str, float], host_ms: float) -> Iterator[str]:
@@ -182,7 +177,9 @@ def of_records(predictor: Predictor, model: ModelShape, fields: Mapping[str, Any
         )
     if not fields:
         return
-    low = [row for row in predictor.records if _is_low(row, name)]
+    rows = [row for row in predictor.records if row.case.get("model") == name]
+    rated = [row for row in rows if "recovery_percent" in row.values]
+    low = [row for row in rated if row.values["recovery_percent"] < MIN_RECOVERY_PERCENT]
     if low:
         worst = min(low, key=lambda row: row.values["recovery_percent"])
         yield (
@@ -190,16 +187,8 @@ def of_records(predictor: Predictor, model: ModelShape, fields: Mapping[str, Any
             f"({worst.case.get('recipe', worst.impl)}), under {MIN_RECOVERY_PERCENT:.0f} %: "
             "calibrate, use a finer granularity, or skip layers."
         )
-    elif model.step is None and not any(_is_of(row, name) for row in predictor.records):
+    elif model.step is None and not rated:
         yield (
             "Quality is not measured for this model: octavo eval says the recovery; under "
             f"{MIN_RECOVERY_PERCENT:.0f} %, calibrate or skip layers."
         )
-
-
-def _is_of(row: Measurement, name: str) -> bool:
-    return row.case.get("model") == name and "recovery_percent" in row.values
-
-
-def _is_low(row: Measurement, name: str) -> bool:
-    return _is_of(row, name) and row.values["recovery_percent"] < MIN_RECOVERY_PERCENT

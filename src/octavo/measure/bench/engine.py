@@ -14,7 +14,8 @@ plain one with the same input: random layers after it make more of what it round
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,8 @@ from octavo.integrations.transformers.decoder import about_decoder, make_decoder
 from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.layers.linear import Fp8Linear
+from octavo.measure.bench.cases import RandomPrompt
+from octavo.measure.bench.requests import RequestTimes
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import ENGINE, Row, parse_rows
@@ -188,6 +191,70 @@ def engine_about(engine: Engine) -> dict[str, Scalar]:
     about["cuda_graphs"] = engine.has_graphs  # what runs, not what was asked for
     about["weight_bytes"] = weight_bytes(engine.model)
     return {**about, "num_pages": engine.stats().num_pages}
+
+
+# Tokens of an answer before the clock starts: enough for every kernel of a step to have run.
+WARM_UP_LEN = 8
+
+
+def shortened(prompts: Sequence[RandomPrompt]) -> list[RandomPrompt]:
+    """The same prompts with short answers, to warm up with."""
+    return [replace(one, output_len=min(WARM_UP_LEN, one.output_len)) for one in prompts]
+
+
+def serve_prompts(
+    engine: Engine,
+    prompts: Sequence[RandomPrompt],
+    *,
+    max_concurrency: int | None = None,
+    on_token: Callable[[], None] = lambda: None,
+) -> tuple[list[RequestTimes], float]:
+    """Serve requests in this process, without HTTP: their times, and the seconds of them all.
+
+    max_concurrency: how many are open at most; the next one comes when one has ended. None: all at
+    once. Greedy, and an answer has as many tokens as was asked for, whatever they are. A request
+    that can never run raises.
+    """
+    limit = min(max_concurrency or len(prompts), engine.settings.max_queue)
+    greedy = Sampling(temperature=0, ignore_eos=True)
+    samplings = [replace(greedy, max_tokens=prompt.output_len) for prompt in prompts]
+    requests = [
+        Request(request_id=f"bench-{index}", prompt=prompt.tokens, sampling=sampling)
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    for request in requests:
+        engine.check(request)
+    starts: dict[str, float] = {}
+    tokens: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    errors: dict[str, str] = {}
+    num_open = 0
+    began = time.perf_counter()
+    while len(starts) < len(requests) or num_open:
+        while num_open < limit and len(starts) < len(requests):
+            request = requests[len(starts)]
+            starts[request.request_id] = time.perf_counter()
+            engine.add(request)
+            num_open += 1
+        deltas = engine.step()
+        now = time.perf_counter()
+        for delta in deltas:
+            tokens[delta.request_id] += [now] * len(delta.tokens)
+            num_open -= delta.finish_reason is not None
+            if delta.finish_reason not in (None, "length"):
+                errors[delta.request_id] = delta.error or f"ended by {delta.finish_reason}"
+            on_token()
+    duration_s = time.perf_counter() - began
+    times = [
+        RequestTimes(
+            input_len=len(request.prompt),
+            output_len=len(tokens[request.request_id]),
+            start_s=starts[request.request_id],
+            parts_s=tuple(tokens[request.request_id]),
+            error=errors.get(request.request_id),
+        )
+        for request in requests
+    ]
+    return times, duration_s
 
 
 # Longer than the largest page (128 tokens), and a multiple of none.

@@ -9,7 +9,6 @@ unit. They are absent where nothing is known of it: as many lengths as terms.
 The load of throughput is that of `octavo bench serve`, and so are the fields; no HTTP is between.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.measure.bench.cases import LatencyCase, RandomPrompt, ThroughputCase
+from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.bench.engine import (
     CONTEXT,
     Subject,
@@ -27,6 +26,8 @@ from octavo.measure.bench.engine import (
     engine_about,
     open_engine,
     row_about,
+    serve_prompts,
+    shortened,
 )
 from octavo.measure.bench.requests import RequestTimes, statistics_ms, summarize
 from octavo.measure.fit import (
@@ -40,15 +41,20 @@ from octavo.measure.fit import (
     square_ratio,
 )
 from octavo.measure.records import Measurement, Scalar, utc_now
-from octavo.measure.report.latency import fit_itl, fit_ttft
+from octavo.measure.report.latency import (
+    ITL,
+    TTFT,
+    fit_itl,
+    fit_ttft,
+    latency_sections,
+    rows_of,
+)
+from octavo.measure.report.tables import Table, from_records
 from octavo.measure.rows import Row
 from octavo.measure.run import ALL, Outcome, Participant, Records, Values, Workload, run_workload
 from octavo.serving.engine.engine import Engine
-from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.engine.settings import EngineSettings
 
-# Tokens of an answer before the clock starts: enough for every kernel of a step to have run.
-WARM_UP_LEN = 8
 MAX_WARM_UPS = 8
 PERCENTILES = (10, 20, 80, 90, 99)
 # Those that vLLM's `bench latency` has of whole batches.
@@ -61,6 +67,22 @@ CURVE_UNITS = {
 }
 # Values of throughput that are compared with the first row's, and what is better: more, or less.
 GAINS = {"output_throughput": True, "median_ttft_ms": False, "median_itl_ms": False}
+TTFT_COLUMNS = (
+    *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
+    *("ttft_speedup", "relative_rms"),
+)
+ITL_COLUMNS = (
+    *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
+    *("p99_itl_ms", "itl_speedup"),
+)
+SPEED_COLUMNS = (
+    *("row", "duration", "request_throughput", "output_throughput", "output_throughput_gain"),
+    *("total_token_throughput", "relative_rms"),
+)
+LATENCY_COLUMNS = (
+    *("row", "median_ttft_ms", "p99_ttft_ms", "median_ttft_gain"),
+    *("median_itl_ms", "p99_itl_ms", "median_itl_gain", "median_e2el_ms"),
+)
 OnStep = Callable[[str], None]  # told which row's batch begins, or which row has a token more
 
 
@@ -348,6 +370,48 @@ def _crossing(before: str, found: BreakEven) -> dict[str, float]:
     return values
 
 
+def told(records: Sequence[Measurement]) -> Iterator[str | Table]:
+    """What was measured, in tables and sentences: of latency or of throughput."""
+    first = records[0]
+    yield f"{first.case['model']}, {first.case['dtype']}: {first.machine}"
+    yield from _told_latency(records) if first.op == "latency" else _told_throughput(records)
+
+
+def _told_latency(records: Sequence[Measurement]) -> Iterator[str | Table]:
+    case = records[0].case
+    sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
+    lengths = [record for record in records if record.op == "latency"]
+    lengths.sort(key=lambda record: int(record.case["input_len"]))
+    yield from_records(lengths, caption=f"To the first token: {sizes}", columns=TTFT_COLUMNS)
+    yield from_records(lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS)
+    for section in latency_sections(records):
+        yield from section.tables
+        yield from section.paragraphs[1:]
+    ends = {ITL: "", TTFT: ", by the curves between the shortest and the longest input"}
+    for row in rows_of(lengths):
+        for metric, end in ends.items():
+            if row.baseline is not None and (found := row.break_even(metric)) is not None:
+                yield f"{metric.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"
+
+
+def _told_throughput(records: Sequence[Measurement]) -> Iterator[str | Table]:
+    case = records[0].case
+    caption = (
+        f"{case['num_prompts']} requests, {case.get('max_concurrency', 'all')} at once, "
+        f"{case['input_len']} tokens in and {case['output_len']} out, "
+        f"± {100 * float(case['range_ratio']):g} %"
+    )
+    yield from_records(records, caption=caption, columns=SPEED_COLUMNS)
+    yield from_records(records, caption="Latency", columns=LATENCY_COLUMNS)
+    for record in records:
+        values = record.values
+        yield (
+            f"{record.case['row']}: throughput {values['request_throughput']:.2f} requests/s, "
+            f"{values['total_token_throughput']:.2f} total tokens/s, "
+            f"{values['output_throughput']:.2f} output tokens/s"
+        )
+
+
 def vllm_documents(result: LoadResult) -> dict[tuple[str | int, ...], dict[str, Any]]:
     """The JSON documents of vLLM's `bench latency` or `bench throughput`.
 
@@ -379,64 +443,3 @@ def _vllm_throughput(record: Measurement) -> dict[str, Any]:
         "requests_per_second": values["request_throughput"],
         "tokens_per_second": values["total_token_throughput"],
     }
-
-
-def shortened(prompts: Sequence[RandomPrompt]) -> list[RandomPrompt]:
-    """The same prompts with short answers, to warm up with."""
-    return [replace(one, output_len=min(WARM_UP_LEN, one.output_len)) for one in prompts]
-
-
-def serve_prompts(
-    engine: Engine,
-    prompts: Sequence[RandomPrompt],
-    *,
-    max_concurrency: int | None = None,
-    on_token: Callable[[], None] = lambda: None,
-) -> tuple[list[RequestTimes], float]:
-    """Serve requests in this process, without HTTP: their times, and the seconds of them all.
-
-    max_concurrency: how many are open at most; the next one comes when one has ended. None: all at
-    once. Greedy, and an answer has as many tokens as was asked for, whatever they are. A request
-    that can never run raises.
-    """
-    limit = max_concurrency or len(prompts)
-    limit = min(limit, engine.settings.max_queue)
-    requests = [_request(index, prompt) for index, prompt in enumerate(prompts)]
-    for request in requests:
-        engine.check(request)
-    starts: dict[str, float] = {}
-    tokens: dict[str, list[float]] = {request.request_id: [] for request in requests}
-    errors: dict[str, str] = {}
-    num_open = 0
-    began = time.perf_counter()
-    while len(starts) < len(requests) or num_open:
-        while num_open < limit and len(starts) < len(requests):
-            request = requests[len(starts)]
-            starts[request.request_id] = time.perf_counter()
-            engine.add(request)
-            num_open += 1
-        deltas = engine.step()
-        now = time.perf_counter()
-        for delta in deltas:
-            tokens[delta.request_id] += [now] * len(delta.tokens)
-            num_open -= delta.finish_reason is not None
-            if delta.finish_reason not in (None, "length"):
-                errors[delta.request_id] = delta.error or f"ended by {delta.finish_reason}"
-            on_token()
-    duration_s = time.perf_counter() - began
-    times = [
-        RequestTimes(
-            input_len=len(request.prompt),
-            output_len=len(tokens[request.request_id]),
-            start_s=starts[request.request_id],
-            parts_s=tuple(tokens[request.request_id]),
-            error=errors.get(request.request_id),
-        )
-        for request in requests
-    ]
-    return times, duration_s
-
-
-def _request(index: int, prompt: RandomPrompt) -> Request:
-    sampling = Sampling(temperature=0, max_tokens=prompt.output_len, ignore_eos=True)
-    return Request(request_id=f"bench-{index}", prompt=prompt.tokens, sampling=sampling)
