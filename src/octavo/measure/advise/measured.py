@@ -2,15 +2,16 @@
 
 Predictions are compared with every speed-up of whole models in records. The short benchmarks decide
 what advice cannot know, on the GPU that was asked about, or none. What they measure are records
-like any others: advice takes a model's own records first.
+like any others: advice takes a model's own records first. Advice itself becomes records here, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.measure.advise.advice import Advice, how_to_run, recipe_text
 from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu, all_gpus
 from octavo.measure.advise.predict import (
@@ -98,6 +99,48 @@ def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> 
                 op=OP, impl="predicted", case=about, values=values, machine=machine, command=command
             )
         )
+    return records
+
+
+def advice_records(advice: Advice, command: str) -> list[Measurement]:
+    """What to expect of the recipe beside BF16, each row with the recipe, the reasons and why.
+
+    The machine is this one, which only computed; the GPU that the advice is for is in the case.
+    """
+    workload = advice.workload
+    about: dict[str, Scalar] = {
+        "model": advice.model,
+        "gpu": advice.gpu.name,
+        "context": workload.context,
+        "concurrency": workload.concurrency,
+        "output_len": workload.output_len,
+        "recipe": recipe_text(advice),
+        "serve": "\n".join(how_to_run(advice)),
+        "reasons": "\n".join(advice.reasons),
+        "warnings": "\n".join(advice.warnings),
+    }
+    machine = Machine.current()
+
+    def row(what: str, values: Mapping[str, float], note: str = "") -> Measurement:
+        case = {**about, "what": what, **({"note": note} if note else {})}
+        return Measurement(
+            op="advice",
+            impl="predicted",
+            case=case,
+            values=values,
+            machine=machine,
+            command=command,
+        )
+
+    records = []
+    for one in advice.expectations:
+        values = {"before_ms": one.before_ms, "after_ms": one.after_ms}
+        if one.speedup is not None:
+            values["speedup"] = one.speedup
+        records.append(row(one.what, values, one.note))
+    for size in advice.memory:
+        unit = "bytes" if size.is_bytes else "count"
+        records.append(row(size.what, {f"before_{unit}": size.before, f"after_{unit}": size.after}))
     return records
 
 
