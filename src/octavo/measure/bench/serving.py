@@ -321,7 +321,7 @@ def told(case: ServingCase, served: Served) -> Iterator[str | Table]:
     shown = tuple((line, format_column([value])[0]) for line, value in lines)
     yield Table(caption=f"Serving Benchmark Result: {served.model}", header=("", ""), rows=shown)
     kinds = ("mean", "median", "std", *(f"p{p:g}" for p in case.percentiles))
-    cells = tuple(
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
         (metric.upper(), *(served.metrics[f"{kind}_{metric}_ms"] for kind in kinds))
         for metric in METRICS
     )
