@@ -35,7 +35,7 @@ WITHOUT_TORCH = [
     "octavo.measure.advise.gpus",
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
-    "octavo.measure.bench.request_data",
+    "octavo.measure.bench.requests",
     "octavo.measure.report.tables",
     "octavo.measure.report.plots",
     "octavo.measure.report.html",

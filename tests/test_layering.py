@@ -21,9 +21,7 @@ OPEN = {"errors", "env", "version", "amounts", "atomic", "brief", "extras", "int
 SETTINGS = {"recipe", "settings", "patterns"}  # to layers and all above
 LIBRARY = {"numerics", "cache", "reference", "kernels", "ops", "layers", "calibration"}
 LIBRARY |= {"calibration.scale_file", "integrations", "serving.engine", "serving.server"}
-TELLERS = {
-    f"measure.{name}" for name in ("records", "store", "regression", "fit", "roofline", "report")
-}
+TELLERS = {f"measure.{name}" for name in ("records", "store", "fit", "roofline", "report")}
 RUNNERS = {"measure.rows", "measure.run"}
 MEASURERS = {f"measure.{name}" for name in ("bench", "evaluate", "advise")}
 
@@ -101,7 +99,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "calibration/data.py": {"PIL"},
     "calibration/rows.py": {"datasets", "pyarrow"},
     "integrations/diffusers/image_files.py": {"PIL"},
-    "measure/bench/request_data.py": {"PIL"},
+    "measure/bench/requests.py": {"PIL"},
     "serving/server/input_images.py": {"PIL"},
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
@@ -135,7 +133,7 @@ FLAG_SETTINGS = {
     "octavo.integrations.transformers.tokenizer",
     "octavo.measure.advise.shape",
     "octavo.measure.bench.cases",
-    "octavo.measure.bench.request_data",
+    "octavo.measure.bench.requests",
     "octavo.measure.evaluate.requests",
     "octavo.measure.rows",
     "octavo.serving.engine.image_request",

@@ -6,14 +6,17 @@ ConfigError in octavo's words.
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from octavo.amounts import parse_tokens
 from octavo.brief import brief
 from octavo.errors import ConfigError
 
 Shorthands = Mapping[str, Mapping[str, str]]
+# A number of tokens, 4096 or "4k".
+Tokens = Annotated[int, BeforeValidator(lambda value: parse_tokens(str(value)))]
 
 
 class Settings(BaseModel):

@@ -12,7 +12,7 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.transformers import vision_language
 from octavo.integrations.transformers.vision_language import TinyModel
 from octavo.measure import store
-from octavo.measure.bench import request_data
+from octavo.measure.bench import requests
 from octavo.measure.bench.cases import RESOLUTIONS
 
 pytest.importorskip("transformers")
@@ -101,7 +101,7 @@ def test_mm_processor_in_two_steps(capsys, tmp_path):
 def test_the_two_steps_of_the_docs(capsys, tmp_path, monkeypatch):
     """As they stand there, one after the other; only the images are small here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(request_data, "BUCKETS", {(64, 64, 1): 1.0})
+    monkeypatch.setattr(requests, "BUCKETS", {(64, 64, 1): 1.0})
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "vision-encoder.md").read_text()
     commands = re.findall(r"^octavo (bench mm-processor .*)$", page, flags=re.MULTILINE)
     assert len(commands) == 2

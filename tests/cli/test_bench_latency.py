@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
-from octavo.measure.bench import engine_check
+from octavo.measure.bench import engine
 
 QUICK = ["--config", "tiny", "--output-len", "3", "--num-iters", "1", "--num-iters-warmup", "0"]
 
@@ -67,8 +67,8 @@ def test_the_command_of_a_record_repeats_it(capsys):
 
 
 def test_a_row_that_is_wrong_ends_with_1_and_the_others_stay(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
-    monkeypatch.setitem(engine_check.TIMES_PLAIN, "e4m3", 0)
+    monkeypatch.setitem(engine.MAX_ERROR, "e4m3", 1e-9)
+    monkeypatch.setitem(engine.TIMES_PLAIN, "e4m3", 0)
     file = tmp_path / "records.jsonl"
     assert octavo(*QUICK, "--input-len", "5", "-o", str(file)) == 1
     captured = capsys.readouterr()

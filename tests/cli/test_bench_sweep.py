@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
-from octavo.measure.bench import engine_check
+from octavo.measure.bench import engine
 from octavo_testkit.fake_benchmarks import FakeBenchmarks
 
 LATENCY = """
@@ -64,8 +64,8 @@ def test_failed_measured_and_skipped(files, capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_recipe_that_is_wrong_fails_and_may_be_tried_again(files, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
-        patched.setitem(engine_check.TIMES_PLAIN, "e4m3", 0)
+        patched.setitem(engine.MAX_ERROR, "e4m3", 1e-9)
+        patched.setitem(engine.TIMES_PLAIN, "e4m3", 0)
         assert octavo(*files) == 1
     assert "error: latency, fp8, 5 in, 2 out, 1 at once: fp8 is wrong" in capsys.readouterr().err
     assert octavo(*files) == 0

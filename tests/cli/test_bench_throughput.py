@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.measure import store
-from octavo.measure.bench import engine_check
+from octavo.measure.bench import engine
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 
@@ -57,8 +57,8 @@ def test_the_command_of_a_record_repeats_it(capsys):
 
 
 def test_a_row_that_is_wrong_ends_with_1(capsys, monkeypatch):
-    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
-    monkeypatch.setitem(engine_check.TIMES_PLAIN, "e4m3", 0)
+    monkeypatch.setitem(engine.MAX_ERROR, "e4m3", 1e-9)
+    monkeypatch.setitem(engine.TIMES_PLAIN, "e4m3", 0)
     assert octavo(*QUICK) == 1
     assert "error: fp8 is wrong" in capsys.readouterr().err
 

@@ -8,8 +8,8 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.measure import store
+from octavo.measure.fit import Interval
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.regression import Interval
 from octavo.measure.report.html import render
 from octavo.measure.report.latency import latency_sections, with_interval
 

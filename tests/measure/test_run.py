@@ -112,3 +112,9 @@ def test_command_lines_can_be_run_again():
     flags = {"--data": "a b", "--none": None, "--row": ("x", "y"), "--margin": 1.5}
     text = command_line("octavo", "eval", None, "model", flags=flags)
     assert text == "octavo eval model --data 'a b' --row x --row y --margin 1.5"
+
+
+def test_a_command_leaves_out_what_was_not_given():
+    flags = {"--a": None, "--b": False, "--c": True, "--d": ["x", "y z"], "--e": [], "--f": 0}
+    line = command_line("octavo", "bench", "latency", "my model", flags=flags)
+    assert line == "octavo bench latency 'my model' --c --d x --d 'y z' --f 0"

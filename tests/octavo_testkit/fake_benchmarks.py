@@ -2,8 +2,9 @@
 
 from octavo.errors import OctavoError
 from octavo.measure.bench import sweep as module
+from octavo.measure.bench.cases import LatencyCase
 from octavo.measure.bench.engine import check_rows, row_about
-from octavo.measure.bench.engine_run import RowResult
+from octavo.measure.bench.engine_load import LoadResult
 from octavo.measure.records import Machine, Measurement
 
 
@@ -12,13 +13,12 @@ class FakeBenchmarks:
 
     def __init__(self, monkeypatch):
         self.ran, self.failing, self.stop_at = [], set(), None
-        monkeypatch.setattr(module, "run_latency", self.latency)
-        monkeypatch.setattr(module, "run_throughput", self.throughput)
+        monkeypatch.setattr(module, "run_load", self.run)
         monkeypatch.setattr(module, "open_subject", lambda *args, **options: None)
         monkeypatch.setattr(module, "make_rows", lambda names, *_, **__: check_rows(names))
 
     def record(self, op, row, command, baseline, **case):
-        name = None if baseline is None else baseline.row.name
+        name = str(baseline[0].case["row"]) if baseline else None
         return Measurement(
             op=op,
             impl="octavo",
@@ -36,16 +36,12 @@ class FakeBenchmarks:
         if (kind, row.name) in self.failing:
             raise OctavoError("boom") if kind == "latency" else RuntimeError("out of memory")
 
-    def latency(self, subject, rows, case, settings, *, command, baseline, on_run):
+    def run(self, subject, rows, case, settings, *, command, baseline, on_step):
         (row,) = rows
-        self.begin("latency", row)
-        records = [
-            self.record("latency", row, command, baseline, input_len=length)
-            for length in case.input_lens
-        ]
-        return [RowResult(row, tuple(records))]
-
-    def throughput(self, subject, rows, case, settings, *, command, baseline, on_token):
-        (row,) = rows
-        self.begin("throughput", row)
-        return [RowResult(row, (self.record("throughput", row, command, baseline),))]
+        kind = "latency" if isinstance(case, LatencyCase) else "throughput"
+        self.begin(kind, row)
+        cells = [{}]
+        if kind == "latency":
+            cells = [{"input_len": length} for length in case.input_lens]
+        records = [self.record(kind, row, command, baseline, **cell) for cell in cells]
+        return LoadResult(tuple(records))

@@ -10,8 +10,7 @@ import pytest
 from octavo.measure import store
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
 from octavo.measure.bench.engine import make_rows, open_subject
-from octavo.measure.bench.latency import curve_values, line_values, run_latency
-from octavo.measure.bench.throughput import run_throughput
+from octavo.measure.bench.engine_load import curve_values, line_values, run_load
 from octavo.measure.fit import Line, Quadratic, fit_line, fit_quadratic
 from octavo.measure.records import Machine, Measurement
 from octavo.serving.engine.settings import EngineSettings
@@ -284,8 +283,8 @@ def test_records_of_the_benchmarks_have_what_the_tables_want(tables, tmp_path):
     rows = make_rows(["auto", "fp8"], subject)
     settings = EngineSettings()
     case = LatencyCase(input_lens=(16, 32, 64), output_len=4, num_iters=1, num_warmups=0)
-    found = run_latency(subject, rows, case, settings, command="x")
-    store.append(tmp_path / "latency_h200.jsonl", [r for one in found for r in one.records])
+    found = run_load(subject, rows, case, settings, command="x")
+    store.append(tmp_path / "latency_h200.jsonl", found.records)
     text = tables["latency"](tmp_path)
     header, *lengths = rows_of(text)
     assert header[1:] == ["TTFT, `auto`", "TTFT, `fp8`", "ITL, `auto`", "ITL, `fp8`"]
@@ -295,8 +294,8 @@ def test_records_of_the_benchmarks_have_what_the_tables_want(tables, tmp_path):
     load = ThroughputCase(
         workload=Workload(num_prompts=2, input_len=16, output_len=4), num_warmups=0
     )
-    loads = run_throughput(subject, rows, load, settings, command="x")
-    store.append(tmp_path / "throughput_h200.jsonl", [r for one in loads for r in one.records])
+    loads = run_load(subject, rows, load, settings, command="x")
+    store.append(tmp_path / "throughput_h200.jsonl", loads.records)
     _, auto, fp8 = rows_of(tables["throughput"](tmp_path))
     assert auto[0] == "`auto`" and "×" not in auto[1]
     assert fp8[0] == "`fp8`" and fp8[1].endswith("×)")

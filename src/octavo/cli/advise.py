@@ -1,12 +1,12 @@
 """octavo advise: what to quantize in a model on a GPU, and why."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import err, out, print_table
+from octavo.cli.console import err, print_parts
 from octavo.cli.options import Flags, RecordsFile, check_folder, repeat_command, takes_settings
 from octavo.errors import ConfigError
 from octavo.measure.advise.shape import Workload, parse_size
@@ -17,12 +17,20 @@ if TYPE_CHECKING:
     from octavo.measure.records import Measurement
 
 
-@takes_settings
-def advise(
-    context: typer.Context,
-    workload: Annotated[
-        Workload, Flags(names={"num_images": "--images"}, without=("context", "image_size"))
-    ],
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions:
+    """A model, a GPU, and where speeds come from.
+
+    Attributes:
+        gpu: h200, h100, b200, l40s or a100, or hopper, blackwell, ada, ampere; it need not be here.
+        prompt_len: Tokens of a prompt (8192, 32k).
+        image_size: 1920x1080, or hd, fullhd, qhd, 4k.
+        results: Records to take speeds from, a JSON Lines file or a folder of them; left out,
+            those that come with octavo.
+        is_measured: Run the short benchmarks that decide, on the GPU of this machine.
+        as_json: Print the advice as one JSON object.
+    """
+
     model: Annotated[
         str,
         typer.Argument(
@@ -31,36 +39,23 @@ def advise(
             "flux.1-dev, …",
             show_default=False,
         ),
+    ]
+    gpu: str = "h200"
+    prompt_len: Annotated[str, typer.Option("--context")] = "8k"
+    image_size: str = "fullhd"
+    results: Path | None = None
+    is_measured: Annotated[bool, typer.Option("--measure")] = False
+    output: RecordsFile = None
+    as_json: Annotated[bool, typer.Option("--json")] = False
+
+
+@takes_settings
+def advise(
+    context: typer.Context,
+    workload: Annotated[
+        Workload, Flags(names={"num_images": "--images"}, without=("context", "image_size"))
     ],
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help="h200, h100, b200, l40s or a100, or hopper, blackwell, ada, ampere; it need not "
-            "be here."
-        ),
-    ] = "h200",
-    prompt_len: Annotated[
-        str, typer.Option("--context", help="Tokens of a prompt (8192, 32k).")
-    ] = "8k",
-    image_size: Annotated[str, typer.Option(help="1920x1080, or hd, fullhd, qhd, 4k.")] = "fullhd",
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            help="Records to take speeds from, a JSON Lines file or a folder of them; left out, "
-            "those that come with octavo.",
-            show_default=False,
-        ),
-    ] = None,
-    is_measured: Annotated[
-        bool,
-        typer.Option(
-            "--measure", help="Run the short benchmarks that decide, on the GPU of this machine."
-        ),
-    ] = False,
-    output: RecordsFile = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the advice as one JSON object.")
-    ] = False,
+    asked: AdviseOptions,
 ) -> None:
     """Say what to quantize in a model on a GPU for a workload: a recipe, with reasons.
 
@@ -72,44 +67,24 @@ def advise(
     """
     from octavo.amounts import parse_tokens
     from octavo.measure import store
-    from octavo.measure.advise.advice import (
-        expectation_table,
-        how_to_run,
-        memory_table,
-        recipe_text,
-        sentences,
-        title,
-    )
+    from octavo.measure.advise.advice import told
     from octavo.measure.advise.advise import advise as make_advice
     from octavo.measure.advise.gpus import find_gpu
     from octavo.measure.advise.shape import find_model
 
-    if output is not None and not is_measured:
+    if asked.output is not None and not asked.is_measured:
         raise ConfigError("-o is for the records of --measure, which is not asked for")
-    check_folder(output)
-    found_gpu = find_gpu(gpu)
-    workload = replace(
-        workload, context=parse_tokens(prompt_len), image_size=parse_size(image_size)
-    )
-    shape = find_model(model)
-    records = store.read(store.shipped() if results is None else results)
-    if is_measured:
-        records += _measure(context, model, shape, found_gpu, workload, output)
-    advice = make_advice(shape, found_gpu, workload, records, served=_served(model, shape))
-    if as_json:
-        typer.echo(advice.to_json())
-        return
-    out.print(title(advice), soft_wrap=True)
-    if advice.expectations:
-        print_table(expectation_table(advice))
-    if advice.memory:
-        print_table(memory_table(advice))
-    for line in sentences(advice):
-        out.print(line, soft_wrap=True)
-    out.print("\nRecipe (recipe.toml)", soft_wrap=True)
-    out.print(recipe_text(advice), soft_wrap=True)
-    for line in how_to_run(advice):
-        out.print(line, soft_wrap=True)
+    check_folder(asked.output)
+    gpu, size = find_gpu(asked.gpu), parse_size(asked.image_size)
+    workload = replace(workload, context=parse_tokens(asked.prompt_len), image_size=size)
+    shape = find_model(asked.model)
+    records = store.read(asked.results or store.shipped())
+    if asked.is_measured:
+        records += _measure(context, asked, shape, gpu, workload)
+    advice = make_advice(shape, gpu, workload, records, served=_served(asked.model, shape))
+    if asked.as_json:
+        return typer.echo(advice.to_json())
+    print_parts(told(advice))
 
 
 def _served(name: str, shape: "ModelShape") -> str:
@@ -122,11 +97,10 @@ def _served(name: str, shape: "ModelShape") -> str:
 
 def _measure(
     context: typer.Context,
-    name: str,
+    asked: AdviseOptions,
     shape: "ModelShape",
     gpu: "Gpu",
     workload: Workload,
-    output: Path | None,
 ) -> "list[Measurement]":
     from octavo.kernels.device import default_device
     from octavo.measure import store
@@ -141,12 +115,12 @@ def _measure(
             shape,
             workload,
             device.torch_device,
-            name=name,
+            name=asked.model,
             command=repeat_command(context, taken=taken),
             on_progress=lambda what: status.update(f"measuring {what}"),
         )
-    if output is not None:
-        store.append(output, measured.records)
+    if asked.output is not None:
+        store.append(asked.output, measured.records)
     for row, reason in measured.failures:
         err.print(f"not measured: {row}: {reason}", soft_wrap=True)
     return list(measured.records)

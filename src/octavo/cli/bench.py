@@ -1,32 +1,54 @@
-"""octavo bench: how fast ops, models and servers run on this machine."""
+"""octavo bench: how fast ops, models and servers run on this machine.
 
+Here are kernels, and whole models: encoder, diffusion and generate.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import track
 
-from octavo.cli.bench_engine import latency, throughput
-from octavo.cli.bench_mm_processor import mm_processor
-from octavo.cli.bench_models import Folder, diffusion, encoder, generate
-from octavo.cli.bench_serve import serve
-from octavo.cli.bench_sweep import sweep
+from octavo.cli.bench_engine import latency, sweep, throughput
+from octavo.cli.bench_requests import mm_processor, serve
 from octavo.cli.console import Collected, err, out, print_file, print_json, print_table
-from octavo.cli.options import PLACES, AsJson, RecordsFile, repeat_command, takes_settings
+from octavo.cli.options import (
+    PLACES,
+    AsJson,
+    RecordsFile,
+    check_folder,
+    repeat_command,
+    split_names,
+    split_rows,
+    takes_settings,
+)
+from octavo.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from octavo.measure.bench.tune import Task
+    from octavo.measure.bench.benchmark import Objection
+    from octavo.measure.bench.kernels import Task
+    from octavo.measure.records import Measurement
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
-app.command("diffusion")(diffusion)
-app.command("encoder")(encoder)
-app.command("generate")(generate)
-app.command("latency")(latency)
-app.command("mm-processor")(mm_processor)
-app.command("serve", context_settings={"allow_extra_args": True})(serve)
-app.command("sweep")(sweep)
-app.command("throughput")(throughput)
-
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Only so many layers; with random weights.")
+]
+Folder = typer.Option(exists=True, file_okay=False)
+ENCODER_COLUMNS = (
+    *("impl", "recipe", "graphs", "tokens", "median_ms", "p20_ms", "p80_ms", "speedup"),
+    *("fused_speedup", "relative_rms", "tower_relative_rms"),
+)
+DIFFUSION_COLUMNS = (
+    *("recipe", "graphs", "attention", "median_ms", "p20_ms", "p80_ms", "speedup"),
+    *("peak_bytes_ratio", "linear_relative_rms", "attention_relative_rms", "relative_rms"),
+)
+GENERATE_COLUMNS = (
+    *("impl", "recipe", "median_ms", "p20_ms", "p80_ms", "speedup"),
+    *("cache_bytes", "cache_ratio", "relative_rms"),
+)
 VALUES = (
     *("median_ms", "p20_ms", "p80_ms", "tflops", "gb_per_s", "of_ceiling_percent"),
     *("speedup", "relative_rms", "sm_mhz", "watts"),
@@ -39,7 +61,18 @@ def bench() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelBench:
+class ResultOptions:
+    """Where records go."""
+
+    output: RecordsFile = None
+    as_json: AsJson = False
+
+    def __post_init__(self) -> None:
+        check_folder(self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBench(ResultOptions):
     """Which ops are timed, beside whom, and how.
 
     Attributes:
@@ -62,12 +95,7 @@ class KernelBench:
 
 @app.command()
 @takes_settings
-def kernels(
-    context: typer.Context,
-    asked: KernelBench,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-) -> None:
+def kernels(context: typer.Context, asked: KernelBench) -> None:
     """Time each op with each implementation and each peer that is installed.
 
     Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
@@ -76,28 +104,24 @@ def kernels(
     machine's own memory bandwidth or matrix products, measured at the start. Who could not take
     part is listed, with the reason.
     """
-    from rich.progress import track
-
     from octavo.kernels.device import default_device
     from octavo.measure.bench.benchmark import measure_ceilings, run_benchmark
-    from octavo.measure.bench.kernels import SUITES, benchmarks
+    from octavo.measure.bench.kernels import SUITES, benchmarks, tasks_of_benchmarks
     from octavo.measure.report.tables import Table, from_records
 
-    collected = Collected(output)
     if asked.tune:
-        _tune(asked, output)
+        _tune(asked)
     if asked.jobs > 1:
-        from octavo.measure.bench.tune import tasks_of_benchmarks
-
         names = asked.op or SUITES
         _precompile([t for n in names for t in tasks_of_benchmarks(n, asked.peers)], asked.jobs)
     device = default_device().torch_device
     command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune"))
     ceilings = measure_ceilings(device)
     chosen = benchmarks(device, list(asked.op), asked.peers)
+    collected = Collected(asked.output)
     for benchmark in track(chosen, description="measuring", console=err):
         collected.keep(*run_benchmark(benchmark, device, command, ceilings, asked.load_s))
-    if as_json:
+    if asked.as_json:
         return print_json(collected.records)
     for name in dict.fromkeys(record.op for record in collected.records):
         of_op = [record for record in collected.records if record.op == name]
@@ -106,27 +130,22 @@ def kernels(
     if rows := dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in collected.objections):
         header = ("op", "impl", "operands", "why not")
         print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
-    print_file(output)
+    print_file(asked.output)
 
 
 def _precompile(tasks: "list[Task]", jobs: int) -> None:
-    from rich.progress import track
+    from octavo.measure.bench.kernels import precompile
 
-    from octavo.measure.bench.tune import precompile
-
-    done = precompile(tasks, jobs)
-    for _ in track(done, total=len(tasks), description="compiling", console=err):
+    for _ in track(precompile(tasks, jobs), "compiling", total=len(tasks), console=err):
         pass
 
 
-def _tune(asked: KernelBench, output: Path | None) -> None:
+def _tune(asked: KernelBench) -> None:
     """Search for the settings of some ops, or of all that have any."""
-    from rich.progress import track
-
     from octavo.kernels import tuning
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.tune import SEARCHES, searches, tasks_of_searches, tune
+    from octavo.measure.bench.kernels import SEARCHES, searches, tasks_of_searches, tune
     from octavo.measure.report.tables import from_records
 
     device = default_device()
@@ -137,9 +156,251 @@ def _tune(asked: KernelBench, output: Path | None) -> None:
     for search in track(chosen, description="tuning", console=err):
         records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")
         records.sort(key=lambda record: record.values["median_ms"])
-        if output is not None:
-            store.append(output, records)
+        if asked.output is not None:
+            store.append(asked.output, records)
         columns = ("impl", "is_winner", "median_ms", "p20_ms", "p80_ms")
         caption = f"{search.op}: {search.problem}"
         print_table(from_records(records[:5], caption=caption, columns=columns))
     out.print(f"Winners: {tuning.FOLDER / tuning.file_name(device)}", soft_wrap=True)
+
+
+def _run(
+    asked: ResultOptions,
+    parts: "Iterable[tuple[list[Measurement], list[Objection]]]",
+    num_parts: int,
+    by_case: tuple[str, Sequence[str], str],
+    title: str | None = None,
+) -> "list[Objection]":
+    """Measure all parts, keep and show their records; who could not take part.
+
+    by_case: the field of cases with a table for each of its values, their columns and caption.
+    """
+    collected = Collected(asked.output)
+    for part in track(parts, "measuring", total=num_parts, console=err):
+        collected.keep(*part)
+    if asked.as_json:
+        print_json(collected.records)
+    else:
+        if title is not None:
+            out.print(title)
+        collected.print_tables(*by_case)
+    return collected.objections
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBench(ResultOptions):
+    """A vision tower, and images for it.
+
+    Attributes:
+        config: Instead of a folder: qwen3-vl-30b-a3b (the default on a GPU), qwen3-vl-8b, or tiny
+            (the default on a CPU); weights are random.
+        resolutions: Of hd, fullhd, qhd, 4k, with commas between; all of them, or hd,fullhd for
+            tiny.
+        images: Images in one request.
+        recipes: Of bf16 (stock), fused-bf16 (octavo's path in BF16), dynamic, static (both FP8),
+            with commas between.
+        graphs: Also by CUDA graphs, those who can be captured; the default on a GPU.
+        peers: Folder with FlashAttention-3's *.abi3.so, which then attends in a stock tower, and
+            in octavo's in BF16 if it is the fastest.
+    """
+
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A model's folder; without weights in it they are random.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None
+    config: str | None = None
+    resolutions: str | None = None
+    images: Annotated[int, typer.Option(min=1)] = 3
+    recipes: str = "bf16,fused-bf16,dynamic,static"
+    layers: Layers = None
+    graphs: bool | None = None
+    peers: Annotated[Path | None, Folder] = None
+
+
+@app.command()
+@takes_settings
+def encoder(context: typer.Context, asked: EncoderBench) -> None:
+    """Time the whole vision tower of one model, stock and with attention in FP8.
+
+    Everyone has the same weights and gets the same images. Attention of the first, the middle and
+    the last layer is first compared with stock transformers' on the same inputs (relative_rms is
+    the worst of them), and a graph's result with that of the same tower without one; a wrong one
+    ends the run. On a GPU each is timed after a second of nothing
+    else, at the clock that the power limit leaves it. The speed-up is that over
+    the fastest stock tower in BF16, without graphs; the fused speed-up is that over octavo's own
+    path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
+    of the images that are timed.
+    """
+    from octavo.integrations.transformers.vision_tower import make_tower, open_tower
+    from octavo.kernels.device import default_device
+    from octavo.measure.bench.cases import RESOLUTIONS
+    from octavo.measure.bench.encoder import EncoderCase, encoder_rows, run_encoder
+
+    model, config, device = asked.model, asked.config, default_device()
+    if model is not None and config is not None:
+        raise ConfigError(f"expected a folder or a config, got {model} and {config}")
+    is_cuda = device.capability is not None
+    if model is None and config is None:
+        config = "qwen3-vl-30b-a3b" if is_cuda else "tiny"
+    names = ["hd", "fullhd"] if config == "tiny" else list(RESOLUTIONS)
+    if asked.resolutions is not None:
+        names = split_names(asked.resolutions)
+    cases = [EncoderCase(name, asked.images) for name in names]
+    recipes = split_rows(asked.recipes)
+    encoder_rows(recipes)
+    make = partial(make_tower, str(config)) if model is None else partial(open_tower, model)
+    tower = make(device.torch_device, num_layers=asked.layers)
+    taken = {"config": config, "images": asked.images, "recipes": ",".join(recipes)}
+
+    parts = (
+        run_encoder(
+            tower,
+            case,
+            repeat_command(context, taken=taken | {"resolutions": case.resolution}),
+            recipes=recipes,
+            use_graphs=is_cuda if asked.graphs is None else asked.graphs,
+            folder=asked.peers,
+        )
+        for case in cases
+    )
+    title = f"{tower.name}, {tower.weights} weights, {tower.num_layers} layers: {device.name}"
+    caption = "{images} images, {resolution}; baseline: {baseline}"
+    _run(asked, parts, len(cases), ("resolution", ENCODER_COLUMNS, caption), title)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionBench(ResultOptions):
+    """Diffusion transformers, and how their steps run.
+
+    Attributes:
+        config: Sizes, with commas between: flux.1-dev, qwen-image, wan2.2-14b, or tiny-flux,
+            tiny-qwen, tiny-wan (for a CPU). Weights are random. flux.1-dev on a GPU and tiny-flux
+            on a CPU if left out.
+        recipes: Of bf16, linear, attention, linear+attention (FP8), linear+attention+modulation
+            (modulation in FP8 weights alone), linear-block (blocks of 128 x 128), linear-static,
+            linear-static+attention, linear-static+attention-static (scales found before the step),
+            bf16-faster (no FP8, but what else a recipe makes faster), with commas between; bf16 is
+            the baseline and must be there.
+        layers: Only so many blocks of each kind.
+        compile: Compile the blocks, in BF16 as in FP8.
+        graphs: By CUDA graphs as well, in BF16 as in FP8; the default on a GPU.
+        peers: Folder with FlashAttention-3's *.abi3.so: the baseline attends by whatever is
+            fastest, torch's own or these.
+    """
+
+    config: str | None = None
+    recipes: str = "bf16,linear,linear+attention"
+    layers: Annotated[int | None, typer.Option(min=1)] = None
+    compile: bool = True
+    graphs: bool | None = None
+    peers: Annotated[Path | None, Folder] = None
+
+
+@app.command()
+@takes_settings
+def diffusion(context: typer.Context, asked: DiffusionBench) -> None:
+    """Time one step of a diffusion transformer with random weights, in BF16 and in FP8.
+
+    The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
+    at hand, with or without CUDA graphs. Layers of the first and the last block are first compared
+    with those of the BF16 model on the same inputs, and compiled models with themselves; a wrong
+    one is not timed, and the command ends with 1. The memory is that of the weights and one step
+    together.
+    """
+    from octavo.kernels.device import default_device
+    from octavo.measure.bench.diffusion import StepCase, run_step
+
+    device = default_device()
+    is_cuda = device.capability is not None
+    recipes = tuple(split_rows(asked.recipes))
+    use_graphs = is_cuda if asked.graphs is None else asked.graphs
+    cases = [
+        StepCase(name, recipes, asked.layers, asked.compile, use_graphs)
+        for name in split_names(asked.config or ("flux.1-dev" if is_cuda else "tiny-flux"))
+    ]
+    taken = {"recipes": ",".join(recipes)}
+    parts = (
+        part
+        for case in cases
+        for part in run_step(
+            case,
+            device.torch_device,
+            repeat_command(context, taken=taken | {"config": case.size}),
+            asked.peers,
+        )
+    )
+    by_case = ("model", DIFFUSION_COLUMNS, "{model}, {inputs}; baseline: {baseline}")
+    for objection in _run(asked, parts, len(cases) * len(recipes), by_case):
+        if objection.operands in recipes:
+            failed = f"{objection.operands}: {objection.reason}"
+            raise UnsupportedError(f"expected every recipe to run and be right, got {failed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateBench(ResultOptions):
+    """A decoder, and what its cache holds.
+
+    Attributes:
+        config: llama-3.1-8b (the default on a GPU) or tiny (the default on a CPU); weights are
+            random.
+        context: Tokens in the cache, with commas between, such as 32k,128k; the default on a GPU,
+            256 elsewhere.
+        batch: Sequences.
+        recipes: Of bf16, fp8, fp8-head, fp8-token, fp8-unit, stock, with commas between; the first
+            is the baseline. bf16 is octavo's own attention over pages that are not quantized. fp8
+            has a calibrated scale for the keys and one for the values of each layer, fp8-head one
+            for each head, fp8-token one for each token and head; fp8-unit has scales of 1.0, as
+            without calibration, and counts what they cannot hold. stock is transformers with a
+            static cache.
+    """
+
+    config: str | None = None
+    context: str | None = None
+    batch: Annotated[int, typer.Option(min=1)] = 1
+    recipes: str = "bf16,fp8,fp8-token,stock"
+    layers: Layers = None
+
+
+@app.command()
+@takes_settings
+def generate(called: typer.Context, asked: GenerateBench) -> None:
+    """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
+
+    Everyone has the same weights, and the same random keys and values in the cache; steps are CUDA
+    graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
+    the baseline's first (relative_rms); wrong ones end the run.
+    """
+    from octavo.amounts import parse_tokens
+    from octavo.integrations.transformers.decoder import make_decoder
+    from octavo.kernels.device import default_device
+    from octavo.measure.bench.generate import GenerateCase, run_generate
+
+    device = default_device()
+    is_cuda = device.capability is not None
+    name = asked.config or ("llama-3.1-8b" if is_cuda else "tiny")
+    lengths = (asked.context or ("32k,128k" if is_cuda else "256")).split(",")
+    cases = [GenerateCase(n, asked.batch) for n in dict.fromkeys(map(parse_tokens, lengths))]
+    recipes = split_rows(asked.recipes)
+    model = make_decoder(name, device.torch_device, asked.layers)
+    about = {"model": name, "layers": model.config.num_hidden_layers}
+    taken = {"config": name, "batch": asked.batch, "recipes": ",".join(recipes)}
+    commands = {n: repeat_command(called, taken=taken | {"context": n.context}) for n in cases}
+    none: list[Objection] = []
+    parts = (
+        (run_generate(model, case, recipes, about=about, command=command), none)
+        for case, command in commands.items()
+    )
+    caption = "{batch} × {context} tokens; baseline: {baseline}"
+    title = f"{name}, random weights: {device.name}"
+    _run(asked, parts, len(cases), ("context", GENERATE_COLUMNS, caption), title)
+
+
+app.command("latency")(latency)
+app.command("throughput")(throughput)
+app.command("sweep")(sweep)
+app.command("serve", context_settings={"allow_extra_args": True})(serve)
+app.command("mm-processor")(mm_processor)

@@ -1,9 +1,9 @@
-"""octavo bench latency and octavo bench throughput: rows in the engine, in this process."""
+"""octavo bench latency, throughput and sweep: rows in the engine, in this process."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,81 +14,76 @@ from octavo.cli.console import (
     print_error,
     print_file,
     print_json,
+    print_parts,
     print_table,
     progress_bar,
     write_results,
 )
-from octavo.cli.model_options import EngineOptions, RowOptions, SubjectOptions
+from octavo.cli.model_options import DeviceName, EngineOptions, RowOptions, SubjectOptions
 from octavo.cli.options import (
     AsJson,
     Flags,
     RecordsFile,
     Strict,
     check_folder,
+    field_help,
     repeat_command,
     takes_settings,
 )
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
+from octavo.measure.rows import ENGINE, describe_words
 
 if TYPE_CHECKING:
     from octavo.measure.bench.engine import Subject
-    from octavo.measure.bench.engine_run import RowResult
+    from octavo.measure.bench.sweep import Combination, Outcome
     from octavo.measure.records import Measurement
-    from octavo.measure.rows import Row
+    from octavo.serving.engine.settings import EngineSettings
 
-TTFT_COLUMNS = (
-    *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
-    *("ttft_speedup", "relative_rms"),
-)
-ITL_COLUMNS = (
-    *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
-    *("p99_itl_ms", "itl_speedup"),
-)
-SPEED_COLUMNS = (
-    *("row", "duration", "request_throughput", "output_throughput", "output_throughput_gain"),
-    *("total_token_throughput", "relative_rms"),
-)
-LATENCY_COLUMNS = (
-    *("row", "median_ttft_ms", "p99_ttft_ms", "median_ttft_gain"),
-    *("median_itl_ms", "p99_itl_ms", "median_itl_gain", "median_e2el_ms"),
-)
+    Load = tuple[LatencyCase | ThroughputCase, int, Mapping[str, Any]]
+
+_ROW_HELP = field_help(RowOptions)["kv_cache_dtype"]
+ROWS = Flags(help={"kv_cache_dtype": f"{_ROW_HELP} A row is {describe_words(ENGINE)}."})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Where the results of a load in the engine go.
+
+    Attributes:
+        output_json: Write vLLM's JSON file of a run; with several rows or lengths, one for each,
+            with both in its name.
+    """
+
+    strict: Strict = False
+    output: RecordsFile = None
+    as_json: AsJson = False
+    output_json: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(ResultOptions):
+    """Lengths that depend on the device, and a plot over them.
+
+    Attributes:
+        input_len: Tokens of a prompt, with commas between; left out, 256,4096,32k,125k on a GPU
+            and 64,512 elsewhere, as far as the model's context goes.
+        plot: Write an HTML page: both times over the input length, fits, break-even.
+    """
+
+    input_len: str | None = None
+    plot: Path | None = None
 
 
 @takes_settings
 def latency(
     context: typer.Context,
     subject: SubjectOptions,
-    rows: RowOptions,
+    rows: Annotated[RowOptions, ROWS],
     case: Annotated[
         LatencyCase, Flags(names={"num_warmups": "--num-iters-warmup"}, without=("input_lens",))
     ],
     engine: Annotated[EngineOptions, Flags(without=("max_num_seqs",))],
-    input_len: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of a prompt, with commas between; left out, 256,4096,32k,125k on a GPU "
-            "and 64,512 elsewhere, as far as the model's context goes.",
-            show_default=False,
-        ),
-    ] = None,
-    strict: Strict = False,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-    output_json: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write vLLM's JSON file of a run; with several rows or lengths, one for each, "
-            "with both in its name.",
-            show_default=False,
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write an HTML page: both times over the input length, fits, break-even.",
-            show_default=False,
-        ),
-    ] = None,
+    asked: LatencyOptions,
 ) -> None:
     """Time one batch in the engine: to its first token (TTFT), and between tokens (ITL).
 
@@ -106,80 +101,59 @@ def latency(
     row that is wrong has no records, and the exit code is 1.
     """
     from octavo.amounts import parse_tokens
-    from octavo.measure import store
-    from octavo.measure.bench.latency import run_latency, vllm_result
-    from octavo.measure.bench.peer_impls import registered_prefill
-    from octavo.measure.report.html import check_packages
+    from octavo.measure.report.html import check_packages, write_report
+    from octavo.measure.report.latency import latency_sections
 
     subject = subject.chosen()
-    lengths = input_len or ("256,4096,32k,125k" if _is_cuda(subject) else "64,512")
+    lengths = asked.input_len or ("256,4096,32k,125k" if subject.is_cuda else "64,512")
     case = replace(case, input_lens=tuple(map(parse_tokens, lengths.split(","))))
-    settings = engine.settings(max_num_seqs=case.batch_size)
-    if plot is not None:
-        check_folder(plot)
+    if asked.plot is not None:
+        check_folder(asked.plot)
         check_packages()
-    model, found = _open(subject, rows, output, output_json)
-    if input_len is None:
-        case = case.within(model.max_context)
-        lengths = ",".join(map(str, case.input_lens))
-    taken = _taken(subject, rows) | {"input_len": lengths}
-    bar = progress_bar("measuring", len(found) * case.num_runs, every_s=TIMED_S)
-    with registered_prefill(rows.peers), bar as move:
-        results = run_latency(
-            model,
-            found,
-            case,
-            settings,
-            command=repeat_command(context, taken=taken),
-            on_row=lambda result: store.append(output, result.records) if output else None,
-            on_run=move,
+
+    def fitting(model: "Subject") -> "Load":
+        if asked.input_len is not None:
+            return case, case.num_runs, {"input_len": lengths}
+        own = case.within(model.max_context)
+        return own, own.num_runs, {"input_len": ",".join(map(str, own.input_lens))}
+
+    settings = engine.settings(max_num_seqs=case.batch_size)
+    records, failures = _run(context, subject, rows, asked, settings, fitting)
+    if asked.plot is not None:
+        write_report(
+            latency_sections(records),
+            asked.plot,
+            title="Latency over the input length",
+            machines=[record.machine for record in records],
+            commands=[record.command for record in records],
         )
-    records = _show(results, _print_latency, output, as_json)
-    if output_json is not None:
-        documents = {
-            (result.row.name, length): vllm_result(result, length)
-            for result in results
-            for length in result.latencies_s
-        }
-        write_results(output_json, documents, is_several=len(documents) > 1)
-    if plot is not None:
-        _plot(records, plot)
-    _end(results)
+        err.print(f"Plot: {asked.plot}", soft_wrap=True)
+    _end(failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(ResultOptions):
+    """Lengths that depend on the device.
+
+    Attributes:
+        input_len: Tokens of a prompt; left out, 1024 on a GPU and 64 elsewhere, or what the
+            model's context has room for.
+        output_len: Tokens of an answer; 128 on a GPU, 16 elsewhere.
+    """
+
+    input_len: str | None = None
+    output_len: str | None = None
 
 
 @takes_settings
 def throughput(
     context: typer.Context,
     subject: SubjectOptions,
-    rows: RowOptions,
+    rows: Annotated[RowOptions, ROWS],
     workload: Annotated[Workload, Flags(without=("input_len", "output_len"))],
     case: Annotated[ThroughputCase, Flags(without=("workload",))],
     engine: EngineOptions,
-    input_len: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of a prompt; left out, 1024 on a GPU and 64 elsewhere, or what the "
-            "model's context has room for.",
-            show_default=False,
-        ),
-    ] = None,
-    output_len: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of an answer; 128 on a GPU, 16 elsewhere.",
-            show_default=False,
-        ),
-    ] = None,
-    strict: Strict = False,
-    output: RecordsFile = None,
-    as_json: AsJson = False,
-    output_json: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write vLLM's JSON file of a run; with several rows one for each, with its name.",
-            show_default=False,
-        ),
-    ] = None,
+    asked: ThroughputOptions,
 ) -> None:
     """Serve random prompts with the engine in this process: tokens per second, and latency.
 
@@ -193,55 +167,44 @@ def throughput(
     bench latency, a row that is wrong has no record, and the exit code is 1.
     """
     from octavo.amounts import parse_tokens
-    from octavo.measure import store
-    from octavo.measure.bench.peer_impls import registered_prefill
-    from octavo.measure.bench.throughput import run_throughput, vllm_result
 
     subject = subject.chosen()
-    workload = replace(
-        workload,
-        input_len=parse_tokens(input_len or ("1024" if _is_cuda(subject) else "64")),
-        output_len=parse_tokens(output_len or ("128" if _is_cuda(subject) else "16")),
+    sizes = ("1024", "128") if subject.is_cuda else ("64", "16")
+    input_len, output_len = map(
+        parse_tokens, (asked.input_len or sizes[0], asked.output_len or sizes[1])
     )
-    settings = engine.settings()
-    model, found = _open(subject, rows, output, output_json)
-    if input_len is None:
-        workload = workload.within(model.max_context)
-    taken = _taken(subject, rows) | {
-        "input_len": workload.input_len,
-        "output_len": workload.output_len,
-    }
-    num_tokens = sum(prompt.output_len for prompt in workload.draw(model.vocab_size))
-    bar = progress_bar("tokens", len(found) * num_tokens, every_s=TIMED_S)
-    with registered_prefill(rows.peers), bar as move:
-        results = run_throughput(
-            model,
-            found,
-            replace(case, workload=workload),
-            settings,
-            command=repeat_command(context, taken=taken),
-            on_row=lambda result: store.append(output, result.records) if output else None,
-            on_token=lambda what: move(f"{what}, tokens"),
-        )
-    _show(results, _print_throughput, output, as_json)
-    if output_json is not None:
-        documents = {(r.row.name,): vllm_result(record) for r in results for record in r.records}
-        write_results(output_json, documents, is_several=len(results) > 1)
-    _end(results)
+    workload = replace(workload, input_len=input_len, output_len=output_len)
+
+    def fitting(model: "Subject") -> "Load":
+        own = workload if asked.input_len else workload.within(model.max_context)
+        num_tokens = sum(prompt.output_len for prompt in own.draw(model.vocab_size))
+        taken = {"input_len": own.input_len, "output_len": own.output_len}
+        return replace(case, workload=own), num_tokens, taken
+
+    _, failures = _run(context, subject, rows, asked, engine.settings(), fitting)
+    _end(failures)
 
 
-def _is_cuda(subject: SubjectOptions) -> bool:
-    return str(subject.device).startswith("cuda")
+def _run(
+    context: typer.Context,
+    options: SubjectOptions,
+    rows: RowOptions,
+    asked: ResultOptions,
+    settings: "EngineSettings",
+    fitting: "Callable[[Subject], Load]",
+) -> "tuple[Sequence[Measurement], list[str]]":
+    """Run a load with all rows, show and write its records; those, and why rows do not count.
 
-
-def _open(
-    options: SubjectOptions, rows: RowOptions, *files: Path | None
-) -> "tuple[Subject, list[Row]]":
-    """The model and its rows; what cannot be is an error before the model is made."""
+    fitting: the load for a model, how many steps a row takes, and the flags that say so. What
+    cannot be is an error before the model is made.
+    """
     from octavo.measure.bench.engine import check_rows, make_rows, open_subject
+    from octavo.measure.bench.engine_load import run_load, told, vllm_documents
+    from octavo.measure.bench.peer_impls import registered_prefill
+    from octavo.measure.run import Records
 
     check_rows(rows.names, rows.skip_layers)
-    for file in files:
+    for file in (asked.output, asked.output_json):
         check_folder(file)
     with err.status("making the model"):
         subject = open_subject(
@@ -251,103 +214,133 @@ def _open(
             device=str(options.device),
             layers=options.layers,
         )
-        return subject, make_rows(rows.names, subject, skip_layers=rows.skip_layers)
-
-
-def _taken(subject: SubjectOptions, rows: RowOptions) -> dict[str, object]:
-    """What was measured where nothing was said."""
-    return {"config": subject.config, "kv_cache_dtype": rows.names}
-
-
-def _print_latency(results: "Sequence[RowResult]", records: "Sequence[Measurement]") -> None:
-    from octavo.measure.fit import break_even, curve_break_even
-    from octavo.measure.report.latency import latency_sections
-    from octavo.measure.report.tables import from_records
-
-    case = records[0].case
-    sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
-    lengths = [record for record in records if record.op == "latency"]
-    lengths.sort(key=lambda record: int(record.case["input_len"]))
-    caption = f"To the first token: {sizes}"
-    print_table(from_records(lengths, caption=caption, columns=TTFT_COLUMNS))
-    print_table(from_records(lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS))
-    for section in latency_sections(records):
-        for table in section.tables:
-            print_table(table)
-        for note in section.paragraphs[1:]:
-            out.print(note, soft_wrap=True)
-    first, *others = results
-    for result in others:
-        name, base = result.row.name, first.row.name
-        if result.line is not None and first.line is not None:
-            found = break_even(result.line, first.line)
-            out.print(f"ITL: {name} is {found} than {base}", soft_wrap=True)
-        if result.curve is not None and first.curve is not None:
-            found = curve_break_even(result.curve, first.curve)
-            out.print(
-                f"TTFT: {name} is {found} than {base}, by the curves between the shortest and the "
-                "longest input",
-                soft_wrap=True,
-            )
-
-
-def _print_throughput(results: "Sequence[RowResult]", records: "Sequence[Measurement]") -> None:
-    from octavo.measure.report.tables import from_records
-
-    case = records[0].case
-    caption = (
-        f"{case['num_prompts']} requests, {case.get('max_concurrency', 'all')} at once, "
-        f"{case['input_len']} tokens in and {case['output_len']} out, "
-        f"± {100 * float(case['range_ratio']):g} %"
-    )
-    print_table(from_records(records, caption=caption, columns=SPEED_COLUMNS))
-    print_table(from_records(records, caption="Latency", columns=LATENCY_COLUMNS))
-    for record in records:
-        values = record.values
-        out.print(
-            f"{record.case['row']}: throughput {values['request_throughput']:.2f} requests/s, "
-            f"{values['total_token_throughput']:.2f} total tokens/s, "
-            f"{values['output_throughput']:.2f} output tokens/s",
-            soft_wrap=True,
+        found = make_rows(rows.names, subject, skip_layers=rows.skip_layers)
+    case, num_steps, taken = fitting(subject)
+    taken = {"config": options.config, "kv_cache_dtype": rows.names, **taken}
+    bar = progress_bar("measuring", len(found) * num_steps, every_s=TIMED_S)
+    with registered_prefill(rows.peers), bar as move:
+        result = run_load(
+            subject,
+            found,
+            case,
+            settings,
+            command=repeat_command(context, taken=taken),
+            records=Records.of_file(asked.output),
+            on_step=move,
         )
+    if asked.as_json:
+        print_json(result.records)
+    else:
+        print_parts(told(result.records))
+        print_file(asked.output)
+    if asked.output_json is not None:
+        documents = vllm_documents(result)
+        is_several = len(documents) + len(result.failures) > 1
+        write_results(asked.output_json, documents, is_several=is_several)
+    return result.records, list(result.failures.values())
 
 
-def _plot(records: "Sequence[Measurement]", path: Path) -> None:
-    from octavo.measure.report.html import write_report
-    from octavo.measure.report.latency import latency_sections
-
-    write_report(
-        latency_sections(records),
-        path,
-        title="Latency over the input length",
-        machines=[record.machine for record in records],
-        commands=[record.command for record in records],
-    )
-    err.print(f"Plot: {path}", soft_wrap=True)
-
-
-def _show(
-    results: "Sequence[RowResult]",
-    print_tables: "Callable[[Sequence[RowResult], Sequence[Measurement]], None]",
-    output: Path | None,
-    as_json: bool,
-) -> "list[Measurement]":
-    """Print the records of all rows, as JSON or tables, and return them."""
-    records = [record for result in results for record in result.records]
-    if as_json:
-        print_json(records)
-        return records
-    case = records[0].case
-    out.print(f"{case['model']}, {case['dtype']}: {records[0].machine}", soft_wrap=True)
-    print_tables(results, records)
-    print_file(output)
-    return records
-
-
-def _end(results: "Sequence[RowResult]") -> None:
-    """Exit with 1 if a row does not count, after it was said why."""
-    failures = [result.failure for result in results if result.failure is not None]
+def _end(failures: Sequence[str]) -> None:
+    """Say what failed, and exit with 1 if something did."""
     for failure in failures:
         print_error(failure)
     if failures:
         raise typer.Exit(1)
+
+
+@takes_settings
+def sweep(
+    rows: Annotated[RowOptions, Flags(without=("kv_cache_dtype", "skip_layers"))],
+    file: Annotated[Path, typer.Argument(help="A TOML file, as above.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Append the records to this JSON Lines file; what it has is not run again.",
+            show_default=False,
+        ),
+    ],
+    device: DeviceName = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands and what has run, run nothing.")
+    ] = False,
+) -> None:
+    """Run every recipe of a file under every workload of it.
+
+    octavo bench sweep sweep.toml -o results/sweep.jsonl
+
+    The file names a model (or the config of one with random weights), recipes as --kv-cache-dtype
+    has them, the first of which the others are compared with, and workloads. Keys are the flags of
+    octavo bench latency and octavo bench throughput, with underscores; unknown ones are errors:
+
+    \b
+    config = "llama-3.1-8b"            # or: model = "path/to/model"
+    recipes = ["auto", "fp8", "fp8+head", "my-recipe.toml"]
+
+    \b
+    [engine]                           # may be left out
+    max_num_batched_tokens = 8192
+    compile = true
+
+    \b
+    [[latency]]                        # one batch, over the input length
+    input_len = [256, "4k", "32k", "125k"]
+    output_len = 128
+
+    \b
+    [[throughput]]                     # many requests
+    num_prompts = 48
+    input_len = 20000
+    output_len = 2000
+    max_concurrency = 8
+
+    Records are appended as each combination ends. Stopped in the middle, the same command goes on:
+    a combination whose records are in the file, from the same command, recipe's file, octavo and
+    machine, is skipped, and said so. One that fails is reported, the others go on, and the exit
+    code is 1.
+    """
+    from octavo.integrations.transformers.load import choose_device
+    from octavo.measure.bench.peer_impls import registered_prefill
+    from octavo.measure.bench.sweep import SweepFile, combinations, outcome_table, run_sweep
+
+    asked = SweepFile.load(file)
+    check_folder(output)
+    device = choose_device(device)
+    todo = combinations(asked, peers=rows.peers is not None)
+    if dry_run:
+        _print_plan(todo, output, device)
+        return
+    bar = progress_bar("combinations", len(todo), every_s=0)
+    with registered_prefill(rows.peers), bar as move:
+
+        def ended(outcome: "Outcome") -> None:
+            if outcome.state == "skipped":
+                text = f"skipped, its records are in {output}: {outcome.combination}"
+                err.print(text, soft_wrap=True)
+            move(done=todo.index(outcome.combination) + 1)
+
+        outcomes = run_sweep(
+            asked,
+            todo,
+            output,
+            device=device,
+            on_start=lambda one: move(str(one), todo.index(one)),
+            on_end=ended,
+        )
+    print_table(outcome_table(outcomes))
+    print_file(output)
+    _end([f"{one.combination}: {one.reason}" for one in outcomes if one.state == "failed"])
+
+
+def _print_plan(todo: "list[Combination]", output: Path, device: str) -> None:
+    """What would run, as commands, and what has run."""
+    from octavo.measure import store
+    from octavo.measure.bench.sweep import stored_records
+    from octavo.measure.bench.timing import machine_of
+
+    records = store.read(output) if output.exists() else []
+    machine = machine_of(device)
+    for one in todo:
+        state = "has run" if stored_records(one, records, machine) else "would run"
+        out.print(f"{state}: {one.command}", soft_wrap=True)

@@ -132,6 +132,15 @@ def print_table(table: "Table") -> None:
     console.print(shown)
 
 
+def print_parts(parts: "Iterable[str | Table]") -> None:
+    """Print lines and tables as they come."""
+    for part in parts:
+        if isinstance(part, str):
+            out.print(part, soft_wrap=True)
+        else:
+            print_table(part)
+
+
 def print_objections(objections: "Iterable[Objection]") -> None:
     """Print who could not take part in a benchmark of models, and why; nothing if all could."""
     from octavo.measure.report.tables import Table

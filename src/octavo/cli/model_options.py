@@ -199,6 +199,11 @@ class SubjectOptions:
     dtype: str = "auto"
     device: str | None = None
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is to run on a GPU."""
+        return str(self.device).startswith("cuda")
+
     def chosen(self) -> "SubjectOptions":
         """The same with a device, and sizes that suit it where no model was asked for."""
         from octavo.integrations.transformers.load import choose_device
@@ -214,14 +219,9 @@ class RowOptions:
     """The recipes that a benchmark compares.
 
     Attributes:
-        kv_cache_dtype: A row: auto (as the model computes), fp8, fp8_e4m3, fp8_e5m2, or a recipe's
-            .toml or .json file; may be given more than once, and is auto and fp8 if left out. The
-            first is what the others are compared with. After an FP8 name: +head or +token (a scale
-            for each head, or for each token and head), +unit (scales of 1.0) and +skip=PATTERN,
-            such as fp8+skip=sliding_window. Scales are the checkpoint's, or, of random weights,
-            calibrated first. After any: +linear, linear layers in FP8 as well; and last
-            +prefill=IMPL, attention of prompts by that implementation, such as
-            auto+prefill=vllm-fa3 with --peers.
+        kv_cache_dtype: A row; may be given more than once, and is auto and fp8 if left out. The
+            first is what the others are compared with. Scales of an FP8 cache are the checkpoint's,
+            or, of random weights, calibrated first; auto+prefill=vllm-fa3 needs --peers.
         skip_layers: Layers whose cache is left as it is in every FP8 row (0-1, sliding_window, …);
             may be given more than once.
         peers: Folder with vLLM's FlashAttention-3 (*.abi3.so), which rows may then ask for:

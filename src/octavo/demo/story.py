@@ -11,9 +11,10 @@ from octavo.demo.stage import Sizes, Stage, one_thread
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
 from octavo.measure.advise import advice as words
-from octavo.measure.advise.advice import Advice, advice_records
+from octavo.measure.advise.advice import Advice
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.advise.measured import advice_records
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.evaluate import images
 from octavo.measure.evaluate.image_scores import keep_compared

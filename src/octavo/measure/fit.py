@@ -1,11 +1,17 @@
-"""Cost models fitted to measurements, with what they leave unexplained and how well they are known.
+"""Costs fitted to measurements by least squares: lines and curves, where they cross, how sure.
 
 A token after a longer context costs a straight line (ITL), a prompt a polynomial of degree two
 (TTFT): what is there without tokens, what each token costs, and what each pair of them does. All
 lengths count alike: what a time varies by does not grow with it. On an H200 it is 0.5 to 12 ms for
 TTFTs between 35 ms and 10 s, and the most at the shortest (`results/latency_h200.jsonl`).
+
+Intervals are of 95 %, by Student's distribution with as many degrees of freedom as there are points
+beyond the coefficients. Without such points nothing says how far off a coefficient is, and there
+is no interval. Those of ratios are Fieller's: they hold for few points and denominators near zero,
+where the delta method's are too narrow, and have no ends where the denominator may be zero.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,14 +21,195 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import ConfigError
-from octavo.measure.records import Measurement
-from octavo.measure.regression import (
-    Interval,
-    Regression,
-    fit_polynomial,
-    ratio_interval,
-    root_interval,
-)
+
+CONFIDENCE = 0.95
+_NUM_STEPS = 2**17  # places from a root to an end of what was measured: a token each
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From low to high; an end that is infinite is none."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Regression:
+    """y ≈ Σ coefficients[k] · x^k with the least squares; residuals: what is left of each y."""
+
+    x: tuple[float, ...]
+    coefficients: tuple[float, ...]
+    residuals: tuple[float, ...]
+
+    @property
+    def num_spare(self) -> int:
+        """Points beyond the coefficients: the degrees of freedom of what is left."""
+        return len(self.x) - len(self.coefficients)
+
+    def interval(self, power: int) -> Interval | None:
+        """Of the coefficient of this power of x; None where no point is to spare."""
+        if self.num_spare < 1:
+            return None
+        reach = student_t(self.num_spare) * math.sqrt(self.covariance(self)[power, power])
+        value = self.coefficients[power]
+        return Interval(value - reach, value + reach)
+
+    def covariance(self, other: "Regression") -> _Array:
+        """Of these coefficients with those of another fit of the same degree, or of itself.
+
+        What both leave unexplained at the same x goes together, where one machine or one shape of
+        the curve is the cause of it; the differences between them are known better for it. Fits
+        over other x are taken as independent: zeros.
+        """
+        size = len(self.coefficients)
+        if self.x != other.x:
+            return np.zeros((size, len(other.coefficients)))
+        solution = _solution(np.asarray(self.x), size - 1)
+        spread = np.dot(self.residuals, other.residuals) / self.num_spare
+        return np.asarray(spread * solution @ solution.T)
+
+
+def fit_polynomial(x: Sequence[float], y: Sequence[float], degree: int) -> Regression:
+    """The polynomial of this degree with the least squares; at least degree + 1 different x."""
+    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    is_finite = np.isfinite(xs).all() and np.isfinite(ys).all()
+    if xs.shape != ys.shape or len(set(xs.tolist())) <= degree or not is_finite:
+        raise ConfigError(
+            f"expected {degree + 1} or more different x, each with a y, all of them finite; got "
+            f"{list(x)} and {list(y)}"
+        )
+    solution = _solution(xs, degree)
+    coefficients = solution @ ys
+    # Once more through what is left: it takes away most of what rounding did.
+    powers = np.vander(xs, degree + 1, increasing=True)
+    coefficients += solution @ (ys - powers @ coefficients)
+    left = ys - powers @ coefficients
+    return Regression(tuple(xs.tolist()), tuple(coefficients.tolist()), tuple(left.tolist()))
+
+
+def _solution(x: _Array, degree: int) -> _Array:
+    """The matrix that takes y to the coefficients: [degree + 1, points]."""
+    # Around their mean and in units of their reach: x such as 128000 and 128001 would lose the
+    # slope in squares of x.
+    center = float(x.mean())
+    unit = float(np.abs(x - center).max()) or 1.0
+    columns = np.vander((x - center) / unit, degree + 1, increasing=True)
+    centered = np.linalg.pinv(columns) / unit ** np.arange(degree + 1)[:, None]
+    # (x - center)^k back into powers of x.
+    powers = range(degree + 1)
+    back = [[math.comb(k, p) * (-center) ** max(k - p, 0) for k in powers] for p in powers]
+    return np.asarray(np.asarray(back) @ centered)
+
+
+def ratio_interval(
+    first: Regression | None,
+    second: Regression | None,
+    numerator: Sequence[float],
+    denominator: Sequence[float],
+) -> Interval | None:
+    """Fieller's interval of a ratio between sums of the coefficients of two fits.
+
+    numerator, denominator: the weights of the coefficients of the first, then of the second. The
+    ends are infinite where the denominator may be zero. None where a fit is none, or has no point
+    to spare.
+    """
+    covariance = _joint_covariance(first, second)
+    if first is None or second is None or covariance is None:
+        return None
+    values = np.asarray([*first.coefficients, *second.coefficients])
+    above, below = np.asarray(numerator), np.asarray(denominator)
+    top, bottom = float(above @ values), float(below @ values)
+    if bottom == 0:
+        return Interval(-math.inf, math.inf)
+    square = _square(first, second, covariance, above - top / bottom * below)
+    # All ratios r with (top - r · bottom)² ≤ square · the variance of top - r · bottom.
+    a = bottom**2 - square * float(below @ covariance @ below)
+    b = top * bottom - square * float(above @ covariance @ below)
+    c = top**2 - square * float(above @ covariance @ above)
+    if a <= 0:
+        return Interval(-math.inf, math.inf)
+    reach = math.sqrt(max(0.0, b * b - a * c))
+    return Interval((b - reach) / a, (b + reach) / a)
+
+
+def root_interval(
+    first: Regression | None,
+    second: Regression | None,
+    root: float,
+    within: tuple[float, float],
+) -> Interval | None:
+    """The x around `root`, where two fits of one degree are equal, at which they may be equal.
+
+    All x with difference(x)² ≤ t² · the variance of difference(x), as far as they hang together
+    with the root; an end of `within` is one where nothing ends them before. None where a fit is
+    none, or has no point to spare.
+    """
+    covariance = _joint_covariance(first, second)
+    if first is None or second is None or covariance is None:
+        return None
+    size = len(first.coefficients)
+    gaps = np.subtract(first.coefficients, second.coefficients)
+    both = np.hstack([np.eye(size), -np.eye(size)])
+    spread = both @ covariance @ both.T
+    # Fits over other x: with the fewer degrees of freedom, rather an interval that is too wide.
+    square = student_t(min(first.num_spare, second.num_spare)) ** 2
+
+    def reach(end: float) -> float:
+        # Roots of the polynomial behind it would be lost to rounding where two of them are near.
+        steps = np.linspace(root, end, _NUM_STEPS + 1)
+        powers = np.vander(steps[1:], size, increasing=True)
+        variance = np.einsum("ni,ij,nj->n", powers, spread, powers)
+        beyond = np.flatnonzero((powers @ gaps) ** 2 > square * variance)
+        return float(steps[beyond[0]]) if len(beyond) else end
+
+    return Interval(reach(within[0]), reach(within[1]))
+
+
+def _joint_covariance(first: Regression | None, second: Regression | None) -> _Array | None:
+    """Of the coefficients of both fits, one after the other; None where nothing is known of it."""
+    if first is None or second is None or min(first.num_spare, second.num_spare) < 1:
+        return None
+    return np.block([[a.covariance(b) for b in (first, second)] for a in (first, second)])
+
+
+def _square(first: Regression, second: Regression, covariance: _Array, weights: _Array) -> float:
+    """Student's t squared of a weighted sum over both fits.
+
+    Degrees of freedom are those of the pairs, or Welch's and Satterthwaite's, rounded down: rather
+    an interval that is a little too wide.
+    """
+    num_spare, cut = first.num_spare, len(first.coefficients)
+    if first.x != second.x:
+        own = float(weights[:cut] @ covariance[:cut, :cut] @ weights[:cut])
+        others = float(weights[cut:] @ covariance[cut:, cut:] @ weights[cut:])
+        shares = own**2 / first.num_spare + others**2 / second.num_spare
+        num_spare = max(1, int((own + others) ** 2 / shares)) if shares > 0 else num_spare
+    return student_t(num_spare) ** 2
+
+
+@functools.cache
+def student_t(num_spare: int, confidence: float = CONFIDENCE) -> float:
+    """How many standard errors an interval reaches to each side: 12.7 with 1 to spare, 3.18 with 3.
+
+    With t = √num_spare · tan(angle), the density over the angle is a power of its cosine.
+    """
+    if num_spare < 1 or not 0 < confidence < 1:
+        raise ConfigError(
+            f"expected 1 or more degrees of freedom and a confidence between 0 and 1, got "
+            f"{num_spare} and {confidence}"
+        )
+    # Beyond 40 standard errors of the normal distribution nothing is left.
+    angles = np.linspace(0, min(math.pi / 2, 40 / math.sqrt(num_spare)), 2**17)
+    density = np.cos(angles) ** (num_spare - 1)
+    share = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    angle = np.interp(confidence, share / share[-1], angles)
+    return math.sqrt(num_spare) * math.tan(angle)
 
 
 @dataclass(frozen=True)
@@ -41,15 +228,9 @@ class Line:
         """The line's value at x."""
         return self.intercept + self.slope * x
 
-    @property
-    def intercept_interval(self) -> Interval | None:
-        """95 %, Student's; None with two points, which leave nothing to judge by."""
-        return None if self.fit is None else self.fit.interval(0)
-
-    @property
-    def slope_interval(self) -> Interval | None:
-        """95 %, Student's; None with two points, which leave nothing to judge by."""
-        return None if self.fit is None else self.fit.interval(1)
+    def interval(self, term: str) -> Interval | None:
+        """95 % of "intercept" or "slope"; None with two points, which leave nothing to judge by."""
+        return None if self.fit is None else self.fit.interval(("intercept", "slope").index(term))
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
@@ -98,10 +279,9 @@ class Quadratic:
     @property
     def contradicted(self) -> tuple[str, ...]:
         """Terms that the points want below zero, by more than their interval."""
-        if self.fit is None:
-            return ()
-        found = ((term, self.fit.interval(power)) for power, term in enumerate(TERMS))
-        return tuple(term for term, interval in found if interval and interval.high < 0)
+        found = [] if self.fit is None else [self.fit.interval(power) for power in range(3)]
+        pairs = zip(TERMS, found, strict=False)
+        return tuple(term for term, interval in pairs if interval and interval.high < 0)
 
 
 def fit_quadratic(x: Sequence[float], y: Sequence[float]) -> Quadratic:
@@ -135,26 +315,6 @@ def _rms(residuals: npt.ArrayLike) -> float:
     return float(np.sqrt(np.mean(np.square(residuals))))
 
 
-def fit_itl(records: Sequence[Measurement]) -> Line:
-    """The line of ITL in ms over the context, of a row's records of two or more lengths."""
-    # The context grows while the tokens come: on average by half of them.
-    contexts = [_number(r, "input_len") + _number(r, "output_len") / 2 for r in records]
-    return fit_line(contexts, [r.values["median_itl_ms"] for r in records])
-
-
-def fit_ttft(records: Sequence[Measurement]) -> Quadratic:
-    """The curve of TTFT in ms over the input, of a row's records of three or more lengths."""
-    lengths = [_number(r, "input_len") for r in records]
-    return fit_quadratic(lengths, [r.values["median_ttft_ms"] for r in records])
-
-
-def _number(record: Measurement, name: str) -> float:
-    value = record.case.get(name)
-    if not isinstance(value, int | float):
-        raise ConfigError(f"expected records with a number {name}, got {value!r}")
-    return float(value)
-
-
 @dataclass(frozen=True)
 class BreakEven:
     """From which x on a line or a curve costs less than another.
@@ -177,18 +337,14 @@ class BreakEven:
         return self.up_to
 
     def __str__(self) -> str:
-        is_never_again = math.isinf(self.tokens) and self.tokens > 0
+        start, end = f"{self.tokens:,.0f}", f"{self.up_to or 0:,.0f}"
+        if self.tokens == math.inf:
+            return "never faster" if self.up_to is None else f"faster up to {end} tokens"
         if self.up_to is None:
-            if is_never_again:
-                return "never faster"
-            return (
-                "always faster" if self.tokens < 0 else f"faster from {self.tokens:,.0f} tokens on"
-            )
-        if is_never_again:
-            return f"faster up to {self.up_to:,.0f} tokens"
+            return "always faster" if self.tokens < 0 else f"faster from {start} tokens on"
         if self.up_to < self.tokens:
-            return f"faster up to {self.up_to:,.0f} tokens and from {self.tokens:,.0f} on"
-        return f"faster from {self.tokens:,.0f} to {self.up_to:,.0f} tokens"
+            return f"faster up to {end} tokens and from {start} on"
+        return f"faster from {start} to {end} tokens"
 
 
 def break_even(line: Line, other: Line) -> BreakEven:
@@ -219,25 +375,23 @@ def curve_break_even(
     low, high = within or _fitted_range(curve, other)
     gaps = [getattr(curve, term) - getattr(other, term) for term in TERMS]
     inside = sorted({x for x in _roots(*gaps) if low < x < high})
-    edges = [low, *inside, high]
-    spans: list[tuple[float, float]] = []
-    for start, end in itertools.pairwise(edges):
-        middle = (start + end) / 2
-        if curve.at(middle) >= other.at(middle):
-            continue
-        if spans and spans[-1][1] == start:  # the curves touch there, and do not cross
-            start = spans.pop()[0]
-        spans.append((start, end))
+    spans = itertools.pairwise([low, *inside, high])
     tokens, up_to = math.inf, None
-    for start, end in spans:
-        if end == high:
+
+    def is_ahead(span: tuple[float, float]) -> bool:
+        return curve.at(sum(span) / 2) < other.at(sum(span) / 2)
+
+    for is_cheaper, found in itertools.groupby(spans, is_ahead):  # some touch, and do not cross
+        (start, end), *more = found
+        end = more[-1][1] if more else end
+        if is_cheaper and end == high:
             tokens = -math.inf if start == low else start
-        else:
+        elif is_cheaper:
             tokens, up_to = (math.inf if start == low else start), end
-    found = BreakEven(tokens, up_to)
-    if found.crossing is None or curve.held or other.held:
-        return found
-    return replace(found, interval=root_interval(curve.fit, other.fit, found.crossing, (low, high)))
+    even = BreakEven(tokens, up_to)
+    if even.crossing is None or curve.held or other.held:
+        return even
+    return replace(even, interval=root_interval(curve.fit, other.fit, even.crossing, (low, high)))
 
 
 def _fitted_range(curve: Quadratic, other: Quadratic) -> tuple[float, float]:

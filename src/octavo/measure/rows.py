@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
-from octavo.recipe import KvCacheSettings, LinearSettings, Recipe
+
+if TYPE_CHECKING:  # the help of commands needs the words alone, and pydantic takes its time
+    from octavo.recipe import KvCacheSettings, LinearSettings, Recipe
 
 # Words that quantize nothing -> the dtype that they ask for; None is the model's own.
 PLAIN: Mapping[str, str | None] = {
@@ -226,7 +228,7 @@ class Row:
     digest: str | None = None
 
     @staticmethod
-    def of(name: str, recipe: Recipe | None) -> "Row":
+    def of(name: str, recipe: "Recipe | None") -> "Row":
         """The row of a recipe; None quantizes nothing."""
         return Row(name, {} if recipe is None else dict(recipe))
 
@@ -241,24 +243,30 @@ class Row:
         return not self.is_plain and _is_static(self.fields) and self.fields.get("scales") is None
 
     @property
-    def kv_cache(self) -> KvCacheSettings | None:
+    def kv_cache(self) -> "KvCacheSettings | None":
         """What the row says of the KV cache."""
+        from octavo.recipe import KvCacheSettings
+
         return KvCacheSettings.read(self.fields.get("kv_cache"))
 
     @property
-    def linear(self) -> LinearSettings | None:
+    def linear(self) -> "LinearSettings | None":
         """What the row says of linear layers."""
+        from octavo.recipe import LinearSettings
+
         return LinearSettings.read(self.fields.get("linear"))
 
-    def recipe(self, scales: object = None) -> Recipe | None:
+    def recipe(self, scales: object = None) -> "Recipe | None":
         """The recipe; None of a plain row. scales: those that the row still needs, if it does."""
+        from octavo.recipe import Recipe
+
         if self.is_plain:
             return None
         own = {"scales": scales} if scales is not None and self.needs_scales else {}
         with _named(self.name):
             return Recipe(**{**self.fields, **own})
 
-    def using(self, recipe: Recipe) -> "Row":
+    def using(self, recipe: "Recipe") -> "Row":
         """This row with another recipe, such as its own with scales."""
         return replace(self, fields=dict(recipe))
 
@@ -284,14 +292,15 @@ def parse_row(text: str, dialect: Dialect = CANONICAL, *, kv_cache_dtype: str = 
 
     kv_cache_dtype: the format of a KV cache in FP8 where the text does not say it.
     """
+    from octavo.recipe import KvCacheSettings, Recipe
+
     if kv_cache_dtype not in FORMATS:
         raise ConfigError(
             f"expected a KV cache dtype, one of {', '.join(FORMATS)}, got {kv_cache_dtype!r}"
         )
     with _named(text):
         first, *more = words = _split(text, dialect)
-        is_known = first.partition("=")[0] in dialect.names
-        is_file = not is_known and first.endswith(RECIPE_FILES)
+        is_file = first.endswith(RECIPE_FILES) and first.partition("=")[0] not in dialect.names
         is_plain = first in (*PLAIN, *dialect.plain)
         said = _read(more if is_file or is_plain else words, dialect)
         if is_plain and (extra := [name for name, _ in said if name not in AFTER_PLAIN]):
@@ -308,30 +317,26 @@ def parse_row(text: str, dialect: Dialect = CANONICAL, *, kv_cache_dtype: str = 
                 found = {**dict(default), **found}
             if word.recipe_field is not None:
                 fields[word.recipe_field] = found
-        prefill = dict(said).get("prefill")
         digest = hashlib.sha256(Path(first).read_bytes()).hexdigest()[:12] if is_file else None
-        _check(fields)
-        return Row(text, fields, prefill, digest)
+        _is_static(fields, is_checked=True)
+        return Row(text, fields, dict(said).get("prefill"), digest)
 
 
 def plain_row(dtype: str) -> str:
     """The plain word for a model in this dtype, such as "bf16" for "bfloat16"."""
-    found = [word for word, own in PLAIN.items() if own == dtype]
-    if not found:
-        known = ", ".join(own for own in PLAIN.values() if own)
-        raise ConfigError(f"expected a dtype, one of {known}, got {dtype!r}")
-    return found[0]
+    words = {own: word for word, own in PLAIN.items() if own is not None}
+    if dtype not in words:
+        raise ConfigError(f"expected a dtype, one of {', '.join(words)}, got {dtype!r}")
+    return words[dtype]
 
 
 def describe_words(dialect: Dialect) -> str:
     """How a workload's rows are written, for the help of a flag."""
-    own = [f"{word.rstrip('=')} ({meaning})" for word, meaning in dialect.words.items()]
-    usages = [usage for name, usage in dialect.names.items() if name in WORDS]
+    words = [f"{word.rstrip('=')} ({meaning})" for word, meaning in dialect.words.items()]
+    words += [usage for name, usage in dialect.names.items() if name in WORDS]
     plain = ", ".join((*PLAIN, *dialect.plain))
-    return (
-        f"a plain word ({plain}), WORD[+WORD]… or a recipe's .toml or .json file. Words: "
-        f"{', '.join([*own, *usages])}"
-    )
+    shape = f"a plain word ({plain}), WORD[+WORD]… or a recipe's .toml or .json file"
+    return f"{shape}. Words: {', '.join(words)}"
 
 
 def reference() -> str:
@@ -399,7 +404,11 @@ def _value(name: str, values: Sequence[str]) -> Any:
     if word.operand is not None:
         if len(values) > 1:
             raise ConfigError(f"expected {name} once, got {' and '.join(values)}")
-        return _tiles(values[0]) if name == "promote" else values[0]
+        if name != "promote":
+            return values[0]
+        if values[0] != "none" and (not values[0].isdecimal() or int(values[0]) < 1):
+            raise ConfigError(f"expected promote=none or a number of tiles, got {values[0]!r}")
+        return None if values[0] == "none" else int(values[0])
     settings: dict[str, Any] = {}
     said: dict[str, str] = {}  # which value made which setting
     for value in (part for text in values for part in text.split(",") if text):
@@ -417,27 +426,19 @@ def _value(name: str, values: Sequence[str]) -> Any:
     return settings or ({} if name == "kv" else "fp8")
 
 
-def _tiles(text: str) -> int | None:
-    if text == "none":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"expected promote=none or a number of tiles, got {text!r}")
-    return int(text)
+def _is_static(fields: Mapping[str, Any], *, is_checked: bool = False) -> bool:
+    """Whether a recipe of these fields takes scales; is_checked: raise if there is no such one."""
+    from octavo.recipe import Recipe
 
-
-def _is_static(fields: Mapping[str, Any]) -> bool:
-    """Whether a recipe of these fields takes scales."""
     one = {"layer": {"q": 1.0, "k": 1.0, "v": 1.0}}
     try:
-        return Recipe(**{**fields, "scales": one}).is_static
+        if Recipe(**{**fields, "scales": one}).is_static:
+            return True
     except ConfigError:
-        return False
-
-
-def _check(fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError if no recipe has these fields, with or without scales to come."""
-    if not _is_static(fields):
+        pass
+    if is_checked:
         Recipe(**fields)
+    return False
 
 
 @contextmanager

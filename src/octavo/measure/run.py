@@ -3,6 +3,7 @@
 A participant is a row of the table, such as a model with a recipe or a server. A cell is what is
 measured of each: a length and a depth, a bucket of questions, or all there is. A workload states
 its cells, how one of them is measured, and how a participant compares with the first one.
+Evaluations and the benchmarks of the engine run here.
 """
 
 import shlex
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement, Scalar
 
@@ -119,7 +120,8 @@ class Workload(Generic[Work, Cell]):
 
     cells: what the records of each say. measure: given a participant at work and a cell. compare:
     values that a participant has besides its own, by those of the first one in the same cell.
-    summary: a further cell whose values follow from those of all others. row_key: what records
+    summary: a further cell whose values follow from those of all others. derive: further records
+    that follow from a participant's own, given those and the first one's. row_key: what records
     call a participant's name.
     """
 
@@ -129,6 +131,9 @@ class Workload(Generic[Work, Cell]):
     measure: Callable[[Work, Cell], Outcome]
     compare: Callable[[Values, Values], Values] = lambda own, first: {}
     summary: tuple[Cell, Callable[[Mapping[Cell, Values]], Values]] | None = None
+    derive: Callable[[list[Measurement], list[Measurement]], Iterable[Measurement]] = (
+        lambda own, first: ()
+    )
     row_key: str = "recipe"
 
 
@@ -144,20 +149,35 @@ def run_workload(
     records: Records | None = None,
     *,
     on_skip: Callable[[Cell], None] = lambda cell: None,
+    on_failure: Callable[[str, OctavoError], None] | None = None,
+    baseline: Sequence[Measurement] = (),
 ) -> list[Measurement]:
     """One record for each participant and cell, in this order; the first is the baseline.
 
     A cell with a record of an earlier run is not measured again: on_skip is told of it. New records
-    are kept as soon as their cell is done.
+    are kept as soon as their cell is done. on_failure: told of a participant that cannot run; it
+    has no records, and the others go on. Without it, if the first participant fails, and for
+    settings that make no sense, errors are raised. baseline: an earlier run's records of all
+    cells, which every participant is compared with.
     """
     check_names([participant.name for participant in participants])
     records = Records() if records is None else records
-    first: dict[Cell, Measurement] = {}
+    first = dict(zip(workload.cells, baseline, strict=False))
     found: list[Measurement] = []
     for participant in participants:
-        measured = _run_one(participant, workload, records, first, participants[0].name, on_skip)
+        held: list[Measurement] = []
+        keep = records.keep if on_failure is None else held.append
+        try:
+            measured, derived = _run_one(participant, workload, records, first, on_skip, keep)
+        except OctavoError as error:
+            if on_failure is None or not first or isinstance(error, ConfigError):
+                raise
+            on_failure(participant.name, error)
+            continue
+        for record in held:
+            records.keep(record)
         first = first or measured
-        found += [measured[cell] for cell in workload.cells]
+        found += [*(measured[cell] for cell in workload.cells), *derived]
     return found
 
 
@@ -190,11 +210,15 @@ def _run_one(
     workload: Workload[Work, Cell],
     records: Records,
     first: Mapping[Cell, Measurement],
-    first_name: str,
     on_skip: Callable[[Cell], None],
-) -> dict[Cell, Measurement]:
-    """The records of one participant by cell; first: those of the first one, if this is another."""
-    baseline = first_name if first else None
+    save: Callable[[Measurement], None],
+) -> tuple[dict[Cell, Measurement], list[Measurement]]:
+    """The records of one participant by cell, and those derived from them.
+
+    first: the records that they are compared with, none if there are none.
+    """
+    names = [str(record.case[workload.row_key]) for record in first.values()]
+    baseline = names[0] if names else None
     own = {**participant.about, workload.row_key: participant.name}
     measured: dict[Cell, Measurement] = {}
     for cell, about in workload.cells.items():
@@ -213,7 +237,7 @@ def _run_one(
             command=workload.command,
             baseline=baseline,
         )
-        records.keep(measured[cell])
+        save(measured[cell])
 
     whole = None if workload.summary is None else workload.summary[0]
     cells = [cell for cell in workload.cells if cell != whole]
@@ -228,13 +252,20 @@ def _run_one(
     if workload.summary is not None and (left or workload.summary[0] not in measured):
         cell, summarize = workload.summary
         keep(cell, Outcome(summarize({one: measured[one].values for one in cells})))
-    return measured
+    derived = list(workload.derive(list(measured.values()), list(first.values()))) if left else []
+    for record in derived:
+        save(record)
+    return measured, derived
 
 
 def command_line(*words: str | None, flags: Mapping[str, Any]) -> str:
-    """A command line of words and flags; None is left out, and a sequence repeats its flag."""
+    """A command line of words and flags; a sequence repeats its flag, True is the flag alone.
+
+    None and False are left out.
+    """
     parts = [word for word in words if word is not None]
     for flag, value in flags.items():
-        many = value if isinstance(value, list | tuple) else [value]
-        parts += [part for one in many if one is not None for part in (flag, str(one))]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and one is not False:
+                parts += [flag] if one is True else [flag, str(one)]
     return shlex.join(parts)

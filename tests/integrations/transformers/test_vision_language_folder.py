@@ -5,7 +5,7 @@ import torch
 
 from octavo.integrations.transformers.encoder_options import EncoderOptions
 from octavo.measure.bench.mm_processor import run_mm_processor
-from octavo.measure.bench.request_data import ImagePrompt
+from octavo.measure.bench.requests import ImagePrompt
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")

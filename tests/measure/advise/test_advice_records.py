@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("transformers")
-from octavo.measure.advise.advice import advice_records
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
+from octavo.measure.advise.measured import advice_records
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.records import Measurement
 from octavo.measure.report.pages import report_sections

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from octavo.measure import store
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
-from octavo.measure.advise.measured import as_records, compare, compared_table
+from octavo.measure.advise.measured import as_records, compare
 from octavo.measure.advise.predict import plan_of, shape_of
 from octavo.measure.advise.shape import Workload
 from octavo.measure.bench.encoder import RESOLUTIONS
@@ -203,10 +203,9 @@ def test_own_records_do_not_count_when_left_out():
         assert (before == after) == is_left_out
 
 
-def test_compared_rows_are_records_and_a_table():
+def test_compared_rows_are_records():
     compared = compare(records(), H200, "gpt-oss-like")
     rows = as_records(compared, records()[0].machine, "a command")
-    table = compared_table(rows)
-    assert len(table.rows) == len(compared) and table.header[0] == "model"
+    assert len(rows) == len(compared) and rows[0].case["model"] == "gpt-oss-like"
     assert any(row.case.get("note", "").startswith("bound by launches") for row in rows)
     assert rows[0].values["error_percent"] == pytest.approx(compared[0].error_percent)

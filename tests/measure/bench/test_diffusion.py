@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.diffusers import full_size
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench import diffusion
+from octavo.measure.bench.benchmark import Objection
 from octavo.measure.bench.diffusion import StepCase, run_step
 from octavo.measure.records import Measurement
 
@@ -26,8 +27,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusion, "_sample", lambda *_: {"median_ms": 1.0})
 
 
+def run_all(case: StepCase) -> tuple[list[Measurement], list[Objection]]:
+    parts = list(run_step(case, CPU, "octavo bench diffusion"))
+    records = [record for found, _ in parts for record in found]
+    return records, [objection for _, found in parts for objection in found]
+
+
 def test_records_name_the_baseline_and_the_errors() -> None:
-    records, objections = run_step(EAGER, CPU, "octavo bench diffusion")
+    records, objections = run_all(EAGER)
     plain, fp8 = records
     assert [r.case["recipe"] for r in records] == ["bf16", "linear+attention"]
     assert (plain.impl, fp8.impl) == ("diffusers", "octavo")
@@ -42,7 +49,7 @@ def test_records_name_the_baseline_and_the_errors() -> None:
 
 def test_modulation_in_fp8_weights_takes_less_memory() -> None:
     names = ("bf16", "linear+attention", "linear+attention+modulation")
-    records, _ = run_step(replace(EAGER, recipes=names), CPU, "octavo bench diffusion")
+    records, _ = run_all(replace(EAGER, recipes=names))
     _, without, weight_only = (record.values for record in records)
     assert weight_only["weight_bytes_ratio"] < without["weight_bytes_ratio"] - 0.02
     assert weight_only["linear_relative_rms"] <= diffusion.MAX_LINEAR_ERROR
@@ -51,13 +58,11 @@ def test_modulation_in_fp8_weights_takes_less_memory() -> None:
 
 def test_static_scales_are_of_the_steps_own_inputs() -> None:
     names = ("bf16", "linear+attention", *STATIC)
-    seen: list[list[Measurement]] = []
-    records, _ = run_step(
-        replace(EAGER, recipes=names), CPU, "octavo bench diffusion", on_recipe=seen.append
-    )
-    # A crash later on loses nothing of what was measured.
+    parts = run_step(replace(EAGER, recipes=names), CPU, "octavo bench diffusion")
+    seen = [found for found, _ in parts]
+    # Each as it is done: a crash later on loses nothing of what was measured.
     assert [[r.case["recipe"] for r in found] for found in seen] == [[name] for name in names]
-    assert [record for found in seen for record in found] == records
+    records = [record for found in seen for record in found]
     linear = [record.values["linear_relative_rms"] for record in records[1:]]
     attention = [record.values["attention_relative_rms"] for record in records[1:]]
     assert linear[0] != linear[1] == linear[2] == linear[3]
@@ -68,7 +73,7 @@ def test_static_scales_are_of_the_steps_own_inputs() -> None:
 def test_a_model_without_modulation_layers_is_an_objection() -> None:
     names = ("bf16", "linear+attention+modulation")
     case = StepCase("tiny-wan", names, is_compiled=False)
-    records, objections = run_step(case, CPU, "octavo bench diffusion")
+    records, objections = run_all(case)
     assert [r.case["recipe"] for r in records] == ["bf16"]
     assert objections[-1].operands == names[1]
     assert "pattern 'modulation' matches none" in objections[-1].reason
@@ -77,7 +82,7 @@ def test_a_model_without_modulation_layers_is_an_objection() -> None:
 def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Fp8Linear.forward
     monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: 1.1 * forward(self, x))
-    records, objections = run_step(EAGER, CPU, "octavo bench diffusion")
+    records, objections = run_all(EAGER)
     assert [r.case["recipe"] for r in records] == ["bf16"]
     assert "linear layers with a relative error" in objections[-1].reason
 
@@ -93,7 +98,7 @@ def test_attention_that_sees_nothing_is_not_timed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(diffusion, "apply_", apply_and_blind)
     case = replace(EAGER, recipes=("bf16", "attention"))
-    records, objections = run_step(case, CPU, "octavo bench diffusion")
+    records, objections = run_all(case)
     assert len(records) == 1 and "attention layers" in objections[-1].reason
 
 
@@ -110,7 +115,7 @@ def test_who_cannot_run_and_does_not_say_why_is_named(monkeypatch: pytest.Monkey
             model[0].forward = fail
 
     monkeypatch.setattr(full_size, "use_bf16_attention_", use_or_fail)
-    records, objections = run_step(replace(EAGER, recipes=("bf16",)), CPU, "octavo bench diffusion")
+    records, objections = run_all(replace(EAGER, recipes=("bf16",)))
     assert records[0].case["attention"] == "native BF16"
     assert [(o.name, o.reason) for o in objections] == [("cudnn", "NotImplementedError")]
 
@@ -121,7 +126,7 @@ def test_who_cannot_run_and_does_not_say_why_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("size", ["tiny-flux", "tiny-qwen", "tiny-wan"])
 def test_compiled_models_are_themselves(size: str) -> None:
     case = StepCase(size, ("bf16", "linear"), num_layers=2)
-    records, _ = run_step(case, CPU, "octavo bench diffusion")
+    records, _ = run_all(case)
     assert len(records) == 2
     assert all(r.values["compiled_relative_rms"] < 0.02 for r in records)
     assert records[1].case["layers"] == 2

@@ -14,7 +14,7 @@ from octavo.integrations.transformers.vision_language import TinyModel, find_tow
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure.bench import mm_processor
 from octavo.measure.bench.mm_processor import STAGES, run_mm_processor
-from octavo.measure.bench.request_data import (
+from octavo.measure.bench.requests import (
     ImagePrompt,
     ImageRequests,
     make_image_prompts,

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("httpx")
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench.cases import Ramp, ServingCase, Workload
-from octavo.measure.bench.request_data import DataSet, ServingPrompt
+from octavo.measure.bench.requests import DataSet, ServingPrompt
 from octavo.measure.bench.serving import make_record, run_serving, vllm_result
 from octavo.measure.records import Measurement
 from octavo_testkit.serving.scripted_server import scripted

@@ -12,7 +12,6 @@ from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.bench.sweep import (
     SweepFile,
-    _command,
     combinations,
     run_sweep,
     stored_records,
@@ -74,12 +73,6 @@ def test_a_file_and_its_commands(tmp_path):
     assert "bench throughput" in third.command and "--output-len 1024" in third.command
     assert str(second) == "latency, fp8, 5, 256 in, 3 out, 1 at once"
     assert str(third) == "throughput, auto, 4 × 8 in, 1,024 out, 2 at once"
-
-
-def test_a_command_leaves_out_what_was_not_given():
-    flags = {"--a": None, "--b": False, "--c": True, "--d": ["x", "y z"], "--e": [], "--f": 0}
-    line = _command("latency", "my model", flags)
-    assert line == "octavo bench latency 'my model' --c --d x --d 'y z' --f 0"
 
 
 def test_stopped_in_the_middle_it_goes_on_with_what_is_left(tmp_path, benchmarks):

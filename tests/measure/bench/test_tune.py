@@ -14,9 +14,9 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import tuning
 from octavo.kernels.device import CPU, Device
 from octavo.measure.bench.benchmark import Benchmark, Participant
-from octavo.measure.bench.kernels import SUITES
-from octavo.measure.bench.tune import (
+from octavo.measure.bench.kernels import (
     SEARCHES,
+    SUITES,
     Search,
     Task,
     name_of,

@@ -9,8 +9,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.measure.advise import cautions
-from octavo.measure.advise.advice import Advice, Expectation, MemoryRow, Part
+from octavo.measure.advise.advice import (
+    Advice,
+    Expectation,
+    MemoryRow,
+    Part,
+    decoder_warnings,
+    record_warnings,
+    step_warnings,
+    tower_warnings,
+)
 from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.memory import cache_memory
@@ -47,7 +55,7 @@ def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) 
             f"{workload.concurrency} sequences of {workload.context:,} tokens do not fit in BF16 "
             f"on {predictor.gpu.name}: an FP8 cache makes room for twice as many."
         )
-    warnings = cautions.of_decoder(predictor, model, workload, plans, chosen)
+    warnings = decoder_warnings(predictor, model, workload, plans, chosen)
     return Part(
         asked.fields(chosen),
         tuple(asked.expectations(chosen)),
@@ -297,7 +305,7 @@ def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) ->
         (expectation(what, found["bf16"], found[chosen]),),
         (),
         tuple(reasons),
-        tuple(cautions.of_tower(is_fp8, times, host_ms)),
+        tuple(tower_warnings(is_fp8, times, host_ms)),
     )
 
 
@@ -333,7 +341,7 @@ def choose_step(predictor: Predictor, model: ModelShape) -> Part:
         (expectation("a step, compiled", found["bf16"], found[chosen]),),
         (MemoryRow("weights of the transformer", model.step.weight_bytes, after),),
         tuple(reasons),
-        tuple(cautions.of_step(model, fields)),
+        tuple(step_warnings(model, fields)),
     )
 
 
@@ -377,7 +385,7 @@ def advise(
         expectations=tuple(one for part in parts for one in part.expectations),
         memory=tuple(row for part in parts for row in part.memory),
         reasons=tuple(text for part in parts for text in part.reasons),
-        warnings=(*warnings, *cautions.of_records(predictor, model, fields)),
+        warnings=(*warnings, *record_warnings(predictor, model, fields)),
         refused=model.refused,
         has_images=model.tower is not None or model.unknown_tower is not None,
     )

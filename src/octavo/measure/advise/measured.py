@@ -2,15 +2,16 @@
 
 Predictions are compared with every speed-up of whole models in records. The short benchmarks decide
 what advice cannot know, on the GPU that was asked about, or none. What they measure are records
-like any others: advice takes a model's own records first.
+like any others: advice takes a model's own records first. Advice itself becomes records here, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.measure.advise.advice import Advice, how_to_run, recipe_text
 from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu, all_gpus
 from octavo.measure.advise.predict import (
@@ -26,7 +27,6 @@ from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.speed import COMPARED_OPS
-from octavo.measure.report.tables import Table, from_records
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
 
 OP = "advise"
-COLUMNS = (
-    *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
-)
 HOST_BOUND = "bound by launches on the host: not predicted"
 
 
@@ -105,10 +102,46 @@ def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> 
     return records
 
 
-def compared_table(records: Sequence[Measurement]) -> Table:
-    """Records of `as_records` as a table."""
-    caption = "Speed-ups over BF16, predicted without the model's own records, and measured"
-    return from_records(records, caption=caption, columns=COLUMNS)
+def advice_records(advice: Advice, command: str) -> list[Measurement]:
+    """What to expect of the recipe beside BF16, each row with the recipe, the reasons and why.
+
+    The machine is this one, which only computed; the GPU that the advice is for is in the case.
+    """
+    workload = advice.workload
+    about: dict[str, Scalar] = {
+        "model": advice.model,
+        "gpu": advice.gpu.name,
+        "context": workload.context,
+        "concurrency": workload.concurrency,
+        "output_len": workload.output_len,
+        "recipe": recipe_text(advice),
+        "serve": "\n".join(how_to_run(advice)),
+        "reasons": "\n".join(advice.reasons),
+        "warnings": "\n".join(advice.warnings),
+    }
+    machine = Machine.current()
+
+    def row(what: str, values: Mapping[str, float], note: str = "") -> Measurement:
+        case = {**about, "what": what, **({"note": note} if note else {})}
+        return Measurement(
+            op="advice",
+            impl="predicted",
+            case=case,
+            values=values,
+            machine=machine,
+            command=command,
+        )
+
+    records = []
+    for one in advice.expectations:
+        values = {"before_ms": one.before_ms, "after_ms": one.after_ms}
+        if one.speedup is not None:
+            values["speedup"] = one.speedup
+        records.append(row(one.what, values, one.note))
+    for size in advice.memory:
+        unit = "bytes" if size.is_bytes else "count"
+        records.append(row(size.what, {f"before_{unit}": size.before, f"after_{unit}": size.after}))
+    return records
 
 
 def _model(row: Measurement) -> ModelShape:
@@ -170,20 +203,27 @@ def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> li
     return found
 
 
-def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    """Each recipe by its fastest way to run, graphs or none, over the fastest stock tower."""
-    model = _model(rows[0])
-    best: dict[tuple[str, int, str], Measurement] = {}
+def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
+    """Each recipe by its fastest way to run, graphs or none; names: what else tells cases apart."""
+    best: dict[tuple[Scalar, ...], Measurement] = {}
     for row in rows:
-        if row.case["recipe"] != "bf16" and "speedup" in row.values:
-            recipe = str(row.case["recipe"])
-            key = str(row.case["resolution"]), int(row.case["images"]), recipe
-            if key not in best or row.values["speedup"] > best[key].values["speedup"]:
-                best[key] = row
-    found = []
-    for (resolution, num_images, recipe), row in best.items():
-        case = {"size": RESOLUTIONS[resolution], "num_images": num_images}
-        stock, own = (predictor.tower(model, name, **case) for name in ("bf16", recipe))  # type: ignore[arg-type]
+        key = (row.case["recipe"], *(row.case.get(name, "all") for name in names))
+        if key not in best or row.values["speedup"] > best[key].values["speedup"]:
+            best[key] = row
+    return list(best.values())
+
+
+def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
+    """Each recipe over the fastest stock tower."""
+    model, found = _model(rows[0]), []
+    quantized = [row for row in rows if row.case["recipe"] != "bf16" and "speedup" in row.values]
+    for row in _fastest(quantized, "resolution", "images"):
+        recipe, resolution = str(row.case["recipe"]), str(row.case["resolution"])
+        num_images, size = int(row.case["images"]), RESOLUTIONS[resolution]
+        stock, own = (
+            predictor.tower(model, name, size=size, num_images=num_images)
+            for name in ("bf16", recipe)
+        )
         what = f"tower, {num_images} × {resolution}"
         measured = row.values["speedup"]
         found.append(Compared(model.name, what, recipe, measured, stock.ms / own.ms))
@@ -191,21 +231,15 @@ def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[
 
 
 def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    """Each recipe by its fastest way to run, over the fastest in BF16."""
-    best: dict[tuple[str, str], Measurement] = {}
-    for row in rows:
-        recipe = str(row.case["recipe"])
-        if recipe == "bf16" or recipe not in STEP_RECIPES or not row.case.get("compiled"):
-            continue
-        key = str(row.case.get("layers", "all")), recipe
-        if key not in best or row.values["speedup"] > best[key].values["speedup"]:
-            best[key] = row
-    found = []
-    for (layers, recipe), row in best.items():
-        model = step_shape(row)
+    """Each recipe over the fastest in BF16."""
+    recipes, found = STEP_RECIPES.keys() - {"bf16"}, []
+    compiled = [r for r in rows if r.case["recipe"] in recipes and r.case.get("compiled")]
+    for row in _fastest(compiled, "layers"):
+        model, recipe = step_shape(row), str(row.case["recipe"])
         if model is None:
             continue
         plain, own = (predictor.step(model, name) for name in ("bf16", recipe))
+        layers = str(row.case.get("layers", "all"))
         blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"
         what = "a step" if layers == "all" else f"a step{blocks}"
         measured = row.values["speedup"]
@@ -315,7 +349,7 @@ def _measure_decoder(
 ) -> Measured:
     from octavo.integrations.transformers.decoder import CONFIGS
     from octavo.measure.bench.engine import make_rows, open_subject
-    from octavo.measure.bench.latency import run_latency
+    from octavo.measure.bench.engine_load import run_load
     from octavo.serving.engine.settings import EngineSettings
 
     is_config = name in CONFIGS
@@ -338,10 +372,8 @@ def _measure_decoder(
         compile=device.type == "cuda",
     )
     rows = make_rows(decoder_rows(model), subject)
-    results = run_latency(subject, rows, case, settings, command=command)
-    records = [record for result in results for record in result.records]
-    failures = [(result.row.name, result.failure) for result in results if result.failure]
-    return Measured(_named(records, model.name), tuple(failures))
+    result = run_load(subject, rows, case, settings, command=command)
+    return Measured(_named(result.records, model.name), tuple(result.failures.items()))
 
 
 def _named(records: Sequence[Measurement], name: str) -> tuple[Measurement, ...]:
@@ -383,5 +415,7 @@ def _measure_step(model: ModelShape, device: "torch.device", name: str, command:
     is_cuda = device.type == "cuda"
     recipes = ("bf16", "linear", "linear+attention")
     case = StepCase(model.name, recipes, NUM_BLOCKS, is_compiled=is_cuda, use_graphs=is_cuda)
-    records, objections = run_step(case, device, command)
-    return Measured(tuple(records), _objected(objections))
+    found = Measured()
+    for records, objections in run_step(case, device, command):
+        found += Measured(tuple(records), _objected(objections))
+    return found

@@ -19,7 +19,7 @@ from octavo.integrations.transformers.text import as_patterns_see
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.measure.report.tables import Table
-from octavo.numerics.formats import Fp8Format, format_named
+from octavo.numerics.formats import format_named
 from octavo.patterns import match_layers
 from octavo.recipe import KvCacheSettings, Recipe
 
@@ -250,7 +250,7 @@ def check_table(check: KvCheck) -> Table:
 
 def kv_advice(check: KvCheck, model: str) -> list[str]:
     """What the table means, and what to do."""
-    limit = _format(check).max
+    limit = format_named(check.format).max
     largest = max(max(layer.key_amax, layer.value_amax) for layer in check.layers)
     broken = [str(layer.index) for layer in check.layers if layer.is_broken]
     coarse = [str(layer.index) for layer in check.layers if layer.is_coarse and not layer.is_broken]
@@ -277,7 +277,3 @@ def kv_advice(check: KvCheck, model: str) -> list[str]:
         )
     lines.append("Decoding keeps queries as they are; prefill quantizes them (q_scale).")
     return lines
-
-
-def _format(check: KvCheck) -> Fp8Format:
-    return format_named(check.format)

@@ -261,8 +261,7 @@ def _sample_all(
     if load_s is None:
         sampled = [(samples, {}) for samples in sample_in_turn_ms(graphs, device)]
     else:
-        loads = [sample_sustained_ms(graph, load_s=load_s) for graph in graphs]
-        sampled = [(load.samples_ms, load.seen) for load in loads]
+        sampled = [sample_sustained_ms(graph, load_s=load_s) for graph in graphs]
     return [
         ([ms / len(calls) for ms in samples], seen)
         for calls, (samples, seen) in zip(sets, sampled, strict=True)

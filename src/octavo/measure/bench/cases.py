@@ -4,15 +4,22 @@ The entries under `Attributes:` are also the help of the flags that commands mak
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.request_data import DataSet
+from octavo.measure.bench.requests import (
+    GOODPUT_METRICS,
+    DataSet,
+    ImageRequests,
+    custom_data,
+    random_mm_data,
+    sharegpt_data,
+)
 from octavo.measure.records import Scalar
 
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 # By vLLM's names.
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 RAMPS = ("linear", "exponential")
@@ -60,13 +67,7 @@ class Workload:
     @property
     def about(self) -> dict[str, Scalar]:
         """What records say of it."""
-        return {
-            "num_prompts": self.num_prompts,
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "range_ratio": self.range_ratio,
-            "seed": self.seed,
-        }
+        return asdict(self)
 
     @property
     def max_context(self) -> int:
@@ -149,12 +150,8 @@ class LatencyCase:
 
     def workload(self, input_len: int) -> Workload:
         """The prompts of a length."""
-        return Workload(
-            num_prompts=self.batch_size,
-            input_len=input_len,
-            output_len=self.output_len,
-            seed=self.seed,
-        )
+        sizes = {"input_len": input_len, "output_len": self.output_len}
+        return Workload(num_prompts=self.batch_size, seed=self.seed, **sizes)
 
     def within(self, context: int | None) -> "LatencyCase":
         """The case without lengths that do not fit this context; None is any."""
@@ -208,6 +205,82 @@ class ThroughputCase:
     def num_seqs(self, limit: int) -> int:
         """How many requests the engine runs at once; limit: how many it may."""
         return min(self.max_concurrency or limit, limit, self.workload.num_prompts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """Where prompts come from; names are vLLM's.
+
+    Attributes:
+        dataset_name: Where prompts come from: random (tokens), sharegpt (a JSON file in its form),
+            custom (JSON Lines of {"prompt": "…", "output_tokens": 128}), or random-mm (letters
+            with random images, for chat).
+        dataset_path: The file of sharegpt or custom.
+        sharegpt_output_len: Tokens of an answer; left out, those of the file's, counted by
+            --tokenizer.
+        custom_output_len: Tokens of an answer; left out, each row's output_tokens.
+        tokenizer: Folder or hub name; counts tokens of sharegpt, of which vLLM's limits then hold.
+        base_items_per_request: Images of a prompt.
+        bucket_config: Sizes of images and their shares: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.
+    """
+
+    dataset_name: str = "random"
+    dataset_path: Path | None = None
+    sharegpt_output_len: int | None = None
+    custom_output_len: int | None = None
+    tokenizer: str | None = None
+    base_items_per_request: int = 1
+    bucket_config: str | None = None
+
+    def __post_init__(self) -> None:
+        name, path = self.dataset_name, self.dataset_path
+        if name not in ("random", "sharegpt", "custom", "random-mm"):
+            raise ConfigError(
+                f"expected a data set of random, sharegpt, custom, random-mm; got {name!r}"
+            )
+        owned = {
+            "--sharegpt-output-len": (self.sharegpt_output_len, "sharegpt"),
+            "--tokenizer": (self.tokenizer, "sharegpt"),
+            "--custom-output-len": (self.custom_output_len, "custom"),
+            "--random-mm-bucket-config": (self.bucket_config, "random-mm"),
+        }
+        for flag, (value, owner) in owned.items():
+            if value is not None and owner != name:
+                raise ConfigError(f"{flag} is for --dataset-name {owner}, got {name}")
+        if any(n is not None and n < 1 for n in (self.sharegpt_output_len, self.custom_output_len)):
+            raise ConfigError("expected answers of at least 1 token")
+        if (path is not None) != (name in ("sharegpt", "custom")):
+            raise ConfigError(
+                f"expected a --dataset-path for sharegpt and custom alone, got {path} for {name}"
+            )
+
+    def open(self, random: Workload) -> Workload | DataSet:
+        """The prompts; random: what is asked of random ones, and how many."""
+        path, count, seed = self.dataset_path, random.num_prompts, random.seed
+        if self.dataset_name == "random-mm":
+            asked = ImageRequests(
+                num_prompts=count,
+                random_input_len=random.input_len,
+                base_items_per_request=self.base_items_per_request,
+                bucket_config=self.bucket_config,
+                seed=seed,
+            )
+            return random_mm_data(asked, output_len=random.output_len)
+        if path is None:
+            return random
+        if self.dataset_name == "custom":
+            return custom_data(path, count, output_len=self.custom_output_len, seed=seed)
+        counter: Callable[[str], int] | None = None
+        if self.tokenizer is not None:
+            from octavo.integrations.transformers.text_model import load_tokenizer
+
+            tokenizer = load_tokenizer(self.tokenizer)
+
+            def counter(text: str) -> int:
+                return len(tokenizer(text).input_ids)
+
+        length = self.sharegpt_output_len
+        return sharegpt_data(path, count, output_len=length, count_tokens=counter, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,3 +408,18 @@ class ServingCase:
         rates = self.ramp.rates(count - 1) if self.ramp else self.request_rate
         gaps = random.gamma(self.burstiness, 1 / (rates * self.burstiness), count - 1)
         return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
+    """Limits from ttft:200,tpot:50 and so on."""
+    found: dict[str, float] = {}
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        name, _, limit = part.partition(":")
+        try:
+            value = float(limit)
+        except ValueError:
+            raise ConfigError(f"expected --goodput such as ttft:200, got {part!r}") from None
+        if name in found:
+            raise ConfigError(f"expected one limit of {name}, got two")
+        found[name] = value
+    return found

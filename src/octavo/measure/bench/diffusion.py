@@ -8,7 +8,7 @@ to itself for a second.
 
 import copy
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,14 +98,11 @@ def run_step(
     device: torch.device,
     command: str,
     folder: Path | None = None,
-    *,
-    on_recipe: Callable[[list[Measurement]], None] = lambda records: None,
-) -> tuple[list[Measurement], list[Objection]]:
-    """The records of all recipes, the fastest in BF16 the baseline; and who could not take part.
+) -> Iterator[tuple[list[Measurement], list[Objection]]]:
+    """Each recipe's records when it is done, BF16 first, and who could not take part.
 
-    folder: may hold peers; the fastest BF16 attention at hand is that of the baseline, and of FP8
-    linear layers beside attention in BF16. on_recipe: is given each recipe's records when it is
-    done, BF16 first.
+    The fastest in BF16 is the baseline. folder: may hold peers; the fastest BF16 attention at hand
+    is that of the baseline, and of FP8 linear layers beside attention in BF16.
     """
     if case.use_graphs and device.type != "cuda":
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got {device}")
@@ -118,17 +115,16 @@ def run_step(
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)
         timed: list[_Timed] = []
-        records: list[Measurement] = []
+        num_told = 0
         for row in sorted(case.rows(), key=lambda row: row.name != BF16):
             try:
                 timed += _measure(case, row, plain, inputs, truth)
             except UnsupportedError as error:
                 objections.append(Objection("diffusion_step", "octavo", row.name, str(error)))
             _forget()
-            found = _records(case, timed, attention, device, command)[len(records) :]
-            records += found
-            on_recipe(found)
-    return records, objections
+            found = _records(case, timed, attention, device, command)[num_told:]
+            yield found, objections
+            num_told, objections = num_told + len(found), []
 
 
 def _forget() -> None:

@@ -1,238 +1,47 @@
-"""All benchmarks of `octavo bench kernels`, by op; those of matrix products are made here."""
+"""All benchmarks of `octavo bench kernels`, by op, and the search for launch settings.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A search checks and times every candidate, and keeps the winner as data. Before anything is timed,
+`precompile` compiles kernels in many processes: each runs one call, so that Triton's cache on disk
+has what the timing process will need.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.internals import internals
-from octavo.kernels.linear_gelu.config import work as gelu_work
-from octavo.kernels.matvec.config import work as matvec_work
-from octavo.kernels.scaled_mm.config import MatmulShape
-from octavo.kernels.scaled_mm.config import work as mm_work
-from octavo.measure.bench import attention, quantize
-from octavo.measure.bench.benchmark import (
-    MAX_ERROR,
-    Benchmark,
-    Participant,
-    Prepare,
-    Suite,
-    normal,
-    our_impls,
-    seeded,
-    timed_impls,
-)
-from octavo.measure.records import Scalar
-from octavo.numerics.granularity import PerChannel, PerTensor, PerToken
-from octavo.numerics.quantize import Quantized
-from octavo.reference import gemm
-
-with internals("torch"):
-    from torch import _scaled_mm
-
-
-def _matvec(size: tuple[int, int], device: torch.device, folder: Path | None) -> Benchmark:
-    """One token times a weight in BF16, (columns, depth): how fast the weight is read."""
-    columns, depth = size
-    flops, num_bytes = matvec_work(columns, depth)
-    peer = Participant("torch", "BF16", _linear, MAX_ERROR["BF16"], num_bytes)
-    return Benchmark(
-        op="matvec",
-        case={"shape": f"{columns}x{depth}"},
-        make_inputs=seeded(device, lambda g: (normal(g, 1, depth), normal(g, columns, depth))),
-        truth=lambda inputs: inputs[0].double() @ inputs[1].double().t(),
-        participants=(*our_impls("matvec", device, "BF16", num_bytes), peer),
-        flops=flops,
-        baseline="torch",
-    )
-
-
-def _linear(inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    return partial(F.linear, *inputs)
-
-
-def _linear_gelu(
-    size: tuple[int, int, int], device: torch.device, folder: Path | None
-) -> Benchmark:
-    """A linear layer with GELU in BF16 as one product, beside torch's two: rows, columns, depth."""
-    rows, columns, depth = size
-    flops, num_bytes = gelu_work(rows, columns, depth)
-
-    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias = (
-            torch.randn(shape, device=device, generator=generator)
-            for shape in ((rows, depth), (columns, depth), (columns,))
-        )
-        return x.bfloat16(), (weight / depth**0.5).bfloat16(), bias.bfloat16()
-
-    # torch writes the product, and reads it again for GELU.
-    torch_bytes = num_bytes + 2 * 2 * rows * columns
-    peer = Participant("torch-compiled", "BF16", _compiled_gelu, MAX_ERROR["BF16"], torch_bytes)
-    return Benchmark(
-        op="linear_gelu",
-        case={"shape": f"{rows}x{columns}x{depth}"},
-        make_inputs=seeded(device, draw),
-        truth=lambda inputs: gemm.linear_gelu(*inputs, compute=torch.float64),
-        participants=(*our_impls("linear_gelu", device, "BF16", num_bytes), peer),
-        flops=flops,
-        baseline="torch-compiled",
-    )
-
-
-def _compiled_gelu(inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
-    gelu = torch.compile(_gelu) if inputs[0].is_cuda else _gelu  # on a CPU it would take seconds
-    return lambda: gelu(F.linear(*inputs))
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-WIDTHS = (2048, 3072, 6144, 12288)
-FEW_ROWS = 64
-CHECKED_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Operands:
-    """An activation, a weight and a bias in BF16."""
-
-    a: Tensor
-    b: Tensor
-    bias: Tensor
-
-    def quantized(self, a: PerTensor | PerToken) -> tuple[Quantized, Quantized]:
-        """Activation and weight in FP8: both per tensor, or per token and per channel."""
-        b = PerTensor() if isinstance(a, PerTensor) else PerChannel()
-        return ops.quantize(self.a, a), ops.quantize(self.b, b)
-
-
-def _mm(size: tuple[int, int, int], device: torch.device, folder: Path | None) -> Benchmark:
-    """FP8 weights beside torch._scaled_mm and BF16: rows, columns, depth.
-
-    Few rows, as in decoding, are also timed with the activation quantized in front of the product.
-    """
-    shape = MatmulShape(*size)
-
-    def draw(generator: torch.Generator) -> Operands:
-        sizes = ((shape.rows, shape.depth), (shape.columns, shape.depth), (shape.columns,))
-        a, b, bias = (normal(generator, *size) for size in sizes)
-        return Operands(a, b, bias / 8)  # small, so that the truth serves those without it as well
-
-    def truth(inputs: Operands) -> Tensor:
-        a = inputs.a[:CHECKED_ROWS].double()
-        return a @ inputs.b.double().t() + inputs.bias.double()
-
-    return Benchmark(
-        op="scaled_mm",
-        case={"shape": f"{shape.rows}x{shape.columns}x{shape.depth}"},
-        make_inputs=seeded(device, draw),
-        truth=truth,
-        participants=tuple(_mm_participants(shape, device)),
-        flops=mm_work(shape, a_bytes=1, out_bytes=2)[0],
-        checked=lambda result: result[:CHECKED_ROWS],
-    )
-
-
-def _mm_participants(shape: MatmulShape, device: torch.device) -> list[Participant]:
-    def entry(
-        name: str, operands: str, prepare: Prepare, scales: str, has_bias: bool = True
-    ) -> Participant:
-        _, num_bytes = mm_work(shape, a_bytes=1 if operands == "FP8" else 2, out_bytes=2)
-        if operands == "BF16":
-            num_bytes += shape.columns * shape.depth
-        notes: dict[str, Scalar] = {"scales": scales, "bias": has_bias}
-        return Participant(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes)
-
-    by_token = "token by channel"
-    found = []
-    for name, prepare in (("torch._scaled_mm", _torch_mm), ("selected", partial(_our_mm, None))):
-        found += [
-            entry(name, "FP8", partial(prepare, PerTensor(), True), "tensor"),
-            entry(name, "FP8", partial(prepare, PerTensor(), False), "tensor", False),
-            entry(name, "FP8", partial(prepare, PerToken(), True), by_token),
-        ]
-    found += [
-        entry(name, "FP8", partial(_our_mm, name, PerToken(), True), by_token)
-        for name in timed_impls("scaled_mm", device)
-    ]
-    if shape.rows <= FEW_ROWS:
-        in_front = f"{by_token}, quantized in front"
-        found += [
-            entry("selected", "FP8", partial(_plain_by_fp8, PerToken()), in_front),
-            entry("selected", "BF16 by FP8", partial(_plain_by_fp8, None), "channel"),
-        ]
-    return [*found, entry("torch", "BF16", lambda x: _linear((x.a, x.b, x.bias)), "none")]
-
-
-def _our_mm(
-    impl: str | None, a: PerTensor | PerToken, has_bias: bool, inputs: Operands
-) -> Callable[[], Tensor]:
-    bias = inputs.bias if has_bias else None
-    return partial(ops.scaled_mm, *inputs.quantized(a), bias, impl=impl)
-
-
-def _plain_by_fp8(activation: PerToken | None, inputs: Operands) -> Callable[[], Tensor]:
-    """BF16 times an FP8 weight; activation: how it is quantized in front, if it is."""
-    weight = ops.quantize(inputs.b, PerChannel())
-    return partial(ops.scaled_mm, inputs.a, weight, inputs.bias, activation=activation)
-
-
-def _torch_mm(a: PerTensor | PerToken, has_bias: bool, inputs: Operands) -> Callable[[], Tensor]:
-    """torch._scaled_mm as it is called without octavo."""
-    if not inputs.a.is_cuda:
-        raise UnsupportedError("torch._scaled_mm needs a CUDA GPU, got CPU")
-    x, weight = inputs.quantized(a)
-    x_scale, weight_scale = x.scale, weight.scale
-    if isinstance(a, PerToken):
-        x_scale, weight_scale = x_scale.unsqueeze(1), weight_scale.unsqueeze(0)
-    options: Any = {"bias": inputs.bias if has_bias else None, "out_dtype": torch.bfloat16}
-    return partial(_scaled_mm, x.data, weight.data.t(), x_scale, weight_scale, **options)
-
+from octavo.kernels import tuning
+from octavo.kernels.append_kv import config as append_config
+from octavo.kernels.attention import config as attention_config
+from octavo.kernels.device import Device, default_device
+from octavo.kernels.quantize import config as quantize_config
+from octavo.kernels.scaled_mm import config as scaled_mm_config
+from octavo.measure.bench import attention, linear
+from octavo.measure.bench.benchmark import Benchmark, Call, Suite, run_benchmark
+from octavo.measure.records import Measurement
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import PerChannel, PerToken
 
 SUITES: dict[str, Suite] = {
-    "append_kv": quantize.APPEND_KV,
+    "append_kv": linear.APPEND_KV,
     "attention": attention.ATTENTION,
     "decode_attention": attention.DECODE_ATTENTION,
     "encoder_attention": attention.ENCODER_ATTENTION,
-    "linear_gelu": Suite(
-        small=((65, 96, 48),),
-        large=((4096, 12288, 3072), (14040, 6144, 2048)),  # Qwen-Image, then a video transformer
-        make=_linear_gelu,
-    ),
-    "matvec": Suite(
-        small=((512, 512), (65, 300)),
-        large=(  # Llama-3.1-8B with its vocabulary, then gpt-oss
-            *((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (128256, 4096)),
-            *((4096, 2880), (512, 2880), (2880, 4096)),
-        ),
-        make=_matvec,
-    ),
+    "linear_gelu": linear.LINEAR_GELU,
+    "matvec": linear.MATVEC,
     "packed_attention": attention.PACKED_ATTENTION,
-    "quantize": quantize.QUANTIZE,
-    "quantize_qkv": quantize.QUANTIZE_QKV,
-    "scaled_mm": Suite(
-        small=((256, 1024, 1024), (4, 512, 512)),
-        large=(  # a square, diffusion transformers, and Llama-3.1-8B with few rows
-            (8192, 8192, 8192),
-            *((rows, n, k) for rows in (4096, 14040) for n in WIDTHS for k in WIDTHS),
-            (4608, 12288, 3072),
-            (4608, 3072, 12288),
-            *(
-                (m, n, k)
-                for n, k in ((6144, 4096), (28672, 4096), (4096, 14336))
-                for m in (1, 4, 16)
-            ),
-        ),
-        make=_mm,
-    ),
+    "quantize": linear.QUANTIZE,
+    "quantize_qkv": linear.QUANTIZE_QKV,
+    "scaled_mm": linear.SCALED_MM,
 }
 
 
@@ -244,3 +53,198 @@ def benchmarks(
         if name not in SUITES:
             raise ConfigError(f"expected an op, one of {', '.join(SUITES)}; got {name!r}")
     return [one for name in names or SUITES for one in SUITES[name].benchmarks(device, peers)]
+
+
+# A winner must beat the default by more than two runs of one kernel differ.
+MARGIN = 1.02
+# Every process that compiles holds its own inputs on the GPU.
+MAX_JOBS = 12
+Problem = tuple[str, list[Any]]  # its name, and the settings it may have, the default first
+
+
+@dataclass(frozen=True)
+class Search:
+    """The settings that one problem may have, the default first, and how to run with them."""
+
+    op: str
+    problem: str
+    benchmark: Benchmark
+    configs: list[Any]
+    prepare: Callable[[Any, Any], Call]  # (settings, inputs) -> call
+
+
+def searches(op: str, device: Device) -> list[Search]:
+    """What can be tuned for an op."""
+    if op not in SEARCHES:
+        expected = ", ".join(SEARCHES)
+        raise ConfigError(f"expected an op with settings to tune, one of {expected}; got {op!r}")
+    if device.capability is None:
+        raise UnsupportedError(f"settings are tuned on the GPU they are for, got {device.name}")
+    find_problem, prepare = SEARCHES[op]
+    problems = [(size, find_problem(size, device)) for size in SUITES[op].large]
+    return [
+        Search(
+            op, problem[0], SUITES[op].make(size, device.torch_device, None), problem[1], prepare
+        )
+        for size, problem in problems
+        if problem is not None
+    ]
+
+
+def tune(search: Search, device: Device, folder: Path, command: str) -> list[Measurement]:
+    """Time all candidates; the fastest wins if it beats the default. Returns their records."""
+    names = {name_of(config): config for config in search.configs}
+    like = search.benchmark.participants[0]
+    candidates = tuple(
+        replace(like, name=name, prepare=partial(search.prepare, config))
+        for name, config in names.items()
+    )
+    timed = replace(search.benchmark, participants=candidates)
+    records, _ = run_benchmark(timed, device.torch_device, command)
+    times = {record.impl: record.values["median_ms"] for record in records}
+    fastest, default = min(times, key=lambda name: times[name]), name_of(search.configs[0])
+    winner = fastest if times[default] > MARGIN * times[fastest] else default
+    tuning.save(search.op, search.problem, device, names[winner], folder)
+    return [_tried(record, search.problem, record.impl == winner) for record in records]
+
+
+def name_of(config: Any) -> str:
+    """Settings as one word: their numbers in order."""
+    return "x".join(str(int(number)) for number in astuple(config))
+
+
+def _tried(record: Measurement, problem: str, is_winner: bool) -> Measurement:
+    return replace(record, case={**record.case, "problem": problem, "is_winner": is_winner})
+
+
+def _attention_problem(size: Any, device: Device) -> Problem | None:
+    _, length, _, _, head_dim, is_causal = size
+    if is_causal:
+        return None  # its tiles are those of the same head_dim without
+    shape = attention_config.AttentionShape(torch.float8_e4m3fn, head_dim, length)
+    default = attention_config.default(shape, device)
+    configs = list(dict.fromkeys([default, *attention_config.candidates(shape, device)]))
+    return attention_config.problem(shape), configs
+
+
+def _attend(config: attention_config.AttentionConfig, inputs: Any) -> Call:
+    from octavo.kernels.attention.triton import attention as run
+
+    qkv = ops.quantize_qkv(*inputs, value_layout="transposed")
+    options: Any = {"packing": None, "sinks": None, "key_mask": None, "out_dtype": torch.bfloat16}
+    options |= {"value_layout": qkv.value_layout, "config": config}
+
+    def call() -> Tensor:
+        return run(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales, **options)[0]
+
+    return call
+
+
+def _quantize_problem(size: Any, device: Device) -> Problem | None:
+    name = quantize_config.problem(size, PerToken())
+    assert name is not None
+    return name, quantize_config.candidates(size, PerToken())
+
+
+def _quantize(config: quantize_config.QuantizeConfig, inputs: Any) -> Call:
+    from octavo.kernels.quantize.triton import quantize as run
+
+    x, granularity = inputs
+    options: Any = {"scale": None, "margin": 1.0, "power_of_two": False, "config": config}
+    return partial(run, x, granularity, E4M3, **options)
+
+
+def _scaled_mm_problem(size: Any, device: Device) -> Problem | None:
+    """Few rows, the activation quantized in front."""
+    shape = scaled_mm_config.MatmulShape(*size)
+    name = scaled_mm_config.problem(shape, 0, is_fp8=True)
+    if name is None or shape.rows != 16:
+        return None  # from 1 to 16 rows the tile is the same
+    return name, list(scaled_mm_config.candidates(shape, device, 0, is_fp8=True))
+
+
+def _scaled_mm(config: Any, inputs: linear.Operands) -> Call:
+    from octavo.kernels.scaled_mm.triton import scaled_mm as run
+
+    weight = ops.quantize(inputs.b, PerChannel())
+    options = {"out_dtype": torch.bfloat16, "activation": PerToken(), "config": config}
+    return partial(run, inputs.a, weight, inputs.bias, **options)
+
+
+def _append_problem(num_tokens: Any, device: Device) -> Problem | None:
+    group = linear.NUM_HEADS // linear.NUM_KV_HEADS
+    heads = (linear.NUM_KV_HEADS, group, linear.HEAD_DIM)
+    default = append_config.default(device, *heads)
+    configs = list(dict.fromkeys([default, *append_config.candidates(device)]))
+    return append_config.problem(num_tokens, *heads), configs
+
+
+def _append(config: append_config.AppendConfig, inputs: linear.NewTokens) -> Call:
+    from octavo.kernels.append_kv.triton import append_kv as run
+
+    return inputs.append(run, config=config)
+
+
+SEARCHES: dict[str, tuple[Callable[[Any, Device], Problem | None], Callable[[Any, Any], Call]]] = {
+    "append_kv": (_append_problem, _append),
+    "attention": (_attention_problem, _attend),
+    "quantize": (_quantize_problem, _quantize),
+    "scaled_mm": (_scaled_mm_problem, _scaled_mm),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call to compile: a participant of a benchmark, or with `is_search` a candidate."""
+
+    op: str
+    index: int
+    entry: int
+    peers: Path | None = None
+    is_search: bool = False
+
+
+def tasks_of_benchmarks(op: str, peers: Path | None) -> list[Task]:
+    """One task for each participant of each benchmark of an op."""
+    found = benchmarks(default_device().torch_device, [op], peers)
+    return [
+        Task(op, index, entry, peers)
+        for index, benchmark in enumerate(found)
+        for entry in range(len(benchmark.participants))
+    ]
+
+
+def tasks_of_searches(op: str) -> list[Task]:
+    """One task for each candidate of each search of an op."""
+    return [
+        Task(op, index, entry, is_search=True)
+        for index, search in enumerate(searches(op, default_device()))
+        for entry in range(len(search.configs))
+    ]
+
+
+def precompile(tasks: list[Task], jobs: int) -> Iterator[Task]:
+    """Run all tasks, up to `jobs` at a time; yields each as it ends. A task that fails raises."""
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(min(jobs, MAX_JOBS), mp_context=context) as pool:
+        futures = {pool.submit(run_task, task): task for task in tasks}
+        for future in as_completed(futures):
+            future.result()
+            yield futures[future]
+
+
+def run_task(task: Task) -> None:
+    """The call of one task, if this machine can run it."""
+    device = default_device()
+    try:
+        if task.is_search:
+            search = searches(task.op, device)[task.index]
+            search.prepare(search.configs[task.entry], search.benchmark.make_inputs(0))()
+        else:
+            benchmark = benchmarks(device.torch_device, [task.op], task.peers)[task.index]
+            benchmark.participants[task.entry].prepare(benchmark.make_inputs(0))()
+    except UnsupportedError:
+        return  # listed when the benchmark itself runs
+    finally:
+        if device.capability is not None:
+            torch.cuda.empty_cache()

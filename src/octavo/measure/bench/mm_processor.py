@@ -24,7 +24,8 @@ from octavo.integrations.transformers.vision_language import (
     find_tower,
     generate,
 )
-from octavo.measure.bench.request_data import ImagePrompt
+from octavo.measure.bench.requests import ImagePrompt
+from octavo.measure.report.tables import Table
 from octavo.numerics.amax import HISTORY_LENGTH
 
 STAGES = (
@@ -210,3 +211,21 @@ def _statistics(values_ms: Sequence[float], percentiles: Sequence[float]) -> dic
     statistics = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
     statistics |= {f"p{float(p)}": np.percentile(values, p) for p in percentiles}
     return {name: float(value) for name, value in statistics.items()}
+
+
+def told(result: dict[str, Any]) -> Iterator[str | Table]:
+    """vLLM's tables of stages and whole requests, and how often the encoder ran."""
+    stages = result["mm_processor_stats"]
+    keys = tuple(stages["preprocessor_total"])  # mean, median, std, p99.0
+    heads = tuple(key.capitalize() for key in keys)
+    rows = tuple((stage, *(values[key] for key in keys)) for stage, values in stages.items())
+    caption = f"Multimodal Processor Benchmark Results (ms): {result['config']['model']}"
+    yield Table(caption=caption, header=("Stage", *heads), rows=rows)
+    e2el = (result["mean_e2el_ms"], result["median_e2el_ms"], result["std_e2el_ms"])
+    percentiles = (value for _, value in result["percentiles_e2el_ms"])
+    yield Table(caption="End-to-End Latency (ms)", header=heads, rows=((*e2el, *percentiles),))
+    summary = result["encoder_summary"]
+    yield (
+        f"Summary: {summary['total_encoder_calls']} total encoder calls across "
+        f"{summary['num_requests_with_encoder_calls']} requests."
+    )

@@ -25,10 +25,32 @@ from typing import Any
 from octavo.errors import OctavoError
 from octavo.extras import need
 from octavo.measure.bench.cases import ENDPOINTS, RandomPrompt, ServingCase
-from octavo.measure.bench.request_data import ServingPrompt
-from octavo.measure.bench.request_times import RequestTimes, goodput, summarize
+from octavo.measure.bench.requests import (
+    METRICS,
+    RequestTimes,
+    ServingPrompt,
+    goodput,
+    summarize,
+)
 from octavo.measure.records import Machine, Measurement, Scalar
+from octavo.measure.report.tables import Cell, Table, format_column
 
+# What vLLM prints of a run, and the metric.
+LINES = {
+    "Successful requests": "completed",
+    "Failed requests": "failed",
+    "Maximum request concurrency": "max_concurrency",
+    "Request rate configured (RPS)": "request_rate",
+    "Benchmark duration (s)": "duration",
+    "Total input tokens": "total_input_tokens",
+    "Total generated tokens": "total_output_tokens",
+    "Request throughput (req/s)": "request_throughput",
+    "Request goodput (req/s)": "request_goodput",
+    "Output token throughput (tok/s)": "output_throughput",
+    "Peak output token throughput (tok/s)": "max_output_tokens_per_s",
+    "Peak concurrent requests": "max_concurrent_requests",
+    "Total token throughput (tok/s)": "total_token_throughput",
+}
 DONE = "[DONE]"
 # Of an error's body, for a message.
 MAX_BODY = 300
@@ -288,6 +310,30 @@ def vllm_result(
             "errors": [one.error or "" for one in served.times],
         }
     return result
+
+
+def told(case: ServingCase, served: Served) -> Iterator[str | Table]:
+    """vLLM's lines as a table, then one of the latencies."""
+    values: dict[str, Cell] = {**served.metrics, "request_rate": str(case.request_rate)}
+    values["max_concurrency"] = case.max_concurrency or "all"
+    lines = [(line, values[key]) for line, key in LINES.items() if key in values]
+    # Each in its own digits.
+    shown = tuple((line, format_column([value])[0]) for line, value in lines)
+    yield Table(caption=f"Serving Benchmark Result: {served.model}", header=("", ""), rows=shown)
+    kinds = ("mean", "median", "std", *(f"p{p:g}" for p in case.percentiles))
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
+        (metric.upper(), *(served.metrics[f"{kind}_{metric}_ms"] for kind in kinds))
+        for metric in METRICS
+    )
+    yield Table(
+        caption="Latency", header=("ms", *(kind.capitalize() for kind in kinds)), rows=cells
+    )
+    num_tokens, num_parts = (served.metrics[f"total_{of}"] for of in ("output_tokens", "parts"))
+    if num_parts < num_tokens:
+        yield (
+            f"{num_tokens:.0f} tokens came in {num_parts:.0f} parts: TTFT and ITL are those of "
+            "parts, TPOT is that of tokens"
+        )
 
 
 def _typed(name: str, value: float) -> float | int | None:

@@ -19,33 +19,25 @@ the first one's records, whether it ran now or before.
 """
 
 import os
-import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from octavo.amounts import parse_tokens
 from octavo.errors import ConfigError, OctavoError
 from octavo.measure import store
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
 from octavo.measure.bench.engine import Subject, check_rows, make_rows, open_subject
-from octavo.measure.bench.engine_run import RowResult
-from octavo.measure.bench.latency import run_latency
-from octavo.measure.bench.throughput import run_throughput
+from octavo.measure.bench.engine_load import run_load
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.tables import Cell, Table, format_column
 from octavo.measure.rows import Row
+from octavo.measure.run import command_line
 from octavo.serving.engine.settings import EngineSettings
-from octavo.settings import Settings
-
-Tokens = int | str  # 4096, or "4k"
-
-
-def _tokens(value: Tokens) -> int:
-    return parse_tokens(str(value))
+from octavo.settings import Settings, Tokens
 
 
 def _flags(settings: Settings, **changed: object) -> dict[str, Any]:
@@ -63,18 +55,14 @@ class LatencyLoad(Settings):
     num_iters: int = 3
     num_iters_warmup: int = 1
     seed: int = 0
+    kind: ClassVar[str] = "latency"
 
     @property
     def case(self) -> LatencyCase:
         """What runs."""
-        return LatencyCase(
-            input_lens=tuple(map(_tokens, self.input_len)),
-            output_len=self.output_len,
-            batch_size=self.batch_size,
-            num_iters=self.num_iters,
-            num_warmups=self.num_iters_warmup,
-            seed=self.seed,
-        )
+        own = dict(self)
+        lengths, num_warmups = own.pop("input_len"), own.pop("num_iters_warmup")
+        return LatencyCase(input_lens=lengths, num_warmups=num_warmups, **own)
 
     @property
     def max_num_seqs(self) -> int:
@@ -84,10 +72,10 @@ class LatencyLoad(Settings):
     @property
     def flags(self) -> dict[str, Any]:
         """Those of octavo bench latency."""
-        return _flags(self, input_len=",".join(map(str, self.case.input_lens)))
+        return _flags(self, input_len=",".join(map(str, self.input_len)))
 
     def __str__(self) -> str:
-        lengths = ", ".join(f"{length:,}" for length in self.case.input_lens)
+        lengths = ", ".join(f"{length:,}" for length in self.input_len)
         return f"{lengths} in, {self.output_len} out, {self.batch_size} at once"
 
 
@@ -102,17 +90,13 @@ class ThroughputLoad(Settings):
     num_warmups: int | None = None
     max_num_seqs: int = 256
     seed: int = 0
+    kind: ClassVar[str] = "throughput"
 
     @property
     def case(self) -> ThroughputCase:
         """What runs."""
-        work = Workload(
-            num_prompts=self.num_prompts,
-            input_len=_tokens(self.input_len),
-            output_len=_tokens(self.output_len),
-            range_ratio=self.range_ratio,
-            seed=self.seed,
-        )
+        names = {own.name for own in fields(Workload)}
+        work = Workload(**{name: value for name, value in self if name in names})
         return ThroughputCase(
             workload=work, max_concurrency=self.max_concurrency, num_warmups=self.num_warmups
         )
@@ -120,15 +104,12 @@ class ThroughputLoad(Settings):
     @property
     def flags(self) -> dict[str, Any]:
         """Those of octavo bench throughput."""
-        lengths = {name: _tokens(getattr(self, name)) for name in ("input_len", "output_len")}
-        return _flags(self, **lengths)
+        return _flags(self)
 
     def __str__(self) -> str:
-        work, limit = self.case.workload, self.max_concurrency
-        return (
-            f"{work.num_prompts} × {work.input_len:,} in, {work.output_len:,} out, "
-            f"{'all' if limit is None else limit} at once"
-        )
+        limit = "all" if self.max_concurrency is None else self.max_concurrency
+        sizes = f"{self.input_len:,} in, {self.output_len:,} out"
+        return f"{self.num_prompts} × {sizes}, {limit} at once"
 
 
 class EngineOptions(Settings):
@@ -226,7 +207,7 @@ class Combination:
     @property
     def kind(self) -> str:
         """The benchmark: latency or throughput."""
-        return "latency" if isinstance(self.load, LatencyLoad) else "throughput"
+        return self.load.kind
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.row.name}, {self.load}"
@@ -251,21 +232,9 @@ def combinations(sweep: SweepFile, *, peers: bool = False) -> list[Combination]:
             flags = {**sweep.flags, **load.flags, "--kv-cache-dtype": names}
             if peers:
                 flags["--peers"] = "FOLDER"  # whichever it was on this machine
-            kind = "latency" if isinstance(load, LatencyLoad) else "throughput"
-            found.append(Combination(row, load, _command(kind, sweep.model, flags)))
+            command = command_line("octavo", "bench", load.kind, sweep.model, flags=flags)
+            found.append(Combination(row, load, command))
     return found
-
-
-def _command(kind: str, model: str | None, flags: Mapping[str, Any]) -> str:
-    """The command that repeats a measurement; flags of None, False or () are left out."""
-    parts = ["octavo", "bench", kind, *([model] if model else [])]
-    for flag, value in flags.items():
-        if value is True:
-            parts.append(flag)
-        elif value is not None and value is not False:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                parts += [flag, str(one)]
-    return shlex.join(parts)
 
 
 def stored_records(
@@ -284,7 +253,7 @@ def stored_records(
     if not isinstance(combination.load, LatencyLoad):
         return tuple(same[-1:])
     by_length = {record.case["input_len"]: record for record in same}  # the newest is the last
-    lengths = combination.load.case.input_lens
+    lengths = combination.load.input_len
     return tuple(by_length[n] for n in lengths) if set(lengths) <= by_length.keys() else ()
 
 
@@ -310,34 +279,31 @@ def run_sweep(
     records = store.read(path) if path.exists() else []
     machine, model = machine_of(device), _Model(sweep, device)
     outcomes: list[Outcome] = []
-    baselines: dict[int, RowResult] = {}  # by workload
+    baselines: dict[int, tuple[Measurement, ...]] = {}  # by workload
     for combination in todo:
         on_start(combination)
         number = sweep.loads.index(combination.load)
         if found := stored_records(combination, records, machine):
             outcome = Outcome(combination, "skipped", found)
         else:
-            outcome = _run(model, combination, baselines.get(number), path, on_step)
+            outcome = _run(model, combination, baselines.get(number, ()), path, on_step)
         if outcome.state != "failed" and combination.row.name == sweep.recipes[0]:
-            baselines[number] = RowResult(combination.row, outcome.records)
+            baselines[number] = outcome.records
         outcomes.append(outcome)
         on_end(outcome)
     return outcomes
 
 
-@dataclass(frozen=True)
 class _Model:
     """The model and its rows, made when something first needs them."""
 
-    sweep: SweepFile
-    device: str
+    def __init__(self, sweep: SweepFile, device: str) -> None:
+        self.sweep, self.device = sweep, device
 
     @cached_property
     def subject(self) -> Subject:
-        made, device = self.sweep, self.device
-        return open_subject(
-            made.model, made.config, dtype=made.dtype, device=device, layers=made.layers
-        )
+        own = {name: getattr(self.sweep, name) for name in ("dtype", "layers")}
+        return open_subject(self.sweep.model, self.sweep.config, device=self.device, **own)
 
     @cached_property
     def rows(self) -> dict[str, Row]:
@@ -348,25 +314,34 @@ class _Model:
 def _run(
     model: _Model,
     combination: Combination,
-    baseline: RowResult | None,
+    baseline: Sequence[Measurement],
     path: Path,
     on_step: Callable[[str], None],
 ) -> Outcome:
-    rows, case = [model.rows[combination.row.name]], combination.load.case
-    settings = model.sweep.engine.settings(combination.load.max_num_seqs)
-    options: Any = {"command": combination.command, "baseline": baseline}
+    load, rows = combination.load, [model.rows[combination.row.name]]
+    settings = model.sweep.engine.settings(load.max_num_seqs)
+    options: Any = {"command": combination.command, "baseline": baseline, "on_step": on_step}
     try:
-        if isinstance(case, LatencyCase):
-            options["on_run"] = on_step
-            (result,) = run_latency(model.subject, rows, case, settings, **options)
-        else:
-            options["on_token"] = on_step
-            (result,) = run_throughput(model.subject, rows, case, settings, **options)
+        result = run_load(model.subject, rows, load.case, settings, **options)
     except Exception as error:  # whatever it is, hours of others must not be lost to it
         is_ours = isinstance(error, OctavoError)
         reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
         return Outcome(combination, "failed", reason=reason)
-    if result.failure is not None:
-        return Outcome(combination, "failed", reason=result.failure)
+    for reason in result.failures.values():
+        return Outcome(combination, "failed", reason=reason)
     store.append(path, result.records)
     return Outcome(combination, "measured", result.records)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """One line for each combination, with its median times where it has some."""
+    rows: list[tuple[Cell, ...]] = []
+    for outcome in outcomes:
+        one, values = outcome.combination, [record.values for record in outcome.records]
+        medians = [
+            ", ".join(format_column([v[name] for v in values if name in v])) or None
+            for name in ("median_ttft_ms", "median_itl_ms", "output_throughput")
+        ]
+        rows.append((one.kind, str(one.load), one.row.name, outcome.state, *medians))
+    header = ("benchmark", "workload", "recipe", "", "TTFT (ms)", "ITL (ms)", "output tokens/s")
+    return Table(caption="Sweep: medians", header=header, rows=tuple(rows))

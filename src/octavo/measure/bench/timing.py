@@ -3,7 +3,6 @@
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -86,27 +85,14 @@ def sample_in_turn_ms(
     return [list(samples) for samples in zip(*rounds, strict=True)]
 
 
-@dataclass(frozen=True)
-class Sustained:
-    """Milliseconds of single calls under load, and the GPU's clock and power meanwhile."""
-
-    samples_ms: list[float]
-    sm_mhz: float
-    watts: float
-
-    @property
-    def seen(self) -> dict[str, float]:
-        """Clock and power as values of a record."""
-        return {"sm_mhz": self.sm_mhz, "watts": self.watts}
-
-
 def sample_sustained_ms(
     call: Callable[[], object], *, load_s: float, num_samples: int = 15
-) -> Sustained:
-    """Times of a call that has had the GPU to itself for `load_s` seconds.
+) -> tuple[list[float], dict[str, float]]:
+    """Milliseconds of a call that has had the GPU to itself for `load_s` seconds.
 
-    By then the clock is what the power limit leaves for this call, as in a model that makes no
-    other. In turn with others a call gets the clock that they all leave it together.
+    Beside them the clock and power meanwhile, as the values sm_mhz and watts of a record. By then
+    the clock is what the power limit leaves for this call, as in a model that makes no other. In
+    turn with others a call gets the clock that they all leave it together.
     """
     if load_s <= 0:
         raise ConfigError(f"expected a load of more than 0 seconds, got {load_s}")
@@ -115,7 +101,7 @@ def sample_sustained_ms(
         _once_cuda(call)
     samples = [_once_cuda(call) for _ in range(num_samples)]
     sm_mhz, watts = _meter(call)
-    return Sustained(samples, sm_mhz, watts)
+    return samples, {"sm_mhz": sm_mhz, "watts": watts}
 
 
 def time_alone(
@@ -127,8 +113,8 @@ def time_alone(
     """
     if device.type != "cuda":
         return timing(sample_ms(call, device, warmup_ms=0.0, budget_ms=0.0, min_samples=3))
-    load = sample_sustained_ms(call, load_s=1.0, num_samples=num_samples)
-    return timing(load.samples_ms) | load.seen
+    samples, seen = sample_sustained_ms(call, load_s=1.0, num_samples=num_samples)
+    return timing(samples) | seen
 
 
 def _meter(call: Callable[[], object]) -> tuple[float, float]:

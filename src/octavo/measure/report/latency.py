@@ -15,7 +15,6 @@ import numpy as np
 from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
-from octavo.measure.regression import Interval
 from octavo.measure.report.html import Kind, Rows, Section
 from octavo.measure.report.plots import (
     Figure,
@@ -62,15 +61,35 @@ class Metric:
     caption: str
 
 
+def fit_itl(records: Rows) -> fits.Line:
+    """The line of ITL in ms over the context, of a row's records of two or more lengths."""
+    # The context grows while the tokens come: on average by half of them.
+    contexts = [_number(r, "input_len") + _number(r, "output_len") / 2 for r in records]
+    return fits.fit_line(contexts, [r.values["median_itl_ms"] for r in records])
+
+
+def fit_ttft(records: Rows) -> fits.Quadratic:
+    """The curve of TTFT in ms over the input, of a row's records of three or more lengths."""
+    lengths = [_number(r, "input_len") for r in records]
+    return fits.fit_quadratic(lengths, [r.values["median_ttft_ms"] for r in records])
+
+
+def _number(record: Measurement, name: str) -> float:
+    value = record.case.get(name)
+    if not isinstance(value, int | float):
+        raise ConfigError(f"expected records with a number {name}, got {value!r}")
+    return float(value)
+
+
 ITL = Metric(
     name="itl",
     words="Time between tokens",
     shape="line",
     num_terms=2,
-    fit=fits.fit_itl,
+    fit=fit_itl,
     terms=lambda line: [
-        with_interval(line.intercept, line.intercept_interval),
-        with_interval(line.slope * 1e6, line.slope_interval, 1e6),
+        with_interval(line.intercept, line.interval("intercept")),
+        with_interval(line.slope * 1e6, line.interval("slope"), 1e6),
     ],
     ratio=fits.slope_ratio,
     break_even=fits.break_even,
@@ -82,7 +101,7 @@ TTFT = Metric(
     words="Time to the first token",
     shape="curve",
     num_terms=3,
-    fit=fits.fit_ttft,
+    fit=fit_ttft,
     terms=lambda curve: [
         with_interval(curve.constant, curve.interval("constant")),
         with_interval(curve.linear * 1e3, curve.interval("linear"), 1e3),
@@ -267,7 +286,7 @@ def _table(rows: Sequence[Row], metric: Metric) -> Table:
     return Table(caption=metric.caption, header=header, rows=tuple(cells))
 
 
-def with_interval(value: float, interval: Interval | None, factor: float = 1.0) -> str:
+def with_interval(value: float, interval: fits.Interval | None, factor: float = 1.0) -> str:
     """A number and its interval in brackets, which is in units of 1 / factor."""
     text = format_column([value])[0]
     if interval is None:
@@ -276,7 +295,7 @@ def with_interval(value: float, interval: Interval | None, factor: float = 1.0) 
     return f"{text} [{low}, {high}]"
 
 
-def _range_text(interval: Interval | None) -> str:
+def _range_text(interval: fits.Interval | None) -> str:
     """Where lines cross, in words after a sentence; nothing where nothing is known."""
     if interval is None:
         return ""

@@ -1,4 +1,4 @@
-"""Benchmarks of quantizing: activations, q, k and v of a projection, and new tokens into pages."""
+"""Benchmarks of linear layers and caches: quantizing, new tokens into pages, matrix products."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,30 +8,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo import ops
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
 from octavo.cache.view import PagedView
+from octavo.errors import UnsupportedError
+from octavo.internals import internals
 from octavo.kernels.append_kv.config import work as append_work
+from octavo.kernels.linear_gelu.config import work as gelu_work
+from octavo.kernels.matvec.config import work as matvec_work
 from octavo.kernels.quantize_qkv.config import work as qkv_work
+from octavo.kernels.scaled_mm.config import MatmulShape
+from octavo.kernels.scaled_mm.config import work as mm_work
 from octavo.measure.bench.benchmark import (
     MAX_ERROR,
     Benchmark,
     Participant,
+    Prepare,
     Suite,
     normal,
     our_impls,
     seeded,
     timed_impls,
 )
+from octavo.measure.records import Scalar
 from octavo.numerics.amax import AmaxHistory
-from octavo.numerics.granularity import PerHead, PerTensor, PerToken
+from octavo.numerics.granularity import PerChannel, PerHead, PerTensor, PerToken
 from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.rotary import Rotary
+from octavo.reference import gemm
 from octavo.reference.qkv import restore_values
 from octavo.reference.rotary import rotate
+
+with internals("torch"):
+    from torch import _scaled_mm
 
 
 def _quantize(size: tuple[int, int], device: torch.device, folder: Path | None) -> Benchmark:
@@ -127,8 +140,7 @@ def _our_qkv(
         case "static":
             options["scales"] = inputs.scales
         case "dynamic with history":
-            device = inputs.cu_seqlens.device
-            options["history"] = tuple(AmaxHistory().to(device) for _ in range(3))
+            options["history"] = tuple(AmaxHistory().to(inputs.cu_seqlens.device) for _ in range(3))
         case "dynamic per head":
             options["granularity"] = PerHead()
 
@@ -161,8 +173,7 @@ QUANTIZE_QKV = Suite(
     make=_quantize_qkv,
 )
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
-NUM_PAGES = 64
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 32, 8, 128, 64, 64
 
 
 @dataclass(frozen=True)
@@ -251,3 +262,189 @@ def _stored(result: tuple[Tensor, NewTokens]) -> Tensor:
 
 
 APPEND_KV = Suite(small=(1, 64, 256), large=(1, 64, 256), make=_append_kv)
+
+
+def _matvec(size: tuple[int, int], device: torch.device, folder: Path | None) -> Benchmark:
+    """One token times a weight in BF16, (columns, depth): how fast the weight is read."""
+    columns, depth = size
+    flops, num_bytes = matvec_work(columns, depth)
+    peer = Participant("torch", "BF16", _linear, MAX_ERROR["BF16"], num_bytes)
+    return Benchmark(
+        op="matvec",
+        case={"shape": f"{columns}x{depth}"},
+        make_inputs=seeded(device, lambda g: (normal(g, 1, depth), normal(g, columns, depth))),
+        truth=lambda inputs: inputs[0].double() @ inputs[1].double().t(),
+        participants=(*our_impls("matvec", device, "BF16", num_bytes), peer),
+        flops=flops,
+        baseline="torch",
+    )
+
+
+def _linear(inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+    return partial(F.linear, *inputs)
+
+
+def _linear_gelu(
+    size: tuple[int, int, int], device: torch.device, folder: Path | None
+) -> Benchmark:
+    """A linear layer with GELU in BF16 as one product, beside torch's two: rows, columns, depth."""
+    rows, columns, depth = size
+    flops, num_bytes = gelu_work(rows, columns, depth)
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias = (
+            torch.randn(shape, device=device, generator=generator)
+            for shape in ((rows, depth), (columns, depth), (columns,))
+        )
+        return x.bfloat16(), (weight / depth**0.5).bfloat16(), bias.bfloat16()
+
+    # torch writes the product, and reads it again for GELU.
+    torch_bytes = num_bytes + 2 * 2 * rows * columns
+    peer = Participant("torch-compiled", "BF16", _compiled_gelu, MAX_ERROR["BF16"], torch_bytes)
+    return Benchmark(
+        op="linear_gelu",
+        case={"shape": f"{rows}x{columns}x{depth}"},
+        make_inputs=seeded(device, draw),
+        truth=lambda inputs: gemm.linear_gelu(*inputs, compute=torch.float64),
+        participants=(*our_impls("linear_gelu", device, "BF16", num_bytes), peer),
+        flops=flops,
+        baseline="torch-compiled",
+    )
+
+
+def _compiled_gelu(inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
+    gelu = torch.compile(_gelu) if inputs[0].is_cuda else _gelu  # on a CPU it would take seconds
+    return lambda: gelu(F.linear(*inputs))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+WIDTHS = (2048, 3072, 6144, 12288)
+FEW_ROWS, CHECKED_ROWS = 64, 16
+
+
+@dataclass(frozen=True)
+class Operands:
+    """An activation, a weight and a bias in BF16."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor
+
+    def quantized(self, a: PerTensor | PerToken) -> tuple[Quantized, Quantized]:
+        """Activation and weight in FP8: both per tensor, or per token and per channel."""
+        b = PerTensor() if isinstance(a, PerTensor) else PerChannel()
+        return ops.quantize(self.a, a), ops.quantize(self.b, b)
+
+
+def _mm(size: tuple[int, int, int], device: torch.device, folder: Path | None) -> Benchmark:
+    """FP8 weights beside torch._scaled_mm and BF16: rows, columns, depth.
+
+    Few rows, as in decoding, are also timed with the activation quantized in front of the product.
+    """
+    shape = MatmulShape(*size)
+
+    def draw(generator: torch.Generator) -> Operands:
+        sizes = ((shape.rows, shape.depth), (shape.columns, shape.depth), (shape.columns,))
+        a, b, bias = (normal(generator, *size) for size in sizes)
+        return Operands(a, b, bias / 8)  # small, so that the truth serves those without it as well
+
+    def truth(inputs: Operands) -> Tensor:
+        a = inputs.a[:CHECKED_ROWS].double()
+        return a @ inputs.b.double().t() + inputs.bias.double()
+
+    return Benchmark(
+        op="scaled_mm",
+        case={"shape": f"{shape.rows}x{shape.columns}x{shape.depth}"},
+        make_inputs=seeded(device, draw),
+        truth=truth,
+        participants=tuple(_mm_participants(shape, device)),
+        flops=mm_work(shape, a_bytes=1, out_bytes=2)[0],
+        checked=lambda result: result[:CHECKED_ROWS],
+    )
+
+
+def _mm_participants(shape: MatmulShape, device: torch.device) -> list[Participant]:
+    def entry(
+        name: str, operands: str, prepare: Prepare, scales: str, has_bias: bool = True
+    ) -> Participant:
+        _, num_bytes = mm_work(shape, a_bytes=1 if operands == "FP8" else 2, out_bytes=2)
+        if operands == "BF16":
+            num_bytes += shape.columns * shape.depth
+        notes: dict[str, Scalar] = {"scales": scales, "bias": has_bias}
+        return Participant(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes)
+
+    by_token = "token by channel"
+    found = []
+    for name, prepare in (("torch._scaled_mm", _torch_mm), ("selected", partial(_our_mm, None))):
+        found += [
+            entry(name, "FP8", partial(prepare, PerTensor(), True), "tensor"),
+            entry(name, "FP8", partial(prepare, PerTensor(), False), "tensor", False),
+            entry(name, "FP8", partial(prepare, PerToken(), True), by_token),
+        ]
+    found += [
+        entry(name, "FP8", partial(_our_mm, name, PerToken(), True), by_token)
+        for name in timed_impls("scaled_mm", device)
+    ]
+    if shape.rows <= FEW_ROWS:
+        in_front = f"{by_token}, quantized in front"
+        found += [
+            entry("selected", "FP8", partial(_plain_by_fp8, PerToken()), in_front),
+            entry("selected", "BF16 by FP8", partial(_plain_by_fp8, None), "channel"),
+        ]
+    return [*found, entry("torch", "BF16", lambda x: _linear((x.a, x.b, x.bias)), "none")]
+
+
+def _our_mm(
+    impl: str | None, a: PerTensor | PerToken, has_bias: bool, inputs: Operands
+) -> Callable[[], Tensor]:
+    bias = inputs.bias if has_bias else None
+    return partial(ops.scaled_mm, *inputs.quantized(a), bias, impl=impl)
+
+
+def _plain_by_fp8(activation: PerToken | None, inputs: Operands) -> Callable[[], Tensor]:
+    """BF16 times an FP8 weight; activation: how it is quantized in front, if it is."""
+    weight = ops.quantize(inputs.b, PerChannel())
+    return partial(ops.scaled_mm, inputs.a, weight, inputs.bias, activation=activation)
+
+
+def _torch_mm(a: PerTensor | PerToken, has_bias: bool, inputs: Operands) -> Callable[[], Tensor]:
+    """torch._scaled_mm as it is called without octavo."""
+    if not inputs.a.is_cuda:
+        raise UnsupportedError("torch._scaled_mm needs a CUDA GPU, got CPU")
+    x, weight = inputs.quantized(a)
+    x_scale, weight_scale = x.scale, weight.scale
+    if isinstance(a, PerToken):
+        x_scale, weight_scale = x_scale.unsqueeze(1), weight_scale.unsqueeze(0)
+    options: Any = {"bias": inputs.bias if has_bias else None, "out_dtype": torch.bfloat16}
+    return partial(_scaled_mm, x.data, weight.data.t(), x_scale, weight_scale, **options)
+
+
+LINEAR_GELU = Suite(
+    small=((65, 96, 48),),
+    large=((4096, 12288, 3072), (14040, 6144, 2048)),  # Qwen-Image, then a video transformer
+    make=_linear_gelu,
+)
+
+MATVEC = Suite(
+    small=((512, 512), (65, 300)),
+    large=(  # Llama-3.1-8B with its vocabulary, then gpt-oss
+        *((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (128256, 4096)),
+        *((4096, 2880), (512, 2880), (2880, 4096)),
+    ),
+    make=_matvec,
+)
+
+SCALED_MM = Suite(
+    small=((256, 1024, 1024), (4, 512, 512)),
+    large=(  # a square, diffusion transformers, and Llama-3.1-8B with few rows
+        (8192, 8192, 8192),
+        *((rows, n, k) for rows in (4096, 14040) for n in WIDTHS for k in WIDTHS),
+        (4608, 12288, 3072),
+        (4608, 3072, 12288),
+        *((m, n, k) for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)) for m in (1, 4, 16)),
+    ),
+    make=_mm,
+)

@@ -5,12 +5,11 @@ import pytest
 pytest.importorskip("transformers")
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.measure.bench import engine_check, throughput
+from octavo.measure.bench import engine, engine_load
 from octavo.measure.bench.cases import RandomPrompt, ThroughputCase, Workload
-from octavo.measure.bench.engine import make_rows, open_engine, open_subject
-from octavo.measure.bench.engine_run import serve_prompts
-from octavo.measure.bench.request_times import RequestTimes
-from octavo.measure.bench.throughput import run_throughput
+from octavo.measure.bench.engine import make_rows, open_engine, open_subject, serve_prompts
+from octavo.measure.bench.engine_load import run_load
+from octavo.measure.bench.requests import RequestTimes
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -27,14 +26,14 @@ def subject():
 def run(subject, names, **case):
     rows = make_rows(names, subject)
     case = ThroughputCase(**{"workload": WORK, **case})
-    return run_throughput(subject, rows, case, EngineSettings(), command="octavo")
+    return run_load(subject, rows, case, EngineSettings(), command="octavo")
 
 
 def test_records(subject):
-    auto, fp8 = run(subject, ["auto", "fp8"], max_concurrency=2)
+    auto, fp8 = run(subject, ["auto", "fp8"], max_concurrency=2).records
     prompts = WORK.draw(256)
-    for result in (auto, fp8):
-        values, case = result.records[0].values, result.records[0].case
+    for record in (auto, fp8):
+        values, case = record.values, record.case
         assert values["completed"] == 5 and values["failed"] == 0
         assert values["total_input_tokens"] == sum(len(prompt.tokens) for prompt in prompts)
         assert values["total_output_tokens"] == sum(prompt.output_len for prompt in prompts)
@@ -42,30 +41,31 @@ def test_records(subject):
         total = values["total_input_tokens"] + values["total_output_tokens"]
         assert values["total_token_throughput"] == pytest.approx(total / values["duration"])
         assert case["max_concurrency"] == case["max_num_seqs"] == 2 and case["range_ratio"] == 0.15
-    gain = fp8.records[0].values["output_throughput"] / auto.records[0].values["output_throughput"]
-    assert fp8.records[0].values["output_throughput_gain"] == gain
-    slower = fp8.records[0].values["median_itl_ms"] / auto.records[0].values["median_itl_ms"]
-    assert fp8.records[0].values["median_itl_gain"] == pytest.approx(1 / slower)
-    assert fp8.records[0].baseline == "auto" and auto.records[0].baseline is None
+    gain = fp8.values["output_throughput"] / auto.values["output_throughput"]
+    assert fp8.values["output_throughput_gain"] == gain
+    slower = fp8.values["median_itl_ms"] / auto.values["median_itl_ms"]
+    assert fp8.values["median_itl_gain"] == pytest.approx(1 / slower)
+    assert fp8.baseline == "auto" and auto.baseline is None
 
 
 def test_all_at_once(subject):
-    (result,) = run(subject, ["auto"], num_warmups=0)
-    assert result.records[0].values["max_concurrent_requests"] == 5
-    assert "max_concurrency" not in result.records[0].case
+    (record,) = run(subject, ["auto"], num_warmups=0).records
+    assert record.values["max_concurrent_requests"] == 5
+    assert "max_concurrency" not in record.case
 
 
 def test_a_row_that_is_wrong(subject, monkeypatch):
-    monkeypatch.setitem(engine_check.MAX_ERROR, "e4m3", 1e-9)
-    auto, fp8 = run(subject, ["auto", "fp8"])
-    assert auto.failure is None and fp8.records == () and "fp8 is wrong" in fp8.failure
+    monkeypatch.setitem(engine.MAX_ERROR, "e4m3", 1e-9)
+    result = run(subject, ["auto", "fp8"])
+    assert [record.case["row"] for record in result.records] == ["auto"]
+    assert list(result.failures) == ["fp8"] and "fp8 is wrong" in result.failures["fp8"]
     with pytest.raises(UnsupportedError, match="fp8 is wrong"):
         run(subject, ["fp8", "auto"])
 
 
 def test_a_request_that_fails_fails_its_row(subject, monkeypatch):
     failed = RequestTimes(input_len=1, output_len=0, start_s=0, parts_s=(), error="boom")
-    monkeypatch.setattr(throughput, "serve_prompts", lambda *a, **k: ([failed], 1.0))
+    monkeypatch.setattr(engine_load, "serve_prompts", lambda *a, **k: ([failed], 1.0))
     with pytest.raises(OctavoError, match="auto: 1 requests failed: boom"):
         run(subject, ["auto"])
 
@@ -78,7 +78,7 @@ def test_graphs_are_captured_before_the_clock_starts(subject, monkeypatch):
         seen.append("load")
         return serve_prompts(*args, **options)
 
-    monkeypatch.setattr(throughput, "serve_prompts", serve)
+    monkeypatch.setattr(engine_load, "serve_prompts", serve)
     run(subject, ["auto"])
     assert seen == ["graphs", "load", "load"]  # the first is a warm-up
 

@@ -1,0 +1,445 @@
+"""Loads in this process's engine: one batch by itself (latency), or many requests (throughput).
+
+Rows run one after the other with the same model and the same prompts. What a token costs after a
+longer context is a straight line: its intercept is the weights and everything else, its slope the
+keys and values that are read. What a prompt costs has a square term as well: attention. Records of
+these fits have each term with its 95 % interval as two more values, with low and high before the
+unit. They are absent where nothing is known of it: as many lengths as terms.
+
+The load of throughput is that of `octavo bench serve`, and so are the fields; no HTTP is between.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from octavo.errors import ConfigError, OctavoError
+from octavo.measure.bench.cases import LatencyCase, ThroughputCase
+from octavo.measure.bench.engine import (
+    CONTEXT,
+    Subject,
+    check_row,
+    engine_about,
+    open_engine,
+    row_about,
+    serve_prompts,
+    shortened,
+)
+from octavo.measure.bench.requests import RequestTimes, statistics_ms, summarize
+from octavo.measure.fit import (
+    BreakEven,
+    Interval,
+    Line,
+    Quadratic,
+    break_even,
+    curve_break_even,
+    slope_ratio,
+    square_ratio,
+)
+from octavo.measure.records import Measurement, Scalar, utc_now
+from octavo.measure.report.latency import (
+    ITL,
+    TTFT,
+    fit_itl,
+    fit_ttft,
+    latency_sections,
+    rows_of,
+)
+from octavo.measure.report.tables import Table, from_records
+from octavo.measure.rows import Row
+from octavo.measure.run import ALL, Outcome, Participant, Records, Values, Workload, run_workload
+from octavo.serving.engine.engine import Engine
+from octavo.serving.engine.settings import EngineSettings
+
+MAX_WARM_UPS = 8
+PERCENTILES = (10, 20, 80, 90, 99)
+# Those that vLLM's `bench latency` has of whole batches.
+BATCH_PERCENTILES = (10, 25, 50, 75, 90, 99)
+# Of the terms of TTFT: what follows the name, and how many of it are in one of the fit's.
+CURVE_UNITS = {
+    "constant": ("ms", 1.0),
+    "linear": ("ms_per_1k_tokens", 1e3),
+    "square": ("ms_per_1k_tokens_squared", 1e6),
+}
+# Values of throughput that are compared with the first row's, and what is better: more, or less.
+GAINS = {"output_throughput": True, "median_ttft_ms": False, "median_itl_ms": False}
+TTFT_COLUMNS = (
+    *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
+    *("ttft_speedup", "relative_rms"),
+)
+ITL_COLUMNS = (
+    *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
+    *("p99_itl_ms", "itl_speedup"),
+)
+SPEED_COLUMNS = (
+    *("row", "duration", "request_throughput", "output_throughput", "output_throughput_gain"),
+    *("total_token_throughput", "relative_rms"),
+)
+LATENCY_COLUMNS = (
+    *("row", "median_ttft_ms", "p99_ttft_ms", "median_ttft_gain"),
+    *("median_itl_ms", "p99_itl_ms", "median_itl_gain", "median_e2el_ms"),
+)
+OnStep = Callable[[str], None]  # told which row's batch begins, or which row has a token more
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load came to: the records of rows that count, and why other rows do not.
+
+    latencies_s: of latency, by row and input length, the seconds of the batches.
+    """
+
+    records: tuple[Measurement, ...]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    latencies_s: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """A row whose engine is open and has passed its check; errors: what the check found."""
+
+    row: Row
+    engine: Engine
+    errors: Values
+
+    def outcome(self, values: Values, **about: Scalar) -> Outcome:
+        """Values with the errors of the check, and what is known of the engine."""
+        return Outcome({**values, **self.errors}, {**engine_about(self.engine), **about})
+
+
+def run_load(
+    subject: Subject,
+    rows: Sequence[Row],
+    case: LatencyCase | ThroughputCase,
+    settings: EngineSettings,
+    *,
+    command: str,
+    baseline: Sequence[Measurement] = (),
+    records: Records | None = None,
+    on_step: OnStep = lambda what: None,
+) -> LoadResult:
+    """Check and measure all rows under a load; the first is what the others are compared with.
+
+    It raises if it is wrong. Another row that is wrong, cannot run or fails a request has a failure
+    and no records. The engine holds the load, and computes every prompt anew. Records of latency
+    are those of a row's lengths, then its fits. baseline: what all rows are compared with, if it
+    has run before, at the same lengths. on_step: told of each batch of latency, or of each token of
+    throughput.
+    """
+    settings = replace(
+        settings,
+        max_num_seqs=case.num_seqs(settings.max_num_seqs),
+        max_context=max(case.max_context, CONTEXT),
+        enable_prefix_caching=False,
+    )
+    is_plain = bool(baseline) and baseline[0].case["kv_cache_dtype"] == "auto"
+    plain_error = baseline[0].values["relative_rms"] if is_plain else None
+
+    @contextmanager
+    def opened(row: Row) -> Iterator[RowRun]:
+        nonlocal plain_error
+        errors = check_row(subject, row, settings, plain_error)
+        if row is rows[0] and row.kv_cache is None and not baseline:
+            plain_error = errors["relative_rms"]
+        with open_engine(subject, row, settings) as engine:
+            engine.warm_up()
+            yield RowRun(row, engine, errors)
+
+    participants = [
+        Participant(
+            name=row.name,
+            impl="octavo",
+            about={**subject.about, **row_about(row), **case.about},
+            machine=subject.machine(),
+            open=partial(opened, row),
+        )
+        for row in rows
+    ]
+    failures: dict[str, str] = {}
+    latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
+    workload: Any
+    if isinstance(case, LatencyCase):
+        workload = _latency(case, subject.vocab_size, command, latencies_s, on_step)
+    else:
+        workload = _throughput(case, subject.vocab_size, command, on_step)
+    found = run_workload(
+        participants,
+        workload,
+        records,
+        baseline=baseline,
+        on_failure=lambda name, error: failures.update({name: str(error)}),
+    )
+    return LoadResult(tuple(found), failures, latencies_s)
+
+
+def _latency(
+    case: LatencyCase,
+    vocab_size: int,
+    command: str,
+    latencies_s: dict[tuple[str, int], tuple[float, ...]],
+    on_step: OnStep,
+) -> Workload[RowRun, int]:
+    """One batch at each length, so many times; then fits over the lengths."""
+
+    def measure(run: RowRun, length: int) -> Outcome:
+        prompts = case.workload(length).draw(vocab_size)
+        batches = []
+        for number in range(case.num_warmups + case.num_iters):
+            on_step(f"{run.row.name}, {length:,} tokens")
+            is_warm_up = number < case.num_warmups
+            times, _ = serve_prompts(run.engine, shortened(prompts) if is_warm_up else prompts)
+            for index, one in enumerate(times):
+                if one.error is not None:
+                    raise OctavoError(f"{run.row.name}: request {index} failed: {one.error}")
+            if not is_warm_up:
+                _decoding_s(times)  # before more time goes into it
+                batches.append(times)
+        latencies_s[run.row.name, length] = tuple(map(_batch_s, batches))
+        return run.outcome(length_values(batches))
+
+    def compare(own: Values, first: Values) -> Values:
+        medians = {metric: f"median_{metric}_ms" for metric in ("ttft", "itl")}
+        return {f"{metric}_speedup": first[name] / own[name] for metric, name in medians.items()}
+
+    return Workload(
+        op="latency",
+        command=command,
+        cells={length: {"input_len": length} for length in case.input_lens},
+        measure=measure,
+        compare=compare,
+        derive=_fits,
+        row_key="row",
+    )
+
+
+def _fits(own: list[Measurement], first: list[Measurement]) -> Iterator[Measurement]:
+    """The records of a row's line and curve, with as many lengths as these take."""
+    about = dict(own[0].case)
+    del about["input_len"]
+    about["input_lens"] = ",".join(str(record.case["input_len"]) for record in own)
+    fits: list[tuple[str, dict[str, float]]] = []
+    if len(own) > 1:
+        line = line_values(fit_itl(own), fit_itl(first) if first else None)
+        fits.append(("latency_fit", line))
+    if len(own) > 2:
+        curve = curve_values(fit_ttft(own), fit_ttft(first) if first else None)
+        fits.append(("ttft_fit", curve))
+    for op, values in fits:
+        yield replace(own[0], op=op, case=about, values=values, date=utc_now())
+
+
+def _throughput(
+    case: ThroughputCase, vocab_size: int, command: str, on_step: OnStep
+) -> Workload[RowRun, str]:
+    """All requests of the load."""
+
+    def measure(run: RowRun, cell: str) -> Outcome:
+        prompts = case.workload.draw(vocab_size)
+        engine, name, limit = run.engine, run.row.name, case.max_concurrency
+        num_warm_ups = case.num_warmups
+        if num_warm_ups is None:
+            num_warm_ups = min(limit or MAX_WARM_UPS, MAX_WARM_UPS)
+        if short := shortened(prompts[:num_warm_ups]):
+            serve_prompts(engine, short, max_concurrency=limit)
+        before = engine.stats().num_preemptions
+        times, duration_s = serve_prompts(
+            engine, prompts, max_concurrency=limit, on_token=lambda: on_step(f"{name}, tokens")
+        )
+        num_preemptions = engine.stats().num_preemptions - before
+        if failed := [one.error for one in times if one.error is not None]:
+            raise OctavoError(f"{name}: {len(failed)} requests failed: {failed[0]}")
+        values = summarize(times, duration_s, (10, 90, 99))
+        return run.outcome(
+            {**values, "num_preemptions": num_preemptions},
+            max_num_seqs=engine.settings.max_num_seqs,
+        )
+
+    def compare(own: Values, first: Values) -> Values:
+        """How many times as good a row is as the first one: output_throughput_gain and so on."""
+        ratios = {name: own[name] / first[name] for name in GAINS}
+        return {
+            f"{name.removesuffix('_ms')}_gain": ratios[name] if is_more_better else 1 / ratios[name]
+            for name, is_more_better in GAINS.items()
+        }
+
+    return Workload(
+        op="throughput",
+        command=command,
+        cells={ALL: {}},
+        measure=measure,
+        compare=compare,
+        row_key="row",
+    )
+
+
+def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]:
+    """Time to the first token and between tokens, of all batches of a length.
+
+    Time between tokens is that while the whole batch decodes: before, steps compute prompts as
+    well, and after it they are those of fewer sequences.
+    """
+    ttfts, itls, latencies = [], [], []
+    for batch in batches:
+        first_s, last_s = _decoding_s(batch)
+        for times in batch:
+            ttfts.append(times.ttft_s)
+            latencies.append(times.latency_s)
+            gaps = zip(times.parts_s, times.parts_s[1:], strict=False)
+            itls += [end - start for start, end in gaps if start >= first_s and end <= last_s]
+    return {
+        **statistics_ms("ttft", ttfts, PERCENTILES),
+        **statistics_ms("itl", itls, PERCENTILES),
+        **statistics_ms("e2el", latencies, BATCH_PERCENTILES),
+        "avg_latency": sum(map(_batch_s, batches)) / len(batches),  # vLLM's, in seconds
+        "num_ttft_samples": len(ttfts),
+        "num_itl_samples": len(itls),
+    }
+
+
+def _decoding_s(batch: Sequence[RequestTimes]) -> tuple[float, float]:
+    """From when to when all sequences of a batch decode; raises if they never do."""
+    first_s = max(times.parts_s[0] for times in batch)
+    last_s = min(times.parts_s[-1] for times in batch)
+    if last_s <= first_s:
+        raise ConfigError(
+            f"expected {len(batch)} sequences at once after their prompts of {batch[0].input_len} "
+            "tokens, got one that had ended before another began: use a larger output_len or "
+            "max_num_batched_tokens, more pages, or a smaller batch"
+        )
+    return first_s, last_s
+
+
+def _batch_s(batch: Sequence[RequestTimes]) -> float:
+    """From the first request of a batch to its last token."""
+    return max(times.parts_s[-1] for times in batch) - min(times.start_s for times in batch)
+
+
+def line_values(line: Line, first: Line | None) -> dict[str, float]:
+    """A line of the time between tokens over the context, beside that of the first row."""
+    values = {
+        **_term("itl_intercept", line.intercept, line.interval("intercept"), "ms"),
+        **_term("itl_slope", line.slope, line.interval("slope"), "us_per_1k_tokens", 1e6),
+        "itl_residual_ms": line.residual,
+    }
+    if first is None:
+        return values
+    ratio = slope_ratio(line, first)
+    values["intercept_gap_ms"] = line.intercept - first.intercept
+    values |= _term("slope_ratio", ratio.value, ratio.interval)
+    return values | _crossing("", break_even(line, first))
+
+
+def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
+    """A curve of the time to the first token over the input, beside that of the first row.
+
+    Where they cross is said of curves that were fitted, between the lengths that both have.
+    """
+    values: dict[str, float] = {}
+    for term, (unit, factor) in CURVE_UNITS.items():
+        values |= _term(f"ttft_{term}", getattr(curve, term), curve.interval(term), unit, factor)
+    values["ttft_residual_ms"] = curve.residual
+    if first is None:
+        return values
+    ratio = square_ratio(curve, first)
+    values |= _term("square_ratio", ratio.value, ratio.interval)
+    if curve.fit is None or first.fit is None:
+        return values
+    return values | _crossing("ttft_", curve_break_even(curve, first))
+
+
+def _term(
+    name: str, value: float, interval: Interval | None, unit: str = "", factor: float = 1.0
+) -> dict[str, float]:
+    """A value, and the two ends of its interval where there is one."""
+    after = f"_{unit}" if unit else ""
+    found = {f"{name}{after}": value * factor}
+    if interval is not None:
+        ends = {"low": interval.low, "high": interval.high}
+        found |= {f"{name}_{end}{after}": own * factor for end, own in ends.items()}
+    return found
+
+
+def _crossing(before: str, found: BreakEven) -> dict[str, float]:
+    values = _term(f"{before}break_even", found.tokens, found.interval, "tokens")
+    if found.up_to is not None:
+        values[f"{before}faster_up_to_tokens"] = found.up_to
+    return values
+
+
+def told(records: Sequence[Measurement]) -> Iterator[str | Table]:
+    """What was measured, in tables and sentences: of latency or of throughput."""
+    first = records[0]
+    yield f"{first.case['model']}, {first.case['dtype']}: {first.machine}"
+    yield from _told_latency(records) if first.op == "latency" else _told_throughput(records)
+
+
+def _told_latency(records: Sequence[Measurement]) -> Iterator[str | Table]:
+    case = records[0].case
+    sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
+    lengths = [record for record in records if record.op == "latency"]
+    lengths.sort(key=lambda record: int(record.case["input_len"]))
+    yield from_records(lengths, caption=f"To the first token: {sizes}", columns=TTFT_COLUMNS)
+    yield from_records(lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS)
+    for section in latency_sections(records):
+        yield from section.tables
+        yield from section.paragraphs[1:]
+    ends = {ITL: "", TTFT: ", by the curves between the shortest and the longest input"}
+    for row in rows_of(lengths):
+        for metric, end in ends.items():
+            if row.baseline is not None and (found := row.break_even(metric)) is not None:
+                yield f"{metric.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"
+
+
+def _told_throughput(records: Sequence[Measurement]) -> Iterator[str | Table]:
+    case = records[0].case
+    caption = (
+        f"{case['num_prompts']} requests, {case.get('max_concurrency', 'all')} at once, "
+        f"{case['input_len']} tokens in and {case['output_len']} out, "
+        f"± {100 * float(case['range_ratio']):g} %"
+    )
+    yield from_records(records, caption=caption, columns=SPEED_COLUMNS)
+    yield from_records(records, caption="Latency", columns=LATENCY_COLUMNS)
+    for record in records:
+        values = record.values
+        yield (
+            f"{record.case['row']}: throughput {values['request_throughput']:.2f} requests/s, "
+            f"{values['total_token_throughput']:.2f} total tokens/s, "
+            f"{values['output_throughput']:.2f} output tokens/s"
+        )
+
+
+def vllm_documents(result: LoadResult) -> dict[tuple[str | int, ...], dict[str, Any]]:
+    """The JSON documents of vLLM's `bench latency` or `bench throughput`.
+
+    By row and input length, or by row alone.
+    """
+    if not result.latencies_s:
+        return {(str(one.case["row"]),): _vllm_throughput(one) for one in result.records}
+    model = str(result.records[0].case["model"])
+    return {
+        key: {
+            "model_id": model,
+            "avg_latency": float(np.mean(seconds)),
+            "latencies": list(seconds),
+            "percentiles": {str(p): float(np.percentile(seconds, p)) for p in BATCH_PERCENTILES},
+        }
+        for key, seconds in result.latencies_s.items()
+        if key[0] not in result.failures
+    }
+
+
+def _vllm_throughput(record: Measurement) -> dict[str, Any]:
+    values = record.values
+    num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
+    return {
+        "model_id": str(record.case["model"]),
+        "elapsed_time": values["duration"],
+        "num_requests": int(values["completed"]),
+        "total_num_tokens": int(num_tokens),
+        "requests_per_second": values["request_throughput"],
+        "tokens_per_second": values["total_token_throughput"],
+    }
