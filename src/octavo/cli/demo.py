@@ -8,7 +8,7 @@ import typer
 
 from octavo import env
 from octavo.cli.console import err, out, print_table, progress_bar
-from octavo.cli.report import report
+from octavo.cli.report import ReportOptions, write_pages
 from octavo.errors import ConfigError
 from octavo.extras import need
 
@@ -75,7 +75,8 @@ def demo(
     output.mkdir(parents=True, exist_ok=True)
     found = [record for stage in stages for record in _run(stage)]
     out.print()
-    report([records], output=output / REPORT, title="octavo demo")
+    page = ReportOptions(results=(records,), output=output / REPORT, title="octavo demo")
+    write_pages(page)
     print_table(summary_table(found))
     seconds = time.monotonic() - began
     out.print(f"{len(found)} records in {seconds / 60:.1f} minutes: {records}", soft_wrap=True)

@@ -61,6 +61,11 @@ def report(asked: Annotated[ReportOptions, Flags(names={"results": "RESULTS"})])
     loads nothing, and says which records it does not show. Advice is made again without each
     model's own records, and shown beside what was measured.
     """
+    write_pages(asked)
+
+
+def write_pages(asked: ReportOptions) -> None:
+    """Write what is asked for, and say where it is."""
     from octavo.atomic import write_atomically
     from octavo.measure import store
     from octavo.measure.report.html import (
