@@ -74,7 +74,7 @@ def warmup(asked: Wanted) -> None:
     that an image can carry to machines with the same GPU. Needs the GPU that the model will run on.
     """
     from octavo import env
-    from octavo.integrations.transformers.model_layers import layers_to_warm_up
+    from octavo.integrations.model_layers import layers_to_warm_up
     from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
     from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.transformers.model_layers import layers_of, read_layers
+from octavo.integrations.model_layers import layers_of, read_layers
 from octavo.ops.warm_up import AttentionLayers, LinearLayers
 
 LLAMA = {
