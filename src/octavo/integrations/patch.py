@@ -1,10 +1,12 @@
 """Patch: changes to objects of other libraries, kept in a list that undoes them.
 
-with Patch() as patch:
-    patch.set(module, "forward", faster)
-    patch.hook(module.register_forward_hook(count))
-    ...
-# The module is as it was.
+A `with` block undoes them at its end:
+
+    with Patch() as patch:
+        patch.set(module, "forward", faster)
+        patch.hook(module.register_forward_hook(count))
+        ...
+    # The module is as it was.
 """
 
 import enum
