@@ -4,7 +4,7 @@ The model looks up keys: its answer is right only if attention over the whole pr
 """
 
 import octavo
-from octavo.integrations.transformers.retrieval_model import load_retrieval_model
+from octavo.demo.retrieval_model import load_retrieval_model
 
 found = load_retrieval_model(device="cpu")
 prompt = found.tokenizer("<s> ban 17 dor 42 fel 35 ? dor", return_tensors="pt")

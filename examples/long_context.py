@@ -6,7 +6,7 @@
 import torch
 
 import octavo
-from octavo.integrations.transformers.retrieval_model import load_retrieval_model
+from octavo.demo.retrieval_model import load_retrieval_model
 from octavo.measure.evaluate.needle import PairHaystack
 
 found = load_retrieval_model(device="cpu")

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from octavo.integrations.apply import restore_ as restore_
     from octavo.integrations.calibrate_linear import calibrate_linear as calibrate_linear
     from octavo.integrations.diffusers.calibrate import calibrate_pipeline as calibrate_pipeline
-    from octavo.integrations.diffusers.fit_tea_cache import fit_tea_cache as fit_tea_cache
     from octavo.integrations.diffusers.sensitivity import Sensitivity as Sensitivity
     from octavo.integrations.diffusers.sensitivity import scan_sensitivity as scan_sensitivity
     from octavo.integrations.diffusers.step_cache import count_cached_steps as count_cached_steps
     from octavo.integrations.diffusers.step_cache import drop_step_cache_ as drop_step_cache_
+    from octavo.integrations.diffusers.step_cache import fit_tea_cache as fit_tea_cache
     from octavo.integrations.diffusers.step_cache import use_step_cache_ as use_step_cache_
     from octavo.integrations.transformers.calibrate import calibrate as calibrate
-    from octavo.integrations.transformers.calibrate_text import calibrate_kv as calibrate_kv
-    from octavo.integrations.transformers.load_fp8 import load_fp8 as load_fp8
+    from octavo.integrations.transformers.calibrate import calibrate_kv as calibrate_kv
+    from octavo.integrations.transformers.load import load_fp8 as load_fp8
     from octavo.integrations.transformers.quantizer import OctavoConfig as OctavoConfig
     from octavo.layers.scaled_dot_product_attention import (
         ScaledDotProductAttention as ScaledDotProductAttention,
@@ -70,61 +70,42 @@ if TYPE_CHECKING:
     from octavo.serving.engine.request import Sampling as Sampling
     from octavo.serving.engine.settings import EngineSettings as EngineSettings
 
-_HOME = {
-    "AmaxHistory": "octavo.numerics.amax",
-    "AttentionSpec": "octavo.numerics.attention",
-    "CacheSpec": "octavo.cache.spec",
-    "CalibrationSettings": "octavo.calibration.observers",
-    "CapacityError": "octavo.errors",
-    "CheckpointError": "octavo.errors",
-    "Completion": "octavo.serving.engine.request",
-    "ConfigError": "octavo.errors",
-    "E4M3": "octavo.numerics.formats",
-    "E5M2": "octavo.numerics.formats",
-    "EngineSettings": "octavo.serving.engine.settings",
-    "ImageResult": "octavo.serving.engine.image_request",
-    "ImageSampling": "octavo.serving.engine.image_request",
-    "LLM": "octavo.serving.engine.llm",
-    "LayerScales": "octavo.calibration.scale_file",
-    "OctavoConfig": "octavo.integrations.transformers.quantizer",
-    "OctavoError": "octavo.errors",
-    "Omni": "octavo.serving.engine.omni",
-    "Packing": "octavo.numerics.attention",
-    "PageAllocator": "octavo.cache.pages",
-    "PagedStorage": "octavo.cache.storage",
-    "PagedView": "octavo.cache.view",
-    "PerBlock": "octavo.numerics.granularity",
-    "PerChannel": "octavo.numerics.granularity",
-    "PerHead": "octavo.numerics.granularity",
-    "PerTensor": "octavo.numerics.granularity",
-    "PerToken": "octavo.numerics.granularity",
-    "QkvScales": "octavo.numerics.qkv",
-    "Quantized": "octavo.numerics.quantize",
-    "QuantizedQkv": "octavo.numerics.qkv",
-    "Recipe": "octavo.recipe",
-    "Sampling": "octavo.serving.engine.request",
-    "ScaleSet": "octavo.calibration.scale_file",
-    "ScaledDotProductAttention": "octavo.layers.scaled_dot_product_attention",
-    "Sensitivity": "octavo.integrations.diffusers.sensitivity",
-    "UnsupportedError": "octavo.errors",
-    "apply_": "octavo.integrations.apply",
-    "calibrate": "octavo.integrations.transformers.calibrate",
-    "calibrate_kv": "octavo.integrations.transformers.calibrate_text",
-    "calibrate_linear": "octavo.integrations.calibrate_linear",
-    "calibrate_pipeline": "octavo.integrations.diffusers.calibrate",
-    "count_cached_steps": "octavo.integrations.diffusers.step_cache",
-    "drop_step_cache_": "octavo.integrations.diffusers.step_cache",
-    "fit_tea_cache": "octavo.integrations.diffusers.fit_tea_cache",
-    "load_fp8": "octavo.integrations.transformers.load_fp8",
-    "load_scales": "octavo.calibration.scale_file",
-    "quantize_": "octavo.integrations.apply",
-    "restore_": "octavo.integrations.apply",
-    "save_scales": "octavo.calibration.scale_file",
-    "scaled_dot_product_attention": "octavo.ops.scaled_dot_product_attention",
-    "scan_sensitivity": "octavo.integrations.diffusers.sensitivity",
-    "use_step_cache_": "octavo.integrations.diffusers.step_cache",
-    "warmup": "octavo.layers.warmup",
+# Module -> its public names.
+_NAMES = {
+    "cache.pages": "PageAllocator",
+    "cache.spec": "CacheSpec",
+    "cache.storage": "PagedStorage",
+    "cache.view": "PagedView",
+    "calibration.observers": "CalibrationSettings",
+    "calibration.scale_file": "LayerScales ScaleSet load_scales save_scales",
+    "errors": "CapacityError CheckpointError ConfigError OctavoError UnsupportedError",
+    "integrations.apply": "apply_ quantize_ restore_",
+    "integrations.calibrate_linear": "calibrate_linear",
+    "integrations.diffusers.calibrate": "calibrate_pipeline",
+    "integrations.diffusers.sensitivity": "Sensitivity scan_sensitivity",
+    "integrations.diffusers.step_cache": (
+        "count_cached_steps drop_step_cache_ fit_tea_cache use_step_cache_"
+    ),
+    "integrations.transformers.calibrate": "calibrate calibrate_kv",
+    "integrations.transformers.load": "load_fp8",
+    "integrations.transformers.quantizer": "OctavoConfig",
+    "layers.scaled_dot_product_attention": "ScaledDotProductAttention",
+    "layers.warmup": "warmup",
+    "numerics.amax": "AmaxHistory",
+    "numerics.attention": "AttentionSpec Packing",
+    "numerics.formats": "E4M3 E5M2",
+    "numerics.granularity": "PerBlock PerChannel PerHead PerTensor PerToken",
+    "numerics.qkv": "QkvScales QuantizedQkv",
+    "numerics.quantize": "Quantized",
+    "ops.scaled_dot_product_attention": "scaled_dot_product_attention",
+    "recipe": "Recipe",
+    "serving.engine.image_request": "ImageResult ImageSampling",
+    "serving.engine.llm": "LLM",
+    "serving.engine.omni": "Omni",
+    "serving.engine.request": "Completion Sampling",
+    "serving.engine.settings": "EngineSettings",
 }
+_HOME = {name: f"octavo.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(["__version__", "ops", *_HOME])
 

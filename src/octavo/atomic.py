@@ -25,7 +25,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     Raises ConfigError if there cannot be a file at `path`, OSError if the disk refuses.
     """
     target = check_target(path)
-    with _temporary(target.parent, is_folder=False) as temporary:
+    with temporary_path(target.parent, is_folder=False) as temporary:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
@@ -57,14 +57,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def temporary_folder(parent: Path) -> contextlib.AbstractContextManager[Path]:
-    """A new folder in `parent`, for what is renamed when it is whole; removed with what is left."""
-    return _temporary(parent, is_folder=True)
-
-
 @contextlib.contextmanager
-def _temporary(parent: Path, *, is_folder: bool) -> Iterator[Path]:
-    # In the same folder as the target: renaming is one step only within one file system.
+def temporary_path(parent: Path, *, is_folder: bool) -> Iterator[Path]:
+    """A new file or folder, to be renamed when it is whole; removed with what is left in it.
+
+    parent: the folder of the target, since renaming is one step only within one file system.
+    """
     _remove_abandoned(parent)
     path, descriptor = _make_locked(parent, is_folder)
     try:

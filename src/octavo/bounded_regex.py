@@ -10,8 +10,10 @@ and possessive repeats depend on which way was taken, and are refused.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import reduce
 from importlib import import_module
+from operator import or_
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -20,7 +22,8 @@ MAX_STEPS = 100_000  # about 0.1 s
 
 _parser: Any = import_module("re._parser")
 _compiler: Any = import_module("re._compiler")
-_SCOPED_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.ASCII | re.UNICODE
+_ALPHABETS = re.ASCII | re.UNICODE
+_SCOPED_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | _ALPHABETS
 
 
 class _Text:
@@ -66,12 +69,7 @@ def bounded_search(pattern: str) -> Callable[[str], bool]:
     """
     flags = re.compile(pattern).flags
     whole = _sequence(_parser.parse(pattern), flags)
-
-    def search(text: str) -> bool:
-        subject = _Text(text)
-        return whole(subject, subject.everywhere) != 0
-
-    return search
+    return lambda text: whole(subject := _Text(text), subject.everywhere) != 0
 
 
 def _sequence(parsed: Any, flags: int) -> _Step:
@@ -100,9 +98,12 @@ def _node(operation: Any, argument: Any, flags: int) -> _Step:
             return lambda text, starts: starts & text.places(leaf)
         case "SUBPATTERN":
             _, added, removed, body = argument
-            return _sequence(body, flags & ~(removed | _replaced(added)) | added)
+            if added & _ALPHABETS:  # of ASCII and Unicode one holds
+                removed |= _ALPHABETS
+            return _sequence(body, flags & ~removed | added)
         case "BRANCH":
-            return _branch([_sequence(body, flags) for body in argument[1]])
+            branches = [_sequence(body, flags) for body in argument[1]]
+            return lambda text, starts: reduce(or_, [run(text, starts) for run in branches])
         case "MAX_REPEAT" | "MIN_REPEAT":
             low, high, body = argument
             return _repeat(_sequence(body, flags), int(low), int(high))
@@ -117,39 +118,20 @@ def _node(operation: Any, argument: Any, flags: int) -> _Step:
             raise ConfigError(f"expected no backreferences or atomic groups, got a {what}")
 
 
-def _replaced(added: int) -> int:
-    """The flags that inline flags take the place of: of ASCII and Unicode one holds."""
-    kinds = re.ASCII | re.UNICODE
-    return int(kinds) if added & kinds else 0
-
-
 def _leaf(operation: Any, argument: Any, flags: int) -> re.Pattern[str]:
     """An expression of one character or anchor alone."""
     state = _parser.State()
     state.flags = flags & _SCOPED_FLAGS
-    compiled: re.Pattern[str] = _compiler.compile(
-        _parser.SubPattern(state, [(operation, argument)])
-    )
+    parsed = _parser.SubPattern(state, [(operation, argument)])
+    compiled: re.Pattern[str] = _compiler.compile(parsed)
     return compiled
-
-
-def _branch(branches: list[_Step]) -> _Step:
-    def run(text: _Text, starts: int) -> int:
-        ends = 0
-        for branch in branches:
-            ends |= branch(text, starts)
-        return ends
-
-    return run
 
 
 def _repeat(body: _Step, low: int, high: int) -> _Step:
     def run(text: _Text, starts: int) -> int:
-        if (run, starts) not in text.repeated:
-            text.repeated[run, starts] = ends(text, starts)
-        return text.repeated[run, starts]
-
-    def ends(text: _Text, starts: int) -> int:
+        if (run, starts) in text.repeated:
+            return text.repeated[run, starts]
+        begins = starts
         # Further repetitions than there are characters match nothing, and change nothing.
         most = len(text.text) + 1
         for _ in range(min(low, most)):
@@ -162,6 +144,7 @@ def _repeat(body: _Step, low: int, high: int) -> _Step:
             text.step()
             new = body(text, new) & ~found
             found |= new
+        text.repeated[run, begins] = found
         return found
 
     return run
@@ -172,7 +155,7 @@ def _assertion(body: _Step, looks_back: bool, is_wanted: bool) -> _Step:
         if looks_back:  # of one length only: where it ends says where it began
             return starts & body(text, text.everywhere)
         places = 0
-        for position in _bits(starts):
+        for position in [1 << i for i in range(len(text.text) + 1) if starts >> i & 1]:
             text.step()
             places |= position if body(text, position) else 0
         return places
@@ -182,10 +165,3 @@ def _assertion(body: _Step, looks_back: bool, is_wanted: bool) -> _Step:
         return there if is_wanted else starts & ~there
 
     return run
-
-
-def _bits(number: int) -> Iterator[int]:
-    while number:
-        bit = number & -number
-        yield bit
-        number ^= bit

@@ -11,29 +11,18 @@ from urllib.request import url2pathname
 
 from octavo.errors import UnsupportedError
 
-# Importable name -> extra of pyproject.toml. Some come with another package of that extra.
-EXTRA_OF = {
-    "PIL": "data",
-    "accelerate": "diffusers",
-    "datasets": "data",
-    "diffusers": "diffusers",
-    "fastapi": "server",
+# Extra of pyproject.toml -> what it brings, by importable names. Some come with another package.
+_BRINGS = {
+    "data": "PIL datasets pyarrow",
+    "diffusers": "accelerate diffusers",
     "gguf": "gguf",
-    "h11": "server",
-    "httpx": "server",
-    "huggingface_hub": "transformers",
-    "jinja2": "report",
-    "llguidance": "server",
-    "lm_eval": "lm-eval",
-    "math_verify": "math",
-    "plotly": "report",
-    "prometheus_client": "server",
-    "pyarrow": "data",
-    "starlette": "server",
-    "tokenizers": "transformers",
-    "transformers": "transformers",
-    "uvicorn": "server",
+    "lm-eval": "lm_eval",
+    "math": "math_verify",
+    "report": "jinja2 plotly",
+    "server": "fastapi h11 httpx llguidance prometheus_client starlette uvicorn",
+    "transformers": "huggingface_hub tokenizers transformers",
 }
+EXTRA_OF = {name: extra for extra, names in _BRINGS.items() for name in names.split()}
 
 
 def need(what: str, *modules: str, extra: str | None = None) -> None:

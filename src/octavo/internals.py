@@ -39,196 +39,126 @@ class Internal:
     user: str
 
 
-def _row(owner: str, members: str, user: str) -> Internal:
-    return Internal(owner, tuple(members.split()), user)
-
-
-INTERNALS = (
-    _row("torch", "_scaled_mm", "octavo's FP8 matrix product (impl='torch')"),
-    _row("torch", "_addmm_activation", "octavo's linear_gelu"),
-    _row("torch", "_assert_async", "octavo's check of values on the GPU"),
-    _row(
-        "torch._C",
-        "DispatchKey DispatchKeySet _AutoDispatchBelowAutograd _DisableAutocast",
-        "octavo.ops",
-    ),
-    _row(
-        "torch._C.DispatchKey",
-        "Conjugate FuncTorchDynamicLayerBackMode Functionalize Negative Python ZeroTensor",
-        "octavo.ops",
-    ),
-    _row("torch._dynamo", "mark_static_address", "octavo's compiled steps over a paged cache"),
-    _row(
-        "torch._dynamo.decorators.assume_constant_result", "_dynamo_marked_constant", "octavo.ops"
-    ),
-    _row("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "octavo's step caches"),
-    _row("torch._ops.OpOverload", "_schema", "octavo advise"),
-    _row(
-        "torch.nn.Module",
-        "_apply _backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks "
-        "_forward_pre_hooks _load_from_state_dict _save_to_state_dict",
-        "octavo's layers",
-    ),
-    _row("torch.nn.modules.conv", "_ConvNd", "octavo's FP8 linear layers"),
-    _row("torch.overrides", "_get_current_function_mode_stack", "FP8 attention in diffusers"),
-    _row("torch.utils._python_dispatch", "TorchDispatchMode", "octavo advise"),
-    _row(
-        "torch.utils._pytree",
-        "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
-        "octavo's CUDA graphs and octavo advise",
-    ),
-    _row("triton.compiler.CompiledKernel", "__getitem__", "octavo's kernels"),
-    _row("triton.experimental.gluon", "constexpr_function jit language", "octavo's Gluon kernels"),
-    _row(
-        "triton.experimental.gluon.language",
-        "BlockedLayout DistributedLinearLayout DotOperandLayout NVMMADistributedLayout "
-        "NVMMASharedLayout SliceLayout abs allocate_shared_memory arange atomic_add "
-        "barrier|thread_barrier constexpr convert_layout exp2 expand_dims float16 float32 "
-        "float8e4nv float8e5 full inline_asm_elementwise int16 int32 int64 int8 join load log2 max "
-        "maximum minimum num_programs num_warps program_id shared_memory_descriptor static_range "
-        "store sum tensor warp_specialize where zeros",
-        "octavo's Gluon kernels",
-    ),
-    _row("triton.experimental.gluon.language.nvidia.ampere", "mma_v2", "octavo's decode attention"),
-    _row(
-        "triton.experimental.gluon.language.nvidia.hopper",
-        "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait",
-        "octavo's Hopper attention",
-    ),
-    _row(
-        "triton.experimental.gluon.language.nvidia.hopper.mbarrier",
-        "MBarrierLayout arrive expect init wait",
-        "octavo's Hopper attention",
-    ),
-    _row(
-        "triton.experimental.gluon.language.nvidia.hopper.tma",
-        "async_load|async_copy_global_to_shared",
-        "octavo's Hopper attention",
-    ),
-    _row("triton.experimental.gluon.nvidia.hopper", "TensorDescriptor", "octavo's kernels"),
-    _row(
-        "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
-        "__post_init__ base block_shape layout shape strides",
-        "octavo's kernels",
-    ),
-    _row("triton.language.core", "_aggregate", "octavo's Gluon kernels"),
-    _row("triton.language.extra.cuda", "gdc_launch_dependents gdc_wait", "octavo's kernels"),
-    _row("triton.runtime.jit", "JITFunction", "octavo's kernels"),
-    _row("triton.runtime.jit.JITFunction", "arg_names", "octavo's kernels"),
-    _row("triton.tools.tensor_descriptor", "TensorDescriptor", "octavo's FP8 matrix product"),
-    _row("transformers.PreTrainedConfig", "_attn_implementation", "FP8 attention in transformers"),
-    _row(
-        "transformers.PreTrainedModel",
-        "_keep_in_fp32_modules _keep_in_fp32_modules_strict _keys_to_ignore_on_load_unexpected",
-        "loading of FP8 checkpoints",
-    ),
-    _row("transformers.conversion_mapping", "get_model_conversion_mapping", "octavo's quantizer"),
-    _row(
-        "transformers.core_model_loading",
-        "ConversionOps WeightConverter WeightRenaming rename_source_key",
-        "octavo's quantizer",
-    ),
-    _row(
-        "transformers.integrations.sdpa_attention",
-        "sdpa_attention_forward",
-        "octavo's comparison of caches",
-    ),
-    _row(
-        "transformers.masking_utils",
-        "ALL_MASK_ATTENTION_FUNCTIONS flash_attention_mask",
-        "FP8 attention in transformers",
-    ),
-    _row(
-        "transformers.models.auto.tokenization_auto",
-        "get_tokenizer_config",
-        "octavo's check of BOS tokens",
-    ),
-    _row(
-        "transformers.Qwen3VLTextModel",
-        "_deepstack_process",
-        "training of the chart reader",
-    ),
-    _row(
-        "transformers.quantizers.base.HfQuantizer",
-        "_process_model_after_weight_loading _process_model_before_weight_loading",
-        "octavo's quantizer",
-    ),
-    _row(
-        "transformers.utils.hub.cached_files",
-        "_raise_exceptions_for_missing_entries",
-        "loading of FP8 checkpoints",
-    ),
-    _row(
-        "transformers.vision_utils",
-        "get_vision_interpolation_indices_and_weights get_vision_position_ids",
-        "CUDA graphs of vision towers",
-    ),
-    _row("diffusers.ModelMixin", "_parallel_config _repeated_blocks", "FP8 in diffusers"),
-    _row("diffusers.HookRegistry", "_diffusers_hook _hook_order", "octavo's step caches"),
-    _row("diffusers.hooks._common", "_ALL_TRANSFORMER_BLOCK_IDENTIFIERS", "first_block_cache"),
-    _row("diffusers.hooks._helpers", "TransformerBlockRegistry", "first_block_cache"),
-    _row(
-        "diffusers.hooks._helpers", "AttentionProcessorRegistry", "fused FP8 attention in diffusers"
-    ),
-    _row("diffusers.hooks.first_block_cache", "_FBC_LEADER_BLOCK_HOOK", "first_block_cache"),
-    _row("diffusers.hooks.group_offloading", "_GROUP_OFFLOADING", "octavo's step caches"),
-    _row(
-        "diffusers.hooks.hooks",
-        "BaseState CacheContext ModelHook StateManager",
-        "octavo's step caches",
-    ),
-    _row("diffusers.hooks.hooks.ModelHook", "_is_stateful", "octavo's step caches"),
-    _row("diffusers.hooks.hooks.StateManager", "_context", "octavo's step caches"),
-    _row(
-        "diffusers.hooks.layer_skip", "AttentionScoreSkipFunctionMode", "FP8 attention in diffusers"
-    ),
-    _row(
-        "diffusers.models.attention.AttentionModuleMixin",
-        "_attention_backend",
-        "FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.models.attention_dispatch",
-        "_AttentionBackendRegistry dispatch_attention_fn",
-        "FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.models.attention_dispatch._AttentionBackendRegistry",
-        "_backends _supported_arg_names register",
-        "FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.models.transformers.transformer_flux",
-        "FluxAttnProcessor",
-        "fused FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.models.transformers.transformer_flux2",
-        "Flux2AttnProcessor Flux2ParallelSelfAttnProcessor",
-        "fused FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.models.transformers.transformer_qwenimage",
-        "QwenDoubleStreamAttnProcessor2_0",
-        "fused FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.models.transformers.transformer_z_image",
-        "ZSingleStreamAttnProcessor",
-        "fused FP8 attention in diffusers",
-    ),
-    _row(
-        "diffusers.quantizers.auto",
-        "AUTO_QUANTIZATION_CONFIG_MAPPING AUTO_QUANTIZER_MAPPING",
-        "octavo's quantizer for diffusers",
-    ),
-    _row(
-        "diffusers.DiffusersQuantizer",
-        "_process_model_after_weight_loading _process_model_before_weight_loading",
-        "octavo's quantizer for diffusers",
-    ),
-    _row("diffusers.FluxPipeline", "_pack_latents", "octavo's check of picture sizes"),
-    _row("diffusers.Flux2Pipeline", "_patchify_latents", "octavo's check of picture sizes"),
+_HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
+# Part of octavo -> module or class -> its members that this part uses.
+_USED: dict[str, dict[str, str]] = {
+    "octavo's FP8 matrix product (impl='torch')": {"torch": "_scaled_mm"},
+    "octavo's linear_gelu": {"torch": "_addmm_activation"},
+    "octavo's check of values on the GPU": {"torch": "_assert_async"},
+    "octavo.ops": {
+        "torch._C": "DispatchKey DispatchKeySet _AutoDispatchBelowAutograd _DisableAutocast",
+        "torch._C.DispatchKey": "Conjugate FuncTorchDynamicLayerBackMode Functionalize Negative "
+        "Python ZeroTensor",
+        "torch._dynamo.decorators.assume_constant_result": "_dynamo_marked_constant",
+    },
+    "octavo's compiled steps over a paged cache": {"torch._dynamo": "mark_static_address"},
+    "octavo's step caches": {
+        "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+        "diffusers.HookRegistry": "_diffusers_hook _hook_order",
+        "diffusers.hooks.group_offloading": "_GROUP_OFFLOADING",
+        "diffusers.hooks.hooks": "BaseState CacheContext ModelHook StateManager",
+        "diffusers.hooks.hooks.ModelHook": "_is_stateful",
+        "diffusers.hooks.hooks.StateManager": "_context",
+    },
+    "octavo advise": {
+        "torch._ops.OpOverload": "_schema",
+        "torch.utils._python_dispatch": "TorchDispatchMode",
+    },
+    "octavo's layers": {
+        "torch.nn.Module": "_apply _backward_hooks _backward_pre_hooks _buffers "
+        "_compiled_call_impl _forward_hooks _forward_pre_hooks _load_from_state_dict "
+        "_save_to_state_dict",
+    },
+    "octavo's FP8 linear layers": {"torch.nn.modules.conv": "_ConvNd"},
+    "FP8 attention in diffusers": {
+        "torch.overrides": "_get_current_function_mode_stack",
+        "diffusers.hooks.layer_skip": "AttentionScoreSkipFunctionMode",
+        "diffusers.models.attention.AttentionModuleMixin": "_attention_backend",
+        "diffusers.models.attention_dispatch": "_AttentionBackendRegistry dispatch_attention_fn",
+        "diffusers.models.attention_dispatch._AttentionBackendRegistry": "_backends "
+        "_supported_arg_names register",
+    },
+    "octavo's CUDA graphs and octavo advise": {
+        "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
+    },
+    "octavo's kernels": {
+        "triton.compiler.CompiledKernel": "__getitem__",
+        "triton.experimental.gluon.nvidia.hopper": "TensorDescriptor",
+        "triton.experimental.gluon.nvidia.hopper.TensorDescriptor": "__post_init__ base "
+        "block_shape layout shape strides",
+        "triton.language.extra.cuda": "gdc_launch_dependents gdc_wait",
+        "triton.runtime.jit": "JITFunction",
+        "triton.runtime.jit.JITFunction": "arg_names",
+    },
+    "octavo's Gluon kernels": {
+        "triton.experimental.gluon": "constexpr_function jit language",
+        "triton.experimental.gluon.language": "BlockedLayout DistributedLinearLayout "
+        "DotOperandLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout abs "
+        "allocate_shared_memory arange atomic_add barrier|thread_barrier constexpr convert_layout "
+        "exp2 expand_dims float16 float32 float8e4nv float8e5 full inline_asm_elementwise int16 "
+        "int32 int64 int8 join load log2 max maximum minimum num_programs num_warps program_id "
+        "shared_memory_descriptor static_range store sum tensor warp_specialize where zeros",
+        "triton.language.core": "_aggregate",
+    },
+    "octavo's decode attention": {"triton.experimental.gluon.language.nvidia.ampere": "mma_v2"},
+    "octavo's Hopper attention": {
+        _HOPPER: "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait",
+        f"{_HOPPER}.mbarrier": "MBarrierLayout arrive expect init wait",
+        f"{_HOPPER}.tma": "async_load|async_copy_global_to_shared",
+    },
+    "octavo's FP8 matrix product": {"triton.tools.tensor_descriptor": "TensorDescriptor"},
+    "FP8 attention in transformers": {
+        "transformers.PreTrainedConfig": "_attn_implementation",
+        "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS flash_attention_mask",
+    },
+    "loading of FP8 checkpoints": {
+        "transformers.PreTrainedModel": "_keep_in_fp32_modules _keep_in_fp32_modules_strict "
+        "_keys_to_ignore_on_load_unexpected",
+        "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
+    },
+    "octavo's quantizer": {
+        "transformers.conversion_mapping": "get_model_conversion_mapping",
+        "transformers.core_model_loading": "ConversionOps WeightConverter WeightRenaming "
+        "rename_source_key",
+        "transformers.quantizers.base.HfQuantizer": "_process_model_after_weight_loading "
+        "_process_model_before_weight_loading",
+    },
+    "octavo's check of BOS tokens": {
+        "transformers.models.auto.tokenization_auto": "get_tokenizer_config",
+    },
+    "training of the chart reader": {"transformers.Qwen3VLTextModel": "_deepstack_process"},
+    "CUDA graphs of vision towers": {
+        "transformers.vision_utils": "get_vision_interpolation_indices_and_weights "
+        "get_vision_position_ids",
+    },
+    "FP8 in diffusers": {"diffusers.ModelMixin": "_parallel_config _repeated_blocks"},
+    "first_block_cache": {
+        "diffusers.hooks._common": "_ALL_TRANSFORMER_BLOCK_IDENTIFIERS",
+        "diffusers.hooks._helpers": "TransformerBlockRegistry",
+        "diffusers.hooks.first_block_cache": "_FBC_LEADER_BLOCK_HOOK",
+    },
+    "fused FP8 attention in diffusers": {
+        "diffusers.hooks._helpers": "AttentionProcessorRegistry",
+        "diffusers.models.transformers.transformer_flux": "FluxAttnProcessor",
+        "diffusers.models.transformers.transformer_flux2": "Flux2AttnProcessor "
+        "Flux2ParallelSelfAttnProcessor",
+        "diffusers.models.transformers.transformer_qwenimage": "QwenDoubleStreamAttnProcessor2_0",
+        "diffusers.models.transformers.transformer_z_image": "ZSingleStreamAttnProcessor",
+    },
+    "octavo's quantizer for diffusers": {
+        "diffusers.quantizers.auto": "AUTO_QUANTIZATION_CONFIG_MAPPING AUTO_QUANTIZER_MAPPING",
+        "diffusers.DiffusersQuantizer": "_process_model_after_weight_loading "
+        "_process_model_before_weight_loading",
+    },
+    "octavo's check of picture sizes": {
+        "diffusers.FluxPipeline": "_pack_latents",
+        "diffusers.Flux2Pipeline": "_patchify_latents",
+    },
+}
+INTERNALS = tuple(
+    Internal(owner, tuple(members.split()), user)
+    for user, owners in _USED.items()
+    for owner, members in owners.items()
 )
 
 

@@ -17,6 +17,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from octavo.bounded_regex import bounded_search
 from octavo.brief import brief, list_names
@@ -41,11 +42,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One parsed pattern; `hint` is what to say when it matches nothing."""
+    """One parsed pattern; `hint`, or what it returns, is what to say when it matches nothing."""
 
     text: str
     matches: Callable[[Layer], bool]
-    hint: Callable[[Sequence[Layer]], str]
+    hint: str | Callable[[Sequence[Layer]], str]
 
 
 def match_layers(patterns: Iterable[str], layers: Iterable[Layer]) -> list[Layer]:
@@ -75,19 +76,27 @@ def parse_pattern(text: str) -> Pattern:
             f"expected a pattern of 1 to {MAX_PATTERN_LENGTH} characters, got {len(text)}"
         )
     if text == SLIDING_WINDOW:
-        return Pattern(text, lambda layer: layer.is_sliding_window, _sliding_window_hint)
-    if text == MODULATION:
-        return _modulation_pattern()
+        hint = "none of them has a sliding window"
+        return Pattern(text, lambda layer: layer.is_sliding_window, hint)
+    if text == MODULATION:  # also as any word, where nobody knows what is modulation
+        hint = "none of them is modulation of a diffusion transformer"
+        return Pattern(text, lambda layer: layer.is_modulation or _has(layer, text), hint)
     if text.startswith("re:"):
-        return _regex_pattern(text)
+        return Pattern(text, _regex(text), "the expression is searched for in the whole name")
     if re.fullmatch(r"[0-9]*-?[0-9]*", text):
-        return _index_pattern(text)
+        return Pattern(text, _index_range(text), _index_hint)
     if any(character in text for character in "*?["):
-        return _glob_pattern(text)
-    return _component_pattern(text)
+        match = re.compile(fnmatch.translate(text)).match
+        hint = "a glob must describe the whole name; put * at both ends to look inside it"
+        return Pattern(text, lambda layer: match(layer.name) is not None, hint)
+    return Pattern(text, lambda layer: _has(layer, text), partial(_component_hint, text))
 
 
-def _regex_pattern(text: str) -> Pattern:
+def _has(layer: Layer, components: str) -> bool:
+    return f".{components}." in f".{layer.name}."
+
+
+def _regex(text: str) -> Callable[[Layer], bool]:
     expression = text.removeprefix("re:")
     if not expression:
         raise ConfigError("expected a regular expression after re:, got nothing")
@@ -104,58 +113,17 @@ def _regex_pattern(text: str) -> Pattern:
         except ConfigError as error:
             raise ConfigError(f"pattern {brief(text)}: {error}") from None
 
-    return Pattern(text, matches, lambda layers: "the expression is searched for in the whole name")
+    return matches
 
 
-def _index_pattern(text: str) -> Pattern:
+def _index_range(text: str) -> Callable[[Layer], bool]:
     first, dash, last = text.partition("-")
     if not first or (dash and not last) or int(last or first) < int(first):
         raise ConfigError(
             f"expected a layer index such as 7 or a range such as 0-3, got {brief(text)}"
         )
     low, high = int(first), int(last or first)
-
-    def matches(layer: Layer) -> bool:
-        return layer.index is not None and low <= layer.index <= high
-
-    return Pattern(text, matches, _index_hint)
-
-
-def _glob_pattern(text: str) -> Pattern:
-    regex = re.compile(fnmatch.translate(text))
-    return Pattern(
-        text,
-        lambda layer: regex.match(layer.name) is not None,
-        lambda layers: "a glob must describe the whole name; put * at both ends to look inside it",
-    )
-
-
-def _component_pattern(text: str) -> Pattern:
-    def hint(layers: Sequence[Layer]) -> str:
-        close = difflib.get_close_matches(text, _component_runs(layers, 1 + text.count(".")), n=1)
-        return f"did you mean {close[0]!r}?" if close else "it must name whole dotted components"
-
-    return Pattern(text, lambda layer: f".{text}." in f".{layer.name}.", hint)
-
-
-def _modulation_pattern() -> Pattern:
-    named = _component_pattern(MODULATION)  # as any word, where nobody knows what is modulation
-    return Pattern(
-        MODULATION,
-        lambda layer: layer.is_modulation or named.matches(layer),
-        lambda layers: "none of them is modulation of a diffusion transformer",
-    )
-
-
-def _component_runs(layers: Sequence[Layer], length: int) -> list[str]:
-    runs: dict[str, None] = {}
-    for layer in layers:
-        components = layer.name[:200].split(".")
-        for start in range(len(components) - length + 1):
-            runs[".".join(components[start : start + length])] = None
-        if len(runs) >= _NUM_SUGGESTION_CANDIDATES:
-            break
-    return list(runs)
+    return lambda layer: layer.index is not None and low <= layer.index <= high
 
 
 def _index_hint(layers: Sequence[Layer]) -> str:
@@ -165,8 +133,17 @@ def _index_hint(layers: Sequence[Layer]) -> str:
     return f"their indices lie in {min(indices)}-{max(indices)}"
 
 
-def _sliding_window_hint(layers: Sequence[Layer]) -> str:
-    return "none of them has a sliding window"
+def _component_hint(text: str, layers: Sequence[Layer]) -> str:
+    length = 1 + text.count(".")
+    runs: dict[str, None] = {}
+    for layer in layers:
+        components = layer.name[:200].split(".")
+        for start in range(len(components) - length + 1):
+            runs[".".join(components[start : start + length])] = None
+        if len(runs) >= _NUM_SUGGESTION_CANDIDATES:
+            break
+    close = difflib.get_close_matches(text, runs, n=1)
+    return f"did you mean {close[0]!r}?" if close else "it must name whole dotted components"
 
 
 def _no_match(pattern: Pattern, layers: Sequence[Layer]) -> str:
@@ -174,7 +151,5 @@ def _no_match(pattern: Pattern, layers: Sequence[Layer]) -> str:
     if not layers:
         return f"{wanted} matches nothing: there are no layers"
     names = list_names([layer.name for layer in layers])
-    return (
-        f"{wanted} matches none of the {len(layers)} layers; {pattern.hint(layers)} "
-        f"(the layers are {names})"
-    )
+    hint = pattern.hint if isinstance(pattern.hint, str) else pattern.hint(layers)
+    return f"{wanted} matches none of the {len(layers)} layers; {hint} (the layers are {names})"

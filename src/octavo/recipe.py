@@ -7,7 +7,6 @@ layers, one-level accumulation, a component to leave alone) a file says "none": 
 
 import json
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +21,8 @@ from pydantic import (
     Field,
     PlainValidator,
     StrictBool,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
@@ -35,6 +36,10 @@ from octavo.settings import Settings, Shorthands, read_none
 # for a q without a scale.
 LayerEntry = Mapping[str, float | tuple[float, ...] | tuple[tuple[float, ...], ...] | None]
 InlineScales = Mapping[str, Any]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Scale = Annotated[Finite, Field(gt=0)]
+_SCALES: TypeAdapter[Any] = TypeAdapter(Scale | tuple[Scale, ...])
+_MEAN: TypeAdapter[Any] = TypeAdapter(tuple[tuple[Finite, ...], ...])
 
 
 def read_scales(value: object) -> str | InlineScales | None:
@@ -55,30 +60,20 @@ def read_scales(value: object) -> str | InlineScales | None:
 def _read_layer(layer: object, entry: object) -> LayerEntry:
     # Only what any scale must be: which keys a layer has is the business of octavo.calibration.
     scales: dict[str, Any] = {}
-    for key, value in entry.items() if isinstance(entry, Mapping) else [("", None)]:
-        if key == "k_mean":
-            scales[key] = _read_mean(layer, value)
-            continue
-        if key == "q" and read_none(value) is None:  # recipes write None as "none"
-            scales[key] = None
-            continue
-        numbers = value if isinstance(value, list | tuple) else (value,)
-        if not all(type(n) in (int, float) and 0 < n <= sys.float_info.max for n in numbers):
-            expected = "expected positive finite scales such as {'q': 0.1}"
-            raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(entry)}")
-        scales[str(key)] = tuple(map(float, numbers)) if numbers is value else float(numbers[0])
+    try:
+        for key, value in entry.items() if isinstance(entry, Mapping) else [("", None)]:
+            if key == "q" and read_none(value) is None:  # recipes write None as "none"
+                scales[key] = None
+            elif key == "k_mean":
+                expected = "expected k_mean to be a list of finite numbers for each head"
+                scales[key] = _MEAN.validate_python(value)
+            else:
+                expected = "expected positive finite scales such as {'q': 0.1}"
+                given = tuple(value) if isinstance(value, list) else value
+                scales[str(key)] = _SCALES.validate_python(given, strict=True)
+    except ValidationError:
+        raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(entry)}") from None
     return MappingProxyType(scales)
-
-
-def _read_mean(layer: object, value: object) -> tuple[tuple[float, ...], ...]:
-    rows: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
-    numbers: list[Any] = [
-        n for row in rows for n in (row if isinstance(row, list | tuple) else [None])
-    ]
-    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
-        expected = "expected k_mean to be a list of finite numbers for each head"
-        raise ConfigError(f"layer {brief(layer)}: {expected}, got {brief(value)}")
-    return tuple(tuple(map(float, row)) for row in rows)
 
 
 def _read_patterns(value: object) -> tuple[str, ...]:
@@ -287,7 +282,7 @@ class Recipe(ComponentRecipe):
     ] = Field(default_factory=lambda: MappingProxyType({}))
     promote_every: Annotated[Tiles | None, BeforeValidator(read_none)] = 1
     scales: Annotated[str | InlineScales | None, PlainValidator(read_scales)] = None
-    margin: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 1.5
+    margin: Scale = 1.5
 
     def __init__(self, /, **fields: Any) -> None:
         super().__init__(**fields)  # type checkers would derive one that refuses "fp8"
@@ -349,18 +344,20 @@ class Recipe(ComponentRecipe):
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
         """The recipe that a JSON object describes."""
-        return cls._decode(text, "JSON", partial(json.loads, object_pairs_hook=unique_keys))
+        return cls._decode(text, is_toml=False)
 
     @classmethod
     def from_toml(cls, text: str) -> "Recipe":
         """The recipe that a TOML document describes."""
-        return cls._decode(text, "TOML", tomllib.loads)
+        return cls._decode(text, is_toml=True)
 
     @classmethod
-    def _decode(cls, text: str, language: str, decode: Callable[[str], object]) -> "Recipe":
+    def _decode(cls, text: str, *, is_toml: bool) -> "Recipe":
         try:
-            document = decode(text)
+            from_json = partial(json.loads, object_pairs_hook=unique_keys)
+            document = (tomllib.loads if is_toml else from_json)(text)
         except (ValueError, RecursionError) as error:
+            language = "TOML" if is_toml else "JSON"
             raise ConfigError(f"expected a recipe in {language}: {str(error)[:200]}") from None
         if not isinstance(document, dict):
             raise ConfigError(f"expected a recipe as an object, got {brief(document)}")
@@ -379,8 +376,7 @@ class Recipe(ComponentRecipe):
         """The recipe in a .json or .toml file."""
         is_toml = _is_toml(path)
         try:
-            text = Path(path).read_text("utf-8")
-            return cls.from_toml(text) if is_toml else cls.from_json(text)
+            return cls._decode(Path(path).read_text("utf-8"), is_toml=is_toml)
         except (OSError, ValueError) as error:  # a ConfigError is a ValueError
             raise ConfigError(f"{path}: {error}") from None
 

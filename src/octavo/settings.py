@@ -5,10 +5,13 @@ ConfigError in octavo's words.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Self
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar, dataclass_transform
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+import pydantic
+import pydantic_core
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from octavo.amounts import parse_tokens
 from octavo.brief import brief
@@ -17,6 +20,9 @@ from octavo.errors import ConfigError
 Shorthands = Mapping[str, Mapping[str, str]]
 # A number of tokens, 4096 or "4k".
 Tokens = Annotated[int, BeforeValidator(lambda value: parse_tokens(str(value)))]
+Count = Annotated[int, Field(ge=1)]
+
+T = TypeVar("T")
 
 
 class Settings(BaseModel):
@@ -29,8 +35,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            problems = [_problem(line, type(self)) for line in error.errors(include_url=False)[:5]]
-            raise ConfigError("; ".join(problems)) from None
+            raise _config_error(error, type(self).model_fields) from None
 
     @classmethod
     def read(cls, value: object, *, other_words: tuple[str, ...] = ()) -> Self | None:
@@ -61,20 +66,45 @@ class Settings(BaseModel):
         return ", ".join(f"{name} {value}" for name, value in self.written_fields())
 
 
-def _problem(line: Mapping[str, Any], model: type[BaseModel]) -> str:
-    """One line of a pydantic ValidationError in octavo's words."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def checked(cls: type[T]) -> type[T]:
+    """A frozen dataclass of keywords whose fields pydantic checks, with errors as of Settings.
+
+    Annotated[int, Field(ge=1)] is checked like this, and a number must be finite.
+    """
+    made: Any = pydantic.dataclasses.dataclass(
+        frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False)
+    )(cls)
+
+    def __init__(self: T, /, **fields: Any) -> None:
+        try:
+            given = pydantic_core.ArgsKwargs((), fields)
+            made.__pydantic_validator__.validate_python(given, self_instance=self)
+        except ValidationError as error:
+            raise _config_error(error, made.__dataclass_fields__) from None
+
+    made.__init__ = __init__
+    return made  # type: ignore[no-any-return]
+
+
+def _config_error(error: ValidationError, keys: Collection[str]) -> ConfigError:
+    """The first problems that pydantic found, in octavo's words."""
+    return ConfigError("; ".join(_problem(line, keys) for line in error.errors()[:5]))
+
+
+def _problem(line: Mapping[str, Any], keys: Collection[str]) -> str:
     where = ".".join(str(part)[:100] for part in line["loc"])
     match line["type"]:
-        case "extra_forbidden":
-            close = difflib.get_close_matches(where, model.model_fields, n=1)
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            close = difflib.get_close_matches(where, keys, n=1)
             advice = f"did you mean {close[0]!r}?" if close else "remove it"
-            keys = ", ".join(model.model_fields)
-            return f"unknown key {where!r}: {advice} (the keys are {keys})"
+            return f"unknown key {where!r}: {advice} (the keys are {', '.join(keys)})"
         case "value_error":
             problem = line["ctx"]["error"]
             return f"{where}: {problem}" if where else str(problem)
         case _:
-            expected = line["msg"].replace("Input should be", "expected")
+            expected = re.sub(r"^\w+ should (be|have)", "expected", line["msg"])
+            expected = re.sub("^expected (?=greater|less)", "expected a number ", expected)
             return f"{where}: {expected}, got {brief(line['input'])}"
 
 

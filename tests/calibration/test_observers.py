@@ -183,12 +183,12 @@ def test_state_goes_on_where_it_was():
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"observer": "median"}, "one of amax, percentile, mse, got 'median'"),
-        ({"percentile": 0}, "above 0, up to 100, got 0"),
-        ({"percentile": 100.1}, "above 0, up to 100, got 100.1"),
-        ({"margin": 0}, "margin must be a positive"),
-        ({"margin": math.nan}, "margin must be a positive"),
-        ({"granularity": "token"}, "tensor or head, got 'token'"),
+        ({"observer": "median"}, "observer: expected 'amax', 'percentile' or 'mse', got 'median'"),
+        ({"percentile": 0}, "percentile: expected a number greater than 0, got 0"),
+        ({"percentile": 100.1}, "percentile: expected a number less than or equal to 100"),
+        ({"margin": 0}, "margin: expected a number greater than 0"),
+        ({"margin": math.nan}, "margin: expected a finite number"),
+        ({"granularity": "token"}, "granularity: expected 'tensor' or 'head', got 'token'"),
     ],
 )
 def test_settings_out_of_range(field, message):

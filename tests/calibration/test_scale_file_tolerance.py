@@ -5,12 +5,14 @@ import re
 
 import pytest
 
-from octavo.calibration.component_scales import of_component
 from octavo.calibration.scale_file import (
     LayerScales,
     ScaleFileWarning,
+    ScaleHeader,
     ScaleSet,
     load_scales,
+    of_component,
+    strict_reading,
 )
 from octavo.errors import CheckpointError
 
@@ -102,3 +104,18 @@ def test_strings_that_are_no_numbers_and_other_mistakes_are_errors_as_before(rec
     with pytest.raises(CheckpointError, match="expected the scales of at least one layer"):
         ScaleSet.from_dict({"a": {"q": 1.0}, "layers of": "nothing"})
     assert not recwarn.list
+
+
+def test_strict_reading_is_for_all_files_until_it_ends(tmp_path):
+    path = write(tmp_path / "scales.json", CASES["strings"][0])
+    with pytest.raises(CheckpointError, match="got '0.5'"), strict_reading():
+        load_scales(path)
+    with pytest.warns(ScaleFileWarning, match="read strings as numbers"):
+        load_scales(path)
+
+
+def test_a_component_without_scales_is_an_error_that_lists_what_there_is():
+    scales = ScaleSet({"transformer.a": SCALES}, header=ScaleHeader(kind="pipeline"))
+    assert list(of_component(scales, "transformer").layers) == ["a"]
+    with pytest.raises(CheckpointError, match=r"named vae\.…, got 'transformer\.a'"):
+        of_component(scales, "vae")

@@ -18,11 +18,11 @@ def write_rows(path, rows):
 
 
 def texts(data):
-    return ["".join(document.pieces) for document in data.read()]
+    return ["".join(document.pieces) for document in data.read(0)]
 
 
 def chats(data):
-    return [[dict(message) for message in document.messages] for document in data.read()]
+    return [[dict(message) for message in document.messages] for document in data.read(0)]
 
 
 @pytest.mark.parametrize("name", ["book.txt", "enwik8", "page.xml"])
@@ -31,7 +31,7 @@ def test_a_plain_file_is_one_text(tmp_path, name):
     path.write_text("Größe\r\nzwei\n", newline="")
     found = open_texts(str(path))
     assert texts(found) == ["Größe\r\nzwei\n"] == texts(found)  # it can be read again
-    assert [type(document) for document in found.read()] == [Passage]
+    assert [type(document) for document in found.read(0)] == [Passage]
     before = found.fingerprint
     path.write_text("longer than before")
     assert open_texts(str(path)).fingerprint != before
@@ -42,7 +42,7 @@ def test_pieces_are_whole_lines_and_lose_nothing(tmp_path, monkeypatch, size):
     monkeypatch.setattr(data_module, "_PIECE_SIZE", size)
     content = "ab cd\n\nefghijklmno pq\nr\nno end"
     (tmp_path / "a.txt").write_text(content)
-    (document,) = open_texts(str(tmp_path / "a.txt")).read()
+    (document,) = open_texts(str(tmp_path / "a.txt")).read(0)
     pieces = list(document.pieces)
     assert "".join(pieces) == content
     if size == 7:
@@ -53,7 +53,7 @@ def test_a_large_file_is_read_lazily(tmp_path, monkeypatch):
     monkeypatch.setattr(data_module, "_PIECE_SIZE", 8)
     path = tmp_path / "a.txt"
     path.write_bytes(b"good text\n" * 10_000 + b"\xff")
-    (document,) = open_texts(str(path)).read()
+    (document,) = open_texts(str(path)).read(0)
     assert next(iter(document.pieces))  # the damaged end is not looked at yet
     with pytest.raises(CheckpointError, match=r"a\.txt: expected a text in UTF-8"):
         list(document.pieces)
@@ -67,7 +67,7 @@ def test_rows_of_every_form(tmp_path):
         {"conversations": SHARED, "text": None},
     ]
     path = write_rows(tmp_path / "a.jsonl", rows)
-    first, *others = open_texts(path).read()
+    first, *others = open_texts(path).read(0)
     assert "".join(first.pieces) == "plain"
     assert all(list(chat.messages) == MESSAGES for chat in others)
     assert [chat.where for chat in others] == [f"{path}:{n}" for n in (3, 5, 7)]
@@ -145,7 +145,7 @@ def test_a_folder_in_the_order_of_names(tmp_path):
 def test_rows_that_are_none(tmp_path, row, message):
     path = write_rows(tmp_path / "a.jsonl", [row])
     with pytest.raises(CheckpointError, match=message) as caught:
-        list(open_texts(path).read())
+        list(open_texts(path).read(0))
     assert f"{path}:1" in str(caught.value)
 
 

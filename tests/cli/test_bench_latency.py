@@ -100,7 +100,7 @@ def test_help_teaches(capsys):
 
 
 def test_default_lengths_end_at_the_context_of_the_model(capsys, tmp_path):
-    from octavo.integrations.transformers.retrieval_model import make_tokenizer
+    from octavo.demo.retrieval_model import make_tokenizer
     from octavo_testkit.models.text_models import make_decoder
 
     make_decoder("llama", max_position_embeddings=300).save_pretrained(tmp_path)

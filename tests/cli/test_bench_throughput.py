@@ -76,7 +76,7 @@ def test_what_is_refused(capsys, options, message):
 
 
 def test_the_default_prompt_leaves_room_for_the_answer(capsys, tmp_path):
-    from octavo.integrations.transformers.retrieval_model import make_tokenizer
+    from octavo.demo.retrieval_model import make_tokenizer
     from octavo_testkit.models.text_models import make_decoder
 
     make_decoder("llama", max_position_embeddings=200).save_pretrained(tmp_path)

@@ -89,9 +89,12 @@ def test_per_head_by_percentile(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--margin", "0"], "margin must be a positive"),
-        (["--observer", "percentile", "--percentile", "0"], "expected a percentile above 0"),
-        (["--percentile", "99"], "expected --observer percentile with --percentile, got the"),
+        (["--margin", "0"], "margin: expected a number greater than 0"),
+        (
+            ["--observer", "percentile", "--percentile", "0"],
+            "percentile: expected a number greater than 0",
+        ),
+        (["--percentile", "99"], "expected --observer percentile with --percentile, got amax"),
         (["--scale-save-path", "gone/s.json"], "expected an existing folder for gone/s.json"),
         (["--plot", "gone/page.html"], "expected an existing folder for gone/page.html"),
         (["--data", "gone.jsonl"], "expected a file of images, got none at gone.jsonl"),

@@ -80,12 +80,12 @@ def test_from_prompts_to_static_scales(folder, tmp_path, capsys):
     ("args", "message"),
     [
         ([], "expected --prompt or --prompts with --pipeline, got neither"),
-        (["--prompt", "cat", "--kv"], "got options of images, texts or plots"),
-        (["--prompt", "cat", "--data", "x"], "got options of images, texts or plots"),
+        (["--prompt", "cat", "--kv"], "expected --prompt or --prompts with --pipeline, got --kv"),
+        (["--prompt", "cat", "--data", "x"], "with --pipeline, got --data"),
         (["--prompts", "gone.txt"], "expected a file of prompts, got none at gone.txt"),
         (["--prompt", "cat", "--call-options", "{"], "--call-options: expected a JSON object"),
         (["--prompt", "cat", "--call-options", "3"], "--call-options: expected a JSON object"),
-        (["--prompt", "cat", "--margin", "0"], "margin must be a positive"),
+        (["--prompt", "cat", "--margin", "0"], "margin: expected a number greater than 0"),
         (["--prompt", "cat", "-o", "gone/r.jsonl"], "expected an existing folder for gone"),
     ],
 )
@@ -174,5 +174,5 @@ def test_options_of_sensitivity(capsys):
     assert "expected --sensitivity without --attention" in capsys.readouterr().err
     for other in (("--margin", "2"), ("--observer", "mse"), ("--per-head",), ("--fresh",)):
         assert calibrate(*args[:-1], *other) == 1
-        assert "expected --sensitivity without --observer" in capsys.readouterr().err
+        assert f"expected --sensitivity without {other[0]}:" in capsys.readouterr().err
     assert calibrate(*args[:-1], "--sensitivity-by", "model") == 2

@@ -43,7 +43,7 @@ class Pupil(FakeEngine):
     def _text(self, request, prompt):
         for question in generated_choice_questions():
             if question.text in prompt:
-                lines = [line for line in prompt.splitlines() if line.endswith(question.right)]
+                lines = [line for line in prompt.splitlines() if line.endswith(question.answer)]
                 is_late = self.is_lazy and "smith" in question.text
                 letter = "Z" if is_late else lines[0][0]
                 return f"<think>Answer: A, or so</think>Well.\n**Answer: {letter}**"

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from octavo.cli.main import COMMANDS, make_app, run
-from octavo.integrations.transformers import retrieval_model as built
+from octavo.demo import retrieval_model as built
 from octavo.measure import store
-from octavo.measure.evaluate import needle as task
+from octavo.measure.evaluate import language
 from octavo_testkit.models.text_models import make_decoder, save_decoder
 
 SMALL = ("--lengths", "64,150", "--depths", "0,1", "-n", "1")
@@ -85,17 +85,17 @@ def test_the_retrieval_model_on_a_cpu(capsys, tmp_path):
 
 def test_cells_survive_a_crash_and_are_resumed(tmp_path, monkeypatch):
     path = tmp_path / "records.jsonl"
-    answer_text, count = task.answer_text, iter(range(10))
+    answer_text, count = language.answer_text, iter(range(10))
 
     def fail_later(*args, **options):
         if next(count) == 5:
             raise KeyboardInterrupt
         return answer_text(*args, **options)
 
-    monkeypatch.setattr(task, "answer_text", fail_later)
+    monkeypatch.setattr(language, "answer_text", fail_later)
     assert octavo(*SMALL, "-o", path) == 130
     assert len(store.read(path)) == 5
-    monkeypatch.setattr(task, "answer_text", answer_text)
+    monkeypatch.setattr(language, "answer_text", answer_text)
     assert octavo(*SMALL, "-o", path, "--resume") == 0
     records = store.read(path)
     assert [r.case["recipe"] for r in records] == ["bf16"] * 4 + ["fp8 unit"] * 4

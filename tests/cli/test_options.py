@@ -238,3 +238,24 @@ def test_json_objects():
     for text in ("{", "3", "[]"):
         with pytest.raises(ConfigError, match="--x: expected a JSON object, got"):
             read_object("--x", text)
+
+
+def test_a_commands_own_flags_have_their_help_in_its_docstring():
+    seen = []
+
+    @takes_settings
+    def command(*, model: Annotated[str, typer.Argument()], rows: tuple[str, ...] = ()) -> None:
+        """Run it.
+
+        Attributes:
+            model: Of the house.
+            rows: To compare,
+                one after the other.
+        """
+        seen.append((model, rows))
+
+    text = " ".join(invoke(command, "--help").output.split())
+    assert "Of the house." in text and "To compare, one after the other." in text
+    assert "Run it." in text and "Attributes" not in text
+    assert invoke(command, "a", "--rows", "x", "--rows", "y").exit_code == 0
+    assert seen == [("a", ("x", "y"))]

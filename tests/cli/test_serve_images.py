@@ -21,7 +21,7 @@ from octavo.demo.chart_reader import (
     make_chart_reader,
     save_chart_reader,
 )
-from octavo.integrations.transformers.vision import TowerAttention
+from octavo.layers.encoder_attention import EncoderAttention
 from octavo.serving.server import run as server_run
 
 WORDS = ["How", "many", "bars", "are", "there", "?", *"0123456789"]
@@ -50,7 +50,7 @@ def served(monkeypatch):
 async def _ask(app, found):
     async with app.router.lifespan_context(app):
         model = app.state.server.engine.engine.model
-        found["layers"] = [m for m in model.modules() if isinstance(m, TowerAttention)]
+        found["layers"] = [m for m in model.modules() if isinstance(m, EncoderAttention)]
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for number in range(found["num_requests"]):

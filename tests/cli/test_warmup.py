@@ -101,7 +101,7 @@ def test_a_model_of_transformers_with_tokens_and_shapes(monkeypatch, gpu, tmp_pa
         ((), "expected a model or --shapes, got neither"),
         (("--shapes", "5x32"), "expected shapes MxKxN"),
         (("--shapes", "5x32x48", "--tokens", "4"), "--tokens is for a model's layers"),
-        ((".", "--tokens", "4,x"), "expected numbers of tokens such as 4608,512, got '4,x'"),
+        ((".", "--tokens", "4,x"), "expected numbers of tokens such as 4608,512; got '4,x'"),
     ],
 )
 def test_wrong_requests_are_one_sentence(capsys, gpu, tmp_path, monkeypatch, args, message):

@@ -1,14 +1,9 @@
 """The needle: what one-level accumulation loses and two levels keep."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from octavo.demo.attention_errors import accumulation_errors, make_needle
-from octavo.measure.records import Machine, Measurement
-
-row = partial(Measurement, machine=Machine.current(), command="pytest")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -23,14 +18,14 @@ def test_the_needle_is_all_that_remains(seed):
 
 
 def test_short_contexts_are_found_either_way():
-    records = list(accumulation_errors([1024], row))
+    records = list(accumulation_errors([1024]))
     assert [r.case["accumulation"] for r in records] == ["two-level", "one-level"]
     assert all(r.values["is_found"] == 1 and r.values["relative_rms"] < 1e-6 for r in records)
 
 
 @pytest.mark.slow
 def test_at_131072_keys_one_level_loses_the_needle():
-    two_level, one_level = accumulation_errors([131072], row)
+    two_level, one_level = accumulation_errors([131072])
     assert two_level.values["is_found"] == 1
     assert two_level.values["relative_rms"] < 1e-6
     assert one_level.values["is_found"] == 0

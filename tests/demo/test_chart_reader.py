@@ -1,7 +1,5 @@
 """The chart reader: patches as transformers cuts them, answers, files, and its training loss."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,6 @@ from octavo.demo.chart_reader import (
     SPECIAL,
     ChartProcessor,
     fit_image,
-    flatten_patches,
     load_chart_reader,
     make_chart_reader,
     make_tokenizer,
@@ -47,7 +44,7 @@ def picture(width, height, seed=0):
 
 
 @pytest.mark.parametrize("size", [(32, 32), (96, 64), (288, 192)])
-def test_patches_are_those_of_the_image_processor(size):
+def test_patches_are_those_of_the_image_processor(size, reader):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil(
@@ -59,35 +56,19 @@ def test_patches_are_those_of_the_image_processor(size):
         size={"shortest_edge": 32 * 32, "longest_edge": 1024 * 1024},
     )
     theirs = processor(images=[picture(*size)], return_tensors="pt")
-    rows, grid = flatten_patches(np.asarray(picture(*size)))
-    assert theirs["image_grid_thw"].tolist() == [list(grid)]
-    torch.testing.assert_close(rows, theirs["pixel_values"], rtol=0, atol=1e-6)
+    own = ChartProcessor(reader)([picture(*size)])
+    assert theirs["image_grid_thw"].tolist() == own["image_grid_thw"].tolist()
+    torch.testing.assert_close(own["pixel_values"], theirs["pixel_values"], rtol=0, atol=1e-6)
 
 
 def test_a_patch_is_where_the_order_says():
     image = np.zeros((64, 96, 3), np.uint8)
     image[16 + 3, 32 + 16 + 5, 2] = 255  # second token, its fourth patch
-    rows, grid = flatten_patches(image)
+    rows = chart_reader.cut_patches(torch.from_numpy(image[None]))
     row = 4 * 1 + 3
     place = rows.reshape(24, 3, 2, 16, 16)
-    assert grid == (1, 4, 6)
     assert (rows > 0).nonzero()[:, 0].tolist() == [row, row]
     assert place[row, 2, :, 3, 5].tolist() == [1, 1] and rows.min() == -1
-
-
-@pytest.mark.parametrize(
-    "image",
-    [
-        np.zeros((32, 33, 3), np.uint8),
-        np.zeros((16, 32, 3), np.uint8),
-        np.zeros((0, 32, 3), np.uint8),
-        np.zeros((32, 32), np.uint8),
-        np.zeros((32, 32, 3), np.float32),
-    ],
-)
-def test_images_that_cannot_be_cut(image):
-    with pytest.raises(ConfigError, match="expected"):
-        flatten_patches(image)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +185,10 @@ def test_missing_and_damaged_files(reader, tmp_path):
         load_chart_reader(tmp_path)
     weights.write_bytes(content)
     mark = tmp_path / "chart_reader.json"
-    for text in ("{}", "[", json.dumps({"format_version": 2})):
+    wrong = {"{}": "format_version 1, got None", "[": "JSON", '{"format_version": 2}': "1, got 2"}
+    for text, expected in wrong.items():
         mark.write_text(text)
-        with pytest.raises(CheckpointError, match="expected a? ?format_version"):
+        with pytest.raises(CheckpointError, match=f"expected .*{expected}"):
             load_chart_reader(tmp_path)
 
 

@@ -22,6 +22,8 @@ from octavo.demo.charts import (
 from octavo.errors import ConfigError
 
 pytest.importorskip("PIL")
+from PIL import ImageColor
+
 from octavo.demo.chart_drawing import draw_chart
 
 SEEDS = range(200)
@@ -171,7 +173,7 @@ def test_every_kind_is_drawn_in_its_colors(kind, distribution):
         assert image.mode == "RGB" and image.size in SIZES[distribution]
         pixels = np.asarray(image, dtype=int).reshape(-1, 3)
         for name in chart.colors:
-            color = chart.style.palette[COLORS.index(name)]
+            color = ImageColor.getrgb(chart.style.palette[COLORS.index(name)])
             count = (np.abs(pixels - color).max(1) < 4).sum()
             assert count > 20, (name, count)
 
@@ -183,7 +185,7 @@ def test_bars_are_as_high_as_their_values():
     pixels = np.asarray(draw_chart(chart), dtype=int)
     heights = []
     for name in chart.colors:
-        color = chart.style.palette[COLORS.index(name)]
+        color = ImageColor.getrgb(chart.style.palette[COLORS.index(name)])
         rows = np.flatnonzero((np.abs(pixels - color).max(2) < 4).any(1))
         heights.append(rows.max() - rows.min() + 1)
     per_unit = np.array(heights) / np.array(chart.values[0])

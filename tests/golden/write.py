@@ -173,7 +173,7 @@ def write_records(folder: Path) -> None:
 
 def write_answers(folder: Path) -> None:
     """Two tasks asked of a server that knows what to say, with their records."""
-    right = {question.text: question.right for question in generated_choice_questions()}
+    right = {question.text: question.answer for question in generated_choice_questions()}
 
     def ask(self: Client, method: str, path: str, body: Any = None) -> Any:
         prompt = body["messages"][-1]["content"]

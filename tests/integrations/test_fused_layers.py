@@ -91,7 +91,7 @@ def test_phi_is_saved_and_loaded_to_the_bit(tmp_path):
 def test_flux_with_fused_projections(tmp_path):
     diffusers = pytest.importorskip("diffusers")
     from octavo.integrations.diffusers import full_size
-    from octavo.integrations.diffusers.replay import quantized
+    from octavo.integrations.diffusers.sensitivity import quantized
 
     size = full_size.find_full_size("tiny-flux")
     model = full_size.make_transformer(size, torch.device("cpu"))

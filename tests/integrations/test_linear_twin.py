@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo.errors import ConfigError
-from octavo.integrations.linear_twin import quantized_twin, split_linear
+from octavo.integrations.apply import quantized_twin, split_linear
 from octavo.layers.linear import Fp8Linear
 from octavo.recipe import Recipe
 

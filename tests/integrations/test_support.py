@@ -12,8 +12,8 @@ pytest.importorskip("PIL")
 
 from octavo import OctavoConfig, Recipe, apply_, calibrate_linear, quantize_
 from octavo.errors import UnsupportedError
-from octavo.integrations.diffusers.defaults import BY_CLASS, kept_layers
-from octavo.integrations.transformers.kept_parts import KEPT_PARTS
+from octavo.integrations.diffusers.linear import BY_CLASS, kept_layers
+from octavo.integrations.linear import KEPT_PARTS
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
 from octavo_testkit.models import support_models as models

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo import ConfigError, Recipe, apply_, calibrate_linear, quantize_
-from octavo.integrations.linear_twin import split_linear
+from octavo.integrations.apply import split_linear
 from octavo.layers.linear import Fp8Linear
 from octavo.recipe import LinearSettings
 from octavo.testing.asserts import assert_same_bits

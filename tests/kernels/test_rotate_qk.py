@@ -19,7 +19,7 @@ from octavo.kernels.rotate_qk.config import (
     work,
 )
 from octavo.numerics.rotary import Rotary
-from octavo.reference.rotary import rotate_qk as reference
+from octavo.reference.qkv import rotate_qk as reference
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw
 from octavo_testkit.kernels import qkv_inputs

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from octavo import ops
-from octavo.layers import one_token_linear
-from octavo.layers.one_token_linear import (
+from octavo.layers import linear
+from octavo.layers.linear import (
     OneTokenLinear,
     give_single_tokens_back,
     take_single_tokens,
@@ -23,7 +23,7 @@ def calls(monkeypatch):
         return matvec(x, weight, bias, **options)
 
     matvec = ops.matvec
-    monkeypatch.setattr(one_token_linear.ops, "matvec", counted)
+    monkeypatch.setattr(linear.ops, "matvec", counted)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo import CalibrationSettings, Recipe, apply_, calibrate_linear
-from octavo.integrations.linear_saturation import count_every_call, read_saturation
+from octavo.integrations.linear import count_every_call, read_saturation
 from octavo.layers import saturation
 from octavo.layers.joint_linear import JointLinear
 from octavo.layers.linear import Fp8Linear

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.measure.fit import (
-    TERMS,
     Interval,
     Line,
     Quadratic,
@@ -113,7 +112,8 @@ def test_two_points_have_no_interval():
     assert line.interval("slope") is None and line.interval("intercept") is None
     assert break_even(line, fit_line([1, 2], [4, 5])).interval is None
     curve = fit_quadratic([1, 2, 3], [1, 2, 4])
-    assert [curve.interval(term) for term in TERMS] == [None] * 3 and curve.contradicted == ()
+    assert [curve.interval(term) for term in Quadratic.TERMS] == [None] * 3
+    assert curve.contradicted == ()
 
 
 def test_a_break_even_that_may_be_anywhere():
@@ -143,7 +143,7 @@ def test_terms_are_in_their_intervals_as_often_as_they_say(constant, linear, squ
     lengths = np.asarray([256.0, 4096, 8192, 32768, 128000])
     random = np.random.default_rng(seed)
     clean = constant + linear * lengths + square * lengths**2
-    planted = dict(zip(TERMS, (constant, linear, square), strict=True))
+    planted = dict(zip(Quadratic.TERMS, (constant, linear, square), strict=True))
     inside = []
     for _ in range(200):
         curve = fit_quadratic(lengths, clean + random.normal(0, 10, 5))

@@ -11,8 +11,9 @@ import pytest
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import plots, tables
-from octavo.measure.report.html import Section, describe, render, write_report
+from octavo.measure.report.html import describe, render, write_report
 from octavo.measure.report.plots import Figure
+from octavo.measure.report.sections import Section
 from octavo.measure.report.tables import Table, format_column, label
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror='x'>&\"`{{7*7}}"

@@ -8,10 +8,11 @@ import pytest
 
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.html import Section, with_images, write_report
+from octavo.measure.report.html import with_images, write_report
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import report_sections
 from octavo.measure.report.plots import Figure
+from octavo.measure.report.sections import Section
 from octavo_testkit.serving.browser import browsing, find_browser
 
 ROOT = Path(__file__).parents[2]

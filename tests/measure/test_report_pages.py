@@ -12,10 +12,11 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement
-from octavo.measure.report.html import Link, Section, render, sections_markdown
+from octavo.measure.report.html import render, sections_markdown
 from octavo.measure.report.kernels import Roof
 from octavo.measure.report.pages import make_parts, report_sections
 from octavo.measure.report.plots import Figure
+from octavo.measure.report.sections import Link, Section
 from octavo.measure.report.tables import Table, to_csv, write_csv
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -36,7 +36,7 @@ class FakeBenchmarks:
         if (kind, row.name) in self.failing:
             raise OctavoError("boom") if kind == "latency" else RuntimeError("out of memory")
 
-    def run(self, subject, rows, case, settings, *, command, baseline, on_step):
+    def run(self, subject, rows, case, settings, *, command, baseline):
         (row,) = rows
         kind = "latency" if isinstance(case, LatencyCase) else "throughput"
         self.begin(kind, row)

@@ -10,7 +10,7 @@ from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
 from octavo.reference.paged import append_kv as reference
-from octavo.reference.rotary import rotate
+from octavo.reference.qkv import rotate
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import PagedCase
 from octavo.testing.inputs import Draw, make_paged_view

@@ -14,8 +14,7 @@ from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import quantize
 from octavo.numerics.rotary import Rotary
-from octavo.reference.qkv import normalize, restore_values, transpose_values
-from octavo.reference.rotary import rotate
+from octavo.reference.qkv import normalize, restore_values, rotate, transpose_values
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.inputs import Draw, cumulative
 

@@ -5,7 +5,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.numerics.rotary import Rotary
-from octavo.reference.rotary import rotate, rotate_qk
+from octavo.reference.qkv import rotate, rotate_qk
 
 
 def tables(rows, half, dtype=torch.float32):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.measure import store
-from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
+from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.bench.engine import make_rows, open_subject
 from octavo.measure.bench.engine_load import curve_values, line_values, run_load
 from octavo.measure.fit import Line, Quadratic, fit_line, fit_quadratic
@@ -291,9 +291,7 @@ def test_records_of_the_benchmarks_have_what_the_tables_want(tables, tmp_path):
     assert [row[0] for row in lengths] == ["16", "32", "64"]
     assert all(row[2].endswith("×)") and row[4].endswith("×)") for row in lengths)
     assert "\n- `auto`: " in text and "\n- `fp8`: " in text and "beside `auto`" in text
-    load = ThroughputCase(
-        workload=Workload(num_prompts=2, input_len=16, output_len=4), num_warmups=0
-    )
+    load = ThroughputCase(num_prompts=2, input_len=16, output_len=4, num_warmups=0)
     loads = run_load(subject, rows, load, settings, command="x")
     store.append(tmp_path / "throughput_h200.jsonl", loads.records)
     _, auto, fp8 = rows_of(tables["throughput"](tmp_path))

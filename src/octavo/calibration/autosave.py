@@ -1,7 +1,7 @@
 """Saving the scales of a dynamic run, to be loaded as static ones by the next."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -15,12 +15,7 @@ from torch import nn
 
 from octavo.atomic import check_target
 from octavo.brief import list_names
-from octavo.calibration.scale_file import (
-    LayerScales,
-    ScaleHeader,
-    ScaleSet,
-    save_scales,
-)
+from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet, save_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
@@ -59,12 +54,9 @@ class ScaleSaver:
     """Writes a scale file once every layer of a model has seen 16 passes, and not before.
 
     `step` after each pass of the encoder, or `watch` to have that done for every call of the tower.
-    The replay of a CUDA graph is no call: who replays one steps all `savers_of` the tower. The
-    first step that looks is the 16th, then every CHECK_EVERY-th: all others cost nothing on the
-    device. `close` at the end of the run looks a last time and raises if there is still nothing to
-    save.
-
-    rename: what the scale file calls a layer, from the layer's own name.
+    The replay of a CUDA graph is no call: who replays one steps all `savers_of` the tower. Only
+    every 16th step asks the device. `close` at the end of the run looks a last time and raises if
+    there is still nothing to save. rename: what the scale file calls a layer, from its own name.
     """
 
     def __init__(
@@ -79,13 +71,14 @@ class ScaleSaver:
         check_scale_paths(is_fp8=True, save_path=path, margin=margin)
         self.path, self.margin = Path(path), margin
         self.header = header or ScaleHeader()
-        found = {m.name: m for m in model.modules() if isinstance(m, EncoderAttention)}
-        self._layers = {rename(name): s for name, s in _dynamic(found).items()}
+        found = [layer for layer in model.modules() if isinstance(layer, EncoderAttention)]
+        self._layers = {rename(x.name): _dynamic(x) for x in found if x.scaling is not None}
+        if not self._layers:
+            raise ConfigError("expected a model with attention in fp8 whose scales can be saved")
         self._tower = _tower(model)
         self._num_steps = 0
-        self._is_paused = False
+        self._is_paused = self.is_saved = False
         self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self.is_saved = False
 
     def watch(self) -> "ScaleSaver":
         """Step after each call of the module that holds all layers."""
@@ -122,12 +115,13 @@ class ScaleSaver:
 
     def _not_ready(self) -> list[str]:
         """The layers that have too few passes or have seen nothing but zeros, with the reason."""
-        passes = torch.stack([s.num_passes for s in self._layers.values()])
-        parts = [(s.q, s.k, s.v) for s in self._layers.values()]
-        least = torch.stack([torch.stack([x.amax().min() for x in three]) for three in parts])
-        found = torch.cat([passes[:, None], least], dim=1).tolist()  # waits for the device, once
+        told = [
+            torch.stack([s.num_passes, *(x.amax().min() for x in (s.q, s.k, s.v))])
+            for s in self._layers.values()
+        ]
         waiting = []
-        for name, (num_passes, *amax) in zip(self._layers, found, strict=True):
+        # One wait for the device.
+        for name, (num_passes, *amax) in zip(self._layers, torch.stack(told).tolist(), strict=True):
             if num_passes < HISTORY_LENGTH:
                 waiting.append(f"{name} ({num_passes:.0f} passes)")
             elif min(amax) == 0:
@@ -136,7 +130,11 @@ class ScaleSaver:
 
     def _save(self) -> None:
         self._unwatch()
-        scales = {name: _layer_scales(s, self.margin) for name, s in self._layers.items()}
+        scales = {}
+        for name, scaling in self._layers.items():
+            found = scaling.scales(self.margin)
+            numbers: list[Any] = [part.tolist() for part in (found.q, found.k, found.v)]
+            scales[name] = LayerScales(*numbers)
         header = replace(
             self.header,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -180,42 +178,28 @@ def not_counted(tower: nn.Module) -> Iterator[None]:
             saver._is_paused = False
 
 
-def _dynamic(layers: Mapping[str, EncoderAttention]) -> dict[str, DynamicScaling]:
-    """The scaling of layers in FP8, which must be dynamic."""
-    found = {}
-    for name, layer in layers.items():
-        if layer.scaling is None:
-            continue
-        if not isinstance(layer.scaling, DynamicScaling):
-            raise ConfigError(
-                f"{layer}: expected dynamic scales, which can be saved, got static ones"
-            )
-        if layer.scaling.group is not None and isinstance(layer.scaling.granularity, PerHead):
-            raise UnsupportedError(
-                f"{layer}: its heads lie on several ranks: save scales per tensor, or per head on "
-                "one rank"
-            )
-        found[name] = layer.scaling
-    if not found:
-        raise ConfigError("expected a model with attention in fp8 whose scales can be saved")
-    return found
+def _dynamic(layer: EncoderAttention) -> DynamicScaling:
+    """The scaling of a layer in FP8, which must be dynamic."""
+    scaling = layer.scaling
+    if not isinstance(scaling, DynamicScaling):
+        raise ConfigError(f"{layer}: expected dynamic scales, which can be saved, got static ones")
+    if scaling.group is not None and isinstance(scaling.granularity, PerHead):
+        raise UnsupportedError(
+            f"{layer}: its heads lie on several ranks: save scales per tensor, or per head on one "
+            "rank"
+        )
+    return scaling
 
 
 def _tower(model: nn.Module) -> nn.Module:
     """The smallest module that holds all layers and is itself called."""
-    names = [
-        name.split(".") for name, m in model.named_modules() if isinstance(m, EncoderAttention)
-    ]
     # A layer is not its own tower: what holds it is called whichever way it is fused.
-    shared = os.path.commonprefix([parts[:-1] for parts in names])
+    names = [
+        name.split(".")[:-1] for name, m in model.named_modules() if isinstance(m, EncoderAttention)
+    ]
+    shared = os.path.commonprefix(names)
     module = model.get_submodule(".".join(shared))
     while shared and isinstance(module, nn.ModuleList | nn.ModuleDict):
         shared = shared[:-1]
         module = model.get_submodule(".".join(shared))
     return module
-
-
-def _layer_scales(scaling: DynamicScaling, margin: float) -> LayerScales:
-    scales = scaling.scales(margin)
-    numbers: list[Any] = [part.tolist() for part in (scales.q, scales.k, scales.v)]
-    return LayerScales(*numbers)

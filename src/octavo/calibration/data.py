@@ -9,9 +9,8 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,7 +19,6 @@ from octavo.brief import brief, list_names
 from octavo.calibration.rows import (
     ROW_SUFFIXES,
     Row,
-    Rows,
     file_fingerprint,
     is_path,
     listing_digest,
@@ -93,29 +91,30 @@ def open_images(
     """
     path = Path(data)
     if data and path.is_dir():
-        return _image_folder(data, path)
-    if path.suffix in ROW_SUFFIXES:
-        rows = open_file(path, "images")
-    elif is_path(data):
+        paths = _files(path, "images", lambda path: path.suffix.lower(), IMAGE_SUFFIXES)
+        fingerprint = f"{len(paths)} images {listing_digest(paths)}"
+
+        def read(start: int) -> Iterator[ImagePrompt]:
+            return ([_open(path, str(path))] for path in paths[start:])
+
+        return PromptData(data, fingerprint, len(paths), read)
+    if path.suffix not in ROW_SUFFIXES and is_path(data):
         raise ConfigError(
             f"expected a folder of images, a .jsonl or .parquet file, or a data set's name such as "
             f"lmarena-ai/VisionArena-Chat, got {brief(data)}"
         )
+    return _from_rows(_image_prompt, data, "images", split, subset)
+
+
+def _from_rows(
+    prompt_of: Callable[[Row], Prompt], data: str, what: str, split: str, subset: str | None
+) -> PromptData[Prompt]:
+    """A prompt of each row of a file, or of a data set on the hub."""
+    if Path(data).suffix in ROW_SUFFIXES:
+        rows = open_file(Path(data), what)
     else:
-        rows = open_dataset(data, "images", split=split, subset=subset)
-    return PromptData(
-        data, rows.fingerprint, None, lambda start: map(_image_prompt, rows.read(start))
-    )
-
-
-def _image_folder(name: str, folder: Path) -> PromptData[ImagePrompt]:
-    paths = _files(folder, "images", lambda path: path.suffix.lower(), IMAGE_SUFFIXES)
-
-    def read(start: int) -> Iterator[ImagePrompt]:
-        for path in paths[start:]:
-            yield [_open(path, str(path))]
-
-    return PromptData(name, f"{len(paths)} images {listing_digest(paths)}", len(paths), read)
+        rows = open_dataset(data, what, split=split, subset=subset)
+    return PromptData(data, rows.fingerprint, None, lambda start: map(prompt_of, rows.read(start)))
 
 
 def _files(
@@ -140,25 +139,21 @@ def _image_prompt(source: Row) -> ImagePrompt:
     if len(found) != 1:
         got = "both" if found else f"only {list_names([str(key) for key in row]) or 'nothing'}"
         raise CheckpointError(f"{where}: expected image or images, got {got}")
-    cells = found[0] if isinstance(found[0], Sequence) and not _is_text(found[0]) else found
-    if not cells:
-        raise CheckpointError(f"{where}: expected at least one image, got an empty list")
-    return [_image(cell, where, folder) for cell in cells]
-
-
-def _is_text(cell: object) -> bool:
-    return isinstance(cell, str | bytes | bytearray)
+    match found:
+        case [[]]:
+            raise CheckpointError(f"{where}: expected at least one image, got an empty list")
+        case [[*cells]]:
+            return [_image(cell, where, folder) for cell in cells]
+    return [_image(found[0], where, folder)]
 
 
 def _image(cell: object, where: str, folder: Path | None) -> "Image":
     """One image: bytes, {"bytes", "path"}, a path, base64 or a data URL."""
     match cell:
-        case {"bytes": bytes(content)}:
-            return _open(content, where)
+        case (bytes() | bytearray() as content) | {"bytes": bytes(content)}:
+            return _open(bytes(content), where)
         case {"path": str(path)}:
             return _image(path, where, folder)
-        case bytes() | bytearray():
-            return _open(bytes(cell), where)
         case str() if cell.startswith("data:"):
             return _open(_decode_base64(cell.partition(",")[2], where), where)
         case str() if cell.startswith(("http://", "https://")):
@@ -221,17 +216,7 @@ class Chat:
 Document = Passage | Chat
 
 
-@dataclass(frozen=True)
-class TextData:
-    """Documents in a fixed order.
-
-    name: what was asked for. fingerprint: other data has another one. read: all documents, from the
-    first one on.
-    """
-
-    name: str
-    fingerprint: str
-    read: Callable[[], Iterator[Document]]
+TextData = PromptData[Document]
 
 
 def open_texts(data: str, *, split: str = "train", subset: str | None = None) -> TextData:
@@ -243,39 +228,33 @@ def open_texts(data: str, *, split: str = "train", subset: str | None = None) ->
     """
     path = Path(data)
     if data and path.is_dir():
-        return _text_folder(data, path)
-    if path.suffix in ROW_SUFFIXES or (data and path.is_file()):
-        return _text_file(data, path)
+        paths = _files(path, "texts", lambda path: path.suffix, TEXT_SUFFIXES)
+        files = [open_texts(str(file)) for file in paths]
+
+        def read(start: int) -> Iterator[Document]:
+            return islice((one for file in files for one in file.read(0)), start, None)
+
+        return PromptData(data, f"{len(paths)} files {listing_digest(paths)}", None, read)
+    if path.suffix in ROW_SUFFIXES:
+        return _from_rows(_document, data, "texts", split, subset)
+    if data and path.is_file():
+        if path.suffix == ".json":
+            raise ConfigError(
+                f"expected one row per line, got {data}: convert a list in JSON by "
+                f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+            )
+        return PromptData(
+            data,
+            file_fingerprint(path),
+            1,
+            lambda start: iter([Passage(_pieces(path), data)][start:]),
+        )
     if is_path(data) or path.suffix in TEXT_SUFFIXES:
         raise ConfigError(
             "expected a file or folder of text, a .jsonl or .parquet file, or a data set's name "
             f"such as HuggingFaceH4/ultrachat_200k, got {brief(data)}"
         )
-    rows = open_dataset(data, "texts", split=split, subset=subset)
-    return TextData(data, rows.fingerprint, partial(_documents, rows))
-
-
-def _text_folder(name: str, folder: Path) -> TextData:
-    paths = _files(folder, "texts", lambda path: path.suffix, TEXT_SUFFIXES)
-    files = [_text_file(str(path), path) for path in paths]
-
-    def read() -> Iterator[Document]:
-        for file in files:
-            yield from file.read()
-
-    return TextData(name, f"{len(paths)} files {listing_digest(paths)}", read)
-
-
-def _text_file(name: str, path: Path) -> TextData:
-    if path.suffix in ROW_SUFFIXES:
-        rows = open_file(path, "texts")
-        return TextData(name, rows.fingerprint, partial(_documents, rows))
-    if path.suffix == ".json":
-        raise ConfigError(
-            f"expected one row per line, got {name}: convert a list in JSON by "
-            f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
-        )
-    return TextData(name, file_fingerprint(path), lambda: iter([Passage(_pieces(path), str(path))]))
+    return _from_rows(_document, data, "texts", split, subset)
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -296,19 +275,15 @@ def _pieces(path: Path) -> Iterator[str]:
         yield rest
 
 
-def _documents(rows: Rows) -> Iterator[Document]:
-    return map(_document, rows.read(0))
-
-
 def _document(row: Row) -> Document:
     content, where = row.content, row.where
-    if _is_list(content):
-        return _chat(content, where)
-    if not isinstance(content, Mapping):
+    if not isinstance(content, Mapping | list | tuple):
         raise CheckpointError(
             f"{where}: expected an object with text, messages or conversations, or a list of "
             f"messages, got {brief(content)}"
         )
+    if not isinstance(content, Mapping):
+        return _chat(content, where)
     found = [field for field in TEXT_FIELDS if content.get(field) is not None]
     if len(found) != 1:
         got = list_names(found or [str(key) for key in content]) or "nothing"
@@ -321,14 +296,11 @@ def _document(row: Row) -> Document:
     return Passage((cell,), where)
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
 def _chat(messages: object, where: str) -> Chat:
-    if not isinstance(messages, Sequence) or not _is_list(messages) or not messages:
-        raise CheckpointError(f"{where}: expected a list of messages, got {brief(messages)}")
-    return Chat(tuple(_message(message, where) for message in messages), where)
+    match messages:
+        case [_, *_]:
+            return Chat(tuple(_message(message, where) for message in messages), where)
+    raise CheckpointError(f"{where}: expected a list of messages, got {brief(messages)}")
 
 
 def _message(message: object, where: str) -> Message:
@@ -349,19 +321,18 @@ def _message(message: object, where: str) -> Message:
 
 def _content(content: object, where: str) -> str:
     """The text of a message, which may be in parts."""
-    if isinstance(content, str):
-        return content
-    texts = [_text_of(part) for part in content] if isinstance(content, list | tuple) else [None]
-    if any(text is None for text in texts):
-        raise CheckpointError(f"{where}: expected the content to be text, got {brief(content)}")
-    return "".join(text or "" for text in texts)
-
-
-def _text_of(part: object) -> str | None:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-    return None
+    texts: list[str] = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case str() if part is content:
+                return part
+            case _:
+                raise CheckpointError(
+                    f"{where}: expected the content to be text, got {brief(content)}"
+                )
+    return "".join(texts)
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[str]:

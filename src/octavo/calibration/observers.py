@@ -9,7 +9,7 @@ size is fixed; e4m3 spans 18 of them, and what is smaller counts as zero.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,13 +133,8 @@ class Histogram:
         return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, on the CPU, as `load_state_dict` takes it."""
-        return {
-            "counts": self.counts.cpu(),
-            "first_code": self.first_code,
-            "amax": self.amax.cpu(),
-            "num_nonfinite": self.num_nonfinite.cpu(),
-        }
+        """Everything, as `from_state_dict` takes it."""
+        return dict(vars(self))
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Histogram":
@@ -150,8 +145,7 @@ class Histogram:
                 f"expected a histogram of {list(made.counts.shape)}, got "
                 f"{list(state['counts'].shape)}: it is another version's, start afresh"
             )
-        made.counts, made.amax = state["counts"], state["amax"]
-        made.first_code, made.num_nonfinite = state["first_code"], state["num_nonfinite"]
+        vars(made).update(state)
         return made
 
 
@@ -176,7 +170,7 @@ class LayerObserver:
         self.num_passes += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, on the CPU, as `from_state_dict` takes it."""
+        """Everything, as `from_state_dict` takes it."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         return {"num_passes": self.num_passes, "parts": parts}
 
@@ -214,11 +208,7 @@ class KeyMeans:
 
     def complete(self, num_prompts: int) -> None:
         """End the pass; ConfigError names layers that saw nothing, or keys that are not finite."""
-        if missing := [name for name, total in self.sums.items() if total is None]:
-            raise ConfigError(
-                f"expected every layer to run, got no pass of {list_names(missing)}: "
-                "use prompts that reach them"
-            )
+        check_all_ran(self.sums)
         for name in self.sums:
             if not bool(self.of(name).isfinite().all()):
                 raise ConfigError(
@@ -238,18 +228,21 @@ class KeyMeans:
         return tuple(tuple(float(f"{x:.9g}") for x in row) for row in self.of(name).tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, on the CPU, as `load_state_dict` takes it."""
-        return {
-            "sums": {name: None if x is None else x.cpu() for name, x in self.sums.items()},
-            "num_tokens": dict(self.num_tokens),
-            "num_prompts": self.num_prompts,
-            "is_complete": self.is_complete,
-        }
+        """Everything, as `load_state_dict` takes it."""
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was made."""
-        self.sums, self.num_tokens = dict(state["sums"]), dict(state["num_tokens"])
-        self.num_prompts, self.is_complete = state["num_prompts"], state["is_complete"]
+        vars(self).update(state)
+
+
+def check_all_ran(layers: Mapping[str, object]) -> None:
+    """Raise ConfigError that names the layers of which nothing was seen."""
+    if missing := [name for name, seen in layers.items() if seen is None]:
+        raise ConfigError(
+            f"expected every layer to run, got no pass of {list_names(missing)}: "
+            "use prompts that reach them"
+        )
 
 
 def _code(x: Tensor) -> Tensor:

@@ -22,15 +22,9 @@ from octavo.calibration.observers import (
     Histogram,
     KeyMeans,
     LayerObserver,
+    check_all_ran,
 )
-from octavo.calibration.scale_document import Scale
-from octavo.calibration.scale_file import (
-    Kind,
-    LayerScales,
-    ScaleHeader,
-    ScaleSet,
-    save_scales,
-)
+from octavo.calibration.scale_file import Kind, LayerScales, ScaleHeader, ScaleSet, save_scales
 from octavo.calibration.state import StateFile, state_path
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.formats import E4M3
@@ -102,10 +96,8 @@ class Calibration:
     """What all layers have seen so far.
 
     To center keys takes two passes over the data: the first finds their means, the second what is
-    left of them. num_prompts: those of the pass that is under way.
-
-    layers: the names of those that must be seen, which scale files call them by.
-    is_nonfinite_refused: whether NaN or Inf is an error, not only counted.
+    left of them. num_prompts: those of the pass that is under way. layers: the names, as in scale
+    files, of those that must be seen. is_nonfinite_refused: whether NaN or Inf is an error.
     """
 
     def __init__(
@@ -115,8 +107,7 @@ class Calibration:
         *,
         is_nonfinite_refused: bool = False,
     ) -> None:
-        self.settings = settings
-        self.is_nonfinite_refused = is_nonfinite_refused
+        self.settings, self.is_nonfinite_refused = settings, is_nonfinite_refused
         self.layers: dict[str, LayerObserver | None] = dict.fromkeys(layers)
         self.num_prompts = 0
         self.means = KeyMeans(layers) if settings.center_keys else None
@@ -142,45 +133,38 @@ class Calibration:
         """One pass of one layer."""
         if name not in self.layers:
             raise ConfigError(f"expected one of {list_names(list(self.layers))}, got {name}")
-        if self.means is not None and not self.means.is_complete:
-            self.means.see(name, k)
-            return
-        q, k = self._as_stored(name, q, k)
-        layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
-        layer.see(q, k, v)
-        if self.is_nonfinite_refused:
-            _check_finite(name, layer)
-        self.layers[name] = layer
-
-    def _as_stored(self, name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as attention over the cache has them, in float32 if that is other."""
         if self.means is not None:
+            if not self.means.is_complete:
+                self.means.see(name, k)
+                return
             k = k.float() - self.means.of(name).to(k.device)
         if self.settings.rotate_keys:
             key = (k.shape[-1], k.device)
             if key not in self._rotations:
                 self._rotations[key] = hadamard(k.shape[-1]).to(k.device)
             q, k = (x.float() @ self._rotations[key] for x in (q, k))
-        return q, k
+        layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
+        layer.see(q, k, v)
+        if self.is_nonfinite_refused:
+            _check_finite(name, layer)
+        self.layers[name] = layer
 
     def result(self, header: ScaleHeader | None = None) -> CalibrationResult:
         """Scales for every layer; ConfigError names a layer that saw nothing, or only zeros."""
         if self.is_first_pass:
             raise ConfigError("expected two passes over the data to center keys, got one")
+        check_all_ran(self.layers)
         seen = {name: layer for name, layer in self.layers.items() if layer is not None}
-        if missing := [name for name in self.layers if name not in seen]:
-            raise ConfigError(
-                f"expected every layer to run, got no pass of {list_names(missing)}: "
-                "use prompts that reach them"
-            )
         scales, statistics = {}, []
         for name, layer in seen.items():
-            found = {}
+            found = []
             for tensor, part in layer.parts.items():
-                found[tensor] = self._scale(f"layer {name}: {tensor}", part)
-                statistics.append(_statistics(name, tensor, layer, found[tensor]))
+                scale = self._scale(f"layer {name}: {tensor}", part)
+                statistics.append(_statistics(name, tensor, layer, scale))
+                numbers = tuple(scale.tolist())
+                found.append(numbers if len(numbers) > 1 else numbers[0])
             mean = self.means.numbers(name) if self.means else None
-            scales[name] = LayerScales(*map(_as_numbers, found.values()), k_mean=mean)
+            scales[name] = LayerScales(*found, k_mean=mean)
         header = replace(
             header or ScaleHeader(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -198,9 +182,8 @@ class Calibration:
     def _scale(self, name: str, part: Histogram) -> Tensor:
         """float32 [num_groups]; a scale of zeros would be a guess, and is refused."""
         limits = part.limits(self.settings)
-        for what, values in ((f"{name}", part.amax), (f"{self.settings} of {name}", limits)):
-            zero = torch.nonzero(values == 0).flatten().tolist()
-            if zero:
+        for what, values in ((name, part.amax), (f"{self.settings} of {name}", limits)):
+            if zero := torch.nonzero(values == 0).flatten().tolist():
                 heads = f" in heads {list_names([str(h) for h in zero])}" if len(values) > 1 else ""
                 bad = int(part.num_nonfinite)
                 others = f" and {bad} that were not finite" if bad else ""
@@ -225,9 +208,9 @@ def calibrate_to_file(
 ) -> CalibrationResult:
     """Calibrate on the first prompts of `data` and write the scale file.
 
-    The state of a run that ends too early lies beside the scale file, and the next run goes on from
-    it unless is_resumed is False. on_prompts: called with the number of prompts so far; those of
-    both passes count, where keys are centered.
+    A run that ends too early leaves its state beside the scale file; the next one goes on from it
+    if is_resumed. on_prompts: called with the number of prompts so far, of both passes if there are
+    two.
     """
     subject.check(settings)
     check_scale_paths(is_fp8=True, save_path=save_path, margin=settings.margin)
@@ -373,8 +356,3 @@ def _statistics(name: str, tensor: str, layer: LayerObserver, scale: Tensor) -> 
         num_passes=layer.num_passes,
         num_nonfinite=int(part.num_nonfinite),
     )
-
-
-def _as_numbers(scale: Tensor) -> Scale:
-    numbers = tuple(scale.tolist())
-    return numbers if len(numbers) > 1 else numbers[0]

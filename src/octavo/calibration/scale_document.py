@@ -13,7 +13,6 @@ from octavo.brief import brief, list_names
 from octavo.errors import ConfigError
 
 FORMAT_VERSION = 1
-MAX_TEXT_LENGTH = 1000
 MAX_MEAN = 2.0**127  # a float32 number
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # normal float32 numbers, and so are their reciprocals
 
@@ -23,13 +22,6 @@ KeyMean = tuple[tuple[float, ...], ...]
 _KEYS = [(key, f"{key}_scale", f"{key}_heads") for key in ("q", "k", "v")]
 _ALL_KEYS = frozenset(key for keys in _KEYS for key in keys) | {"k_mean"}
 _INPUT_KEYS = frozenset({"input", "input_scale"})
-# What strict reading refuses.
-TOLERATED = EXTRA_KEYS, NO_OBJECTS, UNKNOWN_KEYS, STRINGS = (
-    "ignored keys beside layers",
-    "ignored entries that are no objects",
-    "ignored unknown keys of layers",
-    "read strings as numbers in layers",
-)
 
 
 def checked_scale(key: str, value: object) -> Scale:
@@ -73,25 +65,17 @@ def checked_number(key: str, value: object) -> float:
     )
 
 
-def checked_count(key: str, value: object) -> int:
-    """A whole number from 1 on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"expected {key} to be a whole number from 1 on, got {brief(value)}")
-    return value
-
-
-def check_text(key: str, text: object) -> None:
-    """Raise unless `text` is Unicode of 1 to 1000 characters."""
-    if not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT_LENGTH:
-        raise ConfigError(
-            f"expected {key} to be a text of 1 to {MAX_TEXT_LENGTH} characters, got {brief(text)}"
-        )
+def check_name(name: object) -> None:
+    """Raise unless the name of a layer is Unicode of 1 to 1000 characters."""
     try:
-        text.encode()
+        is_name = isinstance(name, str) and len(name.encode()) > 0 and len(name) <= 1000
     except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
         raise ConfigError(
-            f"expected {key} to be Unicode, got a lone surrogate in {brief(text)}"
-        ) from None
+            "expected the name of a layer to be a text of 1 to 1000 characters without lone "
+            f"surrogates, got {brief(name)}"
+        )
 
 
 class _Incomplete(ConfigError):
@@ -106,16 +90,23 @@ class ScaleDocument:
     over, or read although it is not as octavo writes it.
     """
 
+    is_strict: bool
     header: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)
     incomplete: dict[str, str] = field(default_factory=dict)
-    tolerated: dict[str, list[str]] = field(default_factory=lambda: {key: [] for key in TOLERATED})
+    tolerated: dict[str, list[str]] = field(default_factory=dict)
+
+    def tolerate(self, what: str, names: list[str], refusal: str) -> None:
+        """Note what was done about these names, or raise ConfigError in strict reading."""
+        if names and self.is_strict:
+            raise ConfigError(refusal)
+        if names:
+            self.tolerated.setdefault(what, []).extend(names)
 
     def notes(self) -> list[str]:
         """A sentence for each kind of thing that strict reading refuses."""
-        found = self.tolerated.items()
-        notes = [f"{what}: {list_names(names)}" for what, names in found if names]
+        notes = [f"{what}: {list_names(names)}" for what, names in self.tolerated.items()]
         if self.incomplete:
             names, reason = [*self.incomplete], next(iter(self.incomplete.values()))
             notes.append(f"ignored incomplete entries of layers: {list_names(names)} ({reason})")
@@ -126,37 +117,37 @@ def read_document(document: object, *, strict: bool) -> ScaleDocument:
     """What a decoded scale file says; ConfigError if it is none, or is not as strict wants it."""
     if not isinstance(document, Mapping):
         raise ConfigError(f"expected an object of layers, got {brief(document)}")
-    found = ScaleDocument()
+    found = ScaleDocument(strict)
     if "octavo" in document:
         found.header = _read_header(document["octavo"])
     layers = {key: value for key, value in document.items() if key != "octavo"}
     if "layers" in layers:
-        found.tolerated[EXTRA_KEYS] = extra = [key for key in layers if key != "layers"]
-        if extra and strict:
-            raise ConfigError(f"expected nothing beside layers, got {list_names(extra)}")
+        extra = [key for key in layers if key != "layers"]
+        refusal = f"expected nothing beside layers, got {list_names(extra)}"
+        found.tolerate("ignored keys beside layers", extra, refusal)
         layers = layers["layers"]
         if not isinstance(layers, Mapping):
             raise ConfigError(f"expected layers to be an object, got {brief(layers)}")
     for name, entry in layers.items():
         try:
-            _read_entry(found, name, entry, strict)
+            _read_entry(found, name, entry)
         except ConfigError as error:
             raise ConfigError(f"layer {brief(name)}: {error}") from None
     return found
 
 
-def _read_entry(found: ScaleDocument, name: str, entry: object, strict: bool) -> None:
+def _read_entry(found: ScaleDocument, name: str, entry: object) -> None:
     if not isinstance(entry, Mapping):
-        if strict:
-            raise ConfigError(f"expected an object with q, k and v, got {brief(entry)}")
-        found.tolerated[NO_OBJECTS].append(name)
+        refusal = f"expected an object with q, k and v, got {brief(entry)}"
+        found.tolerate("ignored entries that are no objects", [name], refusal)
         return
-    if not strict:
+    if not found.is_strict:
         known = {key: entry[key] for key in entry if key in _ALL_KEYS or key in _INPUT_KEYS}
-        found.tolerated[UNKNOWN_KEYS] += [f"{name}.{key}" for key in entry if key not in known]
+        unknown = [f"{name}.{key}" for key in entry if key not in known]
+        found.tolerate("ignored unknown keys of layers", unknown, "")
         entry = {key: _number_of(value) for key, value in known.items()}
         if any(entry[key] is not known[key] for key in known):
-            found.tolerated[STRINGS].append(name)
+            found.tolerate("read strings as numbers in layers", [name], "")
     if entry.keys() & _INPUT_KEYS:
         if len(entry) > 1:
             raise ConfigError(f"expected input alone, got {list_names([*entry])}")
@@ -165,7 +156,7 @@ def _read_entry(found: ScaleDocument, name: str, entry: object, strict: bool) ->
     try:
         found.layers[name] = _read_layer(entry)
     except _Incomplete as error:
-        if strict:
+        if found.is_strict:
             raise
         found.incomplete[name] = str(error)
 
@@ -185,7 +176,11 @@ def _number_of(value: object) -> object:
 def _read_header(entry: object) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
-    version = checked_count("format_version", entry.get("format_version"))
+    version = entry.get("format_version")
+    if type(version) is not int or version < 1:
+        raise ConfigError(
+            f"expected format_version to be a whole number from 1 on, got {brief(version)}"
+        )
     if version > FORMAT_VERSION:
         raise ConfigError(
             f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
@@ -199,15 +194,11 @@ def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"expected only {', '.join(sorted(_ALL_KEYS))}, got {list_names(unknown)}"
         )
-    fields: dict[str, Any] = {}
-    if "q" in entry and entry["q"] is None and not entry.keys() & {"q_scale", "q_heads"}:
-        fields["q"] = None
-    else:
-        fields["q"] = _read_scale(entry, *_KEYS[0])
-    fields |= {keys[0]: _read_scale(entry, *keys) for keys in _KEYS[1:]}
     if "k_mean" in entry and entry["k_mean"] is None:
         raise ConfigError("expected k_mean to be a list for each head, got null")
-    return {**fields, "k_mean": entry.get("k_mean")}
+    has_q = entry.get("q", 0) is not None or entry.keys() & {"q_scale", "q_heads"}
+    found = {keys[0]: _read_scale(entry, *keys) for keys in (_KEYS if has_q else _KEYS[1:])}
+    return {"q": None, **found, "k_mean": entry.get("k_mean")}
 
 
 def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:

@@ -24,7 +24,7 @@ A linear layer has the scale of its activations: "model.layers.0.mlp.up_proj": {
 stands among the attention layers; vLLM's loader passes over entries without q, k and v.
 
 In a file for a diffusion pipeline (kind "pipeline") names begin with that of the component:
-"transformer_2.blocks.0.attn1.to_q" (octavo.calibration.component_scales).
+"transformer_2.blocks.0.attn1.to_q" (`of_component`).
 """
 
 import difflib
@@ -35,26 +35,30 @@ import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 from octavo.atomic import write_atomically
 from octavo.brief import brief, list_names, unique_keys
 from octavo.calibration.scale_document import (
     FORMAT_VERSION,
+    MAX_SCALE,
+    MIN_SCALE,
     KeyMean,
     Scale,
-    check_text,
-    checked_count,
+    check_name,
     checked_mean,
     checked_number,
     checked_scale,
     read_document,
 )
 from octavo.errors import CheckpointError, ConfigError
+from octavo.settings import checked
 
 MAX_FILE_BYTES = 32 * 2**20  # some 300,000 layers, or 10,000 with 32 heads
 MAX_FILE_VALUES = 2_000_000  # 32 MiB of [[],[],… would take 1 GB of memory
@@ -68,8 +72,21 @@ _COMMANDS: dict[Kind, str] = {
     "pipeline": "octavo calibrate --pipeline",
 }
 _NUM_SUGGESTION_CANDIDATES = 2000  # difflib needs about 10 µs for each
+T = TypeVar("T")
 
 
+def _check_date(date: str) -> str:
+    try:
+        datetime.fromisoformat(date)
+    except ValueError:
+        raise ConfigError(
+            f"expected a date such as 2026-08-22T10:00:00, got {brief(date)}"
+        ) from None
+    return date
+
+
+_Text = Annotated[StrictStr, Field(min_length=1, max_length=1000)]
+_Margin = Annotated[float, Field(strict=True, ge=MIN_SCALE, le=MAX_SCALE)]
 _is_strict = False
 
 
@@ -117,7 +134,7 @@ class LayerScales:
         return LayerScales(q, _largest(self.k), _largest(self.v), k_mean=self.k_mean)
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked
 class ScaleHeader:
     """What scales are for and where they come from; what is not known is None.
 
@@ -125,36 +142,13 @@ class ScaleHeader:
     """
 
     kind: Kind | None = None
-    model: str | None = None
-    data: str | None = None
-    date: str | None = None
-    observer: str | None = None
-    passes: int | None = None
-    margin: float | None = None
-    rotate_keys: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind is not None and self.kind not in get_args(Kind):
-            raise ConfigError(
-                f"expected kind to be one of {', '.join(get_args(Kind))}, got {brief(self.kind)}"
-            )
-        for key in ("model", "data", "date", "observer"):
-            if (text := getattr(self, key)) is not None:
-                check_text(key, text)
-        if self.passes is not None:
-            checked_count("passes", self.passes)
-        if not isinstance(self.rotate_keys, bool):
-            raise ConfigError(
-                f"expected rotate_keys to be true or false, got {brief(self.rotate_keys)}"
-            )
-        if self.margin is not None:
-            object.__setattr__(self, "margin", checked_number("margin", self.margin))
-        try:
-            datetime.fromisoformat(self.date or "2000-01-01")
-        except ValueError:
-            raise ConfigError(
-                f"expected a date such as 2026-08-22T10:00:00, got {brief(self.date)}"
-            ) from None
+    model: _Text | None = None
+    data: _Text | None = None
+    date: Annotated[_Text, AfterValidator(_check_date)] | None = None
+    observer: _Text | None = None
+    passes: Annotated[StrictInt, Field(ge=1)] | None = None
+    margin: _Margin | None = None
+    rotate_keys: StrictBool = False
 
 
 @dataclass(frozen=True)
@@ -176,14 +170,12 @@ class ScaleSet:
         if both := sorted(self.layers.keys() & self.inputs.keys()):
             raise ConfigError(f"expected scales of attention or of an input, got both: {both[0]}")
         for name in (*self.layers, *self.inputs):
-            check_text("the name of a layer", name)
-        layers = {name: self.layers[name] for name in sorted(self.layers, key=_by_number)}
-        object.__setattr__(self, "layers", MappingProxyType(layers))
-        inputs = {
-            name: checked_number(f"the input scale of {name}", self.inputs[name])
-            for name in sorted(self.inputs, key=_by_number)
-        }
-        object.__setattr__(self, "inputs", MappingProxyType(inputs))
+            check_name(name)
+        for name, scale in self.inputs.items():
+            checked_number(f"the input scale of {name}", scale)
+        inputs = {name: float(scale) for name, scale in self.inputs.items()}
+        object.__setattr__(self, "layers", _in_order(self.layers))
+        object.__setattr__(self, "inputs", _in_order(inputs))
 
     def layer(self, name: str) -> LayerScales:
         """The scales of one layer; CheckpointError if there are none."""
@@ -196,7 +188,7 @@ class ScaleSet:
 
     def require_inputs(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless there are input scales for all of these linear layers."""
-        _require(self.inputs, names, "input scales")
+        _require(self.inputs, names, "input scales", {})
 
     def require_kind(self, kind: Kind) -> None:
         """Raise CheckpointError if the header says that these scales are for something else."""
@@ -225,7 +217,7 @@ class ScaleSet:
         What vLLM's loader tolerates is a ScaleFileWarning, or an error if `strict`.
         """
         found, notes = _from_document(document, strict)
-        _warn(notes)
+        _warn(notes, "scales")
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -250,11 +242,6 @@ def _from_document(document: object, strict: bool | None) -> tuple[ScaleSet, lis
     """The scales of a decoded file, and what in it strict reading would refuse."""
     try:
         found = read_document(document, strict=_is_strict if strict is None else strict)
-        known = [each.name for each in fields(ScaleHeader)]
-        if unknown := [key for key in found.header if key not in known]:
-            raise ConfigError(
-                f"expected only {', '.join(known)} in the header, got {list_names(unknown)}"
-            )
         layers = {}
         for name, entry in found.layers.items():
             try:
@@ -268,31 +255,24 @@ def _from_document(document: object, strict: bool | None) -> tuple[ScaleSet, lis
         raise CheckpointError(str(error)) from None
 
 
-def _warn(notes: Iterable[str], file: str = "scales") -> None:
+def _warn(notes: Iterable[str], file: str) -> None:
     for note in notes:
         warnings.warn(f"{file}: {note}", ScaleFileWarning, stacklevel=3)
 
 
 def _require(
-    found: Mapping[str, object],
-    names: Iterable[str],
-    what: str,
-    incomplete: Mapping[str, str] = MappingProxyType({}),
+    found: Mapping[str, object], names: Iterable[str], what: str, incomplete: Mapping[str, str]
 ) -> None:
     missing = [name for name in names if name not in found]
     if missing:
         reason = incomplete.get(missing[0])
         got = "none" if reason is None else f"an incomplete entry ({reason})"
+        candidates = list(islice(found, _NUM_SUGGESTION_CANDIDATES))
+        close = difflib.get_close_matches(missing[0][:200], candidates, n=3)
         raise CheckpointError(
             f"expected {what} for {list_names(missing)}, got {got}; the {len(found)} layers with "
-            f"{what} are {list_names(_closest_first(missing[0], found))}"
+            f"{what} are {list_names([*close, *(x for x in found if x not in close)])}"
         )
-
-
-def _closest_first(name: str, found: Mapping[str, object]) -> list[str]:
-    candidates = list(islice(found, _NUM_SUGGESTION_CANDIDATES))
-    close = difflib.get_close_matches(name[:200], candidates, n=3)
-    return [*close, *(other for other in found if other not in close)]
 
 
 def load_scales(path: str | os.PathLike[str], *, strict: bool | None = None) -> ScaleSet:
@@ -300,18 +280,17 @@ def load_scales(path: str | os.PathLike[str], *, strict: bool | None = None) -> 
 
     What vLLM's loader tolerates is a ScaleFileWarning, or an error if `strict`.
     """
+    name = brief(os.fspath(path))
     try:
         content = _read_content(path)
         document = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
         found, notes = _from_document(document, strict)
     except CheckpointError as error:
-        problem = str(error)
+        raise CheckpointError(f"{name}: {error}") from None
     except (ValueError, RecursionError) as error:
-        problem = f"expected JSON in UTF-8: {error}"
-    else:
-        _warn(notes, brief(os.fspath(path)))
-        return found
-    raise CheckpointError(f"{brief(os.fspath(path))}: {problem}")
+        raise CheckpointError(f"{name}: expected JSON in UTF-8: {error}") from None
+    _warn(notes, name)
+    return found
 
 
 def save_scales(path: str | os.PathLike[str], scale_set: ScaleSet) -> None:
@@ -354,9 +333,7 @@ def _layer_entry(scales: LayerScales) -> dict[str, Any]:
     entry: dict[str, Any] = {
         key: None if scale is None else _largest(scale) for key, scale in by_key.items()
     }
-    for key, scale in by_key.items():
-        if isinstance(scale, tuple):
-            entry[f"{key}_heads"] = list(scale)
+    entry |= {f"{key}_heads": [*scale] for key, scale in by_key.items() if isinstance(scale, tuple)}
     if scales.k_mean is not None:
         entry["k_mean"] = [list(row) for row in scales.k_mean]
     return entry
@@ -366,10 +343,36 @@ def _largest(scale: Scale) -> float:
     return max(scale) if isinstance(scale, tuple) else scale
 
 
-def _by_number(name: str) -> tuple[str, str]:
-    """A sort key that puts blocks.2 before blocks.10."""
-    return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
+def _in_order(entries: Mapping[str, T]) -> Mapping[str, T]:
+    """Entries by name, blocks.2 before blocks.10."""
+
+    def key(name: str) -> tuple[str, str]:
+        return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
+
+    return MappingProxyType({name: entries[name] for name in sorted(entries, key=key)})
 
 
 def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def of_component(scales: ScaleSet, component: str) -> ScaleSet:
+    """The scales of one component, by the names that its layers have in it.
+
+    CheckpointError if there are none, or if the scales are for something else than a pipeline.
+    """
+    scales.require_kind("pipeline")
+    prefix = f"{component}."
+
+    def own(entries: Mapping[str, T]) -> dict[str, T]:
+        return {n.removeprefix(prefix): x for n, x in entries.items() if n.startswith(prefix)}
+
+    layers, inputs = own(scales.layers), own(scales.inputs)
+    if not layers and not inputs:
+        names = [*scales.layers, *scales.inputs]
+        raise CheckpointError(
+            f"expected scales of layers named {prefix}…, got {list_names(names)}: octavo calibrate "
+            "--pipeline finds them"
+        )
+    header = replace(scales.header, kind=None)
+    return ScaleSet(layers, header, inputs, incomplete=own(scales.incomplete))

@@ -1,14 +1,13 @@
 """Settings of a calibration: no tensors, and no torch until they are checked."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from octavo.errors import ConfigError
+from pydantic import Field
 
-Observer = Literal["amax", "percentile", "mse"]
+from octavo.settings import checked
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked
 class CalibrationSettings:
     """How scales are found: which observer, for how many values at once, with how much headroom.
 
@@ -24,24 +23,12 @@ class CalibrationSettings:
             a pass over the data of its own, for Recipe(kv_cache={…, "center_keys": true}).
     """
 
-    observer: Observer = "amax"
-    percentile: float = 99.99
+    observer: Literal["amax", "percentile", "mse"] = "amax"
+    percentile: Annotated[float, Field(gt=0, le=100)] = 99.99
     granularity: Literal["tensor", "head"] = "tensor"
-    margin: float = 1.5
+    margin: Annotated[float, Field(gt=0)] = 1.5
     rotate_keys: bool = False
     center_keys: bool = False
-
-    def __post_init__(self) -> None:
-        from octavo.numerics.scales import check_margin
-
-        if self.observer not in get_args(Observer):
-            observers = ", ".join(get_args(Observer))
-            raise ConfigError(f"expected an observer, one of {observers}, got {self.observer!r}")
-        if self.granularity not in ("tensor", "head"):
-            raise ConfigError(f"expected granularity tensor or head, got {self.granularity!r}")
-        if not 0 < self.percentile <= 100:
-            raise ConfigError(f"expected a percentile above 0, up to 100, got {self.percentile}")
-        check_margin(self.margin)
 
     def __str__(self) -> str:
         name = self.observer

@@ -51,7 +51,7 @@ class StateFile:
             ) from None
         differences = [
             f"{name} {self.key.get(name, 'not given')}, got {key.get(name, 'none')}"
-            for name in [*self.key, *(name for name in key if name not in self.key)]
+            for name in {**self.key, **key}
             if self.key.get(name) != key.get(name)
         ]
         if version != VERSION:

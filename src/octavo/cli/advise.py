@@ -1,13 +1,13 @@
 """octavo advise: what to quantize in a model on a GPU, and why."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.console import err, print_parts
-from octavo.cli.options import Flags, RecordsFile, check_folder, repeat_command, takes_settings
+from octavo.cli.options import Flags, RecordsFile, repeat_command, takes_settings
 from octavo.errors import ConfigError
 from octavo.measure.advise.shape import Workload, parse_size
 
@@ -17,45 +17,21 @@ if TYPE_CHECKING:
     from octavo.measure.records import Measurement
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdviseOptions:
-    """A model, a GPU, and where speeds come from.
-
-    Attributes:
-        gpu: h200, h100, b200, l40s or a100, or hopper, blackwell, ada, ampere; it need not be here.
-        prompt_len: Tokens of a prompt (8192, 32k).
-        image_size: 1920x1080, or hd, fullhd, qhd, 4k.
-        results: Records to take speeds from, a JSON Lines file or a folder of them; left out,
-            those that come with octavo.
-        is_measured: Run the short benchmarks that decide, on the GPU of this machine.
-        as_json: Print the advice as one JSON object.
-    """
-
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A model's folder of transformers or diffusers (its config.json is enough), or "
-            "the name of a model that octavo knows: openai/gpt-oss-20b, llama-3.1-8b, qwen3-vl, "
-            "flux.1-dev, …",
-            show_default=False,
-        ),
-    ]
-    gpu: str = "h200"
-    prompt_len: Annotated[str, typer.Option("--context")] = "8k"
-    image_size: str = "fullhd"
-    results: Path | None = None
-    is_measured: Annotated[bool, typer.Option("--measure")] = False
-    output: RecordsFile = None
-    as_json: Annotated[bool, typer.Option("--json")] = False
-
-
 @takes_settings
 def advise(
+    *,
     context: typer.Context,
     workload: Annotated[
         Workload, Flags(names={"num_images": "--images"}, without=("context", "image_size"))
     ],
-    asked: AdviseOptions,
+    model: Annotated[str, typer.Argument()],
+    gpu: str = "h200",
+    prompt_len: Annotated[str, typer.Option("--context")] = "8k",
+    image_size: str = "fullhd",
+    results: Path | None = None,
+    is_measured: Annotated[bool, typer.Option("--measure")] = False,
+    output: RecordsFile = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say what to quantize in a model on a GPU for a workload: a recipe, with reasons.
 
@@ -64,6 +40,18 @@ def advise(
     Times are a sum of parts: each linear layer and each attention at the speed that records of
     kernels say (--results), corrected by records of whole models. No GPU is needed, and no
     weights.
+
+    Attributes:
+        model: A model's folder of transformers or diffusers (its config.json is enough), or the
+            name of a model that octavo knows: openai/gpt-oss-20b, llama-3.1-8b, qwen3-vl,
+            flux.1-dev, …
+        gpu: h200, h100, b200, l40s or a100, or hopper, blackwell, ada, ampere; it need not be here.
+        prompt_len: Tokens of a prompt (8192, 32k).
+        image_size: 1920x1080, or hd, fullhd, qhd, 4k.
+        results: Records to take speeds from, a JSON Lines file or a folder of them; left out,
+            those that come with octavo.
+        is_measured: Run the short benchmarks that decide, on the GPU of this machine.
+        as_json: Print the advice as one JSON object.
     """
     from octavo.amounts import parse_tokens
     from octavo.measure import store
@@ -72,17 +60,16 @@ def advise(
     from octavo.measure.advise.gpus import find_gpu
     from octavo.measure.advise.shape import find_model
 
-    if asked.output is not None and not asked.is_measured:
+    if output is not None and not is_measured:
         raise ConfigError("-o is for the records of --measure, which is not asked for")
-    check_folder(asked.output)
-    gpu, size = find_gpu(asked.gpu), parse_size(asked.image_size)
-    workload = replace(workload, context=parse_tokens(asked.prompt_len), image_size=size)
-    shape = find_model(asked.model)
-    records = store.read(asked.results or store.shipped())
-    if asked.is_measured:
-        records += _measure(context, asked, shape, gpu, workload)
-    advice = make_advice(shape, gpu, workload, records, served=_served(asked.model, shape))
-    if asked.as_json:
+    chosen, size = find_gpu(gpu), parse_size(image_size)
+    workload = replace(workload, context=parse_tokens(prompt_len), image_size=size)
+    shape = find_model(model)
+    records = store.read(results or store.shipped())
+    if is_measured:
+        records += _measure(context, model, output, shape, chosen, workload)
+    advice = make_advice(shape, chosen, workload, records, served=_served(model, shape))
+    if as_json:
         return typer.echo(advice.to_json())
     print_parts(told(advice))
 
@@ -97,7 +84,8 @@ def _served(name: str, shape: "ModelShape") -> str:
 
 def _measure(
     context: typer.Context,
-    asked: AdviseOptions,
+    name: str,
+    output: Path | None,
     shape: "ModelShape",
     gpu: "Gpu",
     workload: Workload,
@@ -115,12 +103,12 @@ def _measure(
             shape,
             workload,
             device.torch_device,
-            name=asked.model,
+            name=name,
             command=repeat_command(context, taken=taken),
             on_progress=lambda what: status.update(f"measuring {what}"),
         )
-    if asked.output is not None:
-        store.append(asked.output, measured.records)
+    if output is not None:
+        store.append(output, measured.records)
     for row, reason in measured.failures:
         err.print(f"not measured: {row}: {reason}", soft_wrap=True)
     return list(measured.records)

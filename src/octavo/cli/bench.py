@@ -14,12 +14,11 @@ from rich.progress import track
 
 from octavo.cli.bench_engine import latency, sweep, throughput
 from octavo.cli.bench_requests import mm_processor, serve
-from octavo.cli.console import Collected, err, out, print_file, print_json, print_table
+from octavo.cli.console import CASES, Collected, err, out, print_json, print_table
 from octavo.cli.options import (
     PLACES,
     AsJson,
     RecordsFile,
-    check_folder,
     repeat_command,
     split_names,
     split_rows,
@@ -37,22 +36,15 @@ Layers = Annotated[
     int | None, typer.Option(min=1, help="Only so many layers; with random weights.")
 ]
 Folder = typer.Option(exists=True, file_okay=False)
-ENCODER_COLUMNS = (
-    *("impl", "recipe", "graphs", "tokens", "median_ms", "p20_ms", "p80_ms", "speedup"),
-    *("fused_speedup", "relative_rms", "tower_relative_rms"),
-)
-DIFFUSION_COLUMNS = (
-    *("recipe", "graphs", "attention", "median_ms", "p20_ms", "p80_ms", "speedup"),
-    *("peak_bytes_ratio", "linear_relative_rms", "attention_relative_rms", "relative_rms"),
-)
-GENERATE_COLUMNS = (
-    *("impl", "recipe", "median_ms", "p20_ms", "p80_ms", "speedup"),
-    *("cache_bytes", "cache_ratio", "relative_rms"),
-)
-VALUES = (
-    *("median_ms", "p20_ms", "p80_ms", "tflops", "gb_per_s", "of_ceiling_percent"),
-    *("speedup", "relative_rms", "sm_mhz", "watts"),
-)
+# Columns of tables.
+TIMES = ("median_ms", "p20_ms", "p80_ms")
+KERNELS: tuple[str, ...] = ("impl", CASES, *TIMES, "tflops", "gb_per_s", "of_ceiling_percent")
+KERNELS += ("speedup", "relative_rms", "sm_mhz", "watts")
+ENCODER: tuple[str, ...] = ("impl", "recipe", "graphs", "tokens", *TIMES)
+ENCODER += ("speedup", "fused_speedup", "relative_rms", "tower_relative_rms")
+DIFFUSION: tuple[str, ...] = ("recipe", "graphs", "attention", *TIMES, "speedup")
+DIFFUSION += ("peak_bytes_ratio", "linear_relative_rms", "attention_relative_rms", "relative_rms")
+GENERATE = ("impl", "recipe", *TIMES, "speedup", "cache_bytes", "cache_ratio", "relative_rms")
 
 
 @app.callback()
@@ -67,13 +59,26 @@ class ResultOptions:
     output: RecordsFile = None
     as_json: AsJson = False
 
-    def __post_init__(self) -> None:
-        check_folder(self.output)
 
+@app.command()
+@takes_settings
+def kernels(
+    *,
+    context: typer.Context,
+    op: tuple[str, ...] = (),
+    peers: Annotated[Path | None, Folder] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1)] = 1,
+    tune: Annotated[bool, typer.Option("--tune")] = False,
+    load_s: Annotated[float | None, typer.Option("--load", min=0.1, metavar="SECONDS")] = None,
+    results: ResultOptions,
+) -> None:
+    """Time each op with each implementation and each peer that is installed.
 
-@dataclass(frozen=True, kw_only=True)
-class KernelBench(ResultOptions):
-    """Which ops are timed, beside whom, and how.
+    Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
+    replayed in CUDA graphs over inputs that rotate through more than the L2 cache. The speed-up is
+    that over the fastest BF16 participant of the same run; the ceiling is the larger share of this
+    machine's own memory bandwidth or matrix products, measured at the start. Who could not take
+    part is listed, with the reason.
 
     Attributes:
         op: Only this op; may be given more than once.
@@ -85,52 +90,21 @@ class KernelBench(ResultOptions):
         load_s: Time each participant after it alone has loaded the GPU for so long, at the clock
             that the power limit leaves it; all in turn, at a clock they share, unless given.
     """
-
-    op: tuple[str, ...] = ()
-    peers: Annotated[Path | None, Folder] = None
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1)] = 1
-    tune: Annotated[bool, typer.Option("--tune")] = False
-    load_s: Annotated[float | None, typer.Option("--load", min=0.1, metavar="SECONDS")] = None
-
-
-@app.command()
-@takes_settings
-def kernels(context: typer.Context, asked: KernelBench) -> None:
-    """Time each op with each implementation and each peer that is installed.
-
-    Every result is compared with float64 first; a wrong one ends the run. On a GPU the calls are
-    replayed in CUDA graphs over inputs that rotate through more than the L2 cache. The speed-up is
-    that over the fastest BF16 participant of the same run; the ceiling is the larger share of this
-    machine's own memory bandwidth or matrix products, measured at the start. Who could not take
-    part is listed, with the reason.
-    """
     from octavo.kernels.device import default_device
     from octavo.measure.bench.benchmark import measure_ceilings, run_benchmark
-    from octavo.measure.bench.kernels import SUITES, benchmarks, tasks_of_benchmarks
-    from octavo.measure.report.tables import Table, from_records
+    from octavo.measure.bench.kernels import SUITES, benchmarks, tasks
 
-    if asked.tune:
-        _tune(asked)
-    if asked.jobs > 1:
-        names = asked.op or SUITES
-        _precompile([t for n in names for t in tasks_of_benchmarks(n, asked.peers)], asked.jobs)
+    if tune:
+        _tune(op, jobs, results.output)
+    if jobs > 1:
+        names = op or SUITES
+        _precompile([t for n in names for t in tasks(n, peers)], jobs)
     device = default_device().torch_device
     command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune"))
     ceilings = measure_ceilings(device)
-    chosen = benchmarks(device, list(asked.op), asked.peers)
-    collected = Collected(asked.output)
-    for benchmark in track(chosen, description="measuring", console=err):
-        collected.keep(*run_benchmark(benchmark, device, command, ceilings, asked.load_s))
-    if asked.as_json:
-        return print_json(collected.records)
-    for name in dict.fromkeys(record.op for record in collected.records):
-        of_op = [record for record in collected.records if record.op == name]
-        cases = dict.fromkeys(case for record in of_op for case in record.case)
-        print_table(from_records(of_op, caption=name, columns=("impl", *cases, *VALUES)))
-    if rows := dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in collected.objections):
-        header = ("op", "impl", "operands", "why not")
-        print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
-    print_file(asked.output)
+    chosen = benchmarks(device, list(op), peers)
+    parts = (run_benchmark(one, device, command, ceilings, load_s) for one in chosen)
+    _run(results, parts, len(chosen), ("op", KERNELS, "{op}"))
 
 
 def _precompile(tasks: "list[Task]", jobs: int) -> None:
@@ -140,26 +114,26 @@ def _precompile(tasks: "list[Task]", jobs: int) -> None:
         pass
 
 
-def _tune(asked: KernelBench) -> None:
+def _tune(op: Sequence[str], jobs: int, output: Path | None) -> None:
     """Search for the settings of some ops, or of all that have any."""
     from octavo.kernels import tuning
     from octavo.kernels.device import default_device
     from octavo.measure import store
-    from octavo.measure.bench.kernels import SEARCHES, searches, tasks_of_searches, tune
+    from octavo.measure.bench.kernels import SEARCHES, searches, tasks, tune
     from octavo.measure.report.tables import from_records
 
     device = default_device()
-    names = list(asked.op or SEARCHES)
-    if asked.jobs > 1:
-        _precompile([task for name in names for task in tasks_of_searches(name)], asked.jobs)
+    names = list(op or SEARCHES)
+    if jobs > 1:
+        _precompile([t for n in names for t in tasks(n, is_search=True)], jobs)
     chosen = [search for name in names for search in searches(name, device)]
     for search in track(chosen, description="tuning", console=err):
         records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")
         records.sort(key=lambda record: record.values["median_ms"])
-        if asked.output is not None:
-            store.append(asked.output, records)
-        columns = ("impl", "is_winner", "median_ms", "p20_ms", "p80_ms")
-        caption = f"{search.op}: {search.problem}"
+        if output is not None:
+            store.append(output, records)
+        caption = f"{search.benchmark.op}: {search.problem}"
+        columns = ("impl", "is_winner", *TIMES)
         print_table(from_records(records[:5], caption=caption, columns=columns))
     out.print(f"Winners: {tuning.FOLDER / tuning.file_name(device)}", soft_wrap=True)
 
@@ -173,7 +147,7 @@ def _run(
 ) -> "list[Objection]":
     """Measure all parts, keep and show their records; who could not take part.
 
-    by_case: the field of cases with a table for each of its values, their columns and caption.
+    by_case: the field with a table for each of its values, their columns and caption.
     """
     collected = Collected(asked.output)
     for part in track(parts, "measuring", total=num_parts, console=err):
@@ -187,11 +161,34 @@ def _run(
     return collected.objections
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderBench(ResultOptions):
-    """A vision tower, and images for it.
+@app.command()
+@takes_settings
+def encoder(
+    *,
+    context: typer.Context,
+    model: Annotated[Path | None, typer.Argument(exists=True, file_okay=False)] = None,
+    config: str | None = None,
+    resolutions: str | None = None,
+    images: Annotated[int, typer.Option(min=1)] = 3,
+    recipes: str = "bf16,fused-bf16,dynamic,static",
+    layers: Layers = None,
+    graphs: bool | None = None,
+    peers: Annotated[Path | None, Folder] = None,
+    results: ResultOptions,
+) -> None:
+    """Time the whole vision tower of one model, stock and with attention in FP8.
+
+    Everyone has the same weights and gets the same images. Attention of the first, the middle and
+    the last layer is first compared with stock transformers' on the same inputs (relative_rms is
+    the worst of them), and a graph's result with that of the same tower without one; a wrong one
+    ends the run. On a GPU each is timed after a second of nothing
+    else, at the clock that the power limit leaves it. The speed-up is that over
+    the fastest stock tower in BF16, without graphs; the fused speed-up is that over octavo's own
+    path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
+    of the images that are timed.
 
     Attributes:
+        model: A model's folder; without weights in it they are random.
         config: Instead of a folder: qwen3-vl-30b-a3b (the default on a GPU), qwen3-vl-8b, or tiny
             (the default on a CPU); weights are random.
         resolutions: Of hd, fullhd, qhd, 4k, with commas between; all of them, or hd,fullhd for
@@ -203,78 +200,62 @@ class EncoderBench(ResultOptions):
         peers: Folder with FlashAttention-3's *.abi3.so, which then attends in a stock tower, and
             in octavo's in BF16 if it is the fastest.
     """
-
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A model's folder; without weights in it they are random.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None
-    config: str | None = None
-    resolutions: str | None = None
-    images: Annotated[int, typer.Option(min=1)] = 3
-    recipes: str = "bf16,fused-bf16,dynamic,static"
-    layers: Layers = None
-    graphs: bool | None = None
-    peers: Annotated[Path | None, Folder] = None
-
-
-@app.command()
-@takes_settings
-def encoder(context: typer.Context, asked: EncoderBench) -> None:
-    """Time the whole vision tower of one model, stock and with attention in FP8.
-
-    Everyone has the same weights and gets the same images. Attention of the first, the middle and
-    the last layer is first compared with stock transformers' on the same inputs (relative_rms is
-    the worst of them), and a graph's result with that of the same tower without one; a wrong one
-    ends the run. On a GPU each is timed after a second of nothing
-    else, at the clock that the power limit leaves it. The speed-up is that over
-    the fastest stock tower in BF16, without graphs; the fused speed-up is that over octavo's own
-    path in BF16 (fused-bf16), graphs against graphs: what FP8 itself buys. Static scales are those
-    of the images that are timed.
-    """
     from octavo.integrations.transformers.vision_tower import make_tower, open_tower
     from octavo.kernels.device import default_device
     from octavo.measure.bench.cases import RESOLUTIONS
     from octavo.measure.bench.encoder import EncoderCase, encoder_rows, run_encoder
 
-    model, config, device = asked.model, asked.config, default_device()
+    device = default_device()
     if model is not None and config is not None:
         raise ConfigError(f"expected a folder or a config, got {model} and {config}")
     is_cuda = device.capability is not None
     if model is None and config is None:
         config = "qwen3-vl-30b-a3b" if is_cuda else "tiny"
     names = ["hd", "fullhd"] if config == "tiny" else list(RESOLUTIONS)
-    if asked.resolutions is not None:
-        names = split_names(asked.resolutions)
-    cases = [EncoderCase(name, asked.images) for name in names]
-    recipes = split_rows(asked.recipes)
-    encoder_rows(recipes)
+    if resolutions is not None:
+        names = split_names(resolutions)
+    cases = [EncoderCase(name, images) for name in names]
+    rows = split_rows(recipes)
+    encoder_rows(rows)
     make = partial(make_tower, str(config)) if model is None else partial(open_tower, model)
-    tower = make(device.torch_device, num_layers=asked.layers)
-    taken = {"config": config, "images": asked.images, "recipes": ",".join(recipes)}
-
+    tower = make(device.torch_device, num_layers=layers)
+    taken = {"config": config, "images": images, "recipes": ",".join(rows)}
     parts = (
         run_encoder(
             tower,
             case,
             repeat_command(context, taken=taken | {"resolutions": case.resolution}),
-            recipes=recipes,
-            use_graphs=is_cuda if asked.graphs is None else asked.graphs,
-            folder=asked.peers,
+            recipes=rows,
+            use_graphs=is_cuda if graphs is None else graphs,
+            folder=peers,
         )
         for case in cases
     )
     title = f"{tower.name}, {tower.weights} weights, {tower.num_layers} layers: {device.name}"
     caption = "{images} images, {resolution}; baseline: {baseline}"
-    _run(asked, parts, len(cases), ("resolution", ENCODER_COLUMNS, caption), title)
+    _run(results, parts, len(cases), ("resolution", ENCODER, caption), title)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffusionBench(ResultOptions):
-    """Diffusion transformers, and how their steps run.
+@app.command()
+@takes_settings
+def diffusion(
+    *,
+    context: typer.Context,
+    config: str | None = None,
+    recipes: str = "bf16,linear,linear+attention",
+    layers: Annotated[int | None, typer.Option(min=1)] = None,
+    compile: bool = True,
+    graphs: bool | None = None,
+    peers: Annotated[Path | None, Folder] = None,
+    results: ResultOptions,
+) -> None:
+    """Time one step of a diffusion transformer with random weights, in BF16 and in FP8.
+
+    The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
+    at hand, with or without CUDA graphs. Layers of the first and the last block are first compared
+    with those of the BF16 model on the same inputs, and compiled models with themselves; a wrong
+    one is not timed, and the command ends with 1. The memory is that of the weights and one step
+    together.
 
     Attributes:
         config: Sizes, with commas between: flux.1-dev, qwen-image, wan2.2-14b, or tiny-flux,
@@ -291,38 +272,18 @@ class DiffusionBench(ResultOptions):
         peers: Folder with FlashAttention-3's *.abi3.so: the baseline attends by whatever is
             fastest, torch's own or these.
     """
-
-    config: str | None = None
-    recipes: str = "bf16,linear,linear+attention"
-    layers: Annotated[int | None, typer.Option(min=1)] = None
-    compile: bool = True
-    graphs: bool | None = None
-    peers: Annotated[Path | None, Folder] = None
-
-
-@app.command()
-@takes_settings
-def diffusion(context: typer.Context, asked: DiffusionBench) -> None:
-    """Time one step of a diffusion transformer with random weights, in BF16 and in FP8.
-
-    The baseline is diffusers' own model, compiled block by block, with the fastest BF16 attention
-    at hand, with or without CUDA graphs. Layers of the first and the last block are first compared
-    with those of the BF16 model on the same inputs, and compiled models with themselves; a wrong
-    one is not timed, and the command ends with 1. The memory is that of the weights and one step
-    together.
-    """
     from octavo.kernels.device import default_device
     from octavo.measure.bench.diffusion import StepCase, run_step
 
     device = default_device()
     is_cuda = device.capability is not None
-    recipes = tuple(split_rows(asked.recipes))
-    use_graphs = is_cuda if asked.graphs is None else asked.graphs
+    rows = tuple(split_rows(recipes))
+    use_graphs = is_cuda if graphs is None else graphs
     cases = [
-        StepCase(name, recipes, asked.layers, asked.compile, use_graphs)
-        for name in split_names(asked.config or ("flux.1-dev" if is_cuda else "tiny-flux"))
+        StepCase(name, rows, layers, compile, use_graphs)
+        for name in split_names(config or ("flux.1-dev" if is_cuda else "tiny-flux"))
     ]
-    taken = {"recipes": ",".join(recipes)}
+    taken = {"recipes": ",".join(rows)}
     parts = (
         part
         for case in cases
@@ -330,19 +291,33 @@ def diffusion(context: typer.Context, asked: DiffusionBench) -> None:
             case,
             device.torch_device,
             repeat_command(context, taken=taken | {"config": case.size}),
-            asked.peers,
+            peers,
         )
     )
-    by_case = ("model", DIFFUSION_COLUMNS, "{model}, {inputs}; baseline: {baseline}")
-    for objection in _run(asked, parts, len(cases) * len(recipes), by_case):
-        if objection.operands in recipes:
+    by_case = ("model", DIFFUSION, "{model}, {inputs}; baseline: {baseline}")
+    for objection in _run(results, parts, len(cases) * len(rows), by_case):
+        if objection.operands in rows:
             failed = f"{objection.operands}: {objection.reason}"
             raise UnsupportedError(f"expected every recipe to run and be right, got {failed}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateBench(ResultOptions):
-    """A decoder, and what its cache holds.
+@app.command()
+@takes_settings
+def generate(
+    *,
+    called: typer.Context,
+    config: str | None = None,
+    context: str | None = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    recipes: str = "bf16,fp8,fp8-token,stock",
+    layers: Layers = None,
+    results: ResultOptions,
+) -> None:
+    """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
+
+    Everyone has the same weights, and the same random keys and values in the cache; steps are CUDA
+    graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
+    the baseline's first (relative_rms); wrong ones end the run.
 
     Attributes:
         config: llama-3.1-8b (the default on a GPU) or tiny (the default on a CPU); weights are
@@ -357,23 +332,6 @@ class GenerateBench(ResultOptions):
             without calibration, and counts what they cannot hold. stock is transformers with a
             static cache.
     """
-
-    config: str | None = None
-    context: str | None = None
-    batch: Annotated[int, typer.Option(min=1)] = 1
-    recipes: str = "bf16,fp8,fp8-token,stock"
-    layers: Layers = None
-
-
-@app.command()
-@takes_settings
-def generate(called: typer.Context, asked: GenerateBench) -> None:
-    """Time one token of a decoder after a long context, its KV cache in BF16 and in FP8.
-
-    Everyone has the same weights, and the same random keys and values in the cache; steps are CUDA
-    graphs on a GPU and are timed in turn. Logits of the token after the context are compared with
-    the baseline's first (relative_rms); wrong ones end the run.
-    """
     from octavo.amounts import parse_tokens
     from octavo.integrations.transformers.decoder import make_decoder
     from octavo.kernels.device import default_device
@@ -381,22 +339,22 @@ def generate(called: typer.Context, asked: GenerateBench) -> None:
 
     device = default_device()
     is_cuda = device.capability is not None
-    name = asked.config or ("llama-3.1-8b" if is_cuda else "tiny")
-    lengths = (asked.context or ("32k,128k" if is_cuda else "256")).split(",")
-    cases = [GenerateCase(n, asked.batch) for n in dict.fromkeys(map(parse_tokens, lengths))]
-    recipes = split_rows(asked.recipes)
-    model = make_decoder(name, device.torch_device, asked.layers)
+    name = config or ("llama-3.1-8b" if is_cuda else "tiny")
+    lengths = (context or ("32k,128k" if is_cuda else "256")).split(",")
+    cases = [GenerateCase(n, batch) for n in dict.fromkeys(map(parse_tokens, lengths))]
+    rows = split_rows(recipes)
+    model = make_decoder(name, device.torch_device, layers)
     about = {"model": name, "layers": model.config.num_hidden_layers}
-    taken = {"config": name, "batch": asked.batch, "recipes": ",".join(recipes)}
+    taken = {"config": name, "batch": batch, "recipes": ",".join(rows)}
     commands = {n: repeat_command(called, taken=taken | {"context": n.context}) for n in cases}
     none: list[Objection] = []
     parts = (
-        (run_generate(model, case, recipes, about=about, command=command), none)
+        (run_generate(model, case, rows, about=about, command=command), none)
         for case, command in commands.items()
     )
     caption = "{batch} × {context} tokens; baseline: {baseline}"
     title = f"{name}, random weights: {device.name}"
-    _run(asked, parts, len(cases), ("context", GENERATE_COLUMNS, caption), title)
+    _run(results, parts, len(cases), ("context", GENERATE, caption), title)
 
 
 app.command("latency")(latency)

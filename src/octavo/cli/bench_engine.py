@@ -17,20 +17,22 @@ from octavo.cli.console import (
     print_parts,
     print_table,
     progress_bar,
+    write_plots,
     write_results,
 )
-from octavo.cli.model_options import DeviceName, EngineOptions, RowOptions, SubjectOptions
+from octavo.cli.model_options import EngineOptions, RowOptions, SubjectOptions
 from octavo.cli.options import (
     AsJson,
     Flags,
     RecordsFile,
     Strict,
-    check_folder,
+    Written,
+    check_file,
     field_help,
     repeat_command,
     takes_settings,
 )
-from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
+from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.rows import ENGINE, describe_words
 
 if TYPE_CHECKING:
@@ -57,25 +59,12 @@ class ResultOptions:
     strict: Strict = False
     output: RecordsFile = None
     as_json: AsJson = False
-    output_json: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyOptions(ResultOptions):
-    """Lengths that depend on the device, and a plot over them.
-
-    Attributes:
-        input_len: Tokens of a prompt, with commas between; left out, 256,4096,32k,125k on a GPU
-            and 64,512 elsewhere, as far as the model's context goes.
-        plot: Write an HTML page: both times over the input length, fits, break-even.
-    """
-
-    input_len: str | None = None
-    plot: Path | None = None
+    output_json: Written = None
 
 
 @takes_settings
 def latency(
+    *,
     context: typer.Context,
     subject: SubjectOptions,
     rows: Annotated[RowOptions, ROWS],
@@ -83,7 +72,9 @@ def latency(
         LatencyCase, Flags(names={"num_warmups": "--num-iters-warmup"}, without=("input_lens",))
     ],
     engine: Annotated[EngineOptions, Flags(without=("max_num_seqs",))],
-    asked: LatencyOptions,
+    input_len: str | None = None,
+    plot: Written = None,
+    results: ResultOptions,
 ) -> None:
     """Time one batch in the engine: to its first token (TTFT), and between tokens (ITL).
 
@@ -99,61 +90,47 @@ def latency(
     Every engine also answers short prompts, which are compared with the stock model's: the same
     tokens in float32, log-probabilities within what rounding explains otherwise (relative_rms). A
     row that is wrong has no records, and the exit code is 1.
+
+    Attributes:
+        input_len: Tokens of a prompt, with commas between; left out, 256,4096,32k,125k on a GPU
+            and 64,512 elsewhere, as far as the model's context goes.
+        plot: Write an HTML page: both times over the input length, fits, break-even.
     """
     from octavo.amounts import parse_tokens
-    from octavo.measure.report.html import check_packages, write_report
+    from octavo.measure.report.html import check_packages
     from octavo.measure.report.latency import latency_sections
 
     subject = subject.chosen()
-    lengths = asked.input_len or ("256,4096,32k,125k" if subject.is_cuda else "64,512")
+    lengths = input_len or ("256,4096,32k,125k" if subject.is_cuda else "64,512")
     case = replace(case, input_lens=tuple(map(parse_tokens, lengths.split(","))))
-    if asked.plot is not None:
-        check_folder(asked.plot)
+    if plot is not None:
         check_packages()
 
     def fitting(model: "Subject") -> "Load":
-        if asked.input_len is not None:
+        if input_len is not None:
             return case, case.num_runs, {"input_len": lengths}
         own = case.within(model.max_context)
         return own, own.num_runs, {"input_len": ",".join(map(str, own.input_lens))}
 
     settings = engine.settings(max_num_seqs=case.batch_size)
-    records, failures = _run(context, subject, rows, asked, settings, fitting)
-    if asked.plot is not None:
-        write_report(
-            latency_sections(records),
-            asked.plot,
-            title="Latency over the input length",
-            machines=[record.machine for record in records],
-            commands=[record.command for record in records],
-        )
-        err.print(f"Plot: {asked.plot}", soft_wrap=True)
+    records, failures = _run(context, subject, rows, results, settings, fitting)
+    if plot is not None:
+        title = "Latency over the input length"
+        write_plots(plot, latency_sections(records), records, title)
     _end(failures)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThroughputOptions(ResultOptions):
-    """Lengths that depend on the device.
-
-    Attributes:
-        input_len: Tokens of a prompt; left out, 1024 on a GPU and 64 elsewhere, or what the
-            model's context has room for.
-        output_len: Tokens of an answer; 128 on a GPU, 16 elsewhere.
-    """
-
-    input_len: str | None = None
-    output_len: str | None = None
 
 
 @takes_settings
 def throughput(
+    *,
     context: typer.Context,
     subject: SubjectOptions,
     rows: Annotated[RowOptions, ROWS],
-    workload: Annotated[Workload, Flags(without=("input_len", "output_len"))],
-    case: Annotated[ThroughputCase, Flags(without=("workload",))],
+    case: Annotated[ThroughputCase, Flags(without=("input_len", "output_len"))],
     engine: EngineOptions,
-    asked: ThroughputOptions,
+    input_len: str | None = None,
+    output_len: str | None = None,
+    results: ResultOptions,
 ) -> None:
     """Serve random prompts with the engine in this process: tokens per second, and latency.
 
@@ -165,23 +142,26 @@ def throughput(
     between. Rows run one after the other with the same weights and prompts; answers have the
     length that was asked for. Gains are against the first row, above 1 is better. As in octavo
     bench latency, a row that is wrong has no record, and the exit code is 1.
+
+    Attributes:
+        input_len: Tokens of a prompt; left out, 1024 on a GPU and 64 elsewhere, or what the
+            model's context has room for.
+        output_len: Tokens of an answer; 128 on a GPU, 16 elsewhere.
     """
     from octavo.amounts import parse_tokens
 
     subject = subject.chosen()
     sizes = ("1024", "128") if subject.is_cuda else ("64", "16")
-    input_len, output_len = map(
-        parse_tokens, (asked.input_len or sizes[0], asked.output_len or sizes[1])
-    )
-    workload = replace(workload, input_len=input_len, output_len=output_len)
+    num_in, num_out = parse_tokens(input_len or sizes[0]), parse_tokens(output_len or sizes[1])
+    case = replace(case, input_len=num_in, output_len=num_out)
 
     def fitting(model: "Subject") -> "Load":
-        own = workload if asked.input_len else workload.within(model.max_context)
+        own = case if input_len else case.within(model.max_context)
         num_tokens = sum(prompt.output_len for prompt in own.draw(model.vocab_size))
         taken = {"input_len": own.input_len, "output_len": own.output_len}
-        return replace(case, workload=own), num_tokens, taken
+        return own, num_tokens, taken
 
-    _, failures = _run(context, subject, rows, asked, engine.settings(), fitting)
+    _, failures = _run(context, subject, rows, results, engine.settings(), fitting)
     _end(failures)
 
 
@@ -204,8 +184,6 @@ def _run(
     from octavo.measure.run import Records
 
     check_rows(rows.names, rows.skip_layers)
-    for file in (asked.output, asked.output_json):
-        check_folder(file)
     with err.status("making the model"):
         subject = open_subject(
             options.model,
@@ -250,21 +228,12 @@ def _end(failures: Sequence[str]) -> None:
 
 @takes_settings
 def sweep(
+    *,
     rows: Annotated[RowOptions, Flags(without=("kv_cache_dtype", "skip_layers"))],
-    file: Annotated[Path, typer.Argument(help="A TOML file, as above.", show_default=False)],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Append the records to this JSON Lines file; what it has is not run again.",
-            show_default=False,
-        ),
-    ],
-    device: DeviceName = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands and what has run, run nothing.")
-    ] = False,
+    file: Annotated[Path, typer.Argument()],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=check_file)],
+    device: str | None = None,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
 ) -> None:
     """Run every recipe of a file under every workload of it.
 
@@ -299,16 +268,21 @@ def sweep(
     a combination whose records are in the file, from the same command, recipe's file, octavo and
     machine, is skipped, and said so. One that fails is reported, the others go on, and the exit
     code is 1.
+
+    Attributes:
+        file: A TOML file, as above.
+        output: Append the records to this JSON Lines file; what it has is not run again.
+        device: cuda, cuda:1, cpu; left out, a GPU if there is one.
+        is_dry_run: Print the commands and what has run, run nothing.
     """
     from octavo.integrations.transformers.load import choose_device
     from octavo.measure.bench.peer_impls import registered_prefill
     from octavo.measure.bench.sweep import SweepFile, combinations, outcome_table, run_sweep
 
     asked = SweepFile.load(file)
-    check_folder(output)
     device = choose_device(device)
     todo = combinations(asked, peers=rows.peers is not None)
-    if dry_run:
+    if is_dry_run:
         _print_plan(todo, output, device)
         return
     bar = progress_bar("combinations", len(todo), every_s=0)

@@ -1,15 +1,23 @@
 """octavo bench serve and mm-processor: requests as vLLM's commands of these names time them."""
 
 import shlex
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress
 
-from octavo.cli.console import err, out, print_error, print_json, print_parts, write_result
+from octavo.cli.console import (
+    err,
+    out,
+    print_error,
+    print_json,
+    print_parts,
+    progress_bar,
+    write_result,
+)
 from octavo.cli.model_options import EncoderFlags
 from octavo.cli.options import (
     PLACES,
@@ -17,7 +25,7 @@ from octavo.cli.options import (
     Flags,
     RecordsFile,
     Strict,
-    check_folder,
+    Written,
     field_names,
     repeat_command,
     split_numbers,
@@ -25,7 +33,7 @@ from octavo.cli.options import (
 )
 from octavo.errors import ConfigError
 from octavo.extras import need
-from octavo.measure.bench.cases import PromptSource, Ramp, ServingCase, Workload, parse_goodput
+from octavo.measure.bench.cases import PromptSource, ServingCase, Workload, parse_goodput
 from octavo.measure.bench.requests import ImageRequests
 
 if TYPE_CHECKING:
@@ -39,6 +47,8 @@ def _flags(prefix: str, *names: str) -> dict[str, str]:
 
 
 RANDOM_TOKENS = _flags("--random-", "input_len", "output_len", "range_ratio")
+# Flags of other settings, or none.
+NOT_OF_CASE = ("base_url", "workload", "backend", "timeout_s", "percentiles", "goodput_ms")
 RANDOM_IMAGES = _flags("--random-mm-", "base_items_per_request", "bucket_config")
 
 
@@ -80,38 +90,9 @@ class ResultOptions:
         write_result((self.result_dir or Path()) / name, result, indent=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Which server is loaded, and what of it is told.
-
-    Attributes:
-        base_url: Of a server that runs: http://localhost:8000.
-        backend: openai (completions) or openai-chat; left out, chat for random-mm alone.
-        goodput: Limits in ms that a good request meets, all of them: ttft:200, tpot:50 or
-            e2el:5000; more than once, or with commas between.
-        ready_s: For a server of our own to be ready.
-    """
-
-    served_model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Start octavo serve with this model, and stop it at the end; options of octavo "
-            "serve go after --. Left out: --base-url.",
-            show_default=False,
-        ),
-    ] = None
-    base_url: str | None = None
-    backend: str | None = None
-    goodput: tuple[str, ...] = ()
-    percentiles: Percentiles = "99"
-    ready_s: Annotated[float, typer.Option("--ready-check-timeout-sec")] = 600.0
-    output: RecordsFile = None
-    as_json: AsJson = False
-
-
 @takes_settings
 def serve(
+    *,
     context: typer.Context,
     workload: Annotated[
         Workload,
@@ -122,15 +103,18 @@ def serve(
         ServingCase,
         Flags(
             defaults={"num_warmups": 1},
-            without=(
-                *("base_url", "workload", "backend", "ramp", "timeout_s"),
-                *("percentiles", "goodput_ms"),
-            ),
+            without=NOT_OF_CASE,
         ),
     ],
-    ramp: Annotated[Ramp, Flags(names=_flags("--ramp-up-", *field_names(Ramp)))],
     results: ResultOptions,
-    asked: ServeOptions,
+    served_model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
+    base_url: str | None = None,
+    backend: str | None = None,
+    goodput: tuple[str, ...] = (),
+    percentiles: Percentiles = "99",
+    ready_s: Annotated[float, typer.Option("--ready-check-timeout-sec")] = 600.0,
+    output: RecordsFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Load a server with prompts over HTTP: throughput, TTFT, TPOT, ITL, whole latency.
 
@@ -144,43 +128,44 @@ def serve(
     two parts of a stream, of all requests. Goodput counts requests that met every limit. Random
     prompts are tokens, which OpenAI's completions take; those of other data sets are texts.
     The exit code is 1 if a request failed. Without HTTP: octavo bench throughput.
+
+    Attributes:
+        served_model: Start octavo serve with this model, and stop it at the end; options of octavo
+            serve go after --. Left out: --base-url.
+        base_url: Of a server that runs: http://localhost:8000.
+        backend: openai (completions) or openai-chat; left out, chat for random-mm alone.
+        goodput: Limits in ms that a good request meets, all of them: ttft:200, tpot:50 or
+            e2el:5000; more than once, or with commas between.
+        ready_s: For a server of our own to be ready.
     """
     from octavo import env
-    from octavo.measure.bench.serving import make_record, own_server, run_serving, told
+    from octavo.measure.bench.serving import make_record, told
     from octavo.measure.run import Records
 
-    model, url, options = asked.served_model, asked.base_url, list(context.args)
+    model, url, options = served_model, base_url, list(context.args)
     if (model is None) == (url is None):
         raise ConfigError(f"expected a model or --base-url, got {model} and {url}")
     if url is not None and options:
         raise ConfigError(f"options after -- are for a server of our own, got {options}")
-    check_folder(asked.output)
     case = replace(
         case,
         base_url=url or case.base_url,
         workload=data.open(workload),
-        backend=asked.backend or ("openai-chat" if data.dataset_name == "random-mm" else "openai"),
-        ramp=ramp,
-        goodput_ms=parse_goodput(asked.goodput),
+        backend=backend or ("openai-chat" if data.dataset_name == "random-mm" else "openai"),
+        goodput_ms=parse_goodput(goodput),
         api_key=case.api_key or env.API_KEY.read() or None,
-        percentiles=split_numbers(asked.percentiles, "percentiles such as 50,99"),
+        percentiles=split_numbers(percentiles, "percentiles such as 50,99"),
     )
-    with ExitStack() as stack:
-        if model is not None:
-            with err.status("starting octavo serve"):
-                own = own_server([model, *options], ready_s=asked.ready_s)
-                case = replace(case, base_url=stack.enter_context(own))
-        progress = stack.enter_context(Progress(console=err))
-        task = progress.add_task("requests", total=workload.num_prompts)
-        served = run_serving(case, on_request=lambda: progress.advance(task))
+    command_line = None if model is None else [model, *options]
+    case, served = _load(case, command_line, ready_s, workload.num_prompts)
     places = (*PLACES, "api_key", "ready_s", *field_names(ResultOptions))
     file = None if data.dataset_path is None else data.dataset_path.name
     command = repeat_command(context, without=places, taken={"dataset_path": file})
     command += f" -- {shlex.join(options)}" if options else ""
     is_own = model is not None
     record = make_record(case, served, command=command, has_own_server=is_own, options=options)
-    Records.of_file(asked.output).keep(record)
-    if asked.as_json:
+    Records.of_file(output).keep(record)
+    if as_json:
         print_json([record])
     else:
         print_parts(told(case, served))
@@ -190,40 +175,35 @@ def serve(
         raise typer.Exit(1)
 
 
+def _load(
+    case: ServingCase, server: Sequence[str] | None, ready_s: float, num_prompts: int
+) -> "tuple[ServingCase, Served]":
+    """Load a server, or one of our own that is started with these words; the case has its URL."""
+    from octavo.measure.bench.serving import own_server, run_serving
+
+    with ExitStack() as stack:
+        if server is not None:
+            with err.status("starting octavo serve"):
+                own = own_server(server, ready_s=ready_s)
+                case = replace(case, base_url=stack.enter_context(own))
+        move = stack.enter_context(progress_bar("requests", num_prompts))
+        return case, run_serving(case, on_request=move)
+
+
 @takes_settings
 def mm_processor(
-    asked: Annotated[ImageRequests, Flags(names=RANDOM_IMAGES)],
+    *,
+    requests: Annotated[ImageRequests, Flags(names=RANDOM_IMAGES)],
     options: EncoderFlags,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder, or its name on the hub; left out, the chart reader that comes "
-            "with octavo, or a tiny Qwen3-VL with random weights.",
-            show_default=False,
-        ),
-    ] = None,
-    model_option: Annotated[
-        str | None,
-        typer.Option("--model", help="The same, as vLLM's command takes it.", show_default=False),
-    ] = None,
-    num_warmups: Annotated[int, typer.Option(help="Requests before.")] = 1,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
+    model: Annotated[str | None, typer.Argument()] = None,
+    model_option: Annotated[str | None, typer.Option("--model")] = None,
+    num_warmups: int = 1,
+    output_len: int = 1,
     strict: Strict = False,
-    graph_budgets: Annotated[
-        str | None,
-        typer.Option(
-            help="Run the encoder by CUDA graphs of so many tokens, with commas between; requests "
-            "beyond the largest run without.",
-            show_default=False,
-        ),
-    ] = None,
+    graph_budgets: str | None = None,
     percentiles: Percentiles = "99",
-    output_json: Annotated[
-        Path | None, typer.Option(help="Write the results to this file.")
-    ] = None,
-    is_quiet: Annotated[
-        bool, typer.Option("--disable-tqdm", help="Show no bar of the requests that are done.")
-    ] = False,
+    output_json: Written = None,
+    is_quiet: Annotated[bool, typer.Option("--disable-tqdm")] = False,
 ) -> None:
     """Time the stages of requests with images, one after the other, and the encoder in them.
 
@@ -237,6 +217,17 @@ def mm_processor(
 
     Stages and JSON are those of vLLM's command of this name. Stages that octavo has not, those of
     a cache of processed images, are 0.
+
+    Attributes:
+        model: A model's folder, or its name on the hub; left out, the chart reader that comes with
+            octavo, or a tiny Qwen3-VL with random weights.
+        model_option: The same, as vLLM's command takes it.
+        num_warmups: Requests before.
+        output_len: Tokens to generate.
+        graph_budgets: Run the encoder by CUDA graphs of so many tokens, with commas between;
+            requests beyond the largest run without.
+        output_json: Write the results to this file.
+        is_quiet: Show no bar of the requests that are done.
     """
     need("octavo bench mm-processor", "transformers", "PIL")
     from octavo.integrations.transformers.vision_language import open_vision_language
@@ -246,17 +237,16 @@ def mm_processor(
 
     if model is not None and model_option not in (None, model):
         raise ConfigError(f"expected one model, got {model} and --model {model_option}")
-    check_folder(output_json)
     if options.note is not None:
         err.print(f"note: {options.note}", soft_wrap=True)
     if graph_budgets is not None:
         budgets = split_numbers(graph_budgets, "budgets such as 1024,4096", int)
         options = replace(options, graph_budgets=budgets)
+    prompts = make_image_prompts(requests)
     numbers = split_numbers(percentiles, "percentiles such as 50,99")
-    prompts = make_image_prompts(asked)
     language = open_vision_language(model_option or model, default_device().torch_device)
-    with Progress(console=err, disable=is_quiet) as progress:
-        task = progress.add_task("requests", total=len(prompts) + num_warmups)
+    num_requests = len(prompts) + num_warmups
+    with progress_bar("requests", num_requests, is_quiet=is_quiet) as move:
         result = run_mm_processor(
             language,
             prompts,
@@ -264,7 +254,7 @@ def mm_processor(
             num_warmups=num_warmups,
             output_len=output_len,
             percentiles=numbers,
-            progress=lambda: progress.advance(task),
+            progress=move,
         )
     print_parts(told(result))
     for error in result["errors"]:

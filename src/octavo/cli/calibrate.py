@@ -9,13 +9,14 @@ import typer
 
 from octavo.brief import list_names
 from octavo.calibration.settings import CalibrationSettings
-from octavo.cli.console import Collected, out, print_file, print_table, progress_bar
+from octavo.cli.console import Collected, out, print_table, progress_bar, write_plots
 from octavo.cli.options import (
     Flags,
-    check_folder,
+    Written,
+    check_file,
     field_names,
-    given_flags,
     read_object,
+    refuse_flags,
     repeat_command,
     takes_settings,
 )
@@ -26,7 +27,7 @@ from octavo.integrations.transformers.tokenizer import PromptSettings
 if TYPE_CHECKING:
     from octavo.calibration.data import PromptData
     from octavo.calibration.run import Subject
-    from octavo.integrations.diffusers.steps import Run
+    from octavo.integrations.diffusers.call import Run
     from octavo.recipe import Recipe
 
 NUM_SHOWN = 40  # rows of sensitivity; all are in the records
@@ -37,6 +38,8 @@ class RunOptions:
     """Which model is calibrated, and where its scales go.
 
     Attributes:
+        model: A model's folder, or its name on the hub; left out, the small chart reader, with --kv
+            SmolLM2-135M-Instruct, with --pipeline the small image model.
         is_kv: Calibrate the KV cache of a language model, from texts.
         is_pipeline: Calibrate a diffusion pipeline, over prompts and timesteps.
         per_head: A scale for each head, not one for all. vLLM reads both.
@@ -47,14 +50,7 @@ class RunOptions:
         num_prompts: How many of the data's prompts to use; with --kv, windows of text or chats.
     """
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder, or its name on the hub; left out, the small chart reader, "
-            "with --kv SmolLM2-135M-Instruct, with --pipeline the small image model.",
-            show_default=False,
-        ),
-    ] = None
+    model: Annotated[str | None, typer.Argument()] = None
     is_kv: Annotated[bool, typer.Option("--kv")] = False
     is_pipeline: Annotated[bool, typer.Option("--pipeline")] = False
     per_head: Annotated[bool, typer.Option("--per-head")] = False
@@ -96,30 +92,26 @@ class DataOptions:
     subset: Annotated[str | None, typer.Option("--hf-subset")] = None
     max_length: Annotated[int | None, typer.Option(min=1)] = None
     batch_size: Annotated[int, typer.Option(min=1)] = 1
-    plot: Path | None = None
+    plot: Written = None
 
-    def open_images(self, run: RunOptions) -> "tuple[Subject[Any], PromptData[Any]]":
-        """A model with a vision tower, and the images that it sees."""
-        from octavo.calibration.data import open_images
+    def open(
+        self, run: RunOptions, prompts: PromptSettings | None
+    ) -> "tuple[Subject[Any], PromptData[Any]]":
+        """A vision tower and the images that it sees; with prompts, a language model and texts."""
+        from octavo.calibration.data import open_images, open_texts
         from octavo.integrations.transformers.calibrate import load_image_model
+        from octavo.integrations.transformers.text_model import load_text_model
 
+        where: dict[str, Any] = {"split": self.split, "subset": self.subset}
+        if prompts is not None:
+            texts = open_texts(str(self.data), **where)
+            model = load_text_model(run.model, dtype=run.dtype, device=run.device, prompts=prompts)
+            return model.subject(), model.cut_windows(texts, self.max_length)
         if self.max_length is not None:
             raise ConfigError("expected --kv with --max-length, got images, which have no windows")
         need("octavo calibrate", "transformers", "PIL")
-        images = open_images(str(self.data), split=self.split, subset=self.subset)
-        model = load_image_model(run.model, dtype=run.dtype, device=run.device)
-        return model.subject(), images
-
-    def open_texts(
-        self, run: RunOptions, prompts: PromptSettings
-    ) -> "tuple[Subject[Any], PromptData[Any]]":
-        """A language model, and the windows of text that it sees."""
-        from octavo.calibration.data import open_texts
-        from octavo.integrations.transformers.text_model import load_text_model
-
-        texts = open_texts(str(self.data), split=self.split, subset=self.subset)
-        model = load_text_model(run.model, dtype=run.dtype, device=run.device, prompts=prompts)
-        return model.subject(), model.cut_windows(texts, self.max_length)
+        images = open_images(str(self.data), **where)
+        return load_image_model(run.model, dtype=run.dtype, device=run.device).subject(), images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +160,7 @@ class PipelineOptions:
     by: Annotated[Literal["layer", "group", "block"], typer.Option("--sensitivity-by")] = "layer"
     is_all: Annotated[bool, typer.Option("--all")] = False
     num_timesteps: Annotated[int, typer.Option(min=1)] = 4
-    output: Annotated[Path | None, typer.Option("--output", "-o")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", callback=check_file)] = None
 
     def read_prompts(self, num_prompts: int) -> list[str]:
         """The prompts, from the command line and the file."""
@@ -183,7 +175,7 @@ class PipelineOptions:
 
     def run(self) -> "Run":
         """How the pipeline runs."""
-        from octavo.integrations.diffusers.steps import Run
+        from octavo.integrations.diffusers.call import Run
 
         sizes = {"height": self.height, "width": self.width}
         given = {name: size for name, size in sizes.items() if size is not None}
@@ -248,48 +240,30 @@ def calibrate(
     An interrupted run leaves SCALE_SAVE_PATH.partial behind, and the same command goes on from it,
     in whichever pass it was; with --pipeline after the last whole prompt.
     """
-    # All that can be wrong about the request, before the model is loaded.
-    if given_flags(context, ("percentile",)) and settings.observer != "percentile":
-        raise ConfigError(
-            "expected --observer percentile with --percentile, got the observer "
-            f"{settings.observer}"
-        )
+    is_pipeline, is_scan, is_kv = run.is_pipeline, pipeline.is_sensitivity, run.is_kv
+    of_scan = {"by", "is_all", "num_timesteps"}
+    of_language = {"rotate_keys", "center_keys"} | field_names(PromptSettings)
+    of_attention = {"is_kv"} | of_language | field_names(DataOptions)
+    of_scales = {"observer", "percentile", "margin", "per_head", "is_resumed", "scale_save_path"}
+    of_scales |= {"is_attention", "is_text_encoder"}
+    not_percentile = f"expected --observer percentile with {{}}, got {settings.observer}"
+    refuse_flags(
+        context,
+        (settings.observer != "percentile", {"percentile"}, not_percentile),
+        (not is_pipeline, field_names(PipelineOptions), "expected --pipeline with {}, got none"),
+        (is_pipeline, of_attention, "expected --prompt or --prompts with --pipeline, got {}"),
+        (not is_scan, of_scan, "expected --sensitivity with {}, got none"),
+        (is_scan, of_scales, "expected --sensitivity without {}: it finds no scales"),
+        (not is_kv, of_language, "expected --kv with {}, got images"),
+    )
     settings = replace(settings, granularity="head" if run.per_head else "tensor")
     command = repeat_command(context, without=("is_resumed", "plot"))
-    if run.is_pipeline:
-        others = {"is_kv", "rotate_keys", "center_keys"} | field_names(PromptSettings, DataOptions)
-        if given_flags(context, others):
-            raise ConfigError(
-                "expected --prompt or --prompts with --pipeline, got options of images, texts or "
-                "plots: leave them out"
-            )
-        check_pipeline(context, run, pipeline)
-        if pipeline.is_sensitivity:
-            scan_layers(run, pipeline, command)
-        else:
-            calibrate_pipeline(run, pipeline, settings, command)
-        return
-    if given := given_flags(context, field_names(PipelineOptions)):
-        raise ConfigError(f"expected --pipeline with {', '.join(given)}, got none")
-    if not run.is_kv and (settings.rotate_keys or settings.center_keys):
-        raise ConfigError("expected --kv with --rotate-keys or --center-keys, got images")
-    if not run.is_kv and given_flags(context, field_names(PromptSettings)):
-        raise ConfigError("expected --kv with --add-bos or --chat-template, got images")
-    calibrate_attention(run, source, settings, command, texts if run.is_kv else None)
-
-
-def check_pipeline(context: typer.Context, run: RunOptions, options: PipelineOptions) -> None:
-    """Raise for flags that have no meaning with, or without, --sensitivity."""
-    if not options.is_sensitivity:
-        if given := given_flags(context, ("by", "is_all", "num_timesteps")):
-            raise ConfigError(f"expected --sensitivity with {', '.join(given)}, got none")
-        return
-    of_scales = ("observer", "percentile", "margin", "per_head")
-    if given_flags(context, of_scales) or not run.is_resumed:
-        names = "--observer, --percentile, --margin, --per-head or --fresh"
-        raise ConfigError(f"expected --sensitivity without {names}: it finds no scales")
-    if given := given_flags(context, ("scale_save_path", "is_attention", "is_text_encoder")):
-        raise ConfigError(f"expected --sensitivity without {', '.join(given)}: it finds no scales")
+    if not is_pipeline:
+        calibrate_attention(run, source, settings, command, texts if is_kv else None)
+    elif is_scan:
+        scan_layers(run, pipeline, command)
+    else:
+        calibrate_pipeline(run, pipeline, settings, command)
 
 
 def calibrate_attention(
@@ -302,14 +276,12 @@ def calibrate_attention(
     """Find the scales of attention, print what was seen, write the file; prompts: of texts."""
     from octavo.calibration.run import calibrate_to_file
     from octavo.measure.evaluate.calibration import calibration_records
-    from octavo.measure.report.html import write_report
     from octavo.measure.report.layers import CALIBRATION, calibration_table
 
     if source.data is None:
         raise typer.BadParameter("expected --data, got none", param_hint="--data")
     path = run.check_path(settings)
-    check_folder(source.plot)
-    subject, data = source.open_texts(run, prompts) if prompts else source.open_images(run)
+    subject, data = source.open(run, prompts)
     num_passes = 2 if settings.center_keys else 1
     num_prompts = min(run.num_prompts, data.num_prompts or run.num_prompts)
     with progress_bar("calibrating", num_passes * num_prompts) as move:
@@ -329,14 +301,7 @@ def calibrate_attention(
     num_layers = len(result.scales.layers)
     _print_saved(f"{num_layers} layers, {result.num_prompts} prompts", settings, path)
     if source.plot is not None:
-        write_report(
-            CALIBRATION.make(records),
-            source.plot,
-            title="octavo calibrate",
-            machines=[records[0].machine],
-            commands=[command],
-        )
-        print_file(source.plot, "Plots")
+        write_plots(source.plot, CALIBRATION.make(records), records, "octavo calibrate")
 
 
 def calibrate_pipeline(

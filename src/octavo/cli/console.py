@@ -16,19 +16,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from octavo.cli.options import check_folder, row_file
+from octavo.cli.options import check_file, row_file
 from octavo.errors import OctavoError
 from octavo.extras import explain_missing
 
 if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
     from octavo.measure.records import Measurement
+    from octavo.measure.report.sections import Section
     from octavo.measure.report.tables import Table
 
 # Texts come from files and errors too: no [markup], :emoji: or guessed colours in them.
 out = Console(markup=False, emoji=False, highlight=False)
 err = Console(markup=False, emoji=False, highlight=False, stderr=True)
 
+CASES = "cases"  # stands for the columns of all cases
 _LONG = 30  # cells beyond this many characters may be folded
 TIMED_S = 2.0  # between two drawings of a bar over timed code, each of which takes a millisecond
 _WIDE = 160  # columns of a file or a pipe, which have no edge to fold at
@@ -82,7 +84,7 @@ def _printable(text: str) -> str:
 
 @contextmanager
 def progress_bar(
-    title: str, total: int | None = None, *, every_s: float | None = None
+    title: str, total: int | None = None, *, every_s: float | None = None, is_quiet: bool = False
 ) -> "Iterator[Callable[..., None]]":
     """Show a progress bar on stderr inside; yields `move(what=None, done=None, total=None)`.
 
@@ -93,7 +95,8 @@ def progress_bar(
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
-    with Progress(*columns, console=err, auto_refresh=every_s is None) as progress:
+    is_drawn = every_s is None
+    with Progress(*columns, console=err, auto_refresh=is_drawn, disable=is_quiet) as progress:
         task = progress.add_task(title, total=total)
         drawn_s = -math.inf
 
@@ -132,23 +135,13 @@ def print_table(table: "Table") -> None:
     console.print(shown)
 
 
-def print_parts(parts: "Iterable[str | Table]") -> None:
-    """Print lines and tables as they come."""
+def print_parts(parts: "Iterable[str | Table]", style: str | None = None) -> None:
+    """Print lines, in a style, and tables as they come."""
     for part in parts:
         if isinstance(part, str):
-            out.print(part, soft_wrap=True)
+            out.print(part, style=style, soft_wrap=True)
         else:
             print_table(part)
-
-
-def print_objections(objections: "Iterable[Objection]") -> None:
-    """Print who could not take part in a benchmark of models, and why; nothing if all could."""
-    from octavo.measure.report.tables import Table
-
-    rows = tuple(dict.fromkeys((o.name, o.operands, o.reason) for o in objections))
-    if rows:
-        header = ("impl", "recipe", "why not")
-        print_table(Table(caption="Not measured here", header=header, rows=rows))
 
 
 def print_json(records: "Iterable[Measurement]") -> None:
@@ -157,17 +150,29 @@ def print_json(records: "Iterable[Measurement]") -> None:
         typer.echo(record.to_json())
 
 
-def print_file(output: Path | None, what: str = "Records") -> None:
+def print_file(output: Path | None) -> None:
     """Say which file the records are in, if there is one: --output."""
     if output is not None:
-        out.print(f"{what}: {output}", soft_wrap=True)
+        out.print(f"Records: {output}", soft_wrap=True)
+
+
+def write_plots(
+    path: Path, sections: "Sequence[Section]", records: "Sequence[Measurement]", title: str
+) -> None:
+    """Write a page with the plots of some records, and say where it is: --plot."""
+    from octavo.measure.report.html import write_report
+
+    machines = [record.machine for record in records]
+    commands = list(dict.fromkeys(record.command for record in records))
+    write_report(sections, path, title=title, machines=machines, commands=commands)
+    err.print(f"Plots: {path}", soft_wrap=True)
 
 
 class Collected:
     """Records as they come: each is appended to the file of --output at once, if there is one."""
 
     def __init__(self, output: Path | None) -> None:
-        check_folder(output)
+        check_file(output)
         self.output = output
         self.records: list[Measurement] = []
         self.objections: list[Objection] = []
@@ -184,14 +189,21 @@ class Collected:
             store.append(self.output, records)
 
     def print_tables(self, key: str, columns: Sequence[str], caption: str) -> None:
-        """Print a table for each value of a case's key; caption: with the first case's fields."""
-        from octavo.measure.report.tables import from_records
+        """Print a table for each value of a field, and who could not take part and why.
 
-        for value in dict.fromkeys(record.case[key] for record in self.records):
-            found = [record for record in self.records if record.case[key] == value]
-            text = caption.format(baseline=found[0].baseline, **found[0].case)
-            print_table(from_records(found, caption=text, columns=columns))
-        print_objections(self.objections)
+        columns: CASES stands for all that cases have. caption: with the first record's fields.
+        """
+        from octavo.measure.report.tables import Table, from_records
+
+        for value in dict.fromkeys(record.get(key) for record in self.records):
+            found = [record for record in self.records if record.get(key) == value]
+            cases = dict.fromkeys(name for record in found for name in record.case)
+            names = [one for name in columns for one in (cases if name == CASES else (name,))]
+            text = caption.format(**{**vars(found[0]), **found[0].case})
+            print_table(from_records(found, caption=text, columns=names))
+        if rows := dict.fromkeys((o.op, o.name, o.operands, o.reason) for o in self.objections):
+            header = ("op", "impl", "operands", "why not")
+            print_table(Table(caption="Not measured here", header=header, rows=tuple(rows)))
         print_file(self.output)
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo import env
-from octavo.cli.console import err, out, print_table, progress_bar
-from octavo.cli.report import ReportOptions, write_pages
+from octavo.cli.console import err, out, print_parts, print_table, progress_bar
+from octavo.cli.options import takes_settings
+from octavo.cli.report import report
 from octavo.errors import ConfigError
 from octavo.extras import need
 
@@ -16,22 +17,14 @@ if TYPE_CHECKING:
     from octavo.demo.stage import Stage
     from octavo.measure.records import Measurement
 
+FOLDER = Path("octavo-demo")
 RECORDS, REPORT = "records.jsonl", "report.html"
 
 
+@takes_settings
 def demo(
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            file_okay=False,
-            help="Folder for records, report, images, scales and text.",
-        ),
-    ] = Path("octavo-demo"),
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an earlier demo in that folder.")
-    ] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", file_okay=False)] = FOLDER,
+    is_forced: Annotated[bool, typer.Option("--force")] = False,
 ) -> None:
     """Show what FP8 does to small real models, on a CPU, and write one report.
 
@@ -49,6 +42,10 @@ def demo(
     Every number is a record in OUTPUT/records.jsonl, with the command that repeats it; the page
     OUTPUT/report.html is what octavo report makes of them. No GPU is needed, and none is used. It
     takes three to four minutes on two CPU cores, more than a third of them for the needles.
+
+    Attributes:
+        output: Folder for records, report, images, scales and text.
+        is_forced: Replace an earlier demo in that folder.
     """
     need("octavo demo", "PIL", "diffusers", "jinja2", "plotly", "transformers", extra="demo")
     env.let_threads_sleep()
@@ -60,7 +57,7 @@ def demo(
     use_float32_products()
     records = output / RECORDS
     earlier = [path for path in (records, output / REPORT) if path.exists()]
-    if earlier and not force:
+    if earlier and not is_forced:
         raise ConfigError(
             f"expected a folder without an earlier demo, got {earlier[0]}: --force replaces it, "
             "-o FOLDER names another folder"
@@ -75,8 +72,7 @@ def demo(
     output.mkdir(parents=True, exist_ok=True)
     found = [record for stage in stages for record in _run(stage)]
     out.print()
-    page = ReportOptions(results=(records,), output=output / REPORT, title="octavo demo")
-    write_pages(page)
+    report(results=(records,), output=output / REPORT, title="octavo demo")
     print_table(summary_table(found))
     seconds = time.monotonic() - began
     out.print(f"{len(found)} records in {seconds / 60:.1f} minutes: {records}", soft_wrap=True)
@@ -90,9 +86,5 @@ def _run(stage: "Stage") -> "list[Measurement]":
     with progress_bar("starting") as move:
         found = stage.run(move)
         move("done", 1, 1)
-    for part in stage.tell(found):
-        if isinstance(part, str):
-            out.print(part, soft_wrap=True)
-        else:
-            print_table(part)
+    print_parts(stage.tell(found))
     return found

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import err, out, print_file, print_table
-from octavo.cli.options import Flags, RecordsFile, Strict, check_folder, takes_settings
+from octavo.cli.console import err, out, print_file, print_table, progress_bar, write_plots
+from octavo.cli.options import Flags, RecordsFile, Strict, Written, takes_settings
 from octavo.extras import need
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.measure.evaluate.requests import (
@@ -58,7 +58,11 @@ RESUMED = {"resume": "--resume"}
 QUESTIONS = {"num_questions": "--num-questions -n"}
 TASK = replace(
     _flags(
-        *(CHAT_MODEL, ROWS, "prompts", "chunk", "tokenizer"),
+        CHAT_MODEL,
+        ROWS,
+        "prompts",
+        "chunk",
+        "tokenizer",
         **(RESUMED | QUESTIONS | {"repetitions": "--repetitions -r"}),
     ),
     defaults={"max_concurrency": 16},
@@ -217,9 +221,7 @@ def needle(
         ),
     ],
     prompts: Annotated[PromptSettings, BOS_ONLY],
-    plot: Annotated[
-        Path | None, typer.Option(help="Write heat maps to this HTML file.", show_default=False)
-    ] = None,
+    plot: Written = None,
     strict: Strict = False,
     output: RecordsFile = None,
 ) -> None:
@@ -227,23 +229,16 @@ def needle(
 
     A prompt has keys with values, and asks for the value of one. The answer is computed by the
     prefill. Every row gets the same prompts, and each cell is lengths × depths × repetitions.
+
+    Attributes:
+        plot: Write heat maps to this HTML file.
     """
     from octavo.measure.evaluate import needle as task
     from octavo.measure.report.quality import NEEDLE, needle_table
 
-    check_folder(plot)
     found = _run_and_print(task.run, request, prompts, output, needle_table)
     if plot is not None:
-        from octavo.measure.report.html import write_report
-
-        write_report(
-            NEEDLE.make(found),
-            plot,
-            title="Needles in a haystack",
-            machines=[record.machine for record in found],
-            commands=list(dict.fromkeys(record.command for record in found)),
-        )
-        out.print(f"Heat maps: {plot}", soft_wrap=True)
+        write_plots(plot, NEEDLE.make(found), found, "Needles in a haystack")
 
 
 @app.command()
@@ -282,20 +277,9 @@ def _run_and_print(
     make_table: "Callable[[list[Measurement]], Table]",
 ) -> "list[Measurement]":
     """Run with a progress bar, then print the table; records of a file `output` are in it."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
     asked = request if prompts is None else replace(request, prompts=prompts)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeLeft())
-    with Progress(*columns, console=err) as progress:
-        bar = progress.add_task("loading", total=None)
-        records = run(
-            asked,
-            output,
-            lambda what, done, total: progress.update(
-                bar, description=what, completed=done, total=total
-            ),
-        )
+    with progress_bar("loading") as watch:
+        records = run(asked, output, watch)
     print_table(make_table(records))
     print_file(output)
     return records

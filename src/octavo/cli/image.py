@@ -75,32 +75,30 @@ class Drawing:
         if self.compare and self.dtype != "bfloat16":
             raise ConfigError(f"--compare bf16: expected --dtype bfloat16, got {self.dtype}")
         if self.compare and not name:
-            raise ConfigError(
-                "--compare bf16: expected something to compare it with, got neither "
-                "--quantization, --attention nor --cache-backend"
-            )
+            flags = "--quantization, --attention or --cache-backend"
+            raise ConfigError(f"--compare bf16: expected something to compare it with: {flags}")
         if not self.fps > 0:
             raise ConfigError(f"expected --fps above 0, got {self.fps}")
         if not self.prompts:
             raise ConfigError('expected a --prompt, such as --prompt "cat on blue", got none')
 
     def draw(self, plain: "Omni", sampling: ImageSampling, words: Mapping[str, Any]) -> None:
-        """Draw everything with what `words` ask for, and write the files."""
+        """Draw everything with what `words` ask for, and without before it if they are compared."""
+        if self.compare:
+            check_change(plain, words)
         plain.check(sampling)
         files = self._files(plain, sampling)
+        if self.compare:
+            return self._draw_both(plain, sampling, words, files)
         omni = self._changed(plain, words)
         self._write(omni, sampling, self._results(omni, sampling, "drawing"), files)
 
-    def draw_both(self, plain: "Omni", sampling: ImageSampling, words: Mapping[str, Any]) -> None:
-        """Draw everything before and after the pipeline is quantized, and write all of it."""
+    def _draw_both(
+        self, plain: "Omni", sampling: ImageSampling, words: Mapping[str, Any], files: list[Path]
+    ) -> None:
         from octavo.integrations.diffusers.image_files import png_bytes, target_files
-        from octavo.integrations.diffusers.pipeline import check_plain
         from octavo.measure.evaluate.image_scores import draw_side_by_side
 
-        check_plain(plain.pipe)
-        check_change(plain, words)
-        plain.check(sampling)
-        files = self._files(plain, sampling)
         first = files[0] if len(files) == 1 else files[0].with_stem(files[0].stem[:-2])
         target = first.with_name(f"{first.stem}-compare.png")
         sheets = target_files(target, len(files), is_video=False, is_forced=self.is_forced)
@@ -213,8 +211,7 @@ def image(
             device=drawing.device,
             max_batch_size=drawing.max_batch_size,
         )
-    draw = drawing.draw if drawing.compare is None else drawing.draw_both
-    draw(plain, replace(sampling, extra_args=extra_args), words)
+    drawing.draw(plain, replace(sampling, extra_args=extra_args), words)
 
 
 def name_of(words: Mapping[str, Any]) -> str:
@@ -225,18 +222,18 @@ def name_of(words: Mapping[str, Any]) -> str:
 
 def check_change(plain: "Omni", words: Mapping[str, Any]) -> None:
     """Raise what changing the pipeline would find wrong; nothing changes."""
-    from octavo.integrations.diffusers.pipeline import check_recipe, find_components
-    from octavo.integrations.diffusers.quantization_config import make_recipe
+    from octavo.integrations.diffusers import pipeline
     from octavo.integrations.diffusers.step_cache import check_step_cache
 
+    pipeline.check_plain(plain.pipe)
     rest = dict(words)
     backend, settings = rest.pop("cache_backend"), rest.pop("cache_config")
     recipe = rest.pop("recipe", None)
     if recipe is None:
         config = rest.pop("quantization_config")
-        recipe = make_recipe(config, list(find_components(plain.pipe)), **rest)
+        recipe = pipeline.make_recipe(config, list(pipeline.find_components(plain.pipe)), **rest)
     if not recipe.is_empty:
-        check_recipe(plain.pipe, recipe)
+        pipeline.check_recipe(plain.pipe, recipe)
     if backend is not None:
         check_step_cache(plain.pipe, backend, settings)
 

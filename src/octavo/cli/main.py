@@ -94,6 +94,7 @@ COMMANDS = tuple(
     for name, lines in _LINES.items()
 )
 
+HINT = "Every command explains itself: octavo COMMAND --help"
 HELP = "FP8 attention, KV cache and linear layers for PyTorch models: measured, calibrated, served."
 
 
@@ -114,6 +115,7 @@ def _use_plain_help(command: Any) -> None:
 def make_app(commands: Sequence[Command]) -> typer.Typer:
     """The application with these commands; none of their modules is imported yet."""
     rows = {command.name: command for command in commands}
+    examples = [f"  {command.example}" for command in commands if command.example]
 
     class LazyGroup(TyperGroup):
         """Lists commands from the table, and replaces one by the real thing when it is called."""
@@ -130,7 +132,8 @@ def make_app(commands: Sequence[Command]) -> typer.Typer:
         cls=LazyGroup,
         name="octavo",
         help=HELP,
-        epilog=_examples(commands),
+        # \b: lines stay as they are.
+        epilog="\n".join(["\b", "Examples:", *examples, "", HINT] if examples else [HINT]),
         add_completion=False,
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -140,12 +143,6 @@ def make_app(commands: Sequence[Command]) -> typer.Typer:
     for command in commands:
         app.command(command.name, short_help=command.help)(_listed_only)
     return app
-
-
-def _examples(commands: Sequence[Command]) -> str:
-    examples = [f"  {command.example}" for command in commands if command.example]
-    start = ["\b", "Examples:", *examples, ""] if examples else []  # \b: lines stay as they are
-    return "\n".join([*start, "Every command explains itself: octavo COMMAND --help"])
 
 
 def run(app: typer.Typer, args: Sequence[str]) -> int:
@@ -171,26 +168,22 @@ def main() -> None:
     sys.exit(code)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        out.print(f"octavo {__version__}")
+        raise typer.Exit
+
+
+DEBUG = typer.Option("--debug", help="Show the traceback of an error (or OCTAVO_DEBUG=1).")
+VERSION = typer.Option(
+    "--version", is_eager=True, callback=_print_version, help="Print the version."
+)
+
+
 def _options(
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error (or OCTAVO_DEBUG=1).")
-    ] = False,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            is_eager=True,
-            callback=lambda asked: _print_version() if asked else None,
-            help="Print the version.",
-        ),
-    ] = False,
+    debug: Annotated[bool, DEBUG] = False, version: Annotated[bool, VERSION] = False
 ) -> None:
     pass
-
-
-def _print_version() -> None:
-    out.print(f"octavo {__version__}")
-    raise typer.Exit
 
 
 def _listed_only() -> None:

@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from octavo.recipe import Recipe
     from octavo.serving.engine.settings import EngineSettings
 
-DeviceName = Annotated[
-    str | None,
-    typer.Option(
-        "--device", help="cuda, cuda:1, cpu; left out, a GPU if there is one.", show_default=False
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions:
@@ -153,16 +146,15 @@ class EngineOptions:
 
         settings(max_context=8192, enable_prefix_caching=False)
         """
-        from octavo.serving.engine.scheduler import SchedulerSettings as Default
         from octavo.serving.engine.settings import EngineSettings
 
         num_seqs = others.pop("max_num_seqs", self.max_num_seqs)
-        num_tokens, most = self.max_num_batched_tokens, Default.max_num_seqs
+        num_tokens, most = self.max_num_batched_tokens, EngineSettings.max_num_seqs
         own = {
             # The one that is left out fits the other.
             "max_num_seqs": num_seqs or min(most, num_tokens or most),
             "max_num_batched_tokens": num_tokens
-            or max(Default.max_num_batched_tokens, num_seqs or 0),
+            or max(EngineSettings.max_num_batched_tokens, num_seqs or 0),
             "memory_fraction": self.memory_fraction,
             "num_pages": self.num_pages,
             "page_size": self.page_size,
@@ -177,6 +169,7 @@ class SubjectOptions:
     """The model that a benchmark runs: a checkpoint, or random weights of known sizes.
 
     Attributes:
+        model: A model's folder, GGUF file or hub name; or --config for random weights.
         config: Sizes of a model with random weights, the same for all rows: llama-3.1-8b (the
             default on a GPU), gpt-oss-like (24 layers, 64 heads over 8, head_dim 64, sinks, a
             window of 128 in every other layer; one dense MLP as large as the experts that a token
@@ -187,13 +180,7 @@ class SubjectOptions:
         device: cuda, cuda:1, cpu; left out, a GPU if there is one.
     """
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder, GGUF file or hub name; or --config for random weights.",
-            show_default=False,
-        ),
-    ] = None
+    model: Annotated[str | None, typer.Argument()] = None
     config: str | None = None
     layers: Annotated[int | None, typer.Option(min=1)] = None
     dtype: str = "auto"

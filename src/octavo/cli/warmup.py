@@ -1,13 +1,12 @@
 """octavo warmup: compile ahead what a model will need."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from octavo.cli.console import out, progress_bar
-from octavo.cli.options import takes_settings
+from octavo.cli.options import split_numbers, takes_settings
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,11 +22,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What will run.
+@takes_settings
+def warmup(
+    model: Annotated[Path | None, typer.Argument(exists=True)] = None,
+    shapes: str | None = None,
+    tokens: str | None = None,
+    linear: Literal["channel", "tensor", "block", "static", "weights"] = "channel",
+    kv_cache_dtype: str = "fp8",
+) -> None:
+    """Compile every kernel that a model or linear layers will need: no first request waits.
+
+    Kernels go to OCTAVO_CACHE_DIR (~/.cache/octavo if unset), a folder that survives restarts and
+    that an image can carry to machines with the same GPU. Needs the GPU that the model will run on.
 
     Attributes:
+        model: A model's folder, or its config.json; weights are not needed. Of diffusers: a
+            transformer's, or a pipeline's folder.
         shapes: Linear layers as MxKxN (tokens, inputs, outputs), such as 4608x3072x12288, with
             commas between them.
         tokens: Numbers of tokens for the model's linear layers, with commas between them: of a
@@ -36,55 +46,25 @@ class Wanted:
             tensor; blocks; static activations; weights alone.
         kv_cache_dtype: Of the KV cache: fp8 (e4m3), fp8_e5m2, or bf16.
     """
-
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A model's folder, or its config.json; weights are not needed. Of diffusers: a "
-            "transformer's, or a pipeline's folder.",
-            exists=True,
-            show_default=False,
-        ),
-    ] = None
-    shapes: str | None = None
-    tokens: str | None = None
-    linear: Literal["channel", "tensor", "block", "static", "weights"] = "channel"
-    kv_cache_dtype: str = "fp8"
-
-    def __post_init__(self) -> None:
-        if self.model is None and self.shapes is None:
-            raise ConfigError("expected a model or --shapes, got neither")
-        if self.model is None and self.tokens is not None:
-            raise ConfigError("--tokens is for a model's layers, which is not there")
-
-    @property
-    def num_tokens(self) -> list[int]:
-        """The numbers of tokens that were asked for."""
-        parts = [] if self.tokens is None else self.tokens.split(",")
-        if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-            raise ConfigError(f"expected numbers of tokens such as 4608,512, got {self.tokens!r}")
-        return [int(part) for part in parts]
-
-
-@takes_settings
-def warmup(asked: Wanted) -> None:
-    """Compile every kernel that a model or linear layers will need: no first request waits.
-
-    Kernels go to OCTAVO_CACHE_DIR (~/.cache/octavo if unset), a folder that survives restarts and
-    that an image can carry to machines with the same GPU. Needs the GPU that the model will run on.
-    """
+    if model is None and shapes is None:
+        raise ConfigError("expected a model or --shapes, got neither")
+    if model is None and tokens is not None:
+        raise ConfigError("--tokens is for a model's layers, which is not there")
+    expected = "numbers of tokens such as 4608,512"
+    num_tokens = () if tokens is None else split_numbers(tokens, expected, int)
+    if any(number < 1 for number in num_tokens):
+        raise ConfigError(f"expected {expected}; got {tokens!r}")
     from octavo import env
     from octavo.integrations.model_layers import layers_to_warm_up
     from octavo.layers.warmup import check_fp8, linear_layers, parse_shapes
     from octavo.ops.warm_up import LinearLayers, check_gpu, warm_up_calls
 
-    settings = SETTINGS[asked.linear]
+    settings = SETTINGS[linear]
     layers: list[Layers] = []
-    if asked.shapes is not None:
-        layers += linear_layers(parse_shapes(asked.shapes), settings)
-    if asked.model is not None:
-        kv_cache_dtype = asked.kv_cache_dtype
-        layers += layers_to_warm_up(asked.model, asked.num_tokens, settings, kv_cache_dtype)
+    if shapes is not None:
+        layers += linear_layers(parse_shapes(shapes), settings)
+    if model is not None:
+        layers += layers_to_warm_up(model, num_tokens, settings, kv_cache_dtype)
     device = check_gpu()
     # A model may be served with plain linear layers where FP8 ones cannot run.
     if all(isinstance(one, LinearLayers) for one in layers):

@@ -8,8 +8,8 @@ an adder of 14 bits stands still.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from octavo import ops
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
-from octavo.integrations.transformers.capture import CapturedQkv
-from octavo.measure.records import Measurement
+from octavo.integrations.transformers.calibrate import CapturedQkv
+from octavo.measure.records import Scalar
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.error import relative_rms, sqnr_db
 from octavo.numerics.formats import E4M3, E5M2
@@ -27,34 +27,33 @@ from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import quantize
 from octavo.reference.attention import attention as reference
 
-Record = Callable[..., Measurement]  # a Measurement that knows its machine and command
-
 CAUSAL = AttentionSpec(causal=True)
 DECODED_TOKENS = 4
 NEEDLE_LOGIT = math.log(4)
 
 
-def quantization_errors(layer: int, qkv: CapturedQkv, record: Record) -> Iterator[Measurement]:
+@dataclass(frozen=True)
+class Error:
+    """What a record says: of which op, of which case, and what came out."""
+
+    op: str
+    case: Mapping[str, Scalar]
+    values: Mapping[str, float]
+
+
+def quantization_errors(layer: int, qkv: CapturedQkv) -> Iterator[Error]:
     """SQNR of q, k and v, for each format and granularity."""
     for name in ("q", "k", "v"):
         x: Tensor = getattr(qkv, name)
         for fmt in (E4M3, E5M2):
             for granularity in (PerTensor(), PerHead(), PerToken()):
                 error = sqnr_db(quantize(x, granularity, fmt).dequantize(), x)
-                yield record(
-                    op="quantize_error",
-                    impl="reference",
-                    case={
-                        "layer": layer,
-                        "tensor": name,
-                        "format": fmt.name,
-                        "granularity": str(granularity),
-                    },
-                    values={"sqnr_db": error},
-                )
+                case: dict[str, Scalar] = {"layer": layer, "tensor": name, "format": fmt.name}
+                case["granularity"] = str(granularity)
+                yield Error("quantize_error", case, {"sqnr_db": error})
 
 
-def attention_errors(layer: int, qkv: CapturedQkv, record: Record) -> Iterator[Measurement]:
+def attention_errors(layer: int, qkv: CapturedQkv) -> Iterator[Error]:
     """Relative error of causal attention against float64: BF16 beside FP8."""
     truth, _ = reference(qkv.q, qkv.k, qkv.v, CAUSAL, compute=torch.float64)
     bf16 = ops.attention(qkv.q.bfloat16(), qkv.k.bfloat16(), qkv.v.bfloat16(), CAUSAL)
@@ -64,16 +63,11 @@ def attention_errors(layer: int, qkv: CapturedQkv, record: Record) -> Iterator[M
         out = ops.attention(fp8.q, fp8.k, fp8.v, CAUSAL, fp8.scales)
         results[f"fp8 per {granularity}"] = out
     for recipe, out in results.items():
-        yield record(
-            op="attention_error",
-            impl="reference",
-            case={"layer": layer, "recipe": recipe, "length": qkv.q.shape[1]},
-            values={"relative_rms": relative_rms(out, truth)},
-            baseline="float64",
-        )
+        case: dict[str, Scalar] = {"layer": layer, "recipe": recipe, "length": qkv.q.shape[1]}
+        yield Error("attention_error", case, {"relative_rms": relative_rms(out, truth)})
 
 
-def decode_errors(layer: int, qkv: CapturedQkv, record: Record) -> Iterator[Measurement]:
+def decode_errors(layer: int, qkv: CapturedQkv) -> Iterator[Error]:
     """Relative error of the newest tokens over a paged cache: BF16 beside FP8."""
     truth, _ = reference(qkv.q, qkv.k, qkv.v, CAUSAL, compute=torch.float64)
     truth = truth[:, -DECODED_TOKENS:]
@@ -85,15 +79,10 @@ def decode_errors(layer: int, qkv: CapturedQkv, record: Record) -> Iterator[Meas
         storage = _filled_cache(qkv, dtype, granularity)
         view = storage.view(0, *_one_sequence(storage.num_pages, qkv.k.shape[1]))
         out = ops.decode_attention(qkv.q[:, -DECODED_TOKENS:].bfloat16(), view)
-        yield record(
-            op="decode_error",
-            impl="reference",
-            case={"layer": layer, "recipe": recipe, "length": qkv.k.shape[1]},
-            values={
-                "relative_rms": relative_rms(out, truth),
-                "bytes_per_token": storage.spec.bytes_per_token,
-            },
-            baseline="float64",
+        case: dict[str, Scalar] = {"layer": layer, "recipe": recipe, "length": qkv.k.shape[1]}
+        values = {"relative_rms": relative_rms(out, truth)}
+        yield Error(
+            "decode_error", case, values | {"bytes_per_token": storage.spec.bytes_per_token}
         )
 
 
@@ -156,27 +145,18 @@ def make_needle(length: int, *, head_dim: int = 64, seed: int = 0) -> Needle:
     return Needle(q.view(shape), k.view(shape), v.view(shape), channel)
 
 
-def accumulation_errors(lengths: list[int], record: Record) -> Iterator[Measurement]:
+def accumulation_errors(lengths: Iterable[int]) -> Iterator[Error]:
     """For each length, whether each way to accumulate finds the needle, and its relative error."""
     for length in lengths:
         needle = make_needle(length)
         spec = AttentionSpec(softmax_scale=NEEDLE_LOGIT)
         truth, _ = reference(needle.q, needle.k, needle.v, spec, compute=torch.float64)
+        q, k, v = (x.to(E4M3.dtype) for x in (needle.q, needle.k, needle.v))
         for name, promote_every in (("two-level", 1), ("one-level", None)):
-            out = _attend_fp8(needle, promote_every)
-            yield record(
-                op="accumulation_error",
-                impl="reference",
-                case={"length": length, "accumulation": name},
-                values={
-                    "relative_rms": relative_rms(out, truth),
-                    "is_found": float(needle.is_found(out)),
-                },
-                baseline="float64",
+            summed = replace(spec, promote_every=promote_every)
+            out = ops.attention(q, k, v, summed, QkvScales.ones(), out_dtype=torch.float32)
+            case: dict[str, Scalar] = {"length": length, "accumulation": name}
+            values = {"relative_rms": relative_rms(out, truth)}
+            yield Error(
+                "accumulation_error", case, values | {"is_found": float(needle.is_found(out))}
             )
-
-
-def _attend_fp8(needle: Needle, promote_every: int | None) -> Tensor:
-    spec = AttentionSpec(softmax_scale=NEEDLE_LOGIT, promote_every=promote_every)
-    q, k, v = (x.to(E4M3.dtype) for x in (needle.q, needle.k, needle.v))
-    return ops.attention(q, k, v, spec, QkvScales.ones(), out_dtype=torch.float32)

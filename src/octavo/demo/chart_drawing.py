@@ -47,15 +47,9 @@ def draw_with_places(chart: Chart) -> tuple[Image.Image, list[Place]]:
     if style.is_noisy:
         image = _photo_like(image, style.seed)
     pen = _Pen(chart, image)
-    match chart.kind:
-        case "bar" | "grouped":
-            pen.bars()
-        case "horizontal":
-            pen.horizontal_bars()
-        case "line":
-            pen.line()
-        case "pie":
-            pen.pie()
+    {"horizontal": pen.horizontal_bars, "line": pen.line, "pie": pen.pie}.get(
+        chart.kind, pen.bars
+    )()
     return image.reduce(UP), pen.places
 
 
@@ -134,19 +128,23 @@ class _Pen:
         x, y = (left + right) / 2 / UP, (top + bottom) / 2 / UP
         self.places.append(Place(kind, series, label, x, y))
 
-    def color(self, series: int, label: int) -> Rgb:
+    def color(self, series: int, label: int) -> str:
         name = self.chart.colors[label if self.chart.is_colored_by_label else series]
         return self.style.palette[COLORS.index(name)]
 
+    def swatch(self, x: float, y: float, series: int, label: int) -> float:
+        """A square of a color, of which x and y are the top left; returns where it ends."""
+        end = x + self.line_px * 0.7
+        self.draw.rectangle((x, y, end, y + end - x), fill=self.color(series, label))
+        return end
+
     def legend(self, top: float) -> float:
         """The names of the series, each after a square of its color; returns where it ends."""
-        size = self.line_px * 0.7
         widths = [self.font.getlength(name) + 2 * self.line_px for name in self.chart.series]
         x = (self.width - sum(widths)) / 2
         for series in range(len(self.chart.series)):
-            y = top + self.line_px * 0.3
-            self.draw.rectangle((x, y, x + size, y + size), fill=self.color(series, 0))
-            at = (x + size + self.line_px * 0.3, top + self.line_px * 0.1)
+            end = self.swatch(x, top + self.line_px * 0.3, series, 0)
+            at = (end + self.line_px * 0.3, top + self.line_px * 0.1)
             self.name("series", series, 0, at, "la")
             x += widths[series]
         return top + self.line_px * 1.2
@@ -218,16 +216,13 @@ class _Pen:
         start = -90.0
         right = x + radius + line * 1.2
         for i, value in enumerate(self.chart.values[0]):
-            end = start + 3.6 * value
+            stop = start + 3.6 * value
             box = (x - radius, y - radius, x + radius, y + radius)
-            self.draw.pieslice(box, start, end, fill=self.color(0, i))
-            middle = math.radians((start + end) / 2)
+            self.draw.pieslice(box, start, stop, fill=self.color(0, i))
+            middle = math.radians((start + stop) / 2)
             at = (x + 0.62 * radius * math.cos(middle), y + 0.62 * radius * math.sin(middle))
             self.name("value", 0, i, at, "mm", fill=(255, 255, 255))
             row = top + (i + 0.5) * line * 1.6
-            size = line * 0.7
-            self.draw.rectangle(
-                (right, row - size / 2, right + size, row + size / 2), fill=self.color(0, i)
-            )
-            self.name("label", 0, i, (right + size + line * 0.3, row), "lm")
-            start = end
+            end = self.swatch(right, row - line * 0.35, 0, i)
+            self.name("label", 0, i, (end + line * 0.3, row), "lm")
+            start = stop

@@ -5,10 +5,10 @@ that FP8 attention is tried on the same shapes; images are cut into patches as Q
 does it. Its weights come with octavo; scripts/train_chart_reader.py makes them.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,38 +16,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.atomic import write_atomically
-from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.tensor_files import find_damage
+from octavo.demo.model_folder import (
+    check_folder,
+    load_weights,
+    save_weights,
+    write_mark,
+    write_text,
+)
+from octavo.errors import ConfigError
 from octavo.integrations.embedded_models import CHART_READER
 
-FOLDER, MARK = CHART_READER.folder, CHART_READER.mark
-FORMAT_VERSION = 1
+FOLDER = CHART_READER.folder
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
+TIED = ("lm_head.weight",)  # to the embedding
 PATCH, MERGE, FRAMES = 16, 2, 2  # FRAMES: an image is shown twice, as to all Qwen-VLs
 UNIT = PATCH * MERGE  # sides of images are multiples of it
-PAD, UNKNOWN, END, START, IMAGE, STOP, VIDEO = SPECIAL = (
-    *("<pad>", "<unknown>", "<end>", "<vision_start>"),
-    *("<image>", "<vision_end>", "<video>"),
-)
+SPECIAL = ("<pad>", "<unknown>", "<end>", "<vision_start>", "<image>", "<vision_end>", "<video>")
+PAD, UNKNOWN, END, START, IMAGE, STOP, VIDEO = SPECIAL
 # One image and one question, the image first, as the reader has learned it.
 CHAT_TEMPLATE = """\
 {%- if messages | length != 1 or messages[0].role != 'user' or tools -%}
 {{ raise_exception('the chart reader answers one message of a user, without tools') }}
 {%- endif -%}
-{%- set asked = namespace(images=0, text='') -%}
-{%- if messages[0].content is string -%}
-{%- set asked.text = messages[0].content -%}
+{%- set content = messages[0].content -%}
+{%- if content is string -%}
+{%- set images, text = [], content -%}
 {%- else -%}
-{%- for part in messages[0].content -%}
-{%- if part.type == 'image' -%}{%- set asked.images = asked.images + 1 -%}
-{%- else -%}{%- set asked.text = asked.text ~ ' ' ~ part.text -%}{%- endif -%}
-{%- endfor -%}
+{%- set images = content | selectattr('type', 'equalto', 'image') | list -%}
+{%- set texts = content | rejectattr('type', 'equalto', 'image') -%}
+{%- set text = texts | map(attribute='text') | join(' ') -%}
 {%- endif -%}
-{%- if asked.images != 1 or not asked.text | trim -%}
+{%- if images | length != 1 or not text | trim -%}
 {{ raise_exception('the chart reader answers a question about one image') }}
 {%- endif -%}
-<vision_start><image><vision_end> {{ asked.text | trim -}}
+<vision_start><image><vision_end> {{ text | trim -}}
 """
 MAX_SIDE = 1024
 MAX_ANSWER_TOKENS = 8
@@ -82,27 +84,12 @@ TEXT = {
 }
 
 
-def flatten_patches(image: np.ndarray[Any, Any]) -> tuple[Tensor, tuple[int, int, int]]:
-    """An image, uint8 [height, width, 3], as rows of patches and its grid (1, rows, columns).
+def cut_patches(images: Tensor) -> Tensor:
+    """Images of one size, uint8 [batch, height, width, 3], as float32 rows of patches.
 
     Values go from [0, 255] to [-1, 1]. The four patches of one token come one after another; a
     row has the order channel, frame, y, x. Sides must be multiples of 32.
     """
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise ConfigError(
-            f"expected uint8 [height, width, 3], got {image.dtype} {list(image.shape)}"
-        )
-    height, width, _ = image.shape
-    if min(height, width) < UNIT or height % UNIT or width % UNIT:
-        raise ConfigError(
-            f"expected sides that are multiples of {UNIT}, got {width} × {height}: fit_image first"
-        )
-    patches = cut_patches(torch.from_numpy(image.copy()).unsqueeze(0))
-    return patches, (1, height // PATCH, width // PATCH)
-
-
-def cut_patches(images: Tensor) -> Tensor:
-    """Images of one size, uint8 [batch, height, width, 3], as float32 rows of patches."""
     batch, height, width, _ = images.shape
     down, across = height // UNIT, width // UNIT
     pixels = images.to(torch.float32) / 127.5 - 1
@@ -167,12 +154,6 @@ class ChartReader:
     tokenizer: Any
     name: str = "chart reader"
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        device: torch.device = self.model.device
-        return device
-
     def to(self, device: str | torch.device) -> Self:
         """The reader, its model moved to `device`."""
         self.model.to(device)
@@ -185,23 +166,20 @@ class ChartReader:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens up to <end>; digits are joined again."""
-        end = SPECIAL.index(END)
-        until = list(ids).index(end) if end in ids else len(ids)
-        text = " ".join(self.tokenizer.id_to_token(int(i)) or UNKNOWN for i in ids[:until])
-        return re.sub(JOINED, "", text)
+        words = [self.tokenizer.id_to_token(int(i)) or UNKNOWN for i in ids]
+        return re.sub(JOINED, "", " ".join(takewhile(END.__ne__, words)))
 
     def chat_tokenizer(self) -> Any:
         """The tokenizer as transformers' are, with a template for a message with one image."""
-        import transformers
         from tokenizers import Regex, Tokenizer, decoders
+        from transformers import PreTrainedTokenizerFast
 
-        family: Any = transformers  # its annotations say less than it does
         own = Tokenizer.from_str(self.tokenizer.to_str())
         # As `decode` has it: words with spaces between them, then digits and marks joined.
         joined = decoders.Replace(Regex(JOINED), "")
         spaced = decoders.WordPiece(prefix="##", cleanup=False)
         own.decoder = decoders.Sequence([spaced, decoders.Fuse(), joined])
-        return family.PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(
             tokenizer_object=own,
             pad_token=PAD,
             unk_token=UNKNOWN,
@@ -215,21 +193,6 @@ class ChartReader:
         start, image, stop = (SPECIAL.index(token) for token in (START, IMAGE, STOP))
         return [start, *[image] * num_image_tokens, stop, *self.encode(question)]
 
-    def process_images(
-        self, images: Sequence[Any], return_tensors: Literal["pt"] = "pt"
-    ) -> dict[str, Tensor]:
-        """What the vision tower takes for pillow images, called as image processors are."""
-        if not images or return_tensors != "pt":
-            raise ConfigError(
-                f"expected one image or more and tensors of 'pt', got {len(images)} and "
-                f"{return_tensors!r}"
-            )
-        flat = [flatten_patches(fit_image(image)) for image in images]
-        return {
-            "pixel_values": torch.cat([rows for rows, _ in flat]).to(self.model.dtype),
-            "image_grid_thw": torch.tensor([grid for _, grid in flat]),
-        }
-
     @property
     def image_processor(self) -> "ChartProcessor":
         """The reader's image processor, as the engine takes it."""
@@ -242,23 +205,21 @@ class ChartReader:
                 f"expected one question for each image, got {len(images)} images and "
                 f"{len(questions)} questions"
             )
-        seen = self.process_images(images)
+        seen = self.image_processor(images)
         prompts = [
             self.prompt(question, int(grid.prod()) // MERGE**2)
             for question, grid in zip(questions, seen["image_grid_thw"], strict=True)
         ]
         length = max(map(len, prompts))
         pad, image_token = SPECIAL.index(PAD), SPECIAL.index(IMAGE)
-        padded = [[pad] * (length - len(ids)) + ids for ids in prompts]
-        mask = [[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts]
-        input_ids = torch.tensor(padded)
+        ids = torch.tensor([[pad] * (length - len(own)) + own for own in prompts])
         inputs = {
-            "input_ids": input_ids,
-            "attention_mask": torch.tensor(mask),
-            "mm_token_type_ids": (input_ids == image_token).int(),
+            "input_ids": ids,
+            "attention_mask": (ids != pad).long(),
+            "mm_token_type_ids": (ids == image_token).int(),
             **seen,
         }
-        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def answer(
         self,
@@ -289,8 +250,17 @@ class ChartProcessor:
     def __call__(
         self, images: Sequence[Any], return_tensors: Literal["pt"] = "pt"
     ) -> dict[str, Tensor]:
-        """Patches and grids of pillow images."""
-        return self.reader.process_images(images, return_tensors)
+        """What the vision tower takes for pillow images."""
+        if not images or return_tensors != "pt":
+            expected = "expected one image or more and tensors of 'pt'"
+            raise ConfigError(f"{expected}, got {len(images)} and {return_tensors!r}")
+        fitted = [torch.tensor(fit_image(image)).unsqueeze(0) for image in images]
+        rows = torch.cat([cut_patches(image) for image in fitted])
+        grids = [(1, x.shape[1] // PATCH, x.shape[2] // PATCH) for x in fitted]
+        return {
+            "pixel_values": rows.to(self.reader.model.dtype),
+            "image_grid_thw": torch.tensor(grids),
+        }
 
     def get_number_of_image_patches(self, height: int, width: int) -> int:
         """The patches of an image of this size."""
@@ -308,69 +278,31 @@ def make_chart_reader(words: Sequence[str], seed: int = 0) -> ChartReader:
 
 
 def _make_model(config: Any) -> Any:
-    import transformers
+    from transformers import Qwen3VLForConditionalGeneration
 
-    family: Any = transformers  # its annotations say less than it does
-    return family.Qwen3VLForConditionalGeneration(config)
+    return Qwen3VLForConditionalGeneration(config)
 
 
 def save_chart_reader(reader: ChartReader, folder: Path) -> int:
     """Write a reader's files, its weights in bfloat16; returns the size of the weights in bytes."""
-    from safetensors.torch import save
-
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, tensor in reader.model.state_dict().items()
-        if name != "lm_head.weight"  # tied to the embedding
-    }
-    content = save(state, metadata={"format": "pt"})
-    write_atomically(folder / WEIGHTS, content)
-    write_atomically(folder / CONFIG, reader.model.config.to_json_string().encode())
-    write_atomically(folder / TOKENIZER, reader.tokenizer.to_str().encode())
-    # Last: a folder with this file is complete.
-    mark = json.dumps({"format_version": FORMAT_VERSION}) + "\n"
-    write_atomically(folder / MARK, mark.encode())
-    return len(content)
+    num_bytes = save_weights(reader.model, folder / WEIGHTS, TIED)
+    write_text(folder / CONFIG, reader.model.config.to_json_string())
+    write_text(folder / TOKENIZER, reader.tokenizer.to_str())
+    write_mark(CHART_READER, folder)
+    return num_bytes
 
 
 def load_chart_reader(folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16) -> ChartReader:
     """The trained reader, or that of another folder, on the CPU."""
-    if missing := [n for n in (MARK, CONFIG, TOKENIZER, WEIGHTS) if not (folder / n).is_file()]:
-        raise CheckpointError(
-            f"expected the chart reader's files in {folder}, got no {', '.join(missing)}: make "
-            "them with scripts/train_chart_reader.py"
-        )
-    _check_version(folder / MARK)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    files = (CONFIG, TOKENIZER, WEIGHTS)
+    check_folder(CHART_READER, folder, files, "scripts/train_chart_reader.py")
     from tokenizers import Tokenizer
     from transformers import Qwen3VLConfig
 
-    config = Qwen3VLConfig.from_json_file(str(folder / CONFIG))
-    model = _make_model(config)
-    try:
-        state = load_file(folder / WEIGHTS)
-        result = model.load_state_dict(state, strict=False)
-    except (SafetensorError, RuntimeError) as error:
-        damage = find_damage(folder / WEIGHTS)
-        raise CheckpointError(damage or f"{folder / WEIGHTS}: {error}") from None
-    if wrong := [
-        *(k for k in result.missing_keys if k != "lm_head.weight"),
-        *result.unexpected_keys,
-    ]:
-        raise CheckpointError(f"{folder / WEIGHTS}: missing or unexpected: {', '.join(wrong)}")
+    model = _make_model(Qwen3VLConfig.from_json_file(str(folder / CONFIG)))
+    load_weights(model, folder / WEIGHTS, dtype, TIED)
     model.tie_weights()
     model.generation_config.eos_token_id = SPECIAL.index(END)
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     name = "chart reader" if folder == FOLDER else str(folder)
     return ChartReader(model.to(dtype).eval(), tokenizer, name=name)
-
-
-def _check_version(path: Path) -> None:
-    try:
-        version = json.loads(path.read_text("utf-8"))["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: expected a format_version, got {error!r}") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: expected format_version {FORMAT_VERSION}, got {version!r}")

@@ -4,7 +4,6 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from octavo.atomic import write_atomically
 from octavo.calibration.data import ImagePrompt, PromptData
@@ -14,7 +13,6 @@ from octavo.calibration.scale_file import ScaleSet
 from octavo.demo.chart_reader import ChartReader
 from octavo.demo.charts import make_chart
 from octavo.demo.stage import Sizes, Stage, one_thread
-from octavo.errors import ConfigError
 from octavo.integrations.transformers.calibrate import ImageModel
 from octavo.measure import store
 from octavo.measure.evaluate.calibration import calibration_records
@@ -50,8 +48,13 @@ class ChartDemo:
     def stages(self) -> list[Stage]:
         """Calibration, then the questions: in this order."""
         num_images = self.sizes.calibration_images
+
+        def saved(records: Sequence[Measurement]) -> list[Table | str]:
+            layers = len({record.case["layer"] for record in records})
+            return [f"Static scales of {layers} layers: {SCALES}"]
+
         return [
-            Stage(f"Chart reader: {num_images} noisy charts set scales", self._calibrate, _saved),
+            Stage(f"Chart reader: {num_images} noisy charts set scales", self._calibrate, saved),
             Stage(
                 f"Chart reader: {self.sizes.chart_questions} questions, BF16 and FP8 attention",
                 self._evaluate,
@@ -60,7 +63,7 @@ class ChartDemo:
         ]
 
     def _calibrate(self, watch: Watch) -> list[Measurement]:
-        model = ImageModel(self.reader.name, self.reader.model, self.reader.process_images)
+        model = ImageModel(self.reader.name, self.reader.model, self.reader.image_processor)
         num_images = self.sizes.calibration_images
         with one_thread():
             result = calibrate_to_file(
@@ -94,17 +97,14 @@ class ChartDemo:
                 on_step=progress.add,
                 on_answers=self.answers.__setitem__,
             )
-        self._draw()
-        found = [replace(one, case={**one.case, "picture": IMAGE}) for one in found]
-        store.append(self.records, found)
-        return found
-
-    def _draw(self) -> None:
-        """Charts with a question, the truth and all answers: first where recipes disagree."""
+        # Charts with a question, the truth and all answers: first where recipes disagree.
         shown = choose_examples(self._questions, list(self.answers.values()), NUM_SHOWN)
         path = self.records.parent / IMAGE
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, draw_chart_sheet(self._questions, self.answers, shown))
+        found = [replace(one, case={**one.case, "picture": IMAGE}) for one in found]
+        store.append(self.records, found)
+        return found
 
     def _told(self, records: Sequence[Measurement]) -> list[Table | str]:
         changed = ", ".join(f"{name} {count}" for name, count in self.num_changed().items())
@@ -114,18 +114,11 @@ class ChartDemo:
 
     def num_changed(self) -> dict[str, int]:
         """How many answers of each later row are other words than the first row's."""
-        if not self.answers:
-            raise ConfigError("expected stages that have run, got no answers yet")
         (_, first), *others = self.answers.items()
         return {
             name: sum(a != b for a, b in zip(first, answers, strict=True))
             for name, answers in others
         }
-
-
-def _saved(records: Sequence[Measurement]) -> list[Table | str]:
-    layers = len({record.case["layer"] for record in records})
-    return [f"Static scales of {layers} layers: {SCALES}"]
 
 
 def noisy_charts(num_images: int) -> PromptData[ImagePrompt]:
@@ -167,7 +160,10 @@ def draw_chart_sheet(
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(size=13)
-    charts = [_fitted(questions[index].image) for index in shown]
+    charts = []
+    for image in (questions[index].image for index in shown):
+        fitted = (WIDTH, max(1, round(image.height * WIDTH / image.width)))
+        charts.append(image.convert("RGB").resize(fitted, Image.Resampling.LANCZOS))
     num_lines = 2 + len(answers)
     height = max(chart.height for chart in charts) + num_lines * LINE + GAP
     across = min(COLUMNS, len(charts))
@@ -182,20 +178,11 @@ def draw_chart_sheet(
         truth = questions[index].answers[0]
         lines = [(questions[index].text, "black"), (f"truth: {truth}", "#444444")]
         for name, own in answers.items():
-            is_same = own[index] == truth
-            lines.append(
-                (f"{name}: {own[index] or '(nothing)'}", "#1b6e3c" if is_same else "#a02020")
-            )
+            color = "#1b6e3c" if own[index] == truth else "#a02020"
+            lines.append((f"{name}: {own[index] or '(nothing)'}", color))
         for number, (text, color) in enumerate(lines):
             at = (left, top + chart.height + 2 + number * LINE)
             pen.text(at, fitting(pen, text, WIDTH, font), fill=color, font=font)
     content = io.BytesIO()
     sheet.save(content, "JPEG", quality=QUALITY)
     return content.getvalue()
-
-
-def _fitted(image: Any) -> Any:
-    from PIL import Image
-
-    size = (WIDTH, max(1, round(image.height * WIDTH / image.width)))
-    return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)

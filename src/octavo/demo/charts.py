@@ -7,9 +7,9 @@ them. There are two distributions: "plain", which the chart reader learns and is
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from octavo.errors import ConfigError
 
@@ -17,7 +17,7 @@ Kind = Literal["bar", "horizontal", "grouped", "line", "pie"]
 Distribution = Literal["plain", "noisy"]
 Rgb = tuple[int, int, int]
 
-KINDS: tuple[Kind, ...] = ("bar", "horizontal", "grouped", "line", "pie")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 # Title -> the labels that such a chart may show; short enough for five of them side by side.
 THEMES: dict[str, tuple[str, ...]] = {
     "Fruit sold": ("Apple", "Pear", "Plum", "Fig", "Lemon", "Mango"),
@@ -28,23 +28,12 @@ THEMES: dict[str, tuple[str, ...]] = {
 SERIES = ("North", "South", "East", "West")
 COLORS = ("Red", "Blue", "Green", "Orange", "Purple", "Gray")
 # Rows of PALETTES have the order of COLORS.
-PALETTES: dict[Distribution, tuple[tuple[Rgb, ...], ...]] = {
+PALETTES: dict[Distribution, tuple[tuple[str, ...], ...]] = {
     "plain": (
-        (
-            *((214, 39, 40), (31, 119, 180), (44, 160, 44)),
-            *((255, 127, 14), (128, 60, 170), (127, 127, 127)),
-        ),
-        (
-            *((230, 60, 70), (60, 100, 220), (20, 140, 80)),
-            *((245, 150, 30), (150, 80, 200), (150, 150, 150)),
-        ),
+        ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#803caa", "#7f7f7f"),
+        ("#e63c46", "#3c64dc", "#148c50", "#f5961e", "#9650c8", "#969696"),
     ),
-    "noisy": (
-        (
-            *((170, 20, 50), (110, 170, 230), (150, 200, 90)),
-            *((200, 110, 40), (90, 40, 120), (90, 95, 100)),
-        ),
-    ),
+    "noisy": (("#aa1432", "#6eaae6", "#96c85a", "#c86e28", "#5a2878", "#5a5f64"),),
 }
 # Width and height in pixels; multiples of 32, as two patches of 16 make one token.
 SIZES: dict[Distribution, tuple[tuple[int, int], ...]] = {
@@ -61,7 +50,7 @@ class Style:
 
     width: int
     height: int
-    palette: tuple[Rgb, ...]  # in the order of COLORS
+    palette: tuple[str, ...]  # in the order of COLORS
     background: Rgb
     ink: Rgb
     font_px: int
@@ -93,6 +82,12 @@ class Chart:
         """Where the axis of values ends: the smallest round number that holds all of them."""
         largest = max(value for row in self.values for value in row)
         return next(top for top in (10, 20, 50, 100) if largest <= top)
+
+    @property
+    def named_colors(self) -> list[tuple[str, str]]:
+        """Each label or series that has a color of its own, and the color."""
+        names = self.labels if self.is_colored_by_label else self.series
+        return [pair for pair in zip(names, self.colors, strict=True) if pair[0]]
 
 
 @dataclass(frozen=True)
@@ -169,9 +164,11 @@ def _style(rng: random.Random, distribution: Distribution, seed: int) -> Style:
 
 def all_questions(chart: Chart) -> list[ChartQuestion]:
     """Every question that the templates allow for a chart, in a fixed order."""
-    askers: tuple[Callable[[Chart], Iterator[ChartQuestion]], ...]
-    askers = (_of_values, _of_extremes, _of_pairs, _of_colors, _of_the_whole)
-    return [question for ask in askers for question in ask(chart)]
+    found = [*_of_values(chart), *_of_extremes(chart), *_of_pairs(chart), *_of_colors(chart)]
+    count = len(chart.labels) * len(chart.series)
+    found.append(ChartQuestion("count", f"How many {_marks(chart)} are there?", str(count)))
+    found.append(ChartQuestion("title", "What is the title?", chart.title))
+    return found
 
 
 def make_questions(chart: Chart, seed: int, count: int) -> list[ChartQuestion]:
@@ -217,14 +214,9 @@ def practice(chart: Chart, seed: int, count: int) -> list[ChartQuestion]:
         for label, value in zip(chart.labels, row, strict=True):
             what = f"{name} {label}?" if name else f"{label}?"
             asked.append(ChartQuestion("practice", what, str(value)))
-    if chart.is_colored_by_label:
-        for label, color in zip(chart.labels, chart.colors, strict=True):
-            asked.append(ChartQuestion("practice", f"{label} color?", color))
-            asked.append(ChartQuestion("practice", f"{color}?", label))
-    elif chart.kind == "grouped":
-        for name, color in zip(chart.series, chart.colors, strict=True):
-            asked.append(ChartQuestion("practice", f"{name} color?", color))
-            asked.append(ChartQuestion("practice", f"{color}?", name))
+    for name, color in chart.named_colors:
+        asked.append(ChartQuestion("practice", f"{name} color?", color))
+        asked.append(ChartQuestion("practice", f"{color}?", name))
     random.Random(f"practice {seed}").shuffle(asked)
     return asked[:count]
 
@@ -232,9 +224,9 @@ def practice(chart: Chart, seed: int, count: int) -> list[ChartQuestion]:
 def description(chart: Chart) -> ChartQuestion:
     """A question that has the whole chart as its answer: for training only."""
     parts = [
-        f"{' '.join(filter(None, (chart.series[s], label)))} {chart.values[s][i]}"
+        f"{name} {label} {row[i]}".strip()
         for i, label in enumerate(chart.labels)
-        for s in range(len(chart.series))
+        for name, row in zip(chart.series, chart.values, strict=True)
     ]
     return ChartQuestion("description", "Read the chart.", ", ".join(parts))
 
@@ -277,27 +269,15 @@ def _of_pairs(chart: Chart) -> Iterator[ChartQuestion]:
 
 
 def _of_colors(chart: Chart) -> Iterator[ChartQuestion]:
-    if chart.is_colored_by_label:
-        mark = _marks(chart).removesuffix("s")
-        for label, color, value in zip(chart.labels, chart.colors, chart.values[0], strict=True):
-            yield ChartQuestion("color", f"What color is {label}?", color)
-            yield ChartQuestion("color", f"Which label is {color}?", label)
-            yield ChartQuestion(
-                "color value", f"What is the value of the {color} {mark}?", str(value)
-            )
-    elif chart.kind == "grouped":
-        for name, color in zip(chart.series, chart.colors, strict=True):
-            yield ChartQuestion("color", f"What color is {name}?", color)
-            yield ChartQuestion("color", f"Which series is {color}?", name)
-    else:
-        text = f"What color are the {_marks(chart)}?"
-        yield ChartQuestion("color", text, chart.colors[0])
-
-
-def _of_the_whole(chart: Chart) -> Iterator[ChartQuestion]:
-    count = len(chart.labels) * len(chart.series)
-    yield ChartQuestion("count", f"How many {_marks(chart)} are there?", str(count))
-    yield ChartQuestion("title", "What is the title?", chart.title)
+    kind = "label" if chart.is_colored_by_label else "series"
+    for place, (name, color) in enumerate(chart.named_colors):
+        yield ChartQuestion("color", f"What color is {name}?", color)
+        yield ChartQuestion("color", f"Which {kind} is {color}?", name)
+        if chart.is_colored_by_label:
+            mark, value = _marks(chart).removesuffix("s"), str(chart.values[0][place])
+            yield ChartQuestion("color value", f"What is the value of the {color} {mark}?", value)
+    if not chart.named_colors:
+        yield ChartQuestion("color", f"What color are the {_marks(chart)}?", chart.colors[0])
 
 
 def vocabulary() -> list[str]:

@@ -1,20 +1,20 @@
 """SmolLM2 in the demonstration: what FP8 does to its attention, its predictions and its answers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from octavo.atomic import write_atomically
 from octavo.demo.attention_errors import (
-    Record,
+    Error,
     accumulation_errors,
     attention_errors,
     decode_errors,
     quantization_errors,
 )
 from octavo.demo.stage import Sizes, Stage, one_thread
-from octavo.integrations.transformers.capture import CapturedQkv, capture_qkv
+from octavo.integrations.transformers.calibrate import capture_qkv
 from octavo.integrations.transformers.text_model import SMALL_MODEL, TextModel
 from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure import store
@@ -90,23 +90,26 @@ class LanguageDemo:
         watch("reading", 0, total)
         ids = self.text_model.first_window(self.text, 1024)[None]
         captured = capture_qkv(self.text_model.model, ids, layers)
-
-        def record(*, case: Any, **fields: Any) -> Measurement:
-            about = {"model": self.text_model.name, **case}
-            return Measurement(case=about, machine=machine, command=self.command, **fields)
-
-        def no_model(**fields: Any) -> Measurement:
-            return Measurement(machine=machine, command=self.command, **fields)
-
-        found: list[Measurement] = []
-        measures: tuple[Callable[[int, CapturedQkv, Record], Iterable[Measurement]], ...]
+        errors: list[Error] = []
         measures = (quantization_errors, attention_errors, decode_errors)
         for number, measure in enumerate(measures):
             for place, layer in enumerate(layers, 1):
-                found += measure(layer, captured[layer], record)
+                errors += measure(layer, captured[layer])
                 watch(f"layer {layer}", number * len(layers) + place, total)
-        found += accumulation_errors(list(self.sizes.key_counts), no_model)
+        about = {"model": self.text_model.name}
+        errors = [replace(error, case={**about, **error.case}) for error in errors]
+        errors += accumulation_errors(self.sizes.key_counts)  # of no model
         watch("accumulating", total, total)
+        found = [
+            Measurement(
+                impl="reference",
+                machine=machine,
+                command=self.command,
+                baseline=None if error.op == "quantize_error" else "float64",
+                **vars(error),
+            )
+            for error in errors
+        ]
         store.append(self.records, found)
         return found
 
@@ -212,12 +215,8 @@ def chat_table(records: Sequence[Measurement]) -> Table:
                 str(record.case["recipe"]),
                 str(record.case["text"]),
                 int(record.values["num_tokens"]),
-                _whole(record.values.get("num_same_tokens")),
+                int(record.values["num_same_tokens"]) if record.baseline else None,
             )
             for record in records
         ),
     )
-
-
-def _whole(number: float | None) -> int | None:
-    return None if number is None else int(number)

@@ -10,7 +10,6 @@ scheduler/scheduler_config.json.
 """
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,14 +22,19 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from torch import Tensor, nn
 
-from octavo.atomic import write_atomically
 from octavo.brief import NUM_NAMES_SHOWN, list_names
-from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.tensor_files import find_damage
+from octavo.demo.model_folder import (
+    check_folder,
+    load_weights,
+    read_json,
+    save_weights,
+    write_mark,
+    write_text,
+)
+from octavo.errors import ConfigError
 from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 
 FOLDER, MARK = SMALL_IMAGE_MODEL.folder, SMALL_IMAGE_MODEL.mark
-FORMAT_VERSION = 1
 SCHEDULER = "scheduler/scheduler_config.json"
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 PICTURE_SIZE, PATCH = 48, 3  # pixels; 16 × 16 patches
@@ -183,13 +187,11 @@ class SmallImagePipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers 
                     callback_on_step_end(self, step, timestep, {})
                 bar.update()
         pictures = (join_patches(latents) / 2 + 0.5).clamp(0, 1)
-        return ImagePipelineOutput(images=self._as_type(pictures, output_type))
-
-    def _as_type(self, pictures: Tensor, output_type: str) -> Any:
         if output_type == "pt":
-            return pictures
+            return ImagePipelineOutput(images=pictures)
         array = pictures.permute(0, 2, 3, 1).cpu().numpy()
-        return self.numpy_to_pil(array) if output_type == "pil" else array
+        images = self.numpy_to_pil(array) if output_type == "pil" else array
+        return ImagePipelineOutput(images=images)
 
     def generate(
         self,
@@ -266,25 +268,13 @@ def make_small_image_model(
 
 def save_small_image_model(model: SmallImagePipeline, folder: Path) -> int:
     """Write a model's files, weights in bfloat16; returns the size of the weights in bytes."""
-    from safetensors.torch import save
-
     num_bytes = 0
-    for part in ("transformer", "words"):
+    for part in PARTS:
         module = getattr(model, part)
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        state = {
-            name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, tensor in module.state_dict().items()
-        }
-        content = save(state, metadata={"format": "pt"})
-        num_bytes += len(content)
-        write_atomically(folder / part / WEIGHTS, content)
-        write_atomically(folder / part / CONFIG, module.to_json_string().encode())
-    (folder / SCHEDULER).parent.mkdir(exist_ok=True)
-    write_atomically(folder / SCHEDULER, model.scheduler.to_json_string().encode())
-    # Last: a folder with this file is complete.
-    mark = json.dumps({"format_version": FORMAT_VERSION}) + "\n"
-    write_atomically(folder / MARK, mark.encode())
+        num_bytes += save_weights(module, folder / part / WEIGHTS)
+        write_text(folder / part / CONFIG, module.to_json_string())
+    write_text(folder / SCHEDULER, model.scheduler.to_json_string())
+    write_mark(SMALL_IMAGE_MODEL, folder)
     return num_bytes
 
 
@@ -292,43 +282,17 @@ def load_small_image_model(
     folder: Path = FOLDER, dtype: torch.dtype = torch.bfloat16
 ) -> SmallImagePipeline:
     """The trained model, or that of another folder, on the CPU."""
-    parts = [f"{part}/{name}" for part in ("transformer", "words") for name in (CONFIG, WEIGHTS)]
-    if missing := [name for name in (MARK, SCHEDULER, *parts) if not (folder / name).is_file()]:
-        raise CheckpointError(
-            f"expected the small image model's files in {folder}, got no {', '.join(missing)}: "
-            "make them with scripts/draw_emoji.py and scripts/train_small_dit.py"
-        )
-    version = _read_json(folder / MARK).get("format_version")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder / MARK}: expected format_version {FORMAT_VERSION}, got {version!r}"
-        )
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(_read_json(folder / SCHEDULER))
-    transformer = _load_part(FluxTransformer2DModel, folder / "transformer", dtype)
-    return SmallImagePipeline(
-        transformer, _load_part(WordEncoder, folder / "words", dtype), scheduler
-    )
+    files = [SCHEDULER, *(f"{part}/{name}" for part in PARTS for name in (CONFIG, WEIGHTS))]
+    scripts = "scripts/draw_emoji.py and scripts/train_small_dit.py"
+    check_folder(SMALL_IMAGE_MODEL, folder, files, scripts)
+    modules = {}
+    for part, kind in PARTS.items():
+        module = kind.from_config(read_json(folder / part / CONFIG))
+        load_weights(module, folder / part / WEIGHTS, dtype)
+        modules[part] = module.eval()
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(read_json(folder / SCHEDULER))
+    return SmallImagePipeline(**modules, scheduler=scheduler)
 
 
-def _load_part(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    module = kind.from_config(_read_json(folder / CONFIG))
-    try:
-        state = {name: tensor.to(dtype) for name, tensor in load_file(folder / WEIGHTS).items()}
-        module.load_state_dict(state, assign=True)
-    except (SafetensorError, RuntimeError) as error:
-        damage = find_damage(folder / WEIGHTS)
-        raise CheckpointError(damage or f"{folder / WEIGHTS}: {error}") from None
-    return module.eval()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: expected JSON, got {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
+# The folders of a model's parts, as the pipeline takes them.
+PARTS: dict[str, Any] = {"transformer": FluxTransformer2DModel, "words": WordEncoder}

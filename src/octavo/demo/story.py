@@ -1,6 +1,6 @@
 """The demonstration: the chart reader, SmolLM2, the small image model and advice, in stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -10,25 +10,23 @@ from octavo.demo.language import TEXT, LanguageDemo
 from octavo.demo.stage import Sizes, Stage, one_thread
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
-from octavo.measure.advise import advice as words
-from octavo.measure.advise.advice import Advice
+from octavo.measure.advise.advice import Advice, told
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.measured import advice_records
 from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.evaluate import images
-from octavo.measure.evaluate.image_scores import keep_compared
 from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Measurement
 from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
-from octavo.measure.run import Progress, Watch
+from octavo.measure.run import Watch
 
 COMMAND = "octavo demo"
 MODEL, GPU, CONTEXT = "llama-3.1-8b", "h200", 32768  # of the advice
 IMAGE_ROWS = ("bf16", "fp8")
 # What the stages write beside the records, as patterns.
-FILES = (SCALES, TEXT, IMAGE, "pictures/compared_*.jpg")
+FILES = (SCALES, TEXT, IMAGE, "pictures/compared_*.jpg", "pictures/sheet.png", "pictures/?_*/*.png")
 
 
 def sample_text() -> str:
@@ -71,31 +69,14 @@ def image_stage(records: Path, sizes: Sizes) -> Stage:
         num_pictures=sizes.num_images,
         row=IMAGE_ROWS,
         num_inference_steps=sizes.num_inference_steps,
+        device="cpu",
+        lpips=False,
+        save_pictures=records.parent / "pictures",
     )
-    job = images.make_job(request)
 
     def run(watch: Watch) -> list[Measurement]:
-        from octavo.integrations.diffusers.load import load_pipeline
-
-        rows = images.parse_image_rows(IMAGE_ROWS, job.dtype)
-        progress = Progress(watch, "drawing", len(rows) * len(job.prompts))
-
-        def step(row: str) -> None:
-            progress.what = f"drawing in {row}"
-            progress.add()
-
-        watch("loading", 0, progress.total)
         with one_thread():
-            return images.evaluate(
-                lambda: load_pipeline(None, images.torch_dtype(job.dtype), "cpu"),
-                rows,
-                job,
-                command=request.command,
-                lpips=False,
-                keep=keep_compared(records.parent / "pictures", job.prompts, records),
-                on_image=step,
-                on_row=lambda record, _: store.append(records, [record]),
-            )
+            return images.run(request, records, watch)
 
     title = f"Small image model: {sizes.num_images} images in BF16 and FP8"
     return Stage(title, run, lambda found: [images.images_table(found)])
@@ -118,79 +99,54 @@ def advice_stage(records: Path, results: Path) -> Stage:
         return found
 
     def tell(found: Sequence[Measurement]) -> list[Table | str]:
-        advice = made[-1]
-        return [
-            words.title(advice),
-            words.expectation_table(advice),
-            words.memory_table(advice),
-            "\n".join(words.sentences(advice)),
-            f"\nRecipe (recipe.toml)\n{words.recipe_text(advice)}",
-            "\n".join(words.how_to_run(advice)),
-        ]
+        return list(told(made[-1]))
 
     return Stage(f"Advice: {MODEL} on an {GPU.upper()}, {CONTEXT // 1024}k tokens", run, tell)
 
 
-# What was measured, of which model, unquantized, with what in FP8, and what came out.
-Line = tuple[str, str, str, str, str]
+# By op: a line for each record that is compared with another one, by its case and values; first:
+# the values of the other one.
+LINES = {
+    "chartqa": "{num_questions} questions about charts, right | {model} | "
+    "{first[relaxed_accuracy_percent]:.1f} % | {recipe} | {relaxed_accuracy_percent:.1f} %",
+    "perplexity": "perplexity of a text | {model} | {first[perplexity]:.3f} | {recipe} | "
+    "{perplexity:.3f}, recovers {recovery_percent:.1f} %",
+    "texts": "an answer, by the token | {model} | {first[num_tokens]:.0f} tokens | {recipe} | "
+    "the same for {num_same_tokens:.0f} of {num_tokens:.0f}",
+    "images": "{num_pictures} images, PSNR | {model} | {baseline} | {row} | "
+    "{psnr_db:.1f} dB, the worst {worst_psnr_db:.1f} dB",
+    "advice": "predicted: {what} | {model}, {gpu} | {before_ms:,.1f} ms | the recipe advised | "
+    "{after_ms:,.1f} ms, {speedup:.2f} times as fast",
+}
 
 
 def summary_table(records: Sequence[Measurement]) -> Table:
     """A row for each recipe in FP8 beside the one that it is compared with."""
-    makers: dict[str, Callable[[Sequence[Measurement]], list[Line]]] = {
-        "chartqa": _charts,
-        "perplexity": _perplexity,
-        "needle": _needle,
-        "texts": _texts,
-        "images": _images,
-        "accumulation_error": _accumulation,
-        "advice": _advice,
-    }
-    rows: list[Line] = []
-    for op, make in makers.items():
+    makers = {"needle": _needle, "accumulation_error": _accumulation}
+    rows: list[tuple[str, ...]] = []
+    for op in dict.fromkeys(record.op for record in records):
         own = [record for record in records if record.op == op]
-        rows += make(own) if own else []
-    return Table(
-        caption="What was measured",
-        header=("what", "model", "unquantized", "FP8", "result"),
-        rows=tuple(rows),
-    )
+        if op in LINES:
+            rows += _lines(LINES[op], own)
+        elif op in makers:
+            rows += makers[op](own)
+    header = ("what", "model", "unquantized", "FP8", "result")
+    return Table(caption="What was measured", header=header, rows=tuple(rows))
 
 
-def _pairs(records: Sequence[Measurement]) -> list[tuple[Measurement, Measurement]]:
-    """Each record that is compared with another, and that one."""
-    firsts = {record.case["recipe"]: record for record in records if record.baseline is None}
-    return [(firsts[record.baseline], record) for record in records if record.baseline is not None]
-
-
-def _charts(records: Sequence[Measurement]) -> list[Line]:
-    value = "relaxed_accuracy_percent"
+def _lines(line: str, records: Sequence[Measurement]) -> list[tuple[str, ...]]:
+    first = records[0].values
     return [
-        (
-            f"{own.case['num_questions']} questions about charts, right",
-            str(own.case["model"]),
-            f"{first.values[value]:.1f} %",
-            str(own.case["recipe"]),
-            f"{own.values[value]:.1f} %",
+        tuple(
+            cell.format(**record.case, **record.values, first=first, baseline=record.baseline)
+            for cell in line.split(" | ")
         )
-        for first, own in _pairs(records)
+        for record in records
+        if record.baseline is not None or "speedup" in record.values
     ]
 
 
-def _perplexity(records: Sequence[Measurement]) -> list[Line]:
-    return [
-        (
-            "perplexity of a text",
-            str(own.case["model"]),
-            f"{first.values['perplexity']:.3f}",
-            str(own.case["recipe"]),
-            f"{own.values['perplexity']:.3f}, recovers {own.values['recovery_percent']:.1f} %",
-        )
-        for first, own in _pairs(records)
-    ]
-
-
-def _needle(records: Sequence[Measurement]) -> list[Line]:
+def _needle(records: Sequence[Measurement]) -> list[tuple[str, ...]]:
     longest = max(int(record.case["length"]) for record in records)
     first, *others = needle_table(records).rows
     count = sum(int(r.case["repetitions"]) for r in records if r.case["recipe"] == first[0])
@@ -206,34 +162,7 @@ def _needle(records: Sequence[Measurement]) -> list[Line]:
     ]
 
 
-def _texts(records: Sequence[Measurement]) -> list[Line]:
-    return [
-        (
-            "an answer, by the token",
-            str(own.case["model"]),
-            f"{first.values['num_tokens']:.0f} tokens",
-            str(own.case["recipe"]),
-            f"the same for {own.values['num_same_tokens']:.0f} of {own.values['num_tokens']:.0f}",
-        )
-        for first, own in _pairs(records)
-    ]
-
-
-def _images(records: Sequence[Measurement]) -> list[Line]:
-    return [
-        (
-            f"{record.case['num_pictures']} images, PSNR",
-            str(record.case["model"]),
-            str(record.baseline),
-            str(record.case["row"]),
-            f"{record.values['psnr_db']:.1f} dB, the worst {record.values['worst_psnr_db']:.1f} dB",
-        )
-        for record in records
-        if record.baseline is not None
-    ]
-
-
-def _accumulation(records: Sequence[Measurement]) -> list[Line]:
+def _accumulation(records: Sequence[Measurement]) -> list[tuple[str, ...]]:
     longest = max(int(record.case["length"]) for record in records)
     return [
         (
@@ -245,18 +174,4 @@ def _accumulation(records: Sequence[Measurement]) -> list[Line]:
         )
         for record in records
         if record.case["length"] == longest
-    ]
-
-
-def _advice(records: Sequence[Measurement]) -> list[Line]:
-    return [
-        (
-            f"predicted: {record.case['what']}",
-            f"{record.case['model']}, {record.case['gpu']}",
-            f"{record.values['before_ms']:,.1f} ms",
-            "the recipe advised",
-            f"{record.values['after_ms']:,.1f} ms, {record.values['speedup']:.2f} times as fast",
-        )
-        for record in records
-        if "speedup" in record.values
     ]

@@ -1,17 +1,89 @@
-"""Static scales for the activations that linear layers are given, from a model's own inputs."""
+"""Static scales for the inputs of linear layers, from what they are given while a model runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.calibration.observers import CalibrationSettings
+from octavo.brief import list_names
+from octavo.calibration.observers import CalibrationSettings, Histogram
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.linear import plan_linear
-from octavo.integrations.observe_linear import InputObserver, watch_inputs
+from octavo.integrations.patch import Patch
+from octavo.numerics.scales import amax_to_scale
+
+
+@contextmanager
+def watch_inputs(
+    model: nn.Module, names: Iterable[str], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call `see` with the name and the input of these layers, whenever one runs."""
+
+    def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        if x.numel():  # none: an expert that no token was sent to
+            see(name, x)
+
+    with Patch() as patch:
+        for name in names:
+            layer = model.get_submodule(name)
+            patch.hook(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
+        yield
+
+
+class InputObserver:
+    """The activations of linear layers over many passes; NaN and Inf are errors."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.seen = {name: Histogram(1) for name in names}
+        self.num_passes = dict.fromkeys(names, 0)
+
+    def see(self, name: str, x: Tensor) -> None:
+        """One pass of one layer."""
+        self.seen[name].add(x.reshape(-1, 1, x.shape[-1]))
+        if num_bad := int(self.seen[name].num_nonfinite):  # waits for the device
+            raise ConfigError(
+                f"{name}: expected finite activations, got {num_bad} NaN or Inf values: no "
+                "scales are found; use other data or ignore the layer"
+            )
+        self.num_passes[name] += 1
+
+    def fewest_passes(self) -> int:
+        """Those of the layer that ran least; ConfigError names layers that never ran."""
+        if missing := [name for name, num in self.num_passes.items() if num == 0]:
+            raise ConfigError(
+                f"expected every layer to run, got no pass of {list_names(missing)}: use data that "
+                "reaches them, or ignore them"
+            )
+        return min(self.num_passes.values())
+
+    def scales(self, settings: CalibrationSettings) -> dict[str, float]:
+        """The scale of each layer's input; ConfigError for one that saw only zeros."""
+        found = {}
+        for name, seen in self.seen.items():
+            limit = seen.limits(settings)
+            if not bool(limit > 0):
+                raise ConfigError(
+                    f"{name}: expected values to calibrate on, got only zeros for {settings}: use "
+                    "other data or another observer, or ignore the layer"
+                )
+            found[name] = float(amax_to_scale(limit, margin=settings.margin))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, on the CPU, as `load_state_dict` takes it."""
+        seen = {name: histogram.state_dict() for name, histogram in self.seen.items()}
+        return {"seen": seen, "num_passes": dict(self.num_passes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` of an observer of the same layers gave."""
+        self.seen = {name: Histogram.from_state_dict(x) for name, x in state["seen"].items()}
+        self.num_passes = dict(state["num_passes"])
 
 
 def calibrate_linear(
@@ -58,14 +130,14 @@ def calibrate_linear(
 def _run(model: nn.Module, batch: Any) -> None:
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) else x
+
     match batch:
         case Mapping():
-            model(**{key: _moved(x, device) for key, x in batch.items()})
+            model(**{key: moved(x) for key, x in batch.items()})
         case list() | tuple():
-            model(*(_moved(x, device) for x in batch))
+            model(*map(moved, batch))
         case _:
-            model(_moved(batch, device))
-
-
-def _moved(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, Tensor) else x
+            model(moved(batch))

@@ -1,7 +1,7 @@
 """The small models that come with octavo, by name: octavo.demo holds them, and is loaded on use."""
 
+import importlib
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,26 @@ import torch
 ASSETS = Path(__file__).parents[1] / "demo" / "assets"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EmbeddedModel:
-    """A model of octavo.demo, and how folders of its kind are recognized.
-
-    Attributes:
-        name: What users call the one that comes with octavo.
-        mark: A file that every folder of this kind has, the last one to be written.
-        folder: Where the one that comes with octavo lies.
-        loader: The function that loads a folder, as "module:function".
-    """
+    """A model of octavo.demo: what users call it, and the module that makes it."""
 
     name: str
+    module: str
+
+    def load_module(self) -> Any:
+        """The module that makes it, with whatever else belongs to the model."""
+        return importlib.import_module(self.module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel(EmbeddedModel):
+    """An embedded model with weights in a folder; users may have other folders of its kind.
+
+    mark: a file that every such folder has, written last. loader: the module's function that loads
+    one.
+    """
+
     mark: str
     folder: Path
     loader: str
@@ -37,20 +45,22 @@ class EmbeddedModel:
 
     def load(self, name: str | Path | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
         """The model that comes with octavo, or that of a folder, on the CPU."""
-        module, _, function = self.loader.partition(":")
         folder = self.folder if name is None or str(name) == self.name else Path(name)
-        return getattr(import_module(module), function)(folder, dtype)
+        return getattr(self.load_module(), self.loader)(folder, dtype)
 
 
-CHART_READER = EmbeddedModel(
+CHART_READER = StoredModel(
     name="chart-reader",
+    module="octavo.demo.chart_reader",
     mark="chart_reader.json",
     folder=ASSETS / "chart_reader",
-    loader="octavo.demo.chart_reader:load_chart_reader",
+    loader="load_chart_reader",
 )
-SMALL_IMAGE_MODEL = EmbeddedModel(
+SMALL_IMAGE_MODEL = StoredModel(
     name="small-image",
+    module="octavo.demo.small_image",
     mark="small_image.json",
     folder=ASSETS / "small_image",
-    loader="octavo.demo.small_image:load_small_image_model",
+    loader="load_small_image_model",
 )
+RETRIEVAL_MODEL = EmbeddedModel(name="retrieval-model", module="octavo.demo.retrieval_model")

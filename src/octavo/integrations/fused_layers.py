@@ -1,10 +1,12 @@
 """Linear layers that are several projections in one: their parts, by the layer's name."""
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from torch import nn
 
+from octavo.patterns import Layer, parse_pattern
 from octavo.recipe import LinearSettings
 
 # Names of layers that are so many projections of one size.
@@ -17,6 +19,7 @@ EQUAL_PARTS = {
     "to_added_qkv": 3,
 }
 QKV = "qkv_proj"  # with fewer heads of keys and values, as its model's config says
+By = Literal["layer", "group", "block"]
 
 
 def part_sizes(
@@ -45,11 +48,34 @@ def shards_of(
     """
     if settings.weight != "tensor":
         return None
-    return part_sizes(name, layer.out_features, _text_config(model))
-
-
-def _text_config(model: Any) -> Mapping[str, Any]:
-    """The config of a transformers model's text part; other models have none that tells."""
+    # Other models than transformers' have no config that tells.
     find: Any = getattr(getattr(model, "config", None), "get_text_config", None)
-    found: Mapping[str, Any] = {} if find is None else find().to_dict()
+    return part_sizes(name, layer.out_features, {} if find is None else find().to_dict())
+
+
+def group_of(name: str) -> str:
+    """The kind of a layer: its name with * for the number of its block."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
+
+
+def block_of(name: str) -> str:
+    """The block of a layer, or the layer itself if it is in none."""
+    found = re.match(r"(.*?\.)??\d+(?=\.|$)", name)
+    return found[0] if found else name
+
+
+def units(names: Iterable[str], by: By) -> dict[str, list[str]]:
+    """The layers that are taken together, by what they are called together."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        together = {"layer": name, "group": group_of(name), "block": block_of(name)}[by]
+        found.setdefault(together, []).append(name)
     return found
+
+
+def pattern_of(members: Iterable[str], name: str, among: Iterable[str]) -> str:
+    """The pattern that matches these layers and no others: their name, if that does."""
+    members = set(members)
+    if {n for n in among if parse_pattern(name).matches(Layer(n))} == members:
+        return name
+    return f"re:^({'|'.join(re.escape(member) for member in sorted(members))})$"

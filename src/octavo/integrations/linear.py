@@ -5,6 +5,7 @@ with the reason, and all that can be wrong is found before anything changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,14 +16,37 @@ from octavo.brief import list_names
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.fused_layers import shards_of
-from octavo.integrations.kept_reasons import FIRM, MODULATION
 from octavo.integrations.output_heads import OUTPUT_HEAD, find_heads
-from octavo.integrations.transformers.kept_parts import KEPT_PARTS
 from octavo.internals import internals
 from octavo.layers.linear import ALIGNMENT, WITHOUT_FP8, Fp8Linear, check_weight
+from octavo.layers.saturation import EVERY, WATCH, Saturation, SaturationCounter
 from octavo.ops.check import check_fp8_device
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import LinearSettings
+
+# Why linear layers stay in BF16, in diffusion transformers and omni models.
+MODULATION = "modulation: an error in it is one in every token of its block"
+TIME = "time and guidance embedding: every block depends on it, and it is one token"
+INPUT = "an input projection: every block depends on it"
+OUTPUT = "an output projection: its errors are the result's"
+REFINER = "refines the prompt, once for a step: nothing to gain"
+CONNECTOR = "connects another modality: every block depends on it"
+# Hold against included_layers, which quantize activations as well.
+REQUIRED = frozenset({MODULATION, TIME, INPUT, OUTPUT, REFINER, CONNECTOR})
+# Hold against weight_only_layers. Modulation is one row for a step: what it costs is to be read,
+# and with an FP8 weight alone the small image model lost next to nothing.
+FIRM = REQUIRED - {MODULATION}
+
+ENCODER = "an encoder of an omni model: once for each input, and not validated in FP8"
+TALKER = "makes speech codes one after the other: each error is in all that follow; not validated"
+WAVEFORM = "makes the waveform: its errors are heard; not validated in FP8"
+
+KEPT_PARTS: Mapping[str, str] = {
+    "Qwen3OmniMoeAudioEncoder": ENCODER,
+    "Qwen3OmniMoeVisionEncoder": ENCODER,
+    "Qwen3OmniMoeTalkerForConditionalGeneration": TALKER,
+    "Qwen3OmniMoeCode2Wav": WAVEFORM,
+}
 
 with internals("torch"):
     from torch.nn.modules.conv import _ConvNd
@@ -208,38 +232,32 @@ def _other_kind(module: nn.Module) -> str | None:
 
 def _defaults(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
     """Layers that are left alone unasked, with the reason."""
-    yield from _small(modules)
+    for name, module in modules.items():
+        if (
+            isinstance(module, nn.Linear)
+            and min(module.in_features, module.out_features) < ALIGNMENT
+        ):
+            yield name, f"small: {module.in_features} to {module.out_features}"
     yield from _tied(model)
     for name in modules:
         if (reason := SENSITIVE_NAMES.get(name.rpartition(".")[2])) is not None:
             yield name, reason
     yield from ((name, OUTPUT_HEAD) for name in find_heads(model))
-    for prefix, part in modules.items():
-        if (reason := KEPT_PARTS.get(type(part).__name__)) is not None:
-            yield from ((name, reason) for name in _below(prefix, modules))
     for prefix, part in [("", model), *modules.items()]:
+        kind = type(part).__name__
+        reasons = [KEPT_PARTS[kind]] if prefix and kind in KEPT_PARTS else []
         if isinstance(part, WEIGHT_READERS):
-            reason = f"{type(part).__name__} reads its weight"
-            yield from ((name, reason) for name in _below(prefix, modules))
+            reasons.append(f"{kind} reads its weight")
         if hasattr(part, "base_layer"):
-            reason = f"part of {type(part).__name__}, an adapter: quantize before adding it"
-            yield from ((name, reason) for name in _below(prefix, modules))
-        for kept in _kept_in_float32(part):
-            for name in _below(prefix, modules):
-                if f".{kept}." in f".{name.removeprefix(prefix)}.":
+            reasons.append(f"part of {kind}, an adapter: quantize before adding it")
+        kept = _kept_in_float32(part)
+        if not reasons and not kept:
+            continue
+        for name in modules:
+            if not prefix or name.startswith(f"{prefix}."):
+                yield from ((name, reason) for reason in reasons)
+                if any(f".{one}." in f".{name.removeprefix(prefix)}." for one in kept):
                     yield name, "its model keeps it in float32"
-
-
-def _below(prefix: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if not prefix or name.startswith(f"{prefix}.")]
-
-
-def _small(modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    for name, module in modules.items():
-        if isinstance(module, nn.Linear):
-            sizes = (module.in_features, module.out_features)
-            if min(sizes) < ALIGNMENT:
-                yield name, f"small: {sizes[0]} to {sizes[1]}"
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -258,14 +276,45 @@ def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, f"tied to {others[0]}" if others else "tied to itself"
 
 
-def _kept_in_float32(module: nn.Module) -> Iterable[str]:
+def _kept_in_float32(module: nn.Module) -> set[str]:
     """What transformers and diffusers keep in float32 when a model is loaded in 16 bits."""
-    kept: set[str] = set()
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        kept |= set(getattr(module, attribute, None) or ())
-    return sorted(kept)
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {name for attribute in lists for name in getattr(module, attribute, None) or ()}
 
 
 def layer_index(name: str) -> int | None:
     """The first number among the components of a name: which layer or block it is in."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def read_saturation(model: nn.Module) -> dict[str, Saturation]:
+    """What each layer with a static input scale has counted so far; waits for the device.
+
+    Layers count in their first 16 calls and then in one of 64 (`count_every_call`: in all), and
+    only where the model runs eagerly: compiled and captured calls are not counted. Layers that
+    are one product of the same input count together.
+    """
+    return {name: counter.read() for name, counter in find_counters(model).items()}
+
+
+@contextmanager
+def count_every_call(model: nn.Module) -> Iterator[None]:
+    """Count afresh, and in every call; warns of layers that saturate at the end, if not before."""
+    counters = list(find_counters(model).values())
+    for counter in counters:
+        counter.reset(every=1)
+    try:
+        yield
+        WATCH.look()
+    finally:
+        for counter in counters:
+            counter.every = EVERY
+
+
+def find_counters(model: nn.Module) -> dict[str, SaturationCounter]:
+    """The counter of each layer with a static input scale; layers may share one."""
+    return {
+        name: module.saturation
+        for name, module in model.named_modules()
+        if isinstance(module, Fp8Linear) and module.saturation is not None
+    }

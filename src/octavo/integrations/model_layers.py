@@ -32,7 +32,7 @@ def layers_to_warm_up(
     file = model / "config.json" if model.is_dir() else model
     has_class = file.is_file() and '"_class_name"' in file.read_text("utf-8", "replace")
     if has_class or (model / "model_index.json").is_file():
-        from octavo.integrations.diffusers.step_work import read_linear_shapes
+        from octavo.integrations.diffusers.full_size import read_linear_shapes
 
         if not tokens:
             raise ConfigError(f"expected --tokens for {model}, of diffusers, got none")
@@ -69,8 +69,7 @@ def layers_of(config: Mapping[str, Any], page_dtype: torch.dtype) -> list[Layers
             "expected num_attention_heads in the config or its text_config, got "
             f"{', '.join(sorted(text)) or 'nothing'}"
         )
-    layers: list[Layers] = list(_decoder(text, page_dtype))
-    layers += _linears(text)
+    layers: list[Layers] = [*_decoder(text, page_dtype), *_linears(text)]
     if vision := config.get("vision_config"):
         layers.append(_encoder(vision))
     return layers
@@ -81,10 +80,8 @@ def _decoder(text: Mapping[str, Any], page_dtype: torch.dtype) -> list[Attention
     num_heads = text["num_attention_heads"]
     softcap = text.get("attn_logit_softcapping")
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    kinds = set(text.get("layer_types") or (["full_attention"] if not window else []))
-    windows = {None} if not window else {window}
-    if "full_attention" in kinds:
-        windows.add(None)
+    is_mixed = "full_attention" in (text.get("layer_types") or ())
+    windows = {window or None, None} if is_mixed else {window or None}
     return [
         AttentionLayers(
             num_heads=num_heads,

@@ -35,9 +35,13 @@ def _declared(part: nn.Module) -> list[nn.Module]:
         if callable(find := getattr(part, hook, None)) and _takes_nothing(find):
             found += _as_tuple(find())
     if not found:
-        for config in ("pretrained_cfg", "default_cfg"):
-            names = _as_tuple(_classifier_of(getattr(part, config, None)))
-            found += [_submodule(part, name) for name in names if isinstance(name, str)]
+        for attribute in ("pretrained_cfg", "default_cfg"):  # of timm: a mapping or a dataclass
+            config: Any = getattr(part, attribute, None)
+            is_mapping = isinstance(config, Mapping)
+            named = config.get("classifier") if is_mapping else getattr(config, "classifier", None)
+            names = [name for name in _as_tuple(named) if isinstance(name, str)]
+            modules = part.named_modules() if names else ()
+            found += [module for name, module in modules if name in names]
     return [head for head in found if isinstance(head, nn.Module)]
 
 
@@ -46,17 +50,6 @@ def _takes_nothing(hook: Any) -> bool:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(hook).parameters.values()
     return all(x.default is not x.empty or x.kind in kinds for x in parameters)
-
-
-def _classifier_of(config: Any) -> Any:
-    """The classifier's name, or several; timm's configs are mappings or dataclasses."""
-    if isinstance(config, Mapping):
-        return config.get("classifier")
-    return getattr(config, "classifier", None)
-
-
-def _submodule(part: nn.Module, name: str) -> nn.Module | None:
-    return dict(part.named_modules()).get(name)
 
 
 def _last_layers(model: nn.Module) -> Iterator[nn.Linear]:

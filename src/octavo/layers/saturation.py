@@ -7,13 +7,39 @@ compiled or captured ones, which replay the same work every time.
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.layers.host_copy import HostCopy, is_capturing
 from octavo.numerics.formats import E4M3
+
+
+class HostCopy:
+    """A copy on the host of what a tensor holds now; numbers of a GPU arrive later."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copy = x
+        if x.is_cuda:
+            self._copy = x.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `tolist` has nothing to wait for."""
+        return self._event is None or self._event.query()
+
+    def tolist(self) -> Any:
+        """The numbers, in lists."""
+        return self._copy.tolist()
+
+
+def is_capturing() -> bool:
+    """Whether what runs now is recorded in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
 
 # Calls of a layer that are counted: so many at first, then one in so many.
 FIRST, EVERY = 16, 64

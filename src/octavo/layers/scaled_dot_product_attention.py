@@ -80,7 +80,14 @@ class ScaledDotProductAttention(nn.Module):
         A call without queries or keys leaves dynamic scales as they are.
         """
         return attend_heads_first(
-            *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
             quantize=self._quantize,
             label=self.label,
             impl=self.impl,

@@ -1,14 +1,12 @@
 """Costs fitted to measurements by least squares: lines and curves, where they cross, how sure.
 
-A token after a longer context costs a straight line (ITL), a prompt a polynomial of degree two
-(TTFT): what is there without tokens, what each token costs, and what each pair of them does. All
-lengths count alike: what a time varies by does not grow with it. On an H200 it is 0.5 to 12 ms for
-TTFTs between 35 ms and 10 s, and the most at the shortest (`results/latency_h200.jsonl`).
+ITL is a line over the context, TTFT a polynomial of degree two over the input. All lengths count
+alike: on an H200 a TTFT varies by 0.5 to 12 ms between 35 ms and 10 s, and the most at the shortest
+(`results/latency_h200.jsonl`).
 
-Intervals are of 95 %, by Student's distribution with as many degrees of freedom as there are points
-beyond the coefficients. Without such points nothing says how far off a coefficient is, and there
-is no interval. Those of ratios are Fieller's: they hold for few points and denominators near zero,
-where the delta method's are too narrow, and have no ends where the denominator may be zero.
+Intervals are Student's of 95 %; without a point more than coefficients there is none. Those of
+ratios are Fieller's: they hold for few points and for denominators near zero, where the delta
+method's are too narrow, and have no ends where the denominator may be zero.
 """
 
 import functools
@@ -16,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -63,9 +62,8 @@ class Regression:
     def covariance(self, other: "Regression") -> _Array:
         """Of these coefficients with those of another fit of the same degree, or of itself.
 
-        What both leave unexplained at the same x goes together, where one machine or one shape of
-        the curve is the cause of it; the differences between them are known better for it. Fits
-        over other x are taken as independent: zeros.
+        Fits over the same x are pairs: what both leave unexplained has one cause, such as the
+        machine, and their difference is known better for it. Over other x they are independent.
         """
         size = len(self.coefficients)
         if self.x != other.x:
@@ -115,9 +113,8 @@ def ratio_interval(
 ) -> Interval | None:
     """Fieller's interval of a ratio between sums of the coefficients of two fits.
 
-    numerator, denominator: the weights of the coefficients of the first, then of the second. The
-    ends are infinite where the denominator may be zero. None where a fit is none, or has no point
-    to spare.
+    numerator, denominator: the weights of the coefficients of the first, then of the second. None
+    where a fit is none, or has no point to spare.
     """
     covariance = _joint_covariance(first, second)
     if first is None or second is None or covariance is None:
@@ -146,9 +143,8 @@ def root_interval(
 ) -> Interval | None:
     """The x around `root`, where two fits of one degree are equal, at which they may be equal.
 
-    All x with difference(x)² ≤ t² · the variance of difference(x), as far as they hang together
-    with the root; an end of `within` is one where nothing ends them before. None where a fit is
-    none, or has no point to spare.
+    All x next to the root with difference(x)² ≤ t² · the variance of difference(x), up to the ends
+    of `within`. None where a fit is none, or has no point to spare.
     """
     covariance = _joint_covariance(first, second)
     if first is None or second is None or covariance is None:
@@ -181,16 +177,19 @@ def _joint_covariance(first: Regression | None, second: Regression | None) -> _A
 def _square(first: Regression, second: Regression, covariance: _Array, weights: _Array) -> float:
     """Student's t squared of a weighted sum over both fits.
 
-    Degrees of freedom are those of the pairs, or Welch's and Satterthwaite's, rounded down: rather
-    an interval that is a little too wide.
+    Degrees of freedom are those of the pairs, or Welch's, rounded down: rather an interval that is
+    a little too wide.
     """
-    num_spare, cut = first.num_spare, len(first.coefficients)
-    if first.x != second.x:
-        own = float(weights[:cut] @ covariance[:cut, :cut] @ weights[:cut])
-        others = float(weights[cut:] @ covariance[cut:, cut:] @ weights[cut:])
-        shares = own**2 / first.num_spare + others**2 / second.num_spare
-        num_spare = max(1, int((own + others) ** 2 / shares)) if shares > 0 else num_spare
-    return student_t(num_spare) ** 2
+    if first.x == second.x:
+        return student_t(first.num_spare) ** 2
+    cut = len(first.coefficients)
+    own, others = (
+        float(weights[part] @ covariance[part, part] @ weights[part])
+        for part in (slice(cut), slice(cut, None))
+    )
+    shares = own**2 / first.num_spare + others**2 / second.num_spare
+    welch = (own + others) ** 2 / shares if shares > 0 else first.num_spare
+    return student_t(max(1, int(welch))) ** 2
 
 
 @functools.cache
@@ -212,45 +211,59 @@ def student_t(num_spare: int, confidence: float = CONFIDENCE) -> float:
     return math.sqrt(num_spare) * math.tan(angle)
 
 
+class _Fitted:
+    """What lines and curves share: terms, in the order of the powers of x, and their fit."""
+
+    TERMS: ClassVar[tuple[str, ...]]
+    held: tuple[str, ...] = ()
+    fit: Regression | None
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        """The coefficients of the powers of x."""
+        return tuple(getattr(self, term) for term in self.TERMS)
+
+    def at(self, x: float) -> float:
+        """The value at x."""
+        return float(np.polyval(self.terms[::-1], x))
+
+    def interval(self, term: str) -> Interval | None:
+        """95 % of a term; None where no point is to spare, which would say how far off it is."""
+        return None if self.fit is None else self.fit.interval(self.TERMS.index(term))
+
+
 @dataclass(frozen=True)
-class Line:
+class Line(_Fitted):
     """y ≈ intercept + slope · x; residual: the root mean square of what is left, in y's unit.
 
     fit: what it was fitted to, which intervals come from; None if it was given.
     """
+
+    TERMS = ("intercept", "slope")
 
     intercept: float
     slope: float
     residual: float
     fit: Regression | None = field(default=None, repr=False)
 
-    def at(self, x: float) -> float:
-        """The line's value at x."""
-        return self.intercept + self.slope * x
-
-    def interval(self, term: str) -> Interval | None:
-        """95 % of "intercept" or "slope"; None with two points, which leave nothing to judge by."""
-        return None if self.fit is None else self.fit.interval(("intercept", "slope").index(term))
-
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     """The straight line with the least squares through two or more points."""
     fit = fit_polynomial(x, y, 1)
-    return Line(fit.coefficients[0], fit.coefficients[1], _rms(fit.residuals), fit)
-
-
-# Of a Quadratic, in the order of the powers of x.
-TERMS = ("constant", "linear", "square")
+    intercept, slope = fit.coefficients
+    return Line(intercept, slope, _rms(fit.residuals), fit)
 
 
 @dataclass(frozen=True)
-class Quadratic:
+class Quadratic(_Fitted):
     """y ≈ constant + linear · x + square · x², no term below zero.
 
     residual: the root mean square of what is left. held: the terms that are zero because the
     least squares without bounds would have them, or their neighbours, negative. fit: those least
     squares, which intervals come from; None if the terms were given.
     """
+
+    TERMS = ("constant", "linear", "square")
 
     constant: float
     linear: float
@@ -259,18 +272,13 @@ class Quadratic:
     held: tuple[str, ...] = ()
     fit: Regression | None = field(default=None, repr=False)
 
-    def at(self, x: float) -> float:
-        """The value at x."""
-        return self.constant + (self.linear + self.square * x) * x
-
     def interval(self, term: str) -> Interval | None:
         """95 % of a term; None with three points, or where all of it would be below zero.
 
-        Student's interval of the fit without bounds, which holds in 95 % of cases, without what is
-        below zero, where no cost is; wide enough to have the term in it. If nothing of it is left,
-        the points are not on such a curve.
+        Student's interval of the fit without bounds, cut off at zero (no cost is negative) and
+        widened to the term itself. If nothing of it is left, the points are on no such curve.
         """
-        free = None if self.fit is None else self.fit.interval(TERMS.index(term))
+        free = super().interval(term)
         if free is None or free.high < 0:
             return None
         value = float(getattr(self, term))
@@ -279,34 +287,31 @@ class Quadratic:
     @property
     def contradicted(self) -> tuple[str, ...]:
         """Terms that the points want below zero, by more than their interval."""
-        found = [] if self.fit is None else [self.fit.interval(power) for power in range(3)]
-        pairs = zip(TERMS, found, strict=False)
-        return tuple(term for term, interval in pairs if interval and interval.high < 0)
+        found = ((term, super(Quadratic, self).interval(term)) for term in self.TERMS)
+        return tuple(term for term, interval in found if interval and interval.high < 0)
 
 
 def fit_quadratic(x: Sequence[float], y: Sequence[float]) -> Quadratic:
     """The least squares through three or more points among curves that have no negative term.
 
-    A negative cost means nothing, and what it is taken from is then too large: the terms that
-    would be negative are zero, and the others are fitted without them. There are only eight ways
-    to leave terms out: the best that is allowed is found by trying.
+    A cost is never negative: terms that would be are zero, and the others are fitted without them.
+    Of the few ways to leave terms out the best that is allowed is found by trying.
     """
     free = fit_polynomial(x, y, 2)
     if min(free.coefficients) >= 0:
         constant, linear, square = free.coefficients
         return Quadratic(constant, linear, square, _rms(free.residuals), fit=free)
-    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    unit = float(np.abs(xs).max())
-    powers = np.vander(xs / unit, 3, increasing=True)
+    ys = np.asarray(y, dtype=np.float64)
+    unit = max(map(abs, free.x))
+    powers = np.vander(np.asarray(free.x) / unit, 3, increasing=True)
     best, least = np.zeros(3), _rms(ys)
-    for size in (1, 2):
-        for kept in itertools.combinations(range(3), size):
-            found = np.zeros(3)
-            found[list(kept)] = np.linalg.lstsq(powers[:, kept], ys, rcond=None)[0]
-            left = _rms(ys - powers @ found)
-            if found.min() >= 0 and left < least:
-                best, least = found, left
-    held = tuple(term for term, value in zip(TERMS, best, strict=True) if value == 0)
+    for kept in ([0], [1], [2], [0, 1], [0, 2], [1, 2]):
+        found = np.zeros(3)
+        found[kept] = np.linalg.lstsq(powers[:, kept], ys, rcond=None)[0]
+        left = _rms(ys - powers @ found)
+        if found.min() >= 0 and left < least:
+            best, least = found, left
+    held = tuple(term for term, value in zip(Quadratic.TERMS, best, strict=True) if value == 0)
     constant, linear, square = (best / unit ** np.arange(3)).tolist()
     return Quadratic(constant, linear, square, least, held, free)
 
@@ -348,11 +353,7 @@ class BreakEven:
 
 
 def break_even(line: Line, other: Line) -> BreakEven:
-    """From which x on `line` costs less than `other`; the interval is Fieller's.
-
-    Lines over the same x are taken as pairs: what both leave unexplained at an x is no difference
-    between them.
-    """
+    """From which x on `line` costs less than `other`; the interval is Fieller's."""
     gap, gain = line.intercept - other.intercept, other.slope - line.slope
     interval = ratio_interval(line.fit, other.fit, (1, 0, -1, 0), (0, -1, 0, 1))
     if gain > 0:
@@ -373,7 +374,7 @@ def curve_break_even(
     zero, which an interval would not know of.
     """
     low, high = within or _fitted_range(curve, other)
-    gaps = [getattr(curve, term) - getattr(other, term) for term in TERMS]
+    gaps = (own - others for own, others in zip(curve.terms, other.terms, strict=True))
     inside = sorted({x for x in _roots(*gaps) if low < x < high})
     spans = itertools.pairwise([low, *inside, high])
     tokens, up_to = math.inf, None
@@ -406,43 +407,37 @@ def _fitted_range(curve: Quadratic, other: Quadratic) -> tuple[float, float]:
 
 def _roots(constant: float, linear: float, square: float) -> list[float]:
     """The real x with constant + linear · x + square · x² = 0; none if that is so at every x."""
-    if square == 0:
-        return [] if linear == 0 else [-constant / linear]
     under = linear**2 - 4 * square * constant
     if under < 0:
         return []
     # Without a difference of near numbers, which would lose the smaller root.
-    sum_of_same_sign = -(linear + math.copysign(math.sqrt(under), linear)) / 2
-    if sum_of_same_sign == 0:
-        return [0.0]
-    return [sum_of_same_sign / square, constant / sum_of_same_sign]
+    half = -(linear + math.copysign(math.sqrt(under), linear)) / 2
+    pairs = ((half, square), (constant, half))
+    return [above / below for above, below in pairs if below]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as much a term of one fit is; NaN if the other's is zero.
-
-    interval: 95 %, Fieller's, without ends where the other's may be zero; None where nothing is
-    known of it.
-    """
+    """How many times as much a term of a fit is (NaN if the other's is zero), and its interval."""
 
     value: float
     interval: Interval | None = None
 
 
-def slope_ratio(line: Line, other: Line) -> Ratio:
-    """The slope of `line` in those of `other`: what is left of the cost of context."""
-    value = line.slope / other.slope if other.slope else math.nan
-    return Ratio(value, ratio_interval(line.fit, other.fit, (0, 1, 0, 0), (0, 0, 0, 1)))
+def last_term_ratio(own: _Fitted, other: _Fitted) -> Ratio:
+    """The slope of a line, or the square term of a curve, over that of another.
 
-
-def square_ratio(curve: Quadratic, other: Quadratic) -> Ratio:
-    """The square term of `curve` in those of `other`: what is left of the cost of attention.
-
-    No interval where a term was held at zero: the square terms are then not those it is of.
+    Of ITL that is what is left of the cost of context, of TTFT of the cost of attention. No
+    interval where a term was held at zero: the last terms are then not those of the fits.
     """
-    value = curve.square / other.square if other.square else math.nan
-    if curve.held or other.held:
+    *rest, (top, bottom) = zip(own.terms, other.terms, strict=True)
+    value = top / bottom if bottom else math.nan
+    if own.held or other.held:
         return Ratio(value)
-    above, below = (0, 0, 1, 0, 0, 0), (0, 0, 0, 0, 0, 1)
-    return Ratio(value, ratio_interval(curve.fit, other.fit, above, below))
+    zeros = [0.0] * len(rest)
+    above, below = [*zeros, 1.0, *zeros, 0.0], [*zeros, 0.0, *zeros, 1.0]
+    return Ratio(value, ratio_interval(own.fit, other.fit, above, below))
+
+
+# By the names of the last terms.
+slope_ratio = square_ratio = last_term_ratio

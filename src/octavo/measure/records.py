@@ -8,6 +8,7 @@ In JSON a value that is not finite is the string "nan", "inf" or "-inf": an exac
 of inf, and a broken one must stay visible.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -45,9 +46,7 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)  # package -> version
 
     def __post_init__(self) -> None:
-        _check_text(self, "cpu", "python", "platform")
-        if self.gpu is not None:
-            _check_text(self, "gpu")
+        _check_texts(self, ("cpu", "python", "platform"), optional="gpu")
         if self.capability is not None:
             object.__setattr__(self, "capability", _capability(self.capability))
         versions = _checked_mapping("versions", self.versions, _text)
@@ -92,9 +91,7 @@ class Measurement:
     def __post_init__(self) -> None:
         if isinstance(self.schema, bool) or self.schema != SCHEMA:
             raise ConfigError(f"this octavo knows records of schema {SCHEMA}, got {self.schema!r}")
-        _check_text(self, "op", "impl", "command")
-        if self.baseline is not None:
-            _check_text(self, "baseline")
+        _check_texts(self, ("op", "impl", "command"), optional="baseline")
         _check_date(self.date)
         if not isinstance(self.machine, Machine):
             raise ConfigError(f"machine must be a Machine, got {self.machine!r}")
@@ -129,7 +126,7 @@ class Measurement:
     def to_json(self) -> str:
         """The row as one line of ASCII JSON, `schema` first."""
         row = {"schema": self.schema} | {f.name: getattr(self, f.name) for f in fields(self)}
-        row["values"] = {name: _to_json_number(value) for name, value in self.values.items()}
+        row["values"] = {n: x if math.isfinite(x) else str(x) for n, x in self.values.items()}
         row["machine"] = {f.name: getattr(self.machine, f.name) for f in fields(Machine)}
         return json.dumps(row, allow_nan=False)
 
@@ -137,7 +134,9 @@ class Measurement:
     def from_json(cls, text: str | bytes) -> Self:
         """The row that `to_json` wrote; CheckpointError if it is anything else."""
         try:
-            row = _parse_object(text)
+            row = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
+            if not isinstance(row, dict):
+                raise ConfigError(f"expected a JSON object, got {type(row).__name__}")
             if row.get("schema") != SCHEMA:
                 raise ConfigError(
                     f"expected a record of schema {SCHEMA}, got {row.get('schema')!r}; "
@@ -152,6 +151,8 @@ class Measurement:
             return cls(**row)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"not a line of JSON: {error}") from error
 
 
 def timing(
@@ -175,10 +176,8 @@ def timing(
 def _installed_versions() -> dict[str, str]:
     versions = {"octavo": __version__}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -192,8 +191,8 @@ def _cpu_name() -> str:
     return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")
 
 
-def _check_text(owner: object, *names: str) -> None:
-    for name in names:
+def _check_texts(owner: object, names: Sequence[str], optional: str) -> None:
+    for name in names if getattr(owner, optional) is None else (*names, optional):
         _text(name, getattr(owner, name))
 
 
@@ -247,10 +246,6 @@ def _checked_mapping(
     }
 
 
-def _to_json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 def _from_json_number(name: str, value: object) -> float:
     if isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
@@ -258,16 +253,6 @@ def _from_json_number(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ConfigError(f"values[{name!r}] is beyond the range of a float")
     return number
-
-
-def _parse_object(text: str | bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not a line of JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"expected a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _refuse_constant(name: str) -> None:

@@ -39,9 +39,9 @@ FORMATS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}  # of --kv-cac
 class Word:
     """A word of the grammar.
 
-    recipe_field: the field of the recipe that it sets; None is none. values: what may follow the
-    equals sign, and the settings that it makes; is_single: whether only one of them may. operand:
-    stands for a text of any kind after the equals sign, in `help`.
+    recipe_field: the field of the recipe that it sets, if any. values: what may follow the equals
+    sign, and the settings that it makes; is_single: whether only one may. operand: stands for any
+    text after the equals sign.
     """
 
     help: str
@@ -318,7 +318,8 @@ def parse_row(text: str, dialect: Dialect = CANONICAL, *, kv_cache_dtype: str = 
             if word.recipe_field is not None:
                 fields[word.recipe_field] = found
         digest = hashlib.sha256(Path(first).read_bytes()).hexdigest()[:12] if is_file else None
-        _is_static(fields, is_checked=True)
+        if not _is_static(fields):
+            Recipe(**fields)  # raises if there is no such one
         return Row(text, fields, dict(said).get("prefill"), digest)
 
 
@@ -337,32 +338,6 @@ def describe_words(dialect: Dialect) -> str:
     plain = ", ".join((*PLAIN, *dialect.plain))
     shape = f"a plain word ({plain}), WORD[+WORD]… or a recipe's .toml or .json file"
     return f"{shape}. Words: {', '.join(words)}"
-
-
-def reference() -> str:
-    """The grammar as Markdown tables, for the documentation."""
-    lines = ["| word | meaning |", "| --- | --- |"]
-    lines += [f"| {_code(word)} | nothing is quantized |" for word in PLAIN]
-    lines += [f"| {_code(word.usage(name))} | {word.help} |" for name, word in WORDS.items()]
-    titles = {
-        "octavo bench latency, throughput and sweep": ENGINE,
-        "octavo eval perplexity, needle, mrcr, choice and math": LANGUAGE,
-        "octavo eval images": IMAGES,
-        "octavo bench diffusion": DIFFUSION,
-        "octavo eval chartqa, octavo bench encoder": VISION,
-        "octavo bench generate": GENERATE,
-    }
-    for title, dialect in titles.items():
-        lines += ["", f"| older word of {title} | the same as |", "| --- | --- |"]
-        for word, meaning in dialect.words.items():
-            value = dialect.operand(word)
-            lines.append(f"| {_code(word + value)} | {_code(meaning + value)} |")
-        lines += [f"| {_code(word)} | nothing is quantized |" for word in dialect.plain]
-    return "\n".join(lines) + "\n"
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("|", "\\|") + "`"
 
 
 def _split(text: str, dialect: Dialect) -> list[str]:
@@ -426,19 +401,15 @@ def _value(name: str, values: Sequence[str]) -> Any:
     return settings or ({} if name == "kv" else "fp8")
 
 
-def _is_static(fields: Mapping[str, Any], *, is_checked: bool = False) -> bool:
-    """Whether a recipe of these fields takes scales; is_checked: raise if there is no such one."""
+def _is_static(fields: Mapping[str, Any]) -> bool:
+    """Whether a recipe of these fields takes scales."""
     from octavo.recipe import Recipe
 
     one = {"layer": {"q": 1.0, "k": 1.0, "v": 1.0}}
     try:
-        if Recipe(**{**fields, "scales": one}).is_static:
-            return True
+        return Recipe(**{**fields, "scales": one}).is_static
     except ConfigError:
-        pass
-    if is_checked:
-        Recipe(**fields)
-    return False
+        return False
 
 
 @contextmanager

@@ -24,10 +24,6 @@ Watch = Callable[[str, int, int], None]  # told what is done, how much of it so 
 ALL = "all"  # the only cell of a workload that measures a participant as a whole
 
 
-def unwatched(what: str, done: int, total: int) -> None:
-    """Watch nothing."""
-
-
 class Progress:
     """Tells a watcher how much of a total is done."""
 
@@ -72,14 +68,14 @@ class Outcome:
 
 
 class Records:
-    """Records of a run: those of an earlier one that it goes on with, and where new ones go."""
+    """Records of a run: those known from an earlier one, by `_identity`, and where new ones go."""
 
     def __init__(
         self,
         done: Iterable[Measurement] = (),
         on_record: Callable[[Measurement], None] = lambda record: None,
     ) -> None:
-        self._known = {_identity(r.op, r.impl, r.machine, r.case, r.baseline): r for r in done}
+        self.known = {_identity(r.op, r.impl, r.machine, r.case, r.baseline): r for r in done}
         self.keep = on_record
 
     @staticmethod
@@ -94,17 +90,6 @@ class Records:
             return Records()
         done = store.read(path) if is_resumed and path.exists() else []
         return Records(done, lambda record: store.append(path, [record]))
-
-    def find(
-        self,
-        op: str,
-        participant: Participant[Any],
-        case: Mapping[str, Scalar],
-        baseline: str | None,
-    ) -> Measurement | None:
-        """The record of before that is about the same, if there is one."""
-        identity = _identity(op, participant.impl, participant.machine, case, baseline)
-        return self._known.get(identity)
 
 
 def _identity(
@@ -137,12 +122,6 @@ class Workload(Generic[Work, Cell]):
     row_key: str = "recipe"
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError unless there are participants, all of different names."""
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"expected rows of different names, got {list(names)}")
-
-
 def run_workload(
     participants: Sequence[Participant[Work]],
     workload: Workload[Work, Cell],
@@ -160,7 +139,9 @@ def run_workload(
     settings that make no sense, errors are raised. baseline: an earlier run's records of all
     cells, which every participant is compared with.
     """
-    check_names([participant.name for participant in participants])
+    names = [participant.name for participant in participants]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"expected rows of different names, got {names}")
     records = Records() if records is None else records
     first = dict(zip(workload.cells, baseline, strict=False))
     found: list[Measurement] = []
@@ -222,9 +203,10 @@ def _run_one(
     own = {**participant.about, workload.row_key: participant.name}
     measured: dict[Cell, Measurement] = {}
     for cell, about in workload.cells.items():
-        before = records.find(workload.op, participant, {**own, **about}, baseline)
-        if before is not None:
-            measured[cell] = before
+        where = (workload.op, participant.impl, participant.machine)
+        identity = _identity(*where, {**own, **about}, baseline)
+        if identity in records.known:
+            measured[cell] = records.known[identity]
 
     def keep(cell: Cell, outcome: Outcome) -> None:
         compared = workload.compare(outcome.values, first[cell].values) if first else {}
@@ -239,7 +221,7 @@ def _run_one(
         )
         save(measured[cell])
 
-    whole = None if workload.summary is None else workload.summary[0]
+    whole, summarize = workload.summary or (None, None)
     cells = [cell for cell in workload.cells if cell != whole]
     left = [cell for cell in cells if cell not in measured]
     for cell in cells:
@@ -249,9 +231,8 @@ def _run_one(
         with participant.open() as work:
             for cell in left:
                 keep(cell, workload.measure(work, cell))
-    if workload.summary is not None and (left or workload.summary[0] not in measured):
-        cell, summarize = workload.summary
-        keep(cell, Outcome(summarize({one: measured[one].values for one in cells})))
+    if whole is not None and summarize is not None and (left or whole not in measured):
+        keep(whole, Outcome(summarize({cell: measured[cell].values for cell in cells})))
     derived = list(workload.derive(list(measured.values()), list(first.values()))) if left else []
     for record in derived:
         save(record)

@@ -77,18 +77,12 @@ def check_folder(path: str | os.PathLike[str] | None) -> None:
 def read(path: str | os.PathLike[str]) -> list[Measurement]:
     """The rows of a file, or of all *.jsonl files of a folder in the order of their names."""
     place = Path(path)
-    if not place.is_dir():
-        return _read_file(place)
-    files = sorted(place.glob("*.jsonl"))
+    if not place.exists():
+        raise CheckpointError(f"expected a file or folder of measurements, found none at {place}")
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
     if not files:
         raise CheckpointError(f"expected *.jsonl files in the folder {path}, found none")
-    return [row for file in files for row in _read_file(file)]
-
-
-def _read_file(path: Path) -> list[Measurement]:
-    if not path.is_file():
-        raise CheckpointError(f"expected a file or folder of measurements, found none at {path}")
-    return read_lines(path, MEASUREMENTS)
+    return [row for file in files for row in read_lines(file, MEASUREMENTS)]
 
 
 def read_lines(path: Path, format: RowFormat[Row]) -> list[Row]:

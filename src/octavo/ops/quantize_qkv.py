@@ -97,7 +97,7 @@ def quantize_qkv(
     rings = [] if history is None else check_history(history, granularity, (q, k, v))
     name = str(granularity)
     q8, k8, v8, q_scale, k_scale, v_scale = torch.ops.octavo.quantize_qkv_dynamic(
-        *(q, k, v, rings, *before, layout, cu_seqlens, num_tokens, name, fmt.name, impl)
+        q, k, v, rings, *before, layout, cu_seqlens, num_tokens, name, fmt.name, impl
     )
     return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
 

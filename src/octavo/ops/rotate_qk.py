@@ -12,7 +12,7 @@ from octavo.numerics.rotary import Rotary
 from octavo.ops.check import check_float, check_one_device
 from octavo.ops.register import define
 from octavo.ops.select import Request, find_run, register_impl, register_reference
-from octavo.reference.rotary import rotate_qk as reference
+from octavo.reference.qkv import rotate_qk as reference
 
 
 def rotate_qk(

@@ -51,7 +51,14 @@ def scaled_dot_product_attention(
     impl: of `ops.attention`, by name; left out, the fastest that can run.
     """
     return attend_heads_first(
-        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
         quantize=partial(quantize_qkv, scales=scales, granularity=granularity),
         label=_LABEL,
         impl=impl,
@@ -92,7 +99,9 @@ def attend_heads_first(
 
     def attend(q8: Tensor, causal: bool) -> Tensor:
         return attention(
-            *(q8, quantized.k, quantized.v),
+            q8,
+            quantized.k,
+            quantized.v,
             AttentionSpec(causal=causal, softmax_scale=scale or query.shape[-1] ** -0.5),
             quantized.scales,
             key_mask=key_mask,

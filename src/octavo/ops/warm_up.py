@@ -161,7 +161,11 @@ def _encoder_attention(
     qkv = quantize_qkv(q, k, v, QkvScales.ones(device), value_layout="transposed", cu_seqlens=ends)
     fp8 = partial(
         attention,
-        *(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales),
+        qkv.q,
+        qkv.k,
+        qkv.v,
+        AttentionSpec(),
+        qkv.scales,
         packing=packing,
         value_layout=qkv.value_layout,
     )

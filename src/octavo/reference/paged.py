@@ -12,7 +12,7 @@ from octavo.numerics.qkv import QkvScales
 from octavo.numerics.quantize import Quantized, quantize
 from octavo.numerics.rotary import Rotary
 from octavo.reference.attention import attend_sequence, sequence_slices
-from octavo.reference.rotary import rotate
+from octavo.reference.qkv import rotate
 from octavo.reference.softmax import EXACT, Rounding
 
 

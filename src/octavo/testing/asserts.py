@@ -113,11 +113,7 @@ def _describe_worst(error: Tensor, got: Tensor, want: Tensor, like: Tensor) -> s
 
 
 def _index(flat: int, shape: torch.Size) -> list[int]:
-    index: list[int] = []
-    for size in reversed(shape):
-        index.insert(0, flat % size)
-        flat //= size
-    return index
+    return [int(place) for place in torch.unravel_index(torch.tensor(flat), shape)]
 
 
 def _hex(x: Tensor) -> str:

@@ -62,12 +62,8 @@ def make_attention_inputs(
     Key masks hide a third of the keys, and all of the last sequence's.
     """
     draw = Draw(seed, device)
-    keys = (case.batch, case.num_keys, case.num_kv_heads, case.head_dim)
-    q = draw.normal(case.batch, case.q_len, case.num_heads, case.head_dim)
-    inputs = _qkv(q, draw.normal(*keys), draw.normal(*keys), dtype, granularity)
-    inputs["spec"] = case.spec
-    inputs["sinks"] = draw.normal(case.num_heads) if case.has_sinks else None
-    inputs["key_mask"] = None
+    sizes = (case.batch, case.q_len), (case.batch, case.num_keys)
+    inputs = _qkv(draw, case, *sizes, dtype, granularity) | {"key_mask": None}
     if case.has_key_mask:
         inputs["key_mask"] = draw.coin(case.batch, case.num_keys, probability=2 / 3)
         inputs["key_mask"][-1:] = False
@@ -83,12 +79,8 @@ def make_packed_inputs(
     device: Device = "cpu",
 ) -> dict[str, Any]:
     """Arguments of `attention` for packed sequences."""
-    draw = Draw(seed, device)
-    keys = (sum(case.key_lens), case.num_kv_heads, case.head_dim)
-    q = draw.normal(sum(case.q_lens), case.num_heads, case.head_dim)
-    inputs = _qkv(q, draw.normal(*keys), draw.normal(*keys), dtype, granularity)
-    inputs["spec"] = case.spec
-    inputs["sinks"] = draw.normal(case.num_heads) if case.has_sinks else None
+    sizes = (sum(case.q_lens),), (sum(case.key_lens),)
+    inputs = _qkv(Draw(seed, device), case, *sizes, dtype, granularity)
     inputs["packing"] = make_packing(case.q_lens, case.key_lens, device=device)
     return inputs
 
@@ -211,20 +203,27 @@ def make_matmul_inputs(
 
 
 def _qkv(
-    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, granularity: Granularity
+    draw: Draw,
+    case: AttentionCase | PackedCase,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    dtype: torch.dtype,
+    granularity: Granularity,
 ) -> dict[str, Any]:
-    if not is_fp8(dtype):
-        return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
-    # Queries have one scale per tensor or head; only keys and values may have one per token.
-    of_queries = PerHead() if isinstance(granularity, PerToken) else granularity
-    fmt = format_of(dtype)
-    parts = (
-        quantize(q, of_queries, fmt),
-        quantize(k, granularity, fmt),
-        quantize(v, granularity, fmt),
-    )
-    data = {name: part.data for name, part in zip("qkv", parts, strict=True)}
-    return data | {"scales": QkvScales(*(part.scale for part in parts))}
+    """What dense and packed attention share; queries, keys: their sizes before heads."""
+    q = draw.normal(*queries, case.num_heads, case.head_dim)
+    k, v = (draw.normal(*keys, case.num_kv_heads, case.head_dim) for _ in "kv")
+    inputs: dict[str, Any] = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    if is_fp8(dtype):
+        # Queries have one scale per tensor or head; only keys and values may have one per token.
+        of_queries = PerHead() if isinstance(granularity, PerToken) else granularity
+        kinds = (of_queries, granularity, granularity)
+        fmt = format_of(dtype)
+        parts = [quantize(x, kind, fmt) for x, kind in zip((q, k, v), kinds, strict=True)]
+        inputs = {name: part.data for name, part in zip("qkv", parts, strict=True)}
+        inputs["scales"] = QkvScales(*(part.scale for part in parts))
+    sinks = draw.normal(case.num_heads) if case.has_sinks else None
+    return inputs | {"spec": case.spec, "sinks": sinks}
 
 
 def _any_scale(draw: Draw, shape: tuple[int, ...]) -> Tensor:

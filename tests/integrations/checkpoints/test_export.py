@@ -13,7 +13,7 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.checkpoints import export as export_module
 from octavo.integrations.checkpoints.export import export_checkpoint
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
-from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
+from octavo.integrations.checkpoints.scheme import find_quantization_config
 from octavo_testkit.models import checkpoint_folders as folders
 from octavo_testkit.models.checkpoint_folders import (
     LAYERS,

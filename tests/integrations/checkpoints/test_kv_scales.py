@@ -253,6 +253,11 @@ def test_schemes_with_another_meaning(settings, said, tmp_path):
         ({"quant_method": "compressed-tensors"}, None, "expected a kv_cache_scheme for"),
         (None, None, "expected a kv_cache_scheme for"),
         (compressed_tensors(), modelopt(), "only beside quant_method modelopt"),
+        (
+            {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+            modelopt("NVFP4"),
+            "expected kv_cache_quant_algo FP8, got 'NVFP4'",
+        ),
         ({**compressed_tensors(), "dtype": "fp8_e4m3FNUZ"}, None, "got a checkpoint for fnuz"),
     ],
     ids=str,
@@ -489,7 +494,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("weight_map", "said"),
     [
-        ({"a": "gone.safetensors"}, "names files that are missing: 'gone.safetensors'"),
+        ({"a": "gone.safetensors"}, "names weight files that are missing: 'gone.safetensors'"),
         ({"a": "model.safetensors"}, "expected 'a' in model.safetensors, got none"),
         ({"a": "../model.safetensors"}, "expected file names, got '../model.safetensors'"),
         ({"a": 1}, "expected a weight_map"),

@@ -25,7 +25,7 @@ from octavo.calibration.scale_file import ScaleHeader
 from octavo.integrations.diffusers import attention
 from octavo.integrations.diffusers.attention import find_layers
 from octavo.integrations.diffusers.calibrate import observe_pipeline
-from octavo.integrations.diffusers.steps import Run, counted_steps
+from octavo.integrations.diffusers.call import Run
 from octavo.layers.linear import Fp8Linear
 from octavo.numerics.error import relative_rms
 from octavo.numerics.scales import amax_to_scale
@@ -209,7 +209,6 @@ def test_transformers_that_share_the_steps(folder_of):
 def test_an_interrupted_run_goes_on(flux, tmp_path):
     pipe, run, expected = flux
     path, seen = tmp_path / "scales.json", []
-    kind = type(pipe.scheduler)
     calls = []
 
     def stop(num_steps):
@@ -220,7 +219,7 @@ def test_an_interrupted_run_goes_on(flux, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         observe_pipeline(pipe, PROMPTS, run, recipe=BOTH, save_path=path, on_step=stop)
     assert seen == [0, 1, 2, 3, 4]
-    assert type(pipe.scheduler) is kind and not path.exists()
+    assert "progress_bar" not in vars(pipe) and not path.exists()
     assert not any(m._forward_pre_hooks for m in pipe.transformer.modules())
     assert all(
         x.processor._attention_backend is None for x in find_layers(pipe.transformer).values()
@@ -367,24 +366,9 @@ def test_a_pipeline_without_a_vae():
         pipe, ["red cat"], recipe=Recipe(linear="fp8", attention="fp8"), num_inference_steps=1
     )
     assert len(scales.layers) == 2
-    with (
-        pytest.raises(ConfigError, match="expected a pipeline with a scheduler"),
-        counted_steps(object()),
-    ):
-        pass
-
-
-def test_a_copy_of_the_scheduler_steps_itself(flux):
-    import copy
-
-    pipe = flux[0]
-    with counted_steps(pipe) as steps:
-        other = copy.deepcopy(pipe.scheduler)
-        for scheduler in (pipe.scheduler, other):
-            scheduler.set_timesteps(2, sigmas=None, mu=1.0)
-            scheduler.step(torch.ones(1, 2), scheduler.timesteps[0], torch.zeros(1, 2))
-            assert scheduler.step_index == 1
-        assert steps.index == 1 and len(steps.timesteps) == 1
+    pipe.scheduler = None
+    with pytest.raises(ConfigError, match="expected a pipeline with a scheduler"):
+        calibrate_pipeline(pipe, ["red cat"], num_inference_steps=1)
 
 
 @pytest.mark.gpu

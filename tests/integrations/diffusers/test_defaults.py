@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import ConfigError
-from octavo.integrations import kept_reasons
-from octavo.integrations.diffusers import defaults
+from octavo.integrations.diffusers import linear as defaults
+from octavo.integrations.linear import REQUIRED
 from octavo.patterns import Layer, parse_pattern
 from octavo_testkit.models.tiny_pipelines import FAMILIES, load_pipeline
 
@@ -51,9 +51,7 @@ def test_projections_and_mlps_of_blocks_are_quantized(transformer):
 
 def test_the_general_rule_finds_what_the_tables_list(transformer):
     required = {
-        name
-        for name, reason in defaults.kept_layers(transformer).items()
-        if reason in kept_reasons.REQUIRED
+        name for name, reason in defaults.kept_layers(transformer).items() if reason in REQUIRED
     }
     stranger = type("Stranger", (nn.Module,), {})()
     for name, module in transformer.named_children():
@@ -72,8 +70,8 @@ def test_the_data_is_sound():
     for kept in tables:
         for pattern in (*kept.required, *kept.optional):
             parse_pattern(pattern)
-        assert set(kept.required.values()) <= kept_reasons.REQUIRED
-        assert not set(kept.optional.values()) & kept_reasons.REQUIRED
+        assert set(kept.required.values()) <= REQUIRED
+        assert not set(kept.optional.values()) & REQUIRED
     assert defaults.BY_CLASS["QwenImageTransformer2DModel"].optional.keys() == {"img_mlp"}
 
 

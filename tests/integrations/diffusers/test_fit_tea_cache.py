@@ -18,10 +18,10 @@ from octavo.demo.small_image import (
     load_small_image_model,
     make_small_image_model,
 )
-from octavo.integrations.diffusers.fit_tea_cache import fit_polynomial
-from octavo.integrations.diffusers.step_cache import find_step_hook
+from octavo.integrations.diffusers.denoising import find_step_hook
 from octavo.integrations.diffusers.tea_cache import (
     evaluate,
+    fit_polynomial,
     known_coefficients,
 )
 from octavo.measure.evaluate.image_scores import compare_images

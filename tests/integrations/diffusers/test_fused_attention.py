@@ -17,15 +17,16 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 
 from octavo import Recipe, UnsupportedError, apply_, restore_
-from octavo.integrations.diffusers.attention import find_fused, find_layers
-from octavo.integrations.diffusers.current_layer import (
+from octavo.integrations.diffusers.attention import (
+    find_fused,
+    find_layers,
     observe_attention,
-    take_left,
 )
-from octavo.integrations.diffusers.fused_attention import (
+from octavo.integrations.diffusers.processors import (
     PROCESSORS,
     FusedFlux,
     FusedQwenImage,
+    take_left,
 )
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits

@@ -15,7 +15,7 @@ from torch import nn
 
 from octavo import Recipe, apply_
 from octavo.integrations.diffusers.attention import find_layers
-from octavo.integrations.diffusers.fused_attention import HEAD_DIMS, fusion_objection
+from octavo.integrations.diffusers.processors import HEAD_DIMS, fusion_objection
 from octavo.kernels.quantize_qkv.config import NORM_HEAD_DIMS
 from octavo.numerics.error import relative_rms
 from octavo_testkit.models.fused_models import (

@@ -10,7 +10,7 @@ pytest.importorskip("diffusers")
 from diffusers import FluxTransformer2DModel
 
 from octavo.errors import CheckpointError
-from octavo.integrations.diffusers.step_work import read_linear_shapes
+from octavo.integrations.diffusers.full_size import read_linear_shapes
 
 FLUX = {
     "in_channels": 16,
@@ -59,7 +59,7 @@ def test_all_transformers_of_a_pipeline_count(config, tmp_path):
         ('{"_class_name": "FluxPipeline"}', "got 'FluxPipeline'"),
         ('{"_class_name": "NoSuchModel"}', "got 'NoSuchModel'"),
         ("[]", "expected an object"),
-        ("{", "expected a model's config.json"),
+        ("{", "config.json: expected JSON in UTF-8"),
     ],
 )
 def test_other_configs_raise(tmp_path, content, message):

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from octavo import ConfigError, Recipe, UnsupportedError, apply_
-from octavo.integrations.diffusers.masks import reduce_mask
+from octavo.integrations.diffusers.attention import reduce_mask
 from octavo_testkit.models.fused_models import make
 
 BATCH, Q_LEN, KV_LEN = 3, 5, 7

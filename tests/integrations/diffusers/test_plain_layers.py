@@ -13,8 +13,8 @@ from diffusers.models.attention import FeedForward
 from torch import nn
 
 from octavo import Recipe, apply_
-from octavo.integrations.diffusers import plain_layers
-from octavo.integrations.diffusers.plain_layers import (
+from octavo.integrations.diffusers import linear
+from octavo.integrations.diffusers.linear import (
     FusedGelu,
     TwoPassLayerNorm,
     two_pass_layer_norm,
@@ -35,9 +35,9 @@ def calls(monkeypatch):
         seen.append(tuple(x.shape))
         return linear_gelu(x, weight, bias)
 
-    linear_gelu = plain_layers.ops.linear_gelu
-    monkeypatch.setattr(plain_layers.ops, "linear_gelu", counted)
-    monkeypatch.setattr(plain_layers, "DEVICES", ("cpu", "cuda"))
+    linear_gelu = linear.ops.linear_gelu
+    monkeypatch.setattr(linear.ops, "linear_gelu", counted)
+    monkeypatch.setattr(linear, "DEVICES", ("cpu", "cuda"))
     return seen
 
 

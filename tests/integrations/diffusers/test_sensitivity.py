@@ -15,15 +15,16 @@ from octavo import (
     apply_,
     scan_sensitivity,
 )
+from octavo.integrations.diffusers.call import Run
 from octavo.integrations.diffusers.pipeline import find_components
-from octavo.integrations.diffusers.replay import overall, spread_evenly
 from octavo.integrations.diffusers.sensitivity import (
     Scan,
     Sensitivity,
     SensitivityRow,
+    overall,
+    spread_evenly,
 )
-from octavo.integrations.diffusers.steps import Run
-from octavo.integrations.layer_groups import block_of, group_of, pattern_of
+from octavo.integrations.fused_layers import block_of, group_of, pattern_of
 from octavo.layers.linear import Fp8Linear
 from octavo.testing.asserts import assert_same_bits
 from octavo_testkit.models.tiny_pipelines import FAMILIES, few, load_pipeline, run_pipeline
@@ -108,10 +109,10 @@ def test_the_error_is_that_of_the_quantized_model(planted):
     parent = pipe.transformer.get_submodule(row.name.rpartition(".")[0])
     parent.proj_mlp = made
     try:
-        assert overall(scan.replay.errors(["transformer"])) == row.error > 0
+        assert overall(scan.errors(["transformer"])) == row.error > 0
     finally:
         parent.proj_mlp = layer
-    assert overall(scan.replay.errors(["transformer"])) == 0
+    assert overall(scan.errors(["transformer"])) == 0
 
 
 def test_groups_and_blocks_and_kept_layers(folder_of):

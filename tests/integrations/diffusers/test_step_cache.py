@@ -26,10 +26,8 @@ from octavo import (
     drop_step_cache_,
     use_step_cache_,
 )
-from octavo.integrations.diffusers.block_layouts import blocks_of, layout_of
-from octavo.integrations.diffusers.denoising import StepCounts
+from octavo.integrations.diffusers.denoising import StepCounts, find_step_hook, layout_of
 from octavo.integrations.diffusers.pipeline import find_transformers
-from octavo.integrations.diffusers.step_cache import find_step_hook
 from octavo.integrations.diffusers.tea_cache import (
     BY_CLASS,
     known_coefficients,
@@ -70,7 +68,7 @@ def count_runs(pipe):
     runs = []
     for part in find_transformers(pipe).values():
         layout = layout_of(part)
-        last = blocks_of(part, layout)[-1][2]
+        last = layout.blocks(part)[-1][2]
         attention = getattr(last, "attn", None) or last.get_submodule(layout.attention)
         attention.register_forward_hook(lambda *args: runs.append(1))
     return runs
@@ -270,8 +268,7 @@ def test_coefficients_for_each_transformer_by_name():
     use_step_cache_(pipe, "tea_cache", {"coefficients": given})
     for name, part in pipe.components.items():
         if part is not None:
-            hook = part.transformer_blocks[0]._diffusers_hook.get_hook("octavo_step_cache")
-            assert list(hook.coefficients) == given[name]
+            assert list(find_step_hook(part).coefficients) == given[name]
     with pytest.raises(ConfigError, match="for transformer, transformer_2, got them for"):
         use_step_cache_(Two(), "tea_cache", {"coefficients": {"transformer": [1.0]}})
 
@@ -389,9 +386,9 @@ def test_no_transformer_and_no_pipeline():
 def test_hooks_that_came_later_must_go_first():
     pipe = make_pipeline()
     use_step_cache_(pipe, "tea_cache", ALWAYS)
-    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer.transformer_blocks[0])
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer)
     registry.register_hook(ModelHook(), "later")
-    with pytest.raises(UnsupportedError, match="got 'later' on FluxTransformerBlock"):
+    with pytest.raises(UnsupportedError, match="got 'later' on FluxTransformer2DModel"):
         drop_step_cache_(pipe)
     registry.remove_hook("later")
     drop_step_cache_(pipe)

@@ -17,6 +17,7 @@ from octavo.integrations.diffusers.step_graphs import (
     StepGraphs,
     _key_of,
     drop_step_graphs_,
+    put_graphs_,
     use_step_graphs_,
 )
 from octavo.numerics.error import relative_rms
@@ -58,7 +59,7 @@ def test_a_replaced_forward_is_refused():
 
 def plant_graphs(model):
     """Graphs as `use_step_graphs_` puts them, which a CPU cannot capture."""
-    vars(model).update({GRAPHS: StepGraphs(model), "forward": None})
+    put_graphs_(model, StepGraphs(model))
 
 
 def test_what_graphs_would_not_see_is_refused():
@@ -70,7 +71,7 @@ def test_what_graphs_would_not_see_is_refused():
         use_step_cache_(pipe, "tea_cache", {"coefficients": [1.0]})
     with pytest.raises(ConfigError, match="got one that replays graphs"):
         calibrate_pipeline(pipe, ["a"], num_inference_steps=1)
-    assert restore_(pipe).layers == {"transformer.step_graphs": ["transformer"]}
+    assert restore_(pipe).layers == {"transformer.step_graphs": [""]}
     assert GRAPHS not in vars(pipe.transformer) and "forward" not in vars(pipe.transformer)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 import diffusers
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.integrations.diffusers.step_work import named_step, step_of_folder
+from octavo.integrations.diffusers.full_size import named_step, step_of_folder
 from octavo.measure.advise.advise import advise
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.shape import ModelShape, Workload

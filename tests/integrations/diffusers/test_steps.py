@@ -19,7 +19,7 @@ from octavo import (
     use_step_cache_,
 )
 from octavo.integrations.diffusers.calibrate import _state_key
-from octavo.integrations.diffusers.steps import Run
+from octavo.integrations.diffusers.call import Run
 from octavo_testkit.models.tiny_flux import make_pipeline, prompt_of
 
 ALWAYS = {"rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}

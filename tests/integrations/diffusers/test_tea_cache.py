@@ -19,8 +19,7 @@ from octavo import (
     use_step_cache_,
 )
 from octavo.demo.small_image import make_small_image_model
-from octavo.integrations.diffusers.denoising import StepCounts
-from octavo.integrations.diffusers.step_cache import find_step_hook
+from octavo.integrations.diffusers.denoising import StepCounts, find_step_hook
 from octavo.testing.asserts import assert_same_bits
 from octavo_testkit.models.tiny_flux import (
     NUM_STEPS,

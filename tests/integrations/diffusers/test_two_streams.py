@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from octavo import Recipe, apply_, ops
 from octavo.integrations.diffusers.attention import find_layers
-from octavo.integrations.diffusers.current_layer import take_left
-from octavo.integrations.diffusers.two_streams import Streams
+from octavo.integrations.diffusers.processors import Left, take_left
+from octavo.numerics.qk_norm import QkNorm
 from octavo.testing.asserts import assert_same_bits
 from octavo_testkit.models.fused_models import make, run
 
@@ -37,7 +37,7 @@ def make_fp8(family):
 def concatenated():
     """Layers note nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Streams, "note", lambda self, name, x: x)
+        patch.setattr(Left, "note", lambda self, name, x: x)
         yield
 
 
@@ -177,12 +177,12 @@ def test_streams_that_do_not_add_up_are_not_taken():
     parts |= {f"first_{name}": torch.zeros(2, 3, 2, 8) for name in "qkv"}
 
     def take(num_first=3, **changes):
-        streams = Streams()
+        streams = Left(None, QkNorm(*torch.ones(2, 2, 8), 1e-6, num_first), None)
         for name, x in (parts | changes).items():
             if x is not None:
                 streams.note(name, x)
-        found = streams.take(whole, num_first)
-        assert streams.take(whole, num_first) is None
+        found = streams.take_streams(whole)
+        assert streams.take_streams(whole) is None
         return found
 
     (q, _, _), (_, _, v) = take(first_v=torch.ones(2, 3, 16))

@@ -19,7 +19,7 @@ from octavo import (
     scan_sensitivity,
 )
 from octavo.integrations.diffusers import OctavoDiffusersConfig
-from octavo.integrations.diffusers.quantization_config import make_recipe
+from octavo.integrations.diffusers.pipeline import make_recipe
 from octavo.integrations.diffusers.sensitivity import Scan, Sensitivity, SensitivityRow
 from octavo.layers.linear import Fp8Linear
 from octavo.recipe import LinearSettings

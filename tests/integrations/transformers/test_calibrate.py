@@ -21,7 +21,7 @@ from octavo.calibration.run import calibrate_to_file
 from octavo.calibration.scale_file import ScaleHeader
 from octavo.calibration.state import state_path
 from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.transformers.calibrate import layer_names, observe
+from octavo.integrations.transformers.calibrate import layer_names, observe_images
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.amax import HISTORY_LENGTH
 from octavo.numerics.error import relative_rms
@@ -65,7 +65,7 @@ def test_observing_changes_nothing_but_sees_everything():
     model, inputs = image_models.make_model(), inputs_of(3)
     expected, before = features(model, inputs), state_of(model)
     seen = []
-    with observe(model, lambda name, q, k, v: seen.append((name, q, k, v))):
+    with observe_images(model, lambda name, q, k, v: seen.append((name, q, k, v))):
         found = features(model, inputs)
     assert relative_rms(found, expected) < 0.01  # BF16, by another attention function
     assert [name for name, *_ in seen] == layer_names(model) == image_models.LAYERS
@@ -84,7 +84,7 @@ def test_queries_and_keys_are_seen_after_rotation():
     def see(name, *qkv):
         amax[name] = [float(x.abs().max()) for x in qkv]
 
-    with observe(model, see):
+    with observe_images(model, see):
         features(model, inputs)
     apply_(model, Recipe(vision_attention="fp8"))
     features(model, inputs)
@@ -97,7 +97,7 @@ def test_queries_and_keys_are_seen_after_rotation():
 def test_an_error_leaves_the_model_as_it_was():
     model, inputs = image_models.make_model(), inputs_of(1)
     before = state_of(model)
-    with pytest.raises(ZeroDivisionError), observe(model, lambda *_: 1 / 0):
+    with pytest.raises(ZeroDivisionError), observe_images(model, lambda *_: 1 / 0):
         features(model, inputs)
     assert state_of(model) == before
 
@@ -115,10 +115,10 @@ def test_a_call_that_attends_otherwise_is_not_observed(options, reason):
     seen = []
     module = next(iter(find_layers(model).values()))
     x = torch.zeros(1, module.num_heads, 4, module.head_dim)
-    with observe(model, lambda *args: seen.append(args)):
+    with observe_images(model, lambda *args: seen.append(args)):
         attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
         with pytest.raises(UnsupportedError, match=reason):
-            attend(module, x, x, x, None, scaling=1.0, is_causal=False, **options)
+            attend(module, x, x, x, None, scaling=module.scaling, is_causal=False, **options)
     assert not seen
 
 

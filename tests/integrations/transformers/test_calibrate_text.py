@@ -23,9 +23,9 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from octavo.integrations.transformers import calibrate_text as calibrate_module
+from octavo.integrations.transformers import calibrate as calibrate_module
 from octavo.integrations.transformers import text_model as text_model_module
-from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.calibrate import observe_text
 from octavo.integrations.transformers.text import find_layers
 from octavo.integrations.transformers.text_model import TextModel, load_text_model, run_windows
 from octavo_testkit.models import text_models

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.capture import capture_qkv
+from octavo.integrations.transformers.calibrate import capture_qkv
 from octavo.numerics.attention import AttentionSpec
 from octavo.reference.attention import attention
 

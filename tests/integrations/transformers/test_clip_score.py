@@ -62,7 +62,7 @@ def test_a_score_is_the_cosine_of_picture_and_prompt(folder):
 
 
 def test_pictures_and_prompts_that_do_not_fit(folder):
-    with pytest.raises(ConfigError, match="2 pictures and 1 prompts"):
+    with pytest.raises(ConfigError, match="each of 2 pictures, got 1"):
         load_clip_scorer(str(folder)).score(torch.rand(2, 3, 32, 32), ["dog"])
 
 

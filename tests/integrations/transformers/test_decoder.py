@@ -97,11 +97,7 @@ def test_the_same_keys_and_values_for_everyone(model):
         assert one.shape == (2, 2, 36, 32) and one.dtype == torch.bfloat16
         assert_same_bits(one, other)
     key, value = first(1, 64, 100)
-    for other in (
-        first(0, 64, 100),
-        first(1, 0, 36),
-        random_keys_and_values(model, 2, 1)(1, 0, 36),
-    ):
+    for other in (first(0, 64, 100), first(1, 0, 36)):
         assert not torch.equal(key, other[0]) and not torch.equal(value, other[1])
     assert not torch.equal(key, value)
 

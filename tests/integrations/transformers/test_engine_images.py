@@ -16,6 +16,7 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.transformers import vision
 from octavo.integrations.transformers.engine_images import EngineImages
 from octavo.integrations.transformers.engine_model import EngineModel
+from octavo.layers.encoder_attention import EncoderAttention
 from octavo_testkit.models import vision_families, vlm_folders
 from octavo_testkit.models.text_models import make_decoder
 from octavo_testkit.models.vision_families import (
@@ -197,7 +198,7 @@ def test_the_trial_leaves_dynamic_scales_as_they_were():
     model = vision_families.make_model("qwen3_vl")
     octavo.apply_(model, octavo.Recipe(vision_attention="fp8"))
     EngineImages(model, make_processor()).try_largest(4)
-    layers = [m for m in model.modules() if isinstance(m, vision.TowerAttention)]
+    layers = [m for m in model.modules() if isinstance(m, EncoderAttention)]
     assert [int(layer.scaling.num_passes) for layer in layers] == [0, 0, 0]
 
 
@@ -295,11 +296,11 @@ def test_vision_attention_is_that_of_apply(family, kind):
     llm = octavo.LLM(model, recipe=own, settings=SETTINGS, image_processor=make_processor())
     with llm:
         (done,) = llm.generate([PROMPT], GREEDY)
-        fp8 = [m for m in model.modules() if isinstance(m, vision.TowerAttention)]
-        assert len(fp8) == 3 and sum(m.is_skipped for m in fp8) == (kind == "both")
+        fp8 = [m for m in model.modules() if isinstance(m, EncoderAttention)]
+        assert len(fp8) == 3 and sum(m.scaling is None for m in fp8) == (kind == "both")
     assert done.tokens == truth
     # Given back as it was.
-    assert not any(isinstance(m, vision.TowerAttention) for m in model.modules())
+    assert not any(isinstance(m, EncoderAttention) for m in model.modules())
     assert vision_families.generate(model, PROMPT["prompt"], PROMPT["images"], 12) == before
 
 

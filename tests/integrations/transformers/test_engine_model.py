@@ -110,7 +110,7 @@ def test_what_the_engine_cannot_do_is_refused():
         EngineModel(torch.nn.Linear(1, 1))
     uneven = make_model()
     uneven.model.layers[1].self_attn.head_dim = 8
-    with pytest.raises(UnsupportedError, match=r"head_dim, got \[8, 16\]"):
+    with pytest.raises(UnsupportedError, match=r"KV heads, got \[\(8, 2\), \(16, 2\)\]"):
         EngineModel(uneven)
 
 

@@ -431,7 +431,7 @@ def test_a_forward_replaced_since_is_not_lost():
     module = model.blocks[1].attn
     ours = module.forward
     module.forward = lambda *args, **options: ours(*args, **options)
-    with pytest.raises(ConfigError, match=r"blocks\.1\.attn: expected the forward that apply_ put"):
+    with pytest.raises(ConfigError, match=r"blocks\.1\.attn: expected the forward that octavo put"):
         restore_(model)
     assert len(layers_of(model)) == 2
     run(model, inputs)

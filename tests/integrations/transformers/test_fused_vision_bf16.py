@@ -10,7 +10,7 @@ from octavo import ConfigError, Recipe, UnsupportedError, ops
 from octavo.calibration.autosave import ScaleSaver
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers import fused_vision
-from octavo.integrations.transformers.calibrate import observe
+from octavo.integrations.transformers.calibrate import observe_images
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.numerics.error import relative_rms
 from octavo.testing.asserts import assert_same_bits
@@ -181,7 +181,7 @@ def test_what_is_refused(tmp_path):
         apply_(model, Recipe(vision_attention="fp8"))
     with (
         pytest.raises(ConfigError, match="got one that apply_ changed: restore_ it first"),
-        observe(model, lambda *_: None),
+        observe_images(model, lambda *_: None),
     ):
         pass
     with pytest.raises(ConfigError, match="attention in fp8 whose scales can be saved"):

@@ -10,7 +10,7 @@ import gguf
 
 from octavo import LLM, CheckpointError, Recipe
 from octavo.cli.main import COMMANDS, make_app, run
-from octavo.integrations.transformers import gguf_file, load_stored
+from octavo.integrations.transformers import gguf_file, load
 from octavo.integrations.transformers.cache_layers import read_cached_model
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
@@ -115,7 +115,7 @@ def test_an_evaluation_of_it(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["one/tiny.gguf", "one"])
 def test_advise_and_doctor_read_its_metadata_alone(folder, plain, name, capsys, monkeypatch):
-    monkeypatch.setattr(load_stored, "load_gguf", lambda *args: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(load, "load_gguf", lambda *args: pytest.fail("weights are loaded"))
     expected, found = (find_model(str(folder / part)) for part in ("saved", name))
     assert found.name == "tiny" and found.quantized is None
     assert found.decoder == expected.decoder

@@ -19,10 +19,14 @@ from octavo import Recipe
 from octavo.calibration.scale_file import load_scales
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.transformers import graphed_vision, vision_graphs
+from octavo.integrations.transformers import vision_graphs
 from octavo.integrations.transformers.calibrate import autosave
-from octavo.integrations.transformers.graphed_vision import drop_graphs_, use_graphs_
-from octavo.integrations.transformers.vision_graphs import VisionGraphs, _Captured
+from octavo.integrations.transformers.vision_graphs import (
+    VisionGraphs,
+    _Captured,
+    drop_graphs_,
+    use_graphs_,
+)
 from octavo.integrations.transformers.vision_language import TinyModel, find_tower, generate
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.testing.asserts import assert_same_bits
@@ -225,7 +229,7 @@ def test_drop_and_restore(tiny, by_stand_in):
     undone = restore_(tiny.model).layers
     assert undone.keys() == {"vision_attention", "vision_graphs"}
     assert "forward" not in vars(tower) and tower.config._attn_implementation == "sdpa"
-    assert use_and_restore_tower_alone(tower) == ["vision_attention", "vision_graphs"]
+    assert use_and_restore_tower_alone(tower) == ["vision_graphs", "vision_attention"]
 
 
 def use_and_restore_tower_alone(tower):
@@ -298,7 +302,7 @@ def test_who_watches_a_module_inside_is_told(tiny, by_stand_in):
             steps.append(1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphed_vision, "savers_of", lambda tower: [Saver()])
+        patch.setattr(vision_graphs, "savers_of", lambda tower: [Saver()])
         features(tiny.model, request(tiny, (64, 64)))
     assert steps == [1]
 

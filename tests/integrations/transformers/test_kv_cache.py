@@ -22,14 +22,20 @@ from octavo.calibration.scale_file import ScaleSet, save_scales
 from octavo.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.checkpoints.export import export_checkpoint
 from octavo.integrations.transformers import kv_cache, text
-from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.calibrate import observe_text
 from octavo.integrations.transformers.paged_cache import PagedLayer
 from octavo.integrations.transformers.paged_steps import PAGE_SIZE
 from octavo.integrations.transformers.saturation import read_saturation
 from octavo.numerics.granularity import PerHead, PerTensor, PerToken
 from octavo.numerics.quantize import quantize
 from octavo_testkit.models.image_models import make_model
-from octavo_testkit.models.text_models import FAMILIES, few, make_decoder, make_prompts
+from octavo_testkit.models.text_models import (
+    FAMILIES,
+    VOCABULARY,
+    few,
+    make_decoder,
+    make_prompts,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model brings no scales")
 
@@ -535,7 +541,7 @@ def test_rounding_by_compressed_tensors_is_off_meanwhile():
     assert module.quantization_enabled is False
     assert not hasattr(model.model.layers[1].self_attn, "quantization_enabled")
     restore_(model)
-    assert module.quantization_enabled is True
+    assert not hasattr(module, "quantization_enabled")  # which is on by default
     module.quantization_enabled = False
     apply_(model, Recipe(kv_cache="fp8"))
     restore_(model)
@@ -595,3 +601,29 @@ def test_stock_caches_that_users_bring():
         found = model(**prompts, past_key_values=cache)
         torch.testing.assert_close(found.logits[real], expected, rtol=1e-4, atol=2e-5)
         assert all(isinstance(layer, PagedLayer) for layer in cache.layers)
+
+
+def test_a_model_that_gives_its_mask_by_keyword():
+    """AFMoE names the mask when it calls its attention."""
+    torch.manual_seed(0)
+    config = transformers.AfmoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_dense_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model, prompts = transformers.AfmoeForCausalLM(config).eval(), make_prompts(2, 20)
+    real = prompts["attention_mask"].bool()
+    expected = forward_in_parts(model, prompts)[real]
+    plain(model)
+    found = forward_in_parts(model, prompts)[real]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)

@@ -4,7 +4,7 @@ import pytest
 
 from octavo import CheckpointError, LayerScales, ScaleSet
 from octavo.calibration.scale_file import ScaleHeader
-from octavo.integrations.transformers.kv_scales import kv_scales, vllm_name
+from octavo.integrations.transformers.decoder_layers import kv_scales, vllm_name
 
 NAMES = [f"model.layers.{index}.self_attn" for index in range(2)]
 TEXT_NAMES = [f"model.language_model.layers.{index}.self_attn" for index in range(2)]

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from octavo.integrations.transformers.observe_text import observe_text
+from octavo.integrations.transformers.calibrate import observe_text
 from octavo.integrations.transformers.text import find_layers, find_windows
 from octavo.testing.asserts import assert_same_bits
 from octavo_testkit.models.text_models import FAMILIES, VISION_LANGUAGE, VOCABULARY, make_decoder

@@ -16,11 +16,11 @@ import torch
 from octavo import Recipe
 from octavo.integrations.apply import apply_
 from octavo.numerics.error import relative_rms
-from octavo.reference.rotary import rotate
+from octavo.reference.qkv import rotate
 
 pytest.importorskip("transformers")
-from octavo.integrations.transformers.vision import TowerAttention
 from octavo.integrations.transformers.vision_tower import make_pixels, make_tower
+from octavo.layers.encoder_attention import EncoderAttention
 
 MAX_RELATIVE_RMS = 0.07
 MAX_EFFECTIVE_KEYS = 100
@@ -118,7 +118,7 @@ def reports(tower, inputs, change=lambda out: out):
         keys = effective_keys(logits_of_some(q, k, scale))
         found.append(Report(layer.name, keys, error))
 
-    layers = [m for m in tower.modules() if isinstance(m, TowerAttention)]
+    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
     handles = [layer.register_forward_hook(measure, with_kwargs=True) for layer in layers]
     tower(**inputs)
     for handle in handles:

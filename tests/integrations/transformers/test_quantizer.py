@@ -318,7 +318,7 @@ def test_a_fresh_process_knows_what_was_saved(tmp_path):
     save(tmp_path / "fp8", load(tmp_path / "plain", "fp8")[0])
     code = (
         "import sys; from transformers import AutoModelForCausalLM as kind\n"
-        "from octavo.integrations.transformers.load_stored import load_weights\n"
+        "from octavo.integrations.transformers.load import load_weights\n"
         "model = load_weights(sys.argv[1], kind, dtype='auto', device='cpu')\n"
         "print(type(model.model.layers[0].mlp.up_proj).__name__)"
     )

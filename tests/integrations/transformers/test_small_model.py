@@ -34,7 +34,7 @@ def test_missing_extra_names_the_command(monkeypatch, tmp_path):
     found = {"transformers": "here", "accelerate": "here"}
     monkeypatch.setattr("importlib.util.find_spec", found.get)
     with pytest.raises(UnsupportedError, match=r"needs gguf, .* pip install .*\[gguf\]'"):
-        text_model.load_small_model()
+        text_model.load_text_model()
 
 
 def test_a_file_is_parsed_once_and_gguf_left_as_it_was(monkeypatch):
@@ -57,7 +57,7 @@ def test_its_cache_can_be_fp8_without_scales_of_a_checkpoint():
         text_model.find_weights()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    model, _ = text_model.load_small_model()
+    model = text_model.load_text_model(dtype="float32", device="cpu").model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scales of 1.0 are worth one
         changes = apply_(model, Recipe(kv_cache="fp8"))

@@ -75,7 +75,7 @@ def test_a_folder_is_loaded_in_its_own_dtype(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nowhere", {}, CheckpointError, "expected a model with a config.json"),
+        ("nowhere", {}, CheckpointError, "expected a model's config.json"),
         ("nowhere", {"dtype": "int8"}, ConfigError, "got 'int8'"),
     ],
 )

@@ -13,8 +13,7 @@ import transformers
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.integrations.traced_work import LinearWork
 from octavo.integrations.transformers.cache_layers import CacheLayer
-from octavo.integrations.transformers.language_work import DecoderWork, ExpertWork
-from octavo.integrations.transformers.tower_work import tower_of_config
+from octavo.integrations.transformers.model_work import DecoderWork, ExpertWork, tower_of_config
 from octavo.kernels.device import CPU
 from octavo.measure.advise import advice as words
 from octavo.measure.advise.advice import serve_command
@@ -227,9 +226,9 @@ def test_the_hosts_time_is_that_of_one_short_prompt():
         )
 
     rows = [row(256, 1, 20.0), row(256, 16, 90.0), row(8192, 1, 200.0)]
-    assert Predictor(rows, H200).host_ms_per_layer() == 2.0
+    assert Predictor(rows, H200).host_ms_per_layer == 2.0
     rows = [row(128, 16, 90.0), row(256, 1, 30.0)]
-    assert Predictor(rows, H200).host_ms_per_layer() == 3.0
+    assert Predictor(rows, H200).host_ms_per_layer == 3.0
 
 
 def parsed(command):

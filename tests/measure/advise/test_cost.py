@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 from octavo.integrations.traced_work import LinearWork
 from octavo.integrations.transformers.cache_layers import CacheLayer
-from octavo.integrations.transformers.language_work import DecoderWork
+from octavo.integrations.transformers.model_work import DecoderWork
 from octavo.measure.advise.cost import CHUNK, DecoderPlan, _joined, _num_pairs, prefill_cost
 from octavo.measure.advise.gpus import find_gpu
 from octavo.measure.advise.speeds import STATED, Speeds

@@ -34,7 +34,7 @@ def test_a_planted_outlier_is_caught_and_its_layer_named(which):
         before = model(WINDOWS[0][None]).logits
     found = check(model)
     assert not found.is_good
-    assert [layer.index for layer in found.layers if layer.is_broken] == [2]
+    assert [layer.index for layer in found.layers if layer.verdict == "breaks"] == [2]
     broken = found.layers[2]
     counts = (broken.keys_saturated, broken.values_saturated)
     amax = (broken.key_amax, broken.value_amax)
@@ -63,7 +63,7 @@ def test_small_values_are_coarse_and_not_a_number_breaks():
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight *= 1e-3
     found = check(model)
-    assert found.is_good and found.layers[1].is_coarse
+    assert found.is_good and found.layers[1].verdict == "coarse"
     assert any("Layers" in line and "few bits" in line for line in kv_advice(found, "tiny"))
     with torch.no_grad():
         model.model.layers[3].self_attn.v_proj.weight[0, 0] = torch.nan

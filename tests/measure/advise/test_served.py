@@ -143,7 +143,7 @@ def advice_of(family, folder):
 def test_what_is_recommended_is_served(family, tmp_path):
     """From the config alone; with the recipe, the engine answers."""
     found = advice_of(family, tmp_path)
-    assert found.refused is None and found.command.startswith("octavo serve a/model")
+    assert found.model.refused is None and found.command.startswith("octavo serve a/model")
     assert words.how_to_run(found) == [found.command]
     has_windows = "sliding_window" in str(SERVED[family])  # those fit in any case
     assert found.recipe.kv_cache is not None or has_windows
@@ -160,10 +160,10 @@ def test_what_the_engine_refuses_is_not_recommended(family, tmp_path):
     found, model = advice_of(family, tmp_path), make_model(family)
     with pytest.raises(UnsupportedError, match=REFUSED[family][1]) as error:
         EngineModel(model)
-    assert found.command is None and found.refused == str(error.value)
+    assert found.command is None and found.model.refused == str(error.value)
     assert '"command": null' in found.to_json()
     told = "\n".join(words.how_to_run(found))
-    assert "octavo serve a/model" not in told and found.refused in told
+    assert "octavo serve a/model" not in told and found.model.refused in told
     assert "from_pretrained('a/model'" in told and "vllm serve a/model" in told
     assert ("octavo.apply_" in told) == bool(found.recipe.settings())
     if found.recipe.settings():
@@ -206,7 +206,7 @@ def test_a_checkpoint_in_fp8_is_not_quantized_again(tmp_path):
 def test_videos_are_made_and_not_served():
     pytest.importorskip("diffusers")
     found = advise(find_model("tiny-wan"), find_gpu("h200"), Workload(), served="a/model")
-    assert "makes videos" in found.refused
+    assert "makes videos" in found.model.refused
     assert found.command.startswith("octavo image --model a/model --prompt PROMPT")
     pictures = advise(find_model("tiny-flux"), find_gpu("h200"), Workload(), served="a/model")
     assert pictures.command.startswith("octavo serve a/model --omni")
@@ -214,7 +214,8 @@ def test_videos_are_made_and_not_served():
 
 def test_the_engine_runs_every_named_model():
     """Their configs at full size, on the meta device."""
-    from octavo.integrations.transformers.language_work import LANGUAGE_MODELS, language_of_config
+    from octavo.integrations.transformers.decoder import LANGUAGE_MODELS
+    from octavo.integrations.transformers.model_work import language_of_config
 
     for name, sizes in LANGUAGE_MODELS.items():
         kind, sizes = sizes["model_type"], {k: v for k, v in sizes.items() if k != "model_type"}

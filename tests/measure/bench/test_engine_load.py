@@ -143,7 +143,7 @@ def test_a_failed_request_raises(subject, monkeypatch):
         return [RequestTimes(input_len=1, output_len=0, start_s=0, parts_s=(), error="boom")], 1.0
 
     monkeypatch.setattr(engine_load, "serve_prompts", fail)
-    with pytest.raises(OctavoError, match="request 0 failed: boom"):
+    with pytest.raises(OctavoError, match="1 requests failed: boom"):
         run(subject, ["auto"])
 
 

@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine, engine_load
-from octavo.measure.bench.cases import RandomPrompt, ThroughputCase, Workload
+from octavo.measure.bench.cases import RandomPrompt, ThroughputCase
 from octavo.measure.bench.engine import make_rows, open_engine, open_subject, serve_prompts
 from octavo.measure.bench.engine_load import run_load
 from octavo.measure.bench.requests import RequestTimes
@@ -15,7 +15,7 @@ from octavo.serving.engine.settings import EngineSettings
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
 
-WORK = Workload(num_prompts=5, input_len=20, output_len=6, range_ratio=0.15)
+WORK = {"num_prompts": 5, "input_len": 20, "output_len": 6, "range_ratio": 0.15}
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def subject():
 
 def run(subject, names, **case):
     rows = make_rows(names, subject)
-    case = ThroughputCase(**{"workload": WORK, **case})
+    case = ThroughputCase(**WORK, **case)
     return run_load(subject, rows, case, EngineSettings(), command="octavo")
 
 
 def test_records(subject):
     auto, fp8 = run(subject, ["auto", "fp8"], max_concurrency=2).records
-    prompts = WORK.draw(256)
+    prompts = ThroughputCase(**WORK).draw(256)
     for record in (auto, fp8):
         values, case = record.values, record.case
         assert values["completed"] == 5 and values["failed"] == 0
@@ -106,4 +106,4 @@ def test_times_of_served_prompts(subject):
 @pytest.mark.parametrize("change", [{"num_warmups": -1}, {"max_concurrency": 0}])
 def test_what_is_refused(change):
     with pytest.raises(ConfigError, match="expected"):
-        ThroughputCase(workload=WORK, **change)
+        ThroughputCase(**WORK, **change)

@@ -22,7 +22,7 @@ def test_every_area_has_sources_and_tests(area):
 def test_every_gpu_test_of_models_and_serving_is_in_an_area():
     expected = {
         path
-        for folder in ("cache", "integrations", "layers", "serving")
+        for folder in ("cache", "demo", "integrations", "layers", "serving")
         for path in (TESTS / folder).rglob("test_*.py")
         if gpu_records.MARK in path.read_text()
     }

@@ -65,11 +65,11 @@ def test_a_wrong_end_of_any_sequence_shows(op):
     inputs = benchmark.make_inputs(0)
     ends, truth = inputs.packing.cu_seqlens_q[1:].tolist(), benchmark.truth(inputs)
     whole, _ = varlen_attention(*inputs.qkv, inputs.packing, compute=torch.float64)
-    torch.testing.assert_close(benchmark.checked(whole), truth, rtol=0, atol=1e-12)
+    torch.testing.assert_close(benchmark.checked(inputs, whole), truth, rtol=0, atol=1e-12)
     for end in ends:
         wrong = whole.clone()
         wrong[end - 1] = 0
-        assert not torch.equal(benchmark.checked(wrong), truth)
+        assert not torch.equal(benchmark.checked(inputs, wrong), truth)
     assert len(truth) == sum(min(64, end - start) for start, end in pairwise([0, *ends]))
 
 
@@ -85,8 +85,9 @@ def test_an_encoder_scales_in_two_ways():
 
 def test_a_dense_result_of_images_is_checked_as_a_packed_one():
     (benchmark,) = benchmarks(CPU, ["encoder_attention"])
-    q = benchmark.make_inputs(0).qkv[0]
-    assert torch.equal(benchmark.checked(q.unflatten(0, (3, 50))), benchmark.checked(q))
+    inputs = benchmark.make_inputs(0)
+    dense, packed = inputs.qkv[0].unflatten(0, (3, 50)), inputs.qkv[0]
+    assert torch.equal(benchmark.checked(inputs, dense), benchmark.checked(inputs, packed))
 
 
 def test_the_baseline_is_the_fastest_in_bf16():

@@ -61,8 +61,8 @@ def test_a_prompt_may_have_any_character(tmp_path):
         ('{"prompt": "", "output_tokens": 1}', 'expected {"prompt": "a text"}'),
         ('{"prompt": "x"}', "data:1: expected output_tokens of at least 1, got None"),
         ('{"prompt": "x", "output_tokens": true}', "output_tokens of at least 1"),
-        ('{"prompt": "x", "output_tokens": 1}\n[]', "data:2: expected a JSON object"),
-        ("oops", "data:1: expected a line of JSON"),
+        ('{"prompt": "x", "output_tokens": 1}\n[]', 'data:2: expected {"prompt"'),
+        ("oops", "data:1: expected JSON"),
         ('{"prompt": "x", "output_tokens": 1}', "expected 2 prompts or more, got 1"),
     ],
 )
@@ -126,7 +126,7 @@ def test_random_images():
         num_prompts=2, base_items_per_request=2, bucket_config="{(8, 16, 1): 1.0}", seed=5
     )
     data = random_mm_data(options, output_len=3)
-    assert data.has_images and data.num_prompts == 2 and data.seed == 5
+    assert all(one.images for one in data.prompts) and data.num_prompts == 2 and data.seed == 5
     assert data.facts["items_per_request"] == 2 and data.facts["bucket_config"]
     kind, _, content = data.prompts[0].images[1].partition(",")
     assert kind == "data:image/png;base64"
@@ -168,7 +168,7 @@ def test_goodput_counts_what_met_every_limit():
     assert goodput(load, 2.0, {"ttft": 400}) == 0.5
     assert goodput(load, 2.0, {"ttft": 600, "tpot": 100}) == 0.5  # one token has a TPOT of 0
     assert goodput(load, 2.0, {"e2el": 50}) == 0
-    with pytest.raises(ConfigError, match="limits of ttft, tpot, e2el, got itl"):
+    with pytest.raises(ConfigError, match="limits of ttft, tpot, e2el; got 'itl'"):
         goodput(load, 2.0, {"itl": 1})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("httpx")
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.measure.bench.cases import Ramp, ServingCase, Workload
+from octavo.measure.bench.cases import ServingCase, Workload
 from octavo.measure.bench.requests import DataSet, ServingPrompt
 from octavo.measure.bench.serving import make_record, run_serving, vllm_result
 from octavo.measure.records import Measurement
@@ -34,6 +34,11 @@ VLLM_FIELDS = {
     },
 }
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
+
+
+def ramp(*given):
+    names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+    return dict(zip(names, given, strict=True))
 
 
 def make_case(server, **changes):
@@ -217,8 +222,7 @@ def test_what_waits_here_is_in_the_queue():
 @pytest.mark.parametrize(("strategy", "middle"), [("linear", 50.5), ("exponential", 10.0)])
 def test_a_ramp_goes_from_one_rate_to_another(strategy, middle):
     work = Workload(num_prompts=4002, input_len=1, output_len=1)
-    ramp = Ramp(strategy=strategy, start_rps=1.0, end_rps=100.0)
-    case = ServingCase(base_url="http://x", workload=work, ramp=ramp, burstiness=1e6)
+    case = ServingCase(workload=work, **ramp(strategy, 1.0, 100.0), burstiness=1e6)
     delays = case.delays_s()
     gaps = [later - earlier for earlier, later in zip(delays, delays[1:], strict=False)]
     assert (1 / gaps[0], 1 / gaps[-1]) == pytest.approx((1.0, 100.0), rel=0.02)
@@ -273,7 +277,7 @@ IMAGES = DataSet(prompts=(ServingPrompt("x", 1, ("data:,",)),))
         ({"goodput_ms": {"itl": 3.0}}, "limits above 0 ms of ttft, tpot, e2el"),
         ({"goodput_ms": {"ttft": 0.0}}, "limits above 0 ms"),
         (
-            {"request_rate": 2.0, "ramp": Ramp(strategy="linear", start_rps=1, end_rps=2)},
+            {"request_rate": 2.0, **ramp("linear", 1, 2)},
             "a request rate or a ramp",
         ),
         ({"base_url": "localhost:8000"}, "expected a URL"),
@@ -290,7 +294,9 @@ def test_what_is_refused(change, message):
         ServingCase(**{"base_url": "http://x", "workload": WORK, **change})
 
 
-@pytest.mark.parametrize("ramp", [("steep", 1, 2), ("linear", 0, 2), ("linear", 1, math.inf)])
-def test_what_is_no_ramp(ramp):
+@pytest.mark.parametrize(
+    "given", [("steep", 1, 2), ("linear", 0, 2), ("linear", 1, math.inf), ("linear", 1, None)]
+)
+def test_what_is_no_ramp(given):
     with pytest.raises(ConfigError, match="ramp"):
-        Ramp(**dict(zip(("strategy", "start_rps", "end_rps"), ramp, strict=True)))
+        ServingCase(workload=WORK, **ramp(*given))

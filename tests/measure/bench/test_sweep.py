@@ -56,7 +56,7 @@ def run(tmp_path, text=TEXT):
     outcomes = run_sweep(sweep, combinations(sweep), path, device="cpu")
     reasons = {outcome.reason for outcome in outcomes if outcome.state == "failed"}
     assert reasons <= {"boom", "RuntimeError: out of memory"}
-    return [(o.combination.kind, o.combination.row.name, o.state) for o in outcomes]
+    return [(o.combination.load.kind, o.combination.row.name, o.state) for o in outcomes]
 
 
 ALL = [(kind, row) for kind in ("latency", "throughput") for row in ("auto", "fp8")]
@@ -169,5 +169,5 @@ def test_the_example_of_the_docs_is_a_sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my-recipe.toml").write_text('kv_cache = "fp8"\n')
     found = combinations(load(tmp_path, example))
-    assert [one.kind for one in found] == ["latency"] * 4 + ["throughput"] * 4
+    assert [one.load.kind for one in found] == ["latency"] * 4 + ["throughput"] * 4
     assert "--compile" in found[0].command

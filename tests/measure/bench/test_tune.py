@@ -23,8 +23,7 @@ from octavo.measure.bench.kernels import (
     precompile,
     run_task,
     searches,
-    tasks_of_benchmarks,
-    tasks_of_searches,
+    tasks,
     tune,
 )
 
@@ -53,7 +52,7 @@ def search(*configs):
         truth=lambda inputs: inputs * 2,
         participants=(like,),
     )
-    return Search("wait", "short", benchmark, list(configs), prepare)
+    return Search.of(("short", list(configs)), benchmark, prepare)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_an_op_without_settings():
 
 def test_attention_is_tuned_once_for_each_head_dim():
     found = searches("attention", Device(type="cuda", name="NVIDIA H200", capability=(9, 0)))
-    sizes = [size for size in SUITES["attention"].large if not size[-1]]
+    sizes = [size for size in SUITES["attention"].large if not size.is_causal]
     assert len({one.problem for one in found}) == len(found) == len(sizes)
     assert not any(one.benchmark.case["causal"] for one in found)
 
@@ -103,20 +102,20 @@ def test_what_is_tuned_on_a_gpu(op):
     from octavo.kernels.device import default_device
 
     for one in searches(op, default_device()):
-        assert len(one.configs) == len({name_of(config) for config in one.configs}) > 1
-        assert one.op == op and tuning.file_name(default_device()).endswith(".json")
+        assert len(one.configs) == len(one.benchmark.participants) > 1
+        assert one.benchmark.op == op and tuning.file_name(default_device()).endswith(".json")
 
 
 def test_every_participant_is_a_task():
-    tasks = tasks_of_benchmarks("quantize", None)
-    assert tasks == [Task("quantize", 0, entry) for entry in range(3)]
-    for task in tasks:
+    found = tasks("quantize")
+    assert found == [Task("quantize", 0, entry) for entry in range(3)]
+    for task in found:
         run_task(task)  # those that this machine cannot run end in silence
 
 
 def test_a_search_needs_a_gpu():
     with pytest.raises(UnsupportedError, match="on the GPU they are for"):
-        tasks_of_searches("quantize")
+        tasks("quantize", is_search=True)
 
 
 def test_a_task_that_fails_is_not_swallowed():
@@ -126,5 +125,5 @@ def test_a_task_that_fails_is_not_swallowed():
 
 @pytest.mark.slow
 def test_tasks_run_in_other_processes():
-    tasks = tasks_of_benchmarks("quantize", None)
-    assert set(precompile(tasks, jobs=2)) == set(tasks)
+    found = tasks("quantize")
+    assert set(precompile(found, jobs=2)) == set(found)

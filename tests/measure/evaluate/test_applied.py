@@ -10,14 +10,18 @@ from octavo import Recipe
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.layers.linear import Fp8Linear
-from octavo.measure.evaluate import perplexity
+from octavo.measure.evaluate import language, perplexity
 from octavo.measure.evaluate.language import (
+    Prompt,
     applied,
     local_participants,
+    model_about,
+    participants,
 )
 from octavo.measure.evaluate.perplexity import Reading
-from octavo.measure.evaluate.requests import LanguageRequest
+from octavo.measure.evaluate.requests import ServedRequest
 from octavo.measure.rows import Row
+from octavo.measure.run import Progress, run_workload
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 CACHE = Recipe(kv_cache={"scaling": "unit"})
@@ -51,27 +55,27 @@ def test_the_model_is_left_as_it_was(recipe):
         pass
 
 
-def test_rows_with_fp8_linear_layers_are_evaluated():
+def test_rows_with_fp8_linear_layers_are_evaluated(monkeypatch):
     text_model = TextModel("a", make_decoder("llama"), None)
     before = logits(text_model.model)
     rows = [Row.of("plain", None), Row.of("linear", RECIPES["linear"])]
     rows.append(Row.of("both", RECIPES["both"]))
     windows, reading = [PROMPT[0]], Reading(chunk=10)
-    found = perplexity.evaluate(text_model, windows, rows, reading, data="x", command="c")
+    found = run_workload(
+        local_participants(rows, text_model.model, model_about(text_model)),
+        perplexity.make_workload(windows, reading, "x", "c"),
+    )
     assert len({record.values["perplexity"] for record in found}) == 3
-    request = LanguageRequest(recipe=("baseline", "linear+ignore=mlp"))
-    named = TextModel("a", text_model.model, _Words())
+    request = ServedRequest(recipe=("baseline", "linear+ignore=mlp"))
+    named = TextModel("a", text_model.model, None)
 
-    def count(own, item):
+    def count(own, content, **options):
         return sum(isinstance(part, Fp8Linear) for part in own.model.modules()) > 0
 
-    found = []
-    for row in local_participants(request, named, {}, count, calibration=None):
+    monkeypatch.setattr(language, "answer_text", count)
+    progress, found = Progress(lambda *args: None, "answering", 1), []
+    for row in participants(request, named, {}, progress, calibration=None):
         with row.open() as ask:
-            found += ask(["x"])
+            found += ask([Prompt("x", 1, 1)])
     assert found == [False, True]
     assert torch.equal(logits(text_model.model), before)
-
-
-class _Words:
-    eos_token_id = None

@@ -8,8 +8,9 @@ import torch
 from octavo import LayerScales, Recipe, ScaleSet
 from octavo.demo.charts import vocabulary
 from octavo.errors import CheckpointError, ConfigError
+from octavo.integrations.apply import apply_, restore_
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.measure.evaluate import chartqa
+from octavo.measure.evaluate import language
 from octavo.measure.evaluate.chartqa import (
     calibration_scales,
     chart_rows,
@@ -18,6 +19,7 @@ from octavo.measure.evaluate.chartqa import (
     load_reader,
 )
 from octavo.measure.evaluate.question_files import ChartQuestion
+from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.report.tables import format_column
 from octavo.measure.rows import Row
 
@@ -54,8 +56,8 @@ class Scripted:
 
 def scripted_rows(monkeypatch, num_wrong, right=str):
     reader = Scripted(num_wrong)
-    monkeypatch.setattr(chartqa, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
-    monkeypatch.setattr(chartqa, "restore_", lambda model: setattr(reader, "is_fp8", False))
+    monkeypatch.setattr(language, "apply_", lambda model, recipe: setattr(reader, "is_fp8", True))
+    monkeypatch.setattr(language, "restore_", lambda model: setattr(reader, "is_fp8", False))
     questions = [ChartQuestion(None, str(i), (right(i),)) for i in range(400)]
     rows = [Row.of("bf16", None), Row.of("fp8", Recipe(vision_attention="fp8"))]
     steps = []
@@ -130,7 +132,7 @@ def test_calibration_keeps_the_largest_of_all_batches(reader):
 
 def calibrate_on(reader, questions):
     """Scales of each layer after one pass, by hand."""
-    chartqa.apply_(reader.model, Recipe(vision_attention="fp8"))
+    apply_(reader.model, Recipe(vision_attention="fp8"))
     try:
         reader.answer([q.image for q in questions], [q.text for q in questions])
         layers = [m for m in reader.model.modules() if isinstance(m, EncoderAttention)]
@@ -139,7 +141,7 @@ def calibrate_on(reader, questions):
             for index, layer in enumerate(layers)
         }
     finally:
-        chartqa.restore_(reader.model)
+        restore_(reader.model)
 
 
 def test_the_model_is_restored_after_an_error(reader):
@@ -176,14 +178,11 @@ def test_rows_of_the_grammar_and_of_files(tmp_path):
 
 def test_nothing_to_evaluate(reader):
     rows = chart_rows(["bf16"], None)
-    with pytest.raises(ConfigError, match="got none"):
-        evaluate(reader, [], rows, data="d", command="c")
-    with pytest.raises(ConfigError, match="batch size"):
-        evaluate(reader, generated_questions(1), rows, data="d", command="c", batch_size=0)
+    for wrong in ({"num_questions": 0}, {"batch_size": 0}):
+        with pytest.raises(ConfigError, match="of 1 or more, got 0"):
+            ChartRequest(**wrong)
     with pytest.raises(ConfigError, match="different names"):
         evaluate(reader, generated_questions(1), [*rows, *rows], data="d", command="c")
-    with pytest.raises(ConfigError, match="one image or more"):
-        calibration_scales(reader, [], data="noisy")
 
 
 def test_a_reader_from_a_folder(reader, tmp_path):

@@ -19,7 +19,7 @@ from octavo.measure.evaluate.image_scores import (
     SIDE,
     ImageScores,
     compare_images,
-    save_compared,
+    keep_compared,
     save_images,
     why_no_lpips,
 )
@@ -116,7 +116,7 @@ def test_without_its_package_lpips_is_none_and_says_so(monkeypatch):
     monkeypatch.setattr(image_scores, "find_spec", lambda name: None)
     a = noise(1, 3, 16, 16)
     scores = compare_images(a, a)
-    assert scores.lpips is None and scores.mean_lpips is None
+    assert scores.lpips is None and "lpips" not in scores.values()
     assert "pip install lpips" in scores.lpips_note
     assert "not asked for" in compare_images(a, a, lpips=False).lpips_note
     with pytest.raises(UnsupportedError, match="pip install lpips"):
@@ -148,7 +148,8 @@ def test_lpips_is_taken_of_each_picture(monkeypatch):
     b[1, 0, 0, 0] = 0.25
     assert why_no_lpips() is None
     scores = compare_images(a, b)
-    assert scores.lpips == (0.0, 0.5) and scores.mean_lpips == 0.25 and scores.lpips_note is None
+    assert scores.lpips == (0.0, 0.5) and scores.lpips_note is None
+    assert scores.values()["lpips"] == 0.25
 
 
 def test_weights_that_cannot_be_loaded_are_said(monkeypatch):
@@ -217,16 +218,12 @@ def test_a_sheet_has_an_end(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("0*.png"))) == 3
 
 
-def test_rows_of_other_lengths_raise(tmp_path):
-    with pytest.raises(ConfigError, match="each of 2 prompts"):
-        save_images(tmp_path, ["a", "b"], [("bf16", [plain(0.5)])])
-
-
 def test_two_rows_are_compared_in_one_jpeg(tmp_path, monkeypatch):
     monkeypatch.setattr(image_scores, "MAX_COMPARED", 2)
     rows = [("bf16", [plain(1.0)] * 3), ("fp8+attention", [plain(0.2)] * 3)]
-    path = save_compared(tmp_path / "new", ["a", "b", "c"], rows)
-    assert path == tmp_path / "new" / "compared_fp8_attention.jpg"
+    keep = keep_compared(tmp_path / "new", ["a", "b", "c"], tmp_path / "records.jsonl")
+    assert keep(rows) == ("new/compared_fp8_attention.jpg", ["a", "b"])
+    path = tmp_path / "new" / "compared_fp8_attention.jpg"
     with Image.open(path) as sheet:
         assert sheet.format == "JPEG" and sheet.width == LABEL + 2 * (SIDE + GAP)
         above = sheet.getpixel((LABEL + 90, LINE + 40))

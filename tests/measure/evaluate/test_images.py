@@ -14,16 +14,18 @@ from octavo import Recipe, quantize_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.changes import Changes
 from octavo.measure.evaluate import images
+from octavo.measure.evaluate.image_scores import ImageScores
 from octavo.measure.evaluate.images import (
     ImageJob,
-    choose_prompts,
     draw,
     evaluate,
     images_table,
+    make_job,
     parse_image_rows,
     read_prompts,
     rows_below,
 )
+from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.rows import Row
 
 pytest.importorskip("diffusers")
@@ -125,7 +127,7 @@ def test_every_frame_of_a_video_counts(made):
     _, fp8 = run(
         made,
         make=lambda: Pipe("frames", (1, 4, 3, 16, 16)),
-        on_row=lambda record, pictures: seen.append([tuple(x.shape) for x in pictures]),
+        on_images=lambda row, pictures: seen.append([tuple(x.shape) for x in pictures]),
     )
     assert seen == [[(4, 3, 16, 16)] * 2] * 2
     assert fp8.case["num_frames"] == 4 and fp8.case["num_pictures"] == 2
@@ -154,7 +156,7 @@ def test_progress_is_told(made):
 
 
 def test_lpips_is_in_the_record_where_it_is_taken(made, monkeypatch):
-    scores = images.ImageScores((30.0, 40.0), (0.9, 0.8), (0.1, 0.3))
+    scores = ImageScores((30.0, 40.0), (0.9, 0.8), (0.1, 0.3))
     monkeypatch.setattr(images, "compare_images", lambda a, b, lpips: scores)
     values = run(made)[1].values
     assert values["lpips"] == 0.2 and values["worst_lpips"] == 0.3
@@ -169,12 +171,6 @@ def test_pictures_that_are_not_finite_name_their_row(made, monkeypatch):
     monkeypatch.setattr(images, "apply_", break_)
     with pytest.raises(ConfigError, match="row fp8: expected finite images"):
         run(made)
-
-
-@pytest.mark.parametrize("rows", [[], ROWS[:1], [ROWS[1], ROWS[1]]])
-def test_rows_must_differ(made, rows):
-    with pytest.raises(ConfigError, match="two different rows"):
-        run(made, rows=rows)
 
 
 def test_what_a_pipeline_cannot_do_raises():
@@ -256,11 +252,13 @@ def test_prompts_of_a_file(tmp_path):
 
 
 def test_prompts_serve_again():
-    assert choose_prompts(("a", "b"), None) == ("a", "b")
-    assert choose_prompts(("a", "b"), 1) == ("a",)
-    assert choose_prompts(("a", "b"), 5) == ("a", "b", "a", "b", "a")
-    with pytest.raises(ConfigError, match="one image or more"):
-        choose_prompts(("a",), 0)
+    def prompts(num_pictures):
+        return make_job(ImageRequest(prompt=("a", "b"), num_pictures=num_pictures)).prompts
+
+    assert prompts(None) == ("a", "b") and prompts(1) == ("a",)
+    assert prompts(5) == ("a", "b", "a", "b", "a")
+    with pytest.raises(ConfigError, match="--num-pictures of 1 or more, got 0"):
+        prompts(0)
 
 
 def test_the_small_image_model_knows_its_prompts():
@@ -308,6 +306,7 @@ def test_rows_start_with_what_the_others_are_compared_with():
     rows = parse_image_rows(["bf16", "fp8"], "bfloat16")
     assert [row.name for row in rows] == ["bf16", "fp8"] and rows[0].is_plain
     for names, message in (
+        ([], "two different rows"),
         (["bf16"], "two different rows"),
         (["bf16", "bf16"], "two different rows"),
         (["fp8", "bf16"], "first row to compare with"),

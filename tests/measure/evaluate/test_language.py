@@ -37,14 +37,12 @@ def test_every_kind_of_keys_is_calibrated_once(monkeypatch):
 
     monkeypatch.setattr(language, "calibration_scales", calibrate)
     centered = Keys(center_keys=True)
+    rows = ("tensor", "head+center", "head", "token+center")
+    request = LanguageRequest(recipe=rows, margin=2.0)
     found = calibrate_rows(
-        "model",
-        ["a", "b"],
-        LanguageRequest(recipe=("tensor", "head+center", "head", "token+center")).rows_with_scales,
-        data="words",
-        margin=2.0,
-        watch=lambda *args: seen.append(args),
+        request, "model", lambda: ("words", ["a", "b"]), lambda *args: seen.append(args)
     )
+    assert calibrate_rows(LanguageRequest(recipe=("token",)), "model", None, None) == {}
     assert found == {PLAIN_KEYS: PLAIN_KEYS, centered: centered}
     assert asked == [("model", ["a", "b"], keys, "words", 2.0) for keys in (PLAIN_KEYS, centered)]
     # Means take a second pass.

@@ -11,13 +11,13 @@ import torch
 pytest.importorskip("transformers")
 
 from octavo import LayerScales, Recipe, ScaleSet
+from octavo.demo import retrieval_model as built
 from octavo.errors import ConfigError
-from octavo.integrations.transformers import retrieval_model as built
 from octavo.measure.evaluate.answering import prompt_chunks
 from octavo.measure.evaluate.language import (
     PLAIN_KEYS,
-    local_participants,
     local_rows,
+    participants,
     recipe_digest,
 )
 from octavo.measure.evaluate.needle import (
@@ -26,14 +26,14 @@ from octavo.measure.evaluate.needle import (
     PairHaystack,
     TextHaystack,
     calibration_of,
-    evaluate,
+    make_workload,
     prompt_seed,
     split_sentences,
 )
 from octavo.measure.evaluate.requests import NeedleRequest
 from octavo.measure.evaluate.statistics import recovery
 from octavo.measure.records import Machine
-from octavo.measure.run import Participant, Records
+from octavo.measure.run import Participant, Records, run_workload
 
 MODEL = SimpleNamespace(
     name="m",
@@ -55,9 +55,9 @@ def row(name, is_right=lambda prompt_number: True, calls=None):
         if calls is not None:
             calls.append(len(asked))
         answers = []
-        for number, (text, max_tokens) in enumerate(asked):
-            assert max_tokens == 1
-            words = text.split()
+        for number, prompt in enumerate(asked):
+            words = prompt.content.split()
+            assert prompt.max_tokens == 1 and prompt.num_tokens == len(words)
             answer = words[words.index(words[-1]) + 1]
             answers.append(answer if is_right(number) else "nothing")
         return answers
@@ -70,6 +70,10 @@ def row(name, is_right=lambda prompt_number: True, calls=None):
 
 
 MACHINE = Machine.current()
+
+
+def evaluate(rows, grid=GRID, **options):
+    return run_workload(rows, make_workload(grid, PairHaystack(), "c"), **options)
 
 
 @pytest.mark.parametrize("length", [5, 6, 7, 64, 1001])
@@ -130,9 +134,9 @@ def test_needles_are_hidden_in_a_given_text():
         (lambda: TextHaystack(count=count, num_keys=91), "expected 1 to 90 keys, got 91"),
         (lambda: Grid(lengths=(8, 8), depths=(0.0,)), "different lengths"),
         (lambda: Grid(lengths=(8,), depths=(0.0, 2.0)), "depths of 0 to 1"),
-        (lambda: Grid(lengths=(8,), depths=(0.0,), repetitions=0), "one repetition or more"),
+        (lambda: NeedleRequest(repetitions=0), "--repetitions of 1 or more, got 0"),
         (lambda: prompt_chunks(100, 4), "a chunk of 5 tokens or more, got 4"),
-        (lambda: evaluate([], GRID, PairHaystack(), command="c"), "rows of different names"),
+        (lambda: evaluate([]), "rows of different names"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
@@ -158,9 +162,7 @@ def test_the_last_pass_over_a_prompt_is_whole(length):
 def test_one_record_for_each_row_and_cell():
     told = []
     rows = [row("bf16"), row("fp8", is_right=lambda number: number != 0)]
-    records = evaluate(
-        rows, GRID, PairHaystack(), command="c", records=Records(on_record=told.append)
-    )
+    records = evaluate(rows, records=Records(on_record=told.append))
     assert told == records and len(records) == 8
     cells = [(r.case["recipe"], r.case["length"], r.case["depth"]) for r in records[:3]]
     assert cells == [("bf16", 32, 0.0), ("bf16", 32, 1.0), ("bf16", 64, 0.0)]
@@ -178,33 +180,32 @@ def test_one_record_for_each_row_and_cell():
 
 def test_nothing_is_recovered_of_nothing():
     rows = [row("bf16", is_right=lambda number: False), row("fp8")]
-    records = evaluate(rows, GRID, PairHaystack(), command="c")
+    records = evaluate(rows)
     assert "recovery_percent" not in records[-1].values
 
 
 def test_done_cells_are_not_measured_again():
     calls, skipped = [], []
     rows = [row("bf16", calls=calls), row("fp8", calls=calls)]
-    whole = evaluate(rows, GRID, PairHaystack(), command="c")
+    whole = evaluate(rows)
     assert len(calls) == 8
     done = whole[:3] + whole[5:6]
-    again = evaluate(
-        rows, GRID, PairHaystack(), command="c", records=Records(done), on_skip=skipped.append
-    )
-    assert len(calls) == 8 + 4 and sum(skipped) == 4 * (32 + 32 + 64 + 32)
+    again = evaluate(rows, records=Records(done), on_skip=skipped.append)
+    assert len(calls) == 8 + 4
+    assert skipped == [(32, 0.0), (32, 1.0), (64, 0.0), (32, 1.0)]
     assert [r.values for r in again] == [r.values for r in whole]
     # On another machine, and with another seed, it is another search.
     elsewhere = [replace(r, machine=replace(r.machine, gpu="another")) for r in whole]
-    evaluate(rows, GRID, PairHaystack(), command="c", records=Records(elsewhere))
+    evaluate(rows, records=Records(elsewhere))
     assert len(calls) == 12 + 8
     other = Grid(lengths=GRID.lengths, depths=GRID.depths, repetitions=4, seed=1)
-    evaluate(rows, other, PairHaystack(), command="c", records=Records(whole))
+    evaluate(rows, other, records=Records(whole))
     assert len(calls) == 20 + 8
     # So are answers that another row's are compared with, by another recipe of the same name.
-    evaluate(rows[::-1], GRID, PairHaystack(), command="c", records=Records(whole))
+    evaluate(rows[::-1], records=Records(whole))
     assert len(calls) == 28 + 8
     changed = [rows[0], replace(rows[1], about={"model": "m", "recipe_digest": "0"})]
-    evaluate(changed, GRID, PairHaystack(), command="c", records=Records(whole))
+    evaluate(changed, records=Records(whole))
     assert len(calls) == 36 + 4
 
 
@@ -225,7 +226,7 @@ def test_a_recipe_is_known_by_what_it_does(tmp_path):
         request = NeedleRequest(recipe=(row,), **changes)
         calibration = calibration_of(request, GRID)
         scales = {PLAIN_KEYS: ScaleSet({"layers.0.self_attn": LayerScales(None, scale, scale)})}
-        (found,) = local_participants(request, MODEL, scales, None, calibration=calibration)
+        (found,) = participants(request, MODEL, scales, None, calibration=calibration)
         return found.about["recipe_digest"]
 
     # Calibrated: by the margin. Given: by the scales, whatever their file is called.

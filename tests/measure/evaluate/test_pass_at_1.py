@@ -19,13 +19,28 @@ from octavo.measure.evaluate.language import Reply
 from octavo.measure.evaluate.math_equality import make_checker
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
-from octavo.measure.evaluate.tasks import choice_task, evaluate, math_task, pass_table
+from octavo.measure.evaluate.tasks import Task, make_workload, pass_table
 from octavo.measure.records import Machine
-from octavo.measure.run import Records
+from octavo.measure.run import Participant, Records, ready, run_workload
 from octavo.measure.store import TornLineWarning
 
 PLAN = SamplingPlan(options={"temperature": 0.6}, max_tokens=100)
-ABOUT = {"data": "generated"}
+CHECKER = make_checker("octavo")
+ABOUT = {"data": "generated", **PLAN.about()}
+
+
+def evaluate(rows, task, answers, records=None):
+    return run_workload(rows, make_workload(task, answers, ABOUT, "c"), records)
+
+
+def choice_task(count, repetitions):
+    questions = generated_choice_questions(count)
+    return Task(op="choice", questions=questions, repetitions=repetitions)
+
+
+def math_task(count, repetitions):
+    questions = generated_math_questions(count)
+    return Task(op="math", questions=questions, repetitions=repetitions, checker=CHECKER)
 
 
 def test_errors_of_questions_and_of_repetitions():
@@ -55,20 +70,17 @@ def test_recovery_is_of_the_same_questions():
     assert "recovery_percent" not in paired_recovery(first, [[False]] * 4)
 
 
-def row(name, reply, asked=None):
+def row(name, reply, asked=None, plan=PLAN):
     def ask(items, on_reply):
         for item in reversed(items):  # in any order
             if asked is not None:
                 asked.append(item)
             on_reply(item, reply(item))
 
-    return Sampler(
-        name=name,
-        impl="test",
-        about={"model": "m"},
-        machine=Machine.current(),
-        identity=name,
-        ask=ask,
+    sampler = Sampler(name=name, plan=plan, identity=name, ask=ask)
+    machine = Machine.current()
+    return Participant(
+        name=name, impl="test", about={"model": "m"}, machine=machine, open=ready(sampler)
     )
 
 
@@ -77,7 +89,7 @@ def right(item):
 
 
 def test_records_of_choice():
-    task = choice_task(generated_choice_questions(6), repetitions=3, seed=0)
+    task = choice_task(6, repetitions=3)
 
     def often(item):
         if item.repetition == 0:
@@ -86,15 +98,7 @@ def test_records_of_choice():
 
     rows = [row("bf16", right), row("fp8", often), row("lost", lambda item: Reply("Answer: ?"))]
     told = []
-    records = evaluate(
-        rows,
-        task,
-        PLAN,
-        about=ABOUT,
-        command="c",
-        answers=AnswerFile(),
-        records=Records(on_record=told.append),
-    )
+    records = evaluate(rows, task, AnswerFile(), Records(on_record=told.append))
     assert told == records and [r.op for r in records] == ["choice"] * 3
     first, second, third = (r.values for r in records)
     assert first["score_percent"] == 100 and first["mean_answer_tokens"] == 10
@@ -113,20 +117,19 @@ def test_records_of_choice():
 
 
 def test_records_of_math():
-    task = math_task(generated_math_questions(5), 1, make_checker("octavo"))
+    task = math_task(5, repetitions=1)
 
     def spelled(item):
         return Reply(f"So it is \\boxed{{x = {item.answer}\\text{{ units}}}}.")
 
-    (record,) = evaluate([row("a", spelled)], task, PLAN, about=ABOUT, command="c",
-                         answers=AnswerFile())  # fmt: skip
+    (record,) = evaluate([row("a", spelled)], task, AnswerFile())
     assert record.values["score_percent"] == 100 and record.case["checker"] == "octavo"
     with pytest.raises(ConfigError, match="rows of different names"):
-        evaluate([], task, PLAN, about=ABOUT, command="c", answers=AnswerFile())
+        evaluate([], task, AnswerFile())
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path):
-    task = choice_task(generated_choice_questions(4), repetitions=2, seed=0)
+    task = choice_task(4, repetitions=2)
     path, asked = tmp_path / "answers.jsonl", []
 
     def stops(item):
@@ -136,8 +139,8 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
 
     def run(reply, plan=PLAN, is_resumed=True):
         answers = AnswerFile(path, is_resumed=is_resumed)
-        rows = [row("bf16", reply, asked)]
-        return evaluate(rows, task, plan, about=ABOUT, command="c", answers=answers)[0].values
+        rows = [row("bf16", reply, asked, plan)]
+        return evaluate(rows, task, answers)[0].values
 
     with pytest.raises(KeyboardInterrupt):
         run(stops, is_resumed=False)
@@ -170,14 +173,15 @@ def test_files_of_answers_that_are_none(tmp_path):
 
 
 def test_every_item_has_a_seed_of_its_own():
-    task = choice_task(generated_choice_questions(5), repetitions=4, seed=0)
+    task = choice_task(5, repetitions=4)
     seeds = [PLAN.seed_of(item) for item in task.items]
     assert len(set(seeds)) == 20 and all(0 <= seed < 2**31 for seed in seeds)
     assert SamplingPlan(options={}, seed=1).seed_of(task.items[0]) != seeds[0]
-    problems = math_task(generated_math_questions(2), 3, make_checker("octavo")).items
+    problems = math_task(2, repetitions=3).items
     longer = SamplingPlan(options=PLAN.options, max_tokens=200)
-    keys = [row(name, right).key(i, plan) for name in "ab" for plan in (PLAN, longer)
-            for i in problems]  # fmt: skip
+    samplers = [Sampler(name=name, plan=plan, identity=name, ask=None)
+                for name in "ab" for plan in (PLAN, longer)]  # fmt: skip
+    keys = [sampler.key(item) for sampler in samplers for item in problems]
     assert len(set(keys)) == 24
 
 

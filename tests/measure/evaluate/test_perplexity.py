@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +21,14 @@ from octavo.measure.evaluate.language import (
     PLAIN_KEYS,
     Keys,
     calibration_scales,
+    local_participants,
     local_rows,
+    model_about,
 )
 from octavo.measure.evaluate.perplexity import Reading, window_losses
-from octavo.measure.evaluate.requests import LanguageRequest
+from octavo.measure.evaluate.requests import LanguageRequest, PerplexityRequest
 from octavo.measure.rows import Row
-from octavo.measure.run import Records
+from octavo.measure.run import Records, run_workload
 from octavo_testkit.models.text_models import make_decoder, make_prompts
 
 pytestmark = pytest.mark.slow  # in CI with `make test-slow`: it takes its time
@@ -146,13 +149,12 @@ def test_replays_read_what_passes_read(family, recipe, chunk, monkeypatch):
 def test_what_counts_is_never_nothing():
     for reading, context in ((Reading(chunk=8), 9), (Reading(chunk=8, count="all"), 1)):
         with pytest.raises(ConfigError, match="predictions to count"):
-            reading.check(context)
-    Reading(chunk=8).check(10)
-    Reading(chunk=8, count="all").check(2)
-    with pytest.raises(ConfigError, match="one token or more"):
-        Reading(chunk=0)
-    with pytest.raises(ConfigError, match="later, all, last, got 'first'"):
-        Reading(count="first")
+            reading.passes(context)
+    Reading(chunk=8).passes(10)
+    Reading(chunk=8, count="all").passes(2)
+    for wrong in ({"chunk": 0}, {"batch_size": 0}):
+        with pytest.raises(ConfigError, match="of 1 or more, got 0"):
+            PerplexityRequest(data=Path("text"), **wrong)
 
 
 def make_rows(names, scales, *, dtype="baseline", **options):
@@ -160,18 +162,13 @@ def make_rows(names, scales, *, dtype="baseline", **options):
     return [row for _, row in local_rows(request, SimpleNamespace(dtype=dtype), scales)]
 
 
-def evaluate(model, rows, **options):
-    text_model = TextModel("tiny", model, None)
-    reading = Reading(chunk=16)
-    return task.evaluate(
-        text_model,
-        WINDOWS,
-        rows,
-        reading,
-        data="words",
-        command="octavo eval perplexity",
-        **options,
-    )
+READING = Reading(chunk=16)
+
+
+def evaluate(model, rows, records=None, *, windows=WINDOWS, reading=READING, **options):
+    about = model_about(TextModel("tiny", model, None))
+    workload = task.make_workload(windows, reading, "words", "octavo eval perplexity", **options)
+    return run_workload(local_participants(rows, model, about), workload, records)
 
 
 def test_recovery_is_the_ratio_of_perplexities():
@@ -294,9 +291,7 @@ def test_up_to_four_tokens_at_a_time_are_decoded():
     found = {}
     for chunk in (1, 4, 5):
         reading = Reading(chunk=chunk, count="all")
-        text_model = TextModel("tiny", model, None)
-        options = {"data": "words", "command": "c"}
-        (record,) = task.evaluate(text_model, WINDOWS[:1], [row], reading, **options)
+        (record,) = evaluate(model, [row], windows=WINDOWS[:1], reading=reading)
         found[chunk] = record.values["perplexity"]
     assert found[4] == pytest.approx(found[1], rel=1e-6)
     assert abs(found[5] / found[1] - 1) > 1e-5

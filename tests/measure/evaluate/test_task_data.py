@@ -16,7 +16,6 @@ from octavo.measure.evaluate.task_data import (
     load_math_questions,
     read_letter,
     read_math,
-    shuffle_options,
     visible,
 )
 
@@ -57,14 +56,14 @@ def test_gpqa_of_a_csv_file(tmp_path):
     path = write_csv(tmp_path / "gpqa_diamond.csv", GPQA, {**GPQA, "Record ID": "rec2"})
     first, second = load_choice_questions(path)
     assert (first.name, second.name) == ("rec1", "rec2")
-    assert first.text == "Which particle, then?" and first.right == "the muon, of course"
+    assert first.text == "Which particle, then?" and first.answer == "the muon, of course"
     assert first.wrong == ('a "tau"', "an electron", "a proton\nor two")
 
 
 def test_choices_as_a_list(tmp_path):
     rows = (MMLU, {**MMLU, "answer": "C"}, {"question": "?", "options": ["x", "y"], "answer": "0"})
     found = load_choice_questions(write_jsonl(tmp_path / "x.jsonl", *rows))
-    assert [q.right for q in found] == ["b", "c", "x"]
+    assert [q.answer for q in found] == ["b", "c", "x"]
     assert found[0].wrong == ("a", "c") and [q.name for q in found] == ["1", "2", "3"]
 
 
@@ -74,7 +73,7 @@ def test_math_and_aime(tmp_path):
 
     (math,) = load_math_questions(write_jsonl(tmp_path / "math.jsonl", MATH))
     assert math.answer == MATH["answer"] and math.name == MATH["unique_id"]
-    assert math.messages[0]["content"].startswith("Convert.\n")
+    assert math.item(0).messages[0]["content"].startswith("Convert.\n")
     aime = [{"ID": "2024-I-1", "Problem": "Find it.", "Solution": "Long.", "Answer": 73.0}]
     parquet.write_table(pyarrow.Table.from_pylist(aime), tmp_path / "aime.parquet")
     (found,) = load_math_questions(str(tmp_path / "aime.parquet"))
@@ -114,7 +113,7 @@ def test_damaged_choices_are_named(tmp_path, row, message):
     [
         ({"problem": "p"}, "x.jsonl:1: expected problem or question"),
         ({"problem": "p", "solution": "none"}, "expected problem or question"),
-        ({"problem": "  ", "answer": "1"}, "with something in them"),
+        ({"problem": "  ", "answer": "1"}, "with words in them"),
         ({"problem": 3, "answer": "1"}, "expected problem or question"),
     ],
 )
@@ -152,7 +151,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert load_choice_questions("Idavidrein/gpqa", "gpqa_diamond")[0].name == "rec1"
-    assert load_choice_questions("cais/mmlu")[0].right == "b"
+    assert load_choice_questions("cais/mmlu")[0].answer == "b"
     assert asked[0] == ("Idavidrein/gpqa", "gpqa_diamond", True)
     with pytest.raises(ConfigError, match="--split, one of 'train', got 'dev'"):
         load_choice_questions("Idavidrein/gpqa", "gpqa_diamond", "dev")
@@ -167,13 +166,13 @@ def test_a_data_set_of_the_hub(monkeypatch):
 
 def test_options_are_shuffled_by_seed_and_repetition():
     question = generated_choice_questions(1)[0]
-    asked = [shuffle_options(question, repetition, 0) for repetition in range(40)]
-    assert asked[0] == shuffle_options(question, 0, 0)
-    assert {one.letter for one in asked} == set("ABCD")
+    asked = [question.item(repetition, 0) for repetition in range(40)]
+    assert asked[0].messages == question.item(0, 0).messages
+    assert {one.answer for one in asked} == set("ABCD")
     assert len({one.messages[0]["content"] for one in asked}) > 10
     for one in asked:
         text = one.messages[0]["content"]
-        assert f"\n{one.letter}) {question.right}\n" in text and "'Answer: X'" in text
+        assert f"\n{one.answer}) {question.answer}\n" in text and "'Answer: X'" in text
         assert one.letters == "ABCD"
 
 
@@ -182,8 +181,8 @@ def test_generated_choices_say_their_answer():
     assert questions == generated_choice_questions(30) != generated_choice_questions(30, seed=1)
     for question in questions:
         asked = question.text.split("Who is the ")[1].split(" of ")[0]
-        assert f"{question.right} is the {asked}." in question.text
-        assert len({question.right, *question.wrong}) == 4
+        assert f"{question.answer} is the {asked}." in question.text
+        assert len({question.answer, *question.wrong}) == 4
 
 
 def test_generated_problems_have_right_answers():

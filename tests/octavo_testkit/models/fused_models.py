@@ -8,11 +8,9 @@ from torch import nn
 
 from octavo import ops
 from octavo.calibration.scale_file import LayerScales, ScaleSet
-from octavo.integrations.diffusers import full_size, fused_attention
-from octavo.integrations.diffusers.attention import find_layers
-from octavo.integrations.diffusers.current_layer import observe_attention
-from octavo.reference.qkv import normalize
-from octavo.reference.rotary import rotate
+from octavo.integrations.diffusers import full_size, processors
+from octavo.integrations.diffusers.attention import find_layers, observe_attention
+from octavo.reference.qkv import normalize, rotate
 from octavo_testkit.models.tiny_flux import make_flux2_transformer
 from octavo_testkit.models.tiny_pipelines import make_z_image_transformer
 
@@ -95,7 +93,7 @@ def scales_of(model, inputs):
 def stock_path():
     """All layers normalize and turn by themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_attention, "_prepare", lambda *args: None)
+        patch.setattr(processors, "_prepare", lambda *args: None)
         yield
 
 

@@ -90,15 +90,15 @@ class Seen:
         self.entries: list[Tensor] = []
         self.results: list[Tensor] = []
         self.num_runs = 0
-        first, last = model.transformer_blocks[0], model.single_transformer_blocks[-1]
+        last = model.single_transformer_blocks[-1]
         self._hooks = [
-            first.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.x_embedder.register_forward_hook(self._enter),
             model.norm_out.register_forward_pre_hook(self._leave),
             last.attn.register_forward_hook(self._run),
         ]
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.entries.append(kwargs["hidden_states"].clone())
+    def _enter(self, module: nn.Module, args: Any, result: Tensor) -> None:
+        self.entries.append(result.clone())
 
     def _leave(self, module: nn.Module, args: Any) -> None:
         self.results.append(args[0].clone())

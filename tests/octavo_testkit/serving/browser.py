@@ -72,7 +72,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait_for(self, expression, timeout_s=15):
+    def wait_for(self, expression, timeout_s=60):
         deadline = time.monotonic() + timeout_s
         while not self.run(expression):
             assert time.monotonic() < deadline, f"waited for {expression}"

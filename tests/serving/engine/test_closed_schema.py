@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.serving.engine.closed_schema import close_objects
+from octavo.serving.engine.guided import close_objects
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 DAYS = {"type": "object", "properties": {"days": {"type": "integer"}}}

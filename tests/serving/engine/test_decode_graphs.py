@@ -100,7 +100,7 @@ def test_a_pass_for_nobody():
         engine.add(request)
     while engine.stats().num_running != 1:
         engine.step()
-    assert len(engine._ahead.batch.chunks) == 2 and len(engine._ahead.open_chunks) == 1
+    assert len(engine._ahead.batch.chunks) == 2 and len(engine._ahead.batch.open_chunks) == 1
     engine.abort("b")
     # Again, by the same names: what is under way is of others.
     found = run(engine, *requests)
@@ -171,7 +171,7 @@ def test_a_step_that_is_interrupted_loses_no_token(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(engine._passes, "read", interrupt)
+        patched.setattr(engine._runner, "read", interrupt)
         engine.step()
     while engine.has_work:
         deltas += engine.step()

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 import octavo
-from octavo.layers.one_token_linear import OneTokenLinear
+from octavo.layers.linear import OneTokenLinear
 from octavo.serving.engine.engine import load_engine
 from octavo.serving.engine.settings import EngineSettings
 from octavo_testkit.serving.tiny_engine import finish, make_model, make_request

@@ -118,7 +118,7 @@ def test_random_schedules(family, data):
             done, truth = gather(deltas[name]), expected(family, parts, num_tokens)
             is_aborted = done.finish_reason == "abort"
             assert done.tokens == (truth[: len(done.tokens)] if is_aborted else truth)
-        assert engine.stats().num_pages_in_use == 0 and engine._runner.images.num_kept == 0
+        assert engine.stats().num_pages_in_use == 0 and len(engine._runner.images._kept) == 0
     finally:
         engine.close()
 
@@ -137,7 +137,7 @@ def test_preemption_and_prefix_hits_happen_and_change_nothing(family):
         ]
         stats = engine.stats()
         assert stats.num_preemptions > 0 and again[0].usage.cached_tokens >= 32
-        assert stats.num_pages_in_use == 0 and engine._runner.images.num_kept == 0
+        assert stats.num_pages_in_use == 0 and len(engine._runner.images._kept) == 0
     finally:
         engine.close()
 
@@ -226,7 +226,7 @@ def test_the_tower_runs_once_for_a_request_and_its_work_is_dropped_in_time():
         kept = []
         while engine.has_work:
             engine.step()
-            kept.append(store.num_kept)
+            kept.append(len(store._kept))
         assert found == [[0, 1]]
         # 6 + 17 + 3 + 8 + 9 tokens, four a step: the first image begins in the second step, and
         # the last one ends at the 33rd token, in the ninth.
@@ -247,9 +247,9 @@ def test_an_abort_drops_embeddings(engine):
     engine.add(make_request("a", (words(0, 1), 1, words(1, 100), 1, words(2, 1))))
     engine._scheduler.settings = replace(engine._scheduler.settings, max_num_batched_tokens=8)
     engine.step()
-    assert engine._runner.images.num_kept == 1
+    assert len(engine._runner.images._kept) == 1
     engine.abort("a")
-    assert engine._runner.images.num_kept == 0
+    assert len(engine._runner.images._kept) == 0
 
 
 def test_a_tower_that_fails_ends_its_own_request_alone(engine, monkeypatch, caplog):
@@ -265,7 +265,7 @@ def test_a_tower_that_fails_ends_its_own_request_alone(engine, monkeypatch, capl
     failed, *others = run(engine, *(make_request(str(n), p) for n, p in enumerate(asked)))
     assert failed.finish_reason == "error" and "OutOfMemoryError: too large" in failed.error
     assert [done.tokens for done in others] == [expected("qwen3_vl", p, 8) for p in asked[1:]]
-    assert engine.stats().num_pages_in_use == 0 and engine._runner.images.num_kept == 0
+    assert engine.stats().num_pages_in_use == 0 and len(engine._runner.images._kept) == 0
     assert "its images failed" in caplog.text
 
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 import octavo
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.linear_saturation import read_saturation
+from octavo.integrations.linear import read_saturation
 from octavo.integrations.transformers import engine_model
 from octavo.layers.joint_linear import JointPart
 from octavo.layers.linear import Fp8Linear
@@ -75,7 +75,7 @@ def test_a_model_that_is_quantized_already():
 
 
 def test_a_model_that_is_refused_stays_as_it_was(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **options):
         raise UnsupportedError("no")
 
     octavo.quantize_(model := make_model())

@@ -17,6 +17,7 @@ from octavo.serving.engine.sampler import Sampler, SamplerRow
 from octavo_testkit.models import tokenizers_of_kinds as kinds
 
 EOS = kinds.EOS
+OBJECT = {"type": "object"}
 BYTE_LEVEL, BYTE_FALLBACK = kinds.byte_level_with_eos(), kinds.byte_fallback()
 EXTRA = 20  # logits that the tokenizer has no token for
 PERSON = {
@@ -92,13 +93,13 @@ def test_a_schema_may_be_text():
 
 
 def test_any_json_object():
-    state = Grammar.json_object(BYTE_LEVEL, eos_tokens=[EOS]).start()
+    state = Grammar.from_json_schema(OBJECT, BYTE_LEVEL, eos_tokens=[EOS]).start()
     for token in of('{"a": [1, {"b": null}], "é": "日"}'):
         assert token in bits(state)
         state.advance(token)
     assert state.is_finished
     assert bits(state) == {EOS}
-    state = Grammar.json_object(BYTE_LEVEL, eos_tokens=[EOS]).start()
+    state = Grammar.from_json_schema(OBJECT, BYTE_LEVEL, eos_tokens=[EOS]).start()
     assert not bits(state) & set(of('["1t'))
 
 
@@ -253,9 +254,9 @@ def test_choices_are_texts(choices):
 def test_the_end_must_be_known():
     wrapped = kinds.byte_level()  # of transformers, without EOS
     with pytest.raises(ConfigError, match="give eos_tokens"):
-        Grammar.json_object(wrapped)
+        Grammar.from_json_schema(OBJECT, wrapped)
     with pytest.raises(ConfigError, match="give eos_tokens"):
-        Grammar.json_object(BYTE_LEVEL)
+        Grammar.from_json_schema(OBJECT, BYTE_LEVEL)
     wrapped.eos_token = "<pad>"
     state = Grammar.from_choices(["a"], wrapped).start()
     state.advance(of("a", wrapped.backend_tokenizer)[0])
@@ -265,15 +266,15 @@ def test_the_end_must_be_known():
 def test_a_tokenizer_without_bytes_is_refused():
     for tokenizer in (kinds.words(), kinds.word_piece(), object()):
         with pytest.raises(UnsupportedError, match="tokenizer"):
-            Grammar.json_object(tokenizer, eos_tokens=[EOS])
+            Grammar.from_json_schema(OBJECT, tokenizer, eos_tokens=[EOS])
     with pytest.raises(UnsupportedError, match="out of range"):
-        Grammar.json_object(BYTE_LEVEL, eos_tokens=[10**6])
+        Grammar.from_json_schema(OBJECT, BYTE_LEVEL, eos_tokens=[10**6])
 
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UnsupportedError, match=r"pip install .*\[server\]'"):
-        Grammar.json_object(BYTE_LEVEL, eos_tokens=[EOS])
+        Grammar.from_json_schema(OBJECT, BYTE_LEVEL, eos_tokens=[EOS])
 
 
 def test_a_forced_answer_beats_the_likeliest_token():

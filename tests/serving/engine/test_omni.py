@@ -196,14 +196,17 @@ def test_an_option_that_the_pipeline_has_not_raises(omni, sampling, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_inference_steps": 0}, r"num_inference_steps, an integer in \[1, 10000\], got 0"),
+        (
+            {"num_inference_steps": 0},
+            "num_inference_steps: expected a number greater than or equal to 1",
+        ),
         ({"num_inference_steps": True}, "got True"),
         ({"height": 48.0}, "height"),
         ({"seed": 2**63}, "seed"),
         ({"guidance_scale": float("nan")}, "guidance_scale"),
         ({"guidance_scale": "2"}, "guidance_scale"),
         ({"num_images_per_prompt": None}, "num_images_per_prompt"),
-        ({"negative_prompt": ["a"]}, "negative_prompt, a text"),
+        ({"negative_prompt": ["a"]}, "negative_prompt: expected a valid string"),
         ({"extra_args": {"height": 3}}, "extra_args: expected names of no other field"),
         ({"extra_args": {"generator": 3}}, "extra_args"),
     ],

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 import octavo
-from octavo.layers.host_copy import HostCopy
+from octavo.layers.saturation import HostCopy
 from octavo.recipe import Recipe
 from octavo.serving.engine import sizing
 from octavo.serving.engine.request import Saturated

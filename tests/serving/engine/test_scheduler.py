@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from octavo.cache.pages import PageAllocator
 from octavo.errors import CapacityError, ConfigError
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.engine.scheduler import Chunk, Scheduler, SchedulerSettings
+from octavo.serving.engine.scheduler import Chunk, Scheduler
 from octavo.serving.engine.sequence import Sequence
+from octavo.serving.engine.settings import EngineSettings
 
 
 def make_scheduler(num_pages=16, page_size=4, **changes):
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 8, **changes}
-    return Scheduler(PageAllocator(num_pages, page_size), SchedulerSettings(**options))
+    return Scheduler(PageAllocator(num_pages, page_size), EngineSettings(**options))
 
 
 def make_request(name, num_prompt=4, max_tokens=3, first=0):
@@ -119,6 +120,26 @@ def expected_output(sequence):
     for _ in range(sequence.request.sampling.max_tokens):
         tokens.append(next_token(tokens))
     return tokens[len(sequence.request.prompt) :]
+
+
+def test_requests_that_fill_all_pages_run_at_once():
+    """Who has all the pages it will ever need keeps none of them from a newcomer."""
+    scheduler = make_scheduler(num_pages=9, max_num_batched_tokens=64)
+    for name in "abc":
+        scheduler.add(make_request(name, num_prompt=9, max_tokens=4, first=100 * ord(name)))
+    assert [chunk.num_tokens for chunk in run_step(scheduler).chunks] == [9, 9, 9]
+    run_all(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_page_is_kept_for_each_that_will_grow():
+    scheduler = make_scheduler(num_pages=9, max_num_batched_tokens=64)
+    scheduler.add(make_request("a", num_prompt=9, max_tokens=5))  # 13 tokens: a fourth page
+    for name in "bc":
+        scheduler.add(make_request(name, num_prompt=9, max_tokens=4, first=100 * ord(name)))
+    assert [chunk.num_tokens for chunk in run_step(scheduler).chunks] == [9, 9]
+    run_all(scheduler)
+    assert scheduler.num_preemptions == 0
 
 
 def test_full_pages_of_a_known_prompt_are_found_and_one_token_is_computed():
@@ -228,7 +249,7 @@ def test_abort_frees_pages_wherever_the_request_is():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs of 1 or more"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected a number greater than or equal to 1, got 0"),
         ({"max_queue": 0}, "max_queue"),
         ({"max_context": 0}, "max_context"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_seqs \(9\)"),
@@ -236,7 +257,7 @@ def test_abort_frees_pages_wherever_the_request_is():
 )
 def test_settings_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        SchedulerSettings(**changes)
+        EngineSettings(**changes)
 
 
 def test_a_pass_needs_its_tokens():

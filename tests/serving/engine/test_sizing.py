@@ -64,7 +64,7 @@ def test_a_trial_has_all_tokens_and_sequences(model, monkeypatch, num_tokens, nu
         model, "forward", lambda *args: seen.append((*args, forward(*args))) or seen[-1][-1]
     )
     sizing.try_pass(model, model.cache_spec(16), num_tokens=num_tokens, num_seqs=num_seqs)
-    ((ids, _, rows, step, logits),) = seen
+    ((ids, _, rows, step, _, logits),) = seen
     assert (len(ids), len(rows), len(logits)) == (num_tokens, num_seqs, num_seqs)
     assert len(set(step.slots.tolist())) == num_tokens
 

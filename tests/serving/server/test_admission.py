@@ -157,7 +157,7 @@ def test_refused_bodies_are_given_back_once():
         stack = app.middleware_stack
         while not isinstance(stack, Gate):
             stack = stack.app
-        assert stack._num_large_bytes == 0
+        assert stack.num_large_bytes == 0
 
     with_client(scenario, max_body_bytes=2 * MIB)
 

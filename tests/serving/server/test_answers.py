@@ -22,7 +22,8 @@ def read(reader, parts):
     """(content, [(name, arguments), …]) of text that comes in parts."""
     pieces = [piece for part in parts for piece in reader.feed(part)] + reader.finish()
     content = "".join(piece for piece in pieces if isinstance(piece, str))
-    calls = [[p.name, p.arguments] for p in pieces if not isinstance(p, str)]
+    functions = [piece["function"] for piece in pieces if not isinstance(piece, str)]
+    calls = [[one.get("name"), one["arguments"]] for one in functions]
     return content, calls
 
 

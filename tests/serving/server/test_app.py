@@ -10,7 +10,7 @@ pytest.importorskip("httpx")
 
 from octavo.errors import ConfigError
 from octavo.serving.server.app import create_app
-from octavo.serving.server.guidance import GuidedGrammars
+from octavo.serving.server.guidance import guided_grammars
 from octavo.serving.server.settings import ServerSettings
 from octavo_testkit.serving.fake_engine import Deaf, FakeEngine
 from octavo_testkit.serving.fake_server import (
@@ -295,6 +295,14 @@ def test_time_out():
     assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
 
 
+def test_a_stream_that_takes_too_long_ends_with_an_error():
+    asked = {"prompt": "long:", "max_tokens": 1000, "stream": True}
+    documents, is_done = events(post(TEXT, asked, FakeEngine(step_s=0.02), timeout_s=0.2))
+    assert not is_done
+    assert documents[0]["choices"][0]["text"]
+    assert documents[-1]["error"]["code"] == "request_timeout"
+
+
 def test_openapi_describes_the_routes():
     document = get("/openapi.json").json()
     assert {CHAT, TEXT, "/v1/models", "/tokenize", "/detokenize"} <= document["paths"].keys()
@@ -324,13 +332,13 @@ def test_guided_answers_end_as_the_model_says():
     tokenizer = byte_level()
     assert tokenizer.eos_token_id is None
     engine = SimpleNamespace(tokenizer=tokenizer, eos_tokens=(9, 11, 5000))
-    state = GuidedGrammars(engine)({"type": "integer"}).start()
+    state = guided_grammars(engine)({"type": "integer"}).start()
     state.advance(*tokenizer.encode("7", add_special_tokens=False))
     allowed = state.allowed("cpu")[0].item()
     assert allowed >> 9 & 1
     assert allowed >> 11 & 1
     with pytest.raises(ConfigError, match="ends an answer"):
-        GuidedGrammars(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})
+        guided_grammars(SimpleNamespace(tokenizer=tokenizer, eos_tokens=()))({"type": "integer"})
 
 
 LOOK_UP = {"type": "function", "function": {"name": "look_up"}}

@@ -38,7 +38,7 @@ def with_engine(scenario, engine=None, **settings):
 
 
 async def read(asynchronous, request):
-    async with await asynchronous.submit(request) as answer:
+    async with asynchronous.submit(request) as answer:
         return gather([delta async for delta in answer])
 
 
@@ -63,9 +63,9 @@ def test_leaving_an_answer_aborts_it_whether_it_runs_or_waits():
     fake = FakeEngine(max_num_seqs=1, step_s=0.005)
 
     async def scenario(engine):
-        async with await engine.submit(ask("long:", "runs", max_tokens=4000)) as answer:
+        async with engine.submit(ask("long:", "runs", max_tokens=4000)) as answer:
             await anext(answer)
-            async with await engine.submit(ask("long:", "waits")):
+            async with engine.submit(ask("long:", "waits")):
                 assert engine.num_open == 2
             await wait_for(lambda: "waits" in fake.ended)
             assert "runs" not in fake.ended
@@ -87,9 +87,9 @@ def test_a_caller_cancelled_while_it_is_admitted_leaves_nothing():
     fake = Held()
 
     async def scenario(engine):
-        async with await engine.submit(ask("long:", "other")):
+        async with engine.submit(ask("long:", "other")):
             await asyncio.to_thread(is_inside.wait, 20)
-            task = asyncio.ensure_future(engine.submit(ask("long:", "gone")))
+            task = asyncio.ensure_future(engine.submit(ask("long:", "gone")).__aenter__())
             await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -111,7 +111,7 @@ def test_a_caller_cancelled_while_it_is_admitted_leaves_nothing():
 def test_a_request_that_the_engine_refuses(text, status, code):
     async def scenario(engine):
         with pytest.raises(ApiError) as caught:
-            await engine.submit(ask(text))
+            await engine.submit(ask(text)).__aenter__()
         assert (caught.value.status, caught.value.code) == (status, code)
         assert (await read(engine, ask("say:still here"))).text == "still here"
         assert engine.problem is None
@@ -124,11 +124,11 @@ def test_a_full_queue_is_429(limit):
     fake = FakeEngine(max_num_seqs=1, max_queue=1 if limit == "engine" else 100, step_s=0.01)
 
     async def scenario(engine):
-        async with await engine.submit(ask("long:", "runs", max_tokens=1000)) as first:
+        async with engine.submit(ask("long:", "runs", max_tokens=1000)) as first:
             await anext(first)
-            async with await engine.submit(ask("long:", "waits")):
+            async with engine.submit(ask("long:", "waits")):
                 with pytest.raises(ApiError) as caught:
-                    await engine.submit(ask("long:", "too many"))
+                    await engine.submit(ask("long:", "too many")).__aenter__()
                 assert caught.value.status == 429
                 assert caught.value.headers == {"Retry-After": "1"}
                 assert engine.num_open == 2
@@ -158,7 +158,7 @@ def test_a_failing_step_ends_everyone_and_the_engine():
         assert [getattr(result, "code", None) for result in results] == ["engine_failed"] * 4
         assert "the GPU is gone" in engine.problem
         with pytest.raises(ApiError) as caught:
-            await engine.submit(ask("say:hello"))
+            await engine.submit(ask("say:hello")).__aenter__()
         assert caught.value.status == 503
 
     with_engine(scenario)
@@ -169,7 +169,8 @@ def test_a_request_that_takes_too_long_is_aborted():
 
     async def scenario(engine):
         with pytest.raises(ApiError) as caught:
-            await read(engine, ask("long:", max_tokens=4000))
+            async with engine.slot():
+                await read(engine, ask("long:", max_tokens=4000))
         assert (caught.value.status, caught.value.code) == (504, "request_timeout")
         await wait_for(lambda: fake.ended == {"r": "abort"})
 
@@ -188,7 +189,7 @@ def test_draining_lets_requests_finish_or_aborts_them(grace_s):
             await engine.slot().__aenter__()
         await engine.close()
         with pytest.raises(ApiError, match="has ended"):
-            await engine.submit(ask("say:late", "late"))
+            await engine.submit(ask("say:late", "late")).__aenter__()
         if grace_s:
             assert (await running).finish_reason == "length"
         else:
@@ -224,3 +225,20 @@ def test_slots_are_as_many_as_may_be_open():
         assert engine.num_open == 0
 
     with_engine(scenario, FakeEngine(), max_open=2)
+
+
+def test_what_is_complete_may_take_longer_to_read():
+    """The deadline is the last token's: a slow client still gets all of it."""
+
+    async def scenario(engine):
+        async with (
+            engine.slot() as slot,
+            engine.submit(ask("long:", max_tokens=20), slot=slot) as answer,
+        ):
+            deltas = []
+            async for delta in answer:
+                await asyncio.sleep(0.05)
+                deltas.append(delta)
+        assert gather(deltas).finish_reason == "length"
+
+    with_engine(scenario, FakeEngine(), timeout_s=0.4)

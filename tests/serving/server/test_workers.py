@@ -158,9 +158,9 @@ def test_a_worker_that_somebody_else_killed_is_replaced():
 
 def test_a_task_waits_for_a_worker_that_is_starting():
     async def scenario(workers):
-        starting = workers.start()
+        workers.start()
+        workers._idle[0]._starting.result()  # the start itself succeeds, and is waited for
         pids = [await workers.run(tasks.pid, limit_s=LONG_S) for _ in range(3)]
-        starting.result()
         assert len(set(pids)) == 1
 
     with_workers(scenario)

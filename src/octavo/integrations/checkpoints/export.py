@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.atomic import temporary_folder, write_atomically
+from octavo.atomic import temporary_path, write_atomically
 from octavo.brief import brief, list_names
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
@@ -30,7 +30,7 @@ from octavo.integrations.checkpoints.kv_scales import (
     num_hidden_layers,
     read_kv_scales,
 )
-from octavo.integrations.checkpoints.kv_scheme import (
+from octavo.integrations.checkpoints.scheme import (
     Strategy,
     find_quantization_config,
     read_announcement,
@@ -91,7 +91,7 @@ def export_checkpoint(
     _check_target(source, target)
     scale_set.require_plain_keys("a checkpoint")
     plan = _make_plan(source, scale_set, format)
-    with temporary_folder(target.absolute().parent) as temporary:
+    with temporary_path(target.absolute().parent, is_folder=True) as temporary:
         num_linked = _write(plan, temporary, on_file)
         found = read_kv_scales(temporary)
         if found is None or dict(found.layers) != dict(plan.scales):
@@ -140,16 +140,23 @@ def _make_plan(source: Path, scale_set: ScaleSet, format: Format) -> _Plan:
     )
     strategy: Strategy = "attn_head" if is_per_head else "tensor"
     if format == "modelopt":
-        _check_modelopt(files, by_layer, strategy)
+        contents = {HF_QUANT_CONFIG_NAME: _make_hf_quant_config(files, by_layer, strategy)}
         by_layer = {name: LayerScales(None, s.k, s.v) for name, s in by_layer.items()}
-    scales = {name: _as_written(files, name, s, strategy) for name, s in by_layer.items()}
-    tensors = _make_tensors(scales, format)
-    if format == "modelopt":
-        contents = {HF_QUANT_CONFIG_NAME: make_hf_quant_config(files)}
+        form = "{layer}.{part}_proj.{part}_scale"
     else:
-        contents = {CONFIG_NAME: make_config(files, strategy)}
+        contents = {CONFIG_NAME: _make_config(files, strategy)}
+        form = "{layer}.{part}_scale"
+    scales: dict[str, LayerScales] = {}
+    tensors: dict[str, Tensor] = {}
+    shape = (-1, 1, 1) if is_per_head else () if format == "modelopt" else (1,)
+    for layer, given in by_layer.items():
+        written = _as_written(files, layer, given, strategy)
+        numbers: dict[str, Any] = {part: x.tolist() for part, x in written.items()}
+        scales[layer] = LayerScales(numbers.get("q"), numbers["k"], numbers["v"])
+        for part, x in written.items():
+            tensors[form.format(layer=layer, part=part)] = x.reshape(shape)
     copies = _files_to_copy(files, {*contents, INDEX_NAME})
-    contents[INDEX_NAME] = make_index(files, copies, tensors, SCALES_NAME)
+    contents[INDEX_NAME] = _make_index(files, copies, tensors)
     return _Plan(strategy, scales, tensors, contents, copies)
 
 
@@ -173,69 +180,30 @@ def _by_checkpoint_name(files: CheckpointFiles, scale_set: ScaleSet) -> dict[str
     return {targets[name]: scales for name, scales in scale_set.layers.items()}
 
 
-def _check_modelopt(
-    files: CheckpointFiles, by_layer: Mapping[str, LayerScales], strategy: Strategy
-) -> None:
-    if strategy != "tensor":
-        raise UnsupportedError(
-            "ModelOpt's format has one scale per tensor, got scales per head; "
-            "use the format compressed-tensors"
-        )
-    for layer in by_layer:
-        has_proj = all(f"{layer}.{part}_proj.weight" in files.tensors for part in "kv")
-        if not (has_proj and layer.endswith((".self_attn", ".mixer"))):
-            raise UnsupportedError(
-                f"ModelOpt's format needs self_attn.k_proj and v_proj, got {brief(layer)} without; "
-                "use the format compressed-tensors"
-            )
-
-
 def _as_written(
     files: CheckpointFiles, layer: str, scales: LayerScales, strategy: Strategy
-) -> LayerScales:
-    """The scales in float32, and for each head where any layer has them so."""
+) -> dict[str, Tensor]:
+    """The scales of q, k and v in float32, and for each head where any layer has them so."""
     num_keys = {len(s) for s in (scales.k, scales.v) if isinstance(s, tuple)}
-    written: dict[str, Any] = {"q": None}
+    written: dict[str, Tensor] = {}
     for part in ("q", "k", "v"):
         scale = getattr(scales, part)
         if scale is None:
             continue
-        if strategy == "tensor":
-            written[part] = _in_float32([scale])[0]
-            continue
+        numbers = torch.tensor(scale, dtype=torch.float32)
         known = head_counts(files, part)
-        num_heads = len(scale) if isinstance(scale, tuple) else None
-        if num_heads is None:  # one scale for all heads is the same one for each
+        if strategy == "attn_head" and not isinstance(scale, tuple):  # each head has the same one
             counts = num_keys if part != "q" and num_keys else set(known[:1])
             if not counts:
                 raise UnsupportedError(f"{layer}: the config does not say how many heads there are")
-            scale = (scale,) * counts.pop()
-        elif known and num_heads not in known:
+            numbers = numbers.repeat(counts.pop())
+        elif isinstance(scale, tuple) and known and len(scale) not in known:
             raise CheckpointError(
                 f"{layer}: expected {' or '.join(map(str, known))} scales for the heads of {part}, "
-                f"got {num_heads}"
+                f"got {len(scale)}"
             )
-        written[part] = _in_float32(scale)
-    return LayerScales(**written)
-
-
-def _in_float32(numbers: Any) -> tuple[float, ...]:
-    return tuple(torch.tensor(numbers, dtype=torch.float32).tolist())
-
-
-def _make_tensors(scales: Mapping[str, LayerScales], format: Format) -> dict[str, Tensor]:
-    tensors = {}
-    for layer, layer_scales in scales.items():
-        for part in ("q", "k", "v"):
-            scale = getattr(layer_scales, part)
-            if scale is None:
-                continue
-            if format == "modelopt":
-                tensors[f"{layer}.{part}_proj.{part}_scale"] = torch.tensor(scale)
-            else:
-                shape = (-1, 1, 1) if isinstance(scale, tuple) else (1,)
-                tensors[f"{layer}.{part}_scale"] = torch.tensor(scale).reshape(shape)
-    return tensors
+        written[part] = numbers
+    return written
 
 
 def _files_to_copy(files: CheckpointFiles, written: set[str]) -> dict[Path, str]:
@@ -254,10 +222,9 @@ def _files_to_copy(files: CheckpointFiles, written: set[str]) -> dict[Path, str]
             name = path.relative_to(files.folder).as_posix()
             if name not in written:
                 found[path] = RENAMED_SINGLE_NAME if name == SINGLE_NAME else name
-    for name in (SCALES_NAME, RENAMED_SINGLE_NAME):
-        is_taken = name == SCALES_NAME or files.folder / SINGLE_NAME in found
-        if is_taken and (files.folder / name).exists():
-            raise CheckpointError(f"expected no file {name} in {files.folder}, got one; remove it")
+    new = {SCALES_NAME, *(name for path, name in found.items() if path.name != Path(name).name)}
+    if taken := [name for name in new if (files.folder / name).exists()]:
+        raise CheckpointError(f"expected no file {taken[0]} in {files.folder}, got one; remove it")
     return found
 
 
@@ -278,7 +245,9 @@ def _write(plan: _Plan, folder: Path, on_file: Callable[[int, int], None]) -> in
     save_file(dict(plan.tensors), folder / SCALES_NAME, metadata={"format": "pt"})
     _sync(folder / SCALES_NAME)
     for name, document in plan.contents.items():
-        write_atomically(folder / name, to_json(document))
+        # As transformers lays it out.
+        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(folder / name, text.encode())
     return num_linked
 
 
@@ -296,7 +265,7 @@ def _link(path: Path, copy: Path) -> bool:
     return True
 
 
-def make_config(files: CheckpointFiles, strategy: Strategy) -> dict[str, Any]:
+def _make_config(files: CheckpointFiles, strategy: Strategy) -> dict[str, Any]:
     """config.json with a kv_cache_scheme, in what compressed-tensors wrote there or alone."""
     config = copy.deepcopy(files.config)
     settings = find_quantization_config(config)
@@ -327,12 +296,26 @@ def make_config(files: CheckpointFiles, strategy: Strategy) -> dict[str, Any]:
     return config
 
 
-def make_hf_quant_config(files: CheckpointFiles) -> dict[str, Any]:
+def _make_hf_quant_config(
+    files: CheckpointFiles, layers: Iterable[str], strategy: Strategy
+) -> dict[str, Any]:
     """hf_quant_config.json for weights that are not quantized.
 
     vLLM knows the file by its producer's name, and refuses it without a quant_algo: so the weights
     are FP8 except for all of them.
     """
+    if strategy != "tensor":
+        raise UnsupportedError(
+            "ModelOpt's format has one scale per tensor, got scales per head; "
+            "use the format compressed-tensors"
+        )
+    for layer in layers:
+        has_proj = all(f"{layer}.{part}_proj.weight" in files.tensors for part in "kv")
+        if not (has_proj and layer.endswith((".self_attn", ".mixer"))):
+            raise UnsupportedError(
+                f"ModelOpt's format needs self_attn.k_proj and v_proj, got {brief(layer)} without; "
+                "use the format compressed-tensors"
+            )
     if find_quantization_config(files.config) is not None or files.hf_quant_config is not None:
         raise CheckpointError(
             f"expected weights in BF16 for ModelOpt's format, got {files.folder} with a "
@@ -348,11 +331,8 @@ def make_hf_quant_config(files: CheckpointFiles) -> dict[str, Any]:
     }
 
 
-def make_index(
-    files: CheckpointFiles,
-    new_names: Mapping[Path, str],
-    tensors: Mapping[str, Tensor],
-    scales_name: str,
+def _make_index(
+    files: CheckpointFiles, new_names: Mapping[Path, str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """The index of all tensors: the source's, by the new names of their files, and the scales."""
     metadata = dict((files.index or {}).get("metadata") or {})
@@ -361,10 +341,5 @@ def make_index(
     if isinstance(metadata.get("total_parameters"), int):
         metadata["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())
     weight_map = {name: new_names[entry.path] for name, entry in files.tensors.items()}
-    weight_map |= dict.fromkeys(tensors, scales_name)
+    weight_map |= dict.fromkeys(tensors, SCALES_NAME)
     return {"metadata": metadata, "weight_map": weight_map}
-
-
-def to_json(document: dict[str, Any]) -> bytes:
-    """A file's content, as transformers lays it out."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.brief import brief, list_names
-from octavo.calibration.scale_document import MAX_SCALE, MIN_SCALE, Scale
-from octavo.calibration.scale_file import (
-    LayerScales,
-    ScaleSet,
-)
+from octavo.calibration.scale_document import Scale
+from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.kv_scheme import (
+from octavo.integrations.checkpoints.scheme import (
     Announcement,
     Strategy,
     check_no_fnuz,
@@ -23,7 +20,7 @@ from octavo.integrations.checkpoints.tensor_files import (
     CheckpointFiles,
     TensorEntry,
     check_zeros,
-    read_tensor,
+    read_scales,
 )
 
 _LAYER = r"(?P<layer>(?:.+\.)?(?:self_attn|self_attention|attention|attn|mixer))"
@@ -59,26 +56,6 @@ class ScaleName:
     part: str  # q, k, v, kv
     kind: str  # scale, zero_point
     layout: str
-
-
-def find_scale_names(tensors: Iterable[str], *, is_output_kv: bool) -> list[ScaleName]:
-    """The KV-cache scales among tensors; CheckpointError for any that only look like one.
-
-    is_output_kv: whether the scale of a projection's output is that of the cache.
-    """
-    found, unknown = [], []
-    for tensor in tensors:
-        name = parse_scale_name(tensor)
-        if name is not None and (name.layout != "output" or is_output_kv):
-            found.append(name)
-        elif name is None and _LOOKS_LIKE_ONE.search(tensor):
-            unknown.append(tensor)
-    if unknown:
-        raise CheckpointError(
-            "expected scales of the KV cache by a known name such as model.layers.0.self_attn."
-            f"k_scale, got {list_names(unknown)}"
-        )
-    return found
 
 
 def parse_scale_name(tensor: str) -> ScaleName | None:
@@ -137,15 +114,15 @@ def match_layers(names: Iterable[str], targets: Sequence[str]) -> dict[str, str]
     found: dict[str, str] = {}
     unmatched = []
     for name in names:
-        candidates = [name] if name in known else by_key.get(_layer_key(name), [])
-        if len(candidates) > 1:
-            raise CheckpointError(
-                f"expected one layer that {name!r} stands for, got {list_names(candidates)}"
-            )
-        if not candidates:
-            unmatched.append(name)
-            continue
-        found[name] = candidates[0]
+        match [name] if name in known else by_key.get(_layer_key(name), []):
+            case [target]:
+                found[name] = target
+            case []:
+                unmatched.append(name)
+            case candidates:
+                raise CheckpointError(
+                    f"expected one layer that {name!r} stands for, got {list_names(candidates)}"
+                )
     if unmatched:
         raise CheckpointError(
             f"expected scales for {list_names(list(targets)) or 'no layer'}, "
@@ -196,16 +173,25 @@ def read_kv_scales(folder: Path, modules: Sequence[str] | None = None) -> ScaleS
 
 
 def find_kv_scale_names(files: CheckpointFiles, announced: Announcement) -> list[ScaleName]:
-    """The tensors of a checkpoint that are KV-cache scales or their zero points."""
-    is_output_kv = announced.is_announced
-    names = find_scale_names(files.tensors, is_output_kv=is_output_kv)
+    """The tensors of a checkpoint that are KV-cache scales or their zero points.
+
+    The scale of a projection's output is one of the cache if the cache is announced to have some.
+    CheckpointError for any that only looks like one.
+    """
+    parsed = {tensor: parse_scale_name(tensor) for tensor in files.tensors}
+    names = [name for name in parsed.values() if name is not None]
     by_output = [name.tensor for name in names if name.layout == "output"]
-    if by_output and announced.has_output_scales:
+    if unknown := [x for x, name in parsed.items() if not name and _LOOKS_LIKE_ONE.search(x)]:
+        raise CheckpointError(
+            "expected scales of the KV cache by a known name such as model.layers.0.self_attn."
+            f"k_scale, got {list_names(unknown)}"
+        )
+    if by_output and announced.is_announced and announced.has_output_scales:
         raise CheckpointError(
             "expected scales of outputs or of the KV cache, got both announced and "
             f"{list_names(by_output)}"
         )
-    return names
+    return [name for name in names if announced.is_announced or name.layout != "output"]
 
 
 def _check_announced(names: list[ScaleName], announced: Announcement) -> None:
@@ -215,9 +201,9 @@ def _check_announced(names: list[ScaleName], announced: Announcement) -> None:
             "copy the missing files, or remove kv_cache_scheme (kv_cache_quant_algo)"
         )
     is_modelopt = all(name.layout == "modelopt" for name in names)
-    if announced.is_announced or (is_modelopt and announced.method is None):
-        return
-    if announced.needs_scheme:
+    method = announced.method or ("modelopt" if is_modelopt else "")
+    is_clear = method == "fp8" or method.startswith("modelopt")  # whose scales need no scheme
+    if not announced.is_announced and not is_clear:
         method = f"quant_method {announced.method}" if announced.method else "nothing quantized"
         raise CheckpointError(
             f"expected a kv_cache_scheme for {list_names([name.tensor for name in names])}, "
@@ -234,7 +220,7 @@ def _read_layers(
             check_zeros(files.tensors[name.tensor])
             continue
         parts = by_layer.setdefault(name.layer, {})
-        for part in name.part if name.part == "kv" else (name.part,):
+        for part in name.part:  # "kv" is both
             if part in parts:
                 raise CheckpointError(
                     f"expected one scale, got {brief(parts[part].tensor)} and {brief(name.tensor)}"
@@ -283,25 +269,16 @@ def _read_scale(
         raise CheckpointError(
             f"{brief(entry.name)}: expected {expected}{announced}, got shape {list(entry.shape)}"
         )
-    numbers = read_tensor(entry).flatten().tolist()
-    if wrong := [number for number in numbers if not MIN_SCALE <= number <= MAX_SCALE]:
-        raise CheckpointError(
-            f"{brief(entry.name)}: expected positive finite scales, 2^-126 to 2^126, "
-            f"got {', '.join(map(str, wrong[:5]))}"
-        )
-    return tuple(map(float, numbers)) if is_per_head else float(numbers[0])
+    numbers: list[float] = read_scales(entry).flatten().tolist()
+    return tuple(numbers) if is_per_head else numbers[0]
 
 
 def head_counts(files: CheckpointFiles, part: str) -> list[int]:
     """How many heads a layer may have by the config; none if it does not say."""
     queries = files.text_value("num_attention_heads")
     keys = files.text_value("num_key_value_heads")
-    counts = (
-        (queries,)
-        if part == "q"
-        else (queries if keys is None else keys, files.text_value("num_global_key_value_heads"))
-    )
-    return [count for count in counts if isinstance(count, int)]
+    of_keys = [keys or queries, files.text_value("num_global_key_value_heads")]
+    return [count for count in ([queries] if part == "q" else of_keys) if isinstance(count, int)]
 
 
 def num_hidden_layers(files: CheckpointFiles) -> int | None:

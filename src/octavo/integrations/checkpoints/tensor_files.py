@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.brief import brief, list_names, unique_keys
+from octavo.calibration.scale_document import MAX_SCALE, MIN_SCALE
 from octavo.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
@@ -69,10 +70,22 @@ class CheckpointFiles:
         if config is None:
             names = list_names(sorted(path.name for path in folder.iterdir()))
             raise CheckpointError(f"expected {CONFIG_NAME} in {folder}, got {names or 'nothing'}")
-        index = read_json(folder / INDEX_NAME)
-        paths = _weight_paths(folder, index)
+        index = _read_index(folder / INDEX_NAME, is_flat=True)
+        weight_map = {} if index is None else index["weight_map"]
+        has_single = (folder / SINGLE_NAME).exists()
+        if index is not None and has_single and SINGLE_NAME not in weight_map.values():
+            raise CheckpointError(
+                f"expected {SINGLE_NAME} or {INDEX_NAME}, got both; transformers reads the first "
+                "and vLLM the second: remove one"
+            )
+        weights = {SINGLE_NAME} if index is None and has_single else {*weight_map.values()}
+        paths = tuple(folder / name for name in sorted(weights))
         tensors = read_headers(paths)
-        _check_index(index, tensors)
+        for name, file_name in weight_map.items():
+            if name not in tensors or tensors[name].path.name != file_name:
+                raise CheckpointError(
+                    f"{INDEX_NAME}: expected {brief(name)} in {file_name}, got none there"
+                )
         hf_quant_config = read_json(folder / HF_QUANT_CONFIG_NAME)
         return cls(folder, config, hf_quant_config, index, paths, tensors)
 
@@ -170,53 +183,64 @@ def read_tensor(entry: TensorEntry) -> Tensor:
             f"{brief(entry.name)}: expected {entry.num_elements} numbers of {entry.dtype}, "
             f"got {num_bytes} bytes"
         )
-    with open(entry.path, "rb") as file:
-        file.seek(entry.start)
-        content = bytearray(file.read(num_bytes))
-    if len(content) < num_bytes:
-        raise CheckpointError(f"{brief(entry.name)}: the file {entry.path.name} ends too early")
-    return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
+    return torch.frombuffer(_read_bytes(entry), dtype=dtype).reshape(entry.shape)
+
+
+def read_scales(entry: TensorEntry) -> Tensor:
+    """A tensor of scales, float64."""
+    scales = read_tensor(entry).double()
+    is_right = (scales >= MIN_SCALE) & (scales <= MAX_SCALE)
+    if not bool(is_right.all()):
+        wrong = scales[~is_right].flatten()[:5].tolist()
+        raise CheckpointError(
+            f"{brief(entry.name)}: expected positive finite scales, 2^-126 to 2^126, got "
+            f"{', '.join(map(str, wrong))}"
+        )
+    return scales
 
 
 def check_zeros(entry: TensorEntry) -> None:
     """Raise CheckpointError unless a zero point is what symmetric quantization has: zeros."""
     if entry.dtype in ("F8_E4M3", "I8", "U8", "I32", "I64"):
-        with open(entry.path, "rb") as file:
-            file.seek(entry.start)
-            is_zero = not any(file.read(entry.stop - entry.start))
+        is_zero = not any(_read_bytes(entry))
     else:
         is_zero = not read_tensor(entry).any()
     if not is_zero:
         raise CheckpointError(f"{brief(entry.name)}: expected zeros (symmetric), got others")
 
 
-def _weight_paths(folder: Path, index: dict[str, Any] | None) -> tuple[Path, ...]:
-    has_single = (folder / SINGLE_NAME).exists()
+def _read_bytes(entry: TensorEntry) -> bytearray:
+    with open(entry.path, "rb") as file:
+        file.seek(entry.start)
+        content = bytearray(file.read(entry.stop - entry.start))
+    if len(content) < entry.stop - entry.start:
+        raise CheckpointError(f"{brief(entry.name)}: the file {entry.path.name} ends too early")
+    return content
+
+
+def _read_index(path: Path, *, is_flat: bool = False) -> dict[str, Any] | None:
+    """The index of weight files, all of which are there; None if there is no index.
+
+    is_flat: whether they have to be beside it.
+    """
+    try:
+        index = read_json(path)
+    except CheckpointError as error:
+        raise damaged(path, str(error)) from None
     if index is None:
-        return (folder / SINGLE_NAME,) if has_single else ()
+        return None
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
-        raise CheckpointError(f"{INDEX_NAME}: expected a weight_map of file names")
+        raise damaged(path, "expected a weight_map of file names")
     names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{INDEX_NAME}: expected file names, got {list_names(outside)}")
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{INDEX_NAME} names files that are missing: {list_names(missing)}")
-    if has_single and SINGLE_NAME not in names:
+    if is_flat and (outside := [name for name in names if Path(name).name != name]):
+        raise CheckpointError(f"{path.name}: expected file names, got {list_names(outside)}")
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
         raise CheckpointError(
-            f"expected {SINGLE_NAME} or {INDEX_NAME}, got both; transformers reads the first and "
-            "vLLM the second: remove one"
+            f"{path} names weight files that are missing: {list_names(missing)}; download or copy "
+            "them again"
         )
-    return tuple(folder / name for name in names)
-
-
-def _check_index(index: dict[str, Any] | None, tensors: Mapping[str, TensorEntry]) -> None:
-    weight_map = index["weight_map"] if index is not None else {}
-    for name, file_name in weight_map.items():
-        if name not in tensors or tensors[name].path.name != file_name:
-            raise CheckpointError(
-                f"{INDEX_NAME}: expected {brief(name)} in {file_name}, got none there"
-            )
+    return index
 
 
 def find_damage(place: Path) -> str | None:
@@ -242,22 +266,9 @@ def _weight_files(place: Path) -> Iterator[Path]:
         return
     for front in ("", "*/"):  # the components of a pipeline have folders of their own
         for index in sorted(place.glob(f"{front}*.index.json")):
-            _check_files(index)
+            _read_index(index)
         yield from sorted(place.glob(f"{front}*.safetensors"))
         yield from sorted(place.glob(f"{front}*.gguf"))
-
-
-def _check_files(index: Path) -> None:
-    try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        missing = [name for name in names if not (index.parent / name).is_file()]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise damaged(index, f"expected the index of weight files, got {error!r}") from None
-    if missing:
-        raise CheckpointError(
-            f"{index} names weight files that are missing: {list_names(missing)}; download or copy "
-            "them again"
-        )
 
 
 def _check_tensors(path: Path) -> None:

@@ -1,11 +1,16 @@
 """FP8 attention as an attention backend of diffusers.
 
-diffusers' backends are the members of a closed enum. Ours is appended to it, and set on the
-processors of single layers: never as the active backend, which every other model would take.
+diffusers' backends are the members of a closed enum, and are told nothing of the layer that calls
+them. Ours are appended to it, and set on the processors of single layers: never as the active
+backend, which every other model would take. Hooks on a layer leave word for its backend, in the
+same thread; in a compiled block both are traced, and the scales of each layer are inputs of one
+graph.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import AttentionBackendName
@@ -14,18 +19,16 @@ from torch import Tensor, nn
 from octavo import ops
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.attention_scales import as_tensors
-from octavo.integrations.diffusers.current_layer import (
-    Left,
-    add_backend,
-    current_scales,
-    hook_scales,
+from octavo.integrations.attention_layers import as_tensors
+from octavo.integrations.diffusers.processors import (
+    BACKEND,
+    is_fused,
+    put_backend_,
     take_left,
+    unfuse_,
 )
-from octavo.integrations.diffusers.fused_attention import fuse_, is_fused, is_ours, unfuse_
-from octavo.integrations.diffusers.masks import reduce_mask
-from octavo.integrations.diffusers.two_streams import Three
 from octavo.integrations.linear import layer_index
+from octavo.integrations.patch import Patch, begin_patch, undo_patches_
 from octavo.internals import internals, require
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.granularity import PerHead, PerTensor
@@ -36,17 +39,37 @@ from octavo.recipe import AttentionSettings
 
 with internals("diffusers"):
     from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+    from diffusers.models.attention_dispatch import (
+        _AttentionBackendRegistry,
+        dispatch_attention_fn,
+    )
 with internals("torch"):
+    from torch import _assert_async
     from torch.overrides import _get_current_function_mode_stack
 
-require("diffusers.models.attention.AttentionModuleMixin._attention_backend")
+require(
+    "diffusers.models.attention.AttentionModuleMixin._attention_backend",
+    "diffusers.models.attention_dispatch._AttentionBackendRegistry",
+)
 
-BACKEND = "octavo"
+See = Callable[[str, Tensor, Tensor, Tensor], None]
+FEATURE, OBSERVED = "attention", "octavo_observed"
 _LABEL = "FP8 attention"
-# Where a processor keeps the backend that it had before.
-_PREVIOUS = "_octavo_previous_backend"
-# Where a layer keeps the hooks that hand its static scales to the backend.
-_HOOKS = "_octavo_scale_hooks"
+NOT_REDUCIBLE = (
+    "expected a mask that hides the same keys from all queries and heads (padding), got another "
+    "pattern; leave such layers to diffusers: skip_layers"
+)
+
+
+class _Current(threading.local):
+    """What the layer that runs has for its backend; observer: name, function, backend to run."""
+
+    def __init__(self) -> None:  # in each thread: a compiled block guards what it finds here
+        self.scales: QkvScales | None = None
+        self.observer: tuple[str, See, AttentionBackendName | None] | None = None
+
+
+_CURRENT = _Current()
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -68,6 +91,11 @@ def find_others(model: nn.Module) -> dict[str, str]:
     return others
 
 
+def find_fused(model: nn.Module) -> list[str]:
+    """The layers whose norms and rotary embedding are part of the pass that quantizes."""
+    return [name for name, layer in find_layers(model).items() if is_fused(layer)]
+
+
 def as_patterns_see(model: nn.Module) -> list[Layer]:
     """The attention layers as `skip_layers` sees them."""
     return [Layer(name, layer_index(name)) for name in find_layers(model)]
@@ -84,10 +112,20 @@ def choose_layers(
             "attention: expected attention layers that ask diffusers for a backend, got none in "
             f"{type(model).__name__}"
         )
-    processors: dict[str, Any] = {name: layer.processor for name, layer in layers.items()}
-    skipped = {id(processors[name]): name for name in layers.keys() - chosen.keys()}
-    for name in chosen:
-        _check_processor(name, processors[name], skipped.get(id(processors[name])))
+    skipped = {id(layers[name].processor): name for name in layers.keys() - chosen.keys()}
+    for name, layer in chosen.items():
+        processor = layer.processor
+        if (other := skipped.get(id(processor))) is not None:
+            raise UnsupportedError(
+                f"attention layer {name}: expected a processor of its own, got one that it shares "
+                f"with {other}, which is skipped: skip both or none"
+            )
+        if hasattr(processor, BACKEND):
+            raise ConfigError(f"attention layer {name}: expected plain attention, got FP8 already")
+        if getattr(processor, "_parallel_config", None) is not None:
+            raise UnsupportedError(
+                f"attention layer {name}: expected attention on one device, got context parallelism"
+            )
     return chosen
 
 
@@ -121,64 +159,119 @@ def attach(
     chosen = choose_layers(model, skip_layers)
     static = check_scales(chosen, settings, scales)
     member = register(settings, promote_every)
+    for layer in chosen.values():
+        undo_patches_(layer, FEATURE)  # of a processor that diffusers has replaced
     for name, layer in chosen.items():
-        processor: Any = layer.processor
-        if not hasattr(processor, _PREVIOUS):  # one processor may serve several layers
-            setattr(processor, _PREVIOUS, processor._attention_backend)
-            fuse_(processor, member)
-        processor._attention_backend = member
-        for hook in getattr(layer, _HOOKS, ()):  # of a processor that diffusers has replaced
-            hook.remove()
+        patch = begin_patch(layer, FEATURE)
+        if not hasattr(layer.processor, BACKEND):  # one processor may serve several layers
+            put_backend_(layer.processor, member, patch)
         if name in static:
             device = next((x.device for x in layer.parameters()), None)
-            placed = QkvScales(*(x.to(device) for x in _parts(static[name])))
-            setattr(layer, _HOOKS, hook_scales(layer, placed))
+            own = static[name]
+            placed = QkvScales(*(x.to(device) for x in (own.q, own.k, own.v)))
+            _leave(layer, "scales", placed, patch)  # not always: torch would compile each block
     return list(chosen)
-
-
-def _parts(scales: QkvScales) -> tuple[Tensor, Tensor, Tensor]:
-    return scales.q, scales.k, scales.v
-
-
-def _check_processor(name: str, processor: Any, skipped: str | None) -> None:
-    if skipped is not None:
-        raise UnsupportedError(
-            f"attention layer {name}: expected a processor of its own, got one that it shares with "
-            f"{skipped}, which is skipped: skip both or none"
-        )
-    if hasattr(processor, _PREVIOUS):
-        raise ConfigError(f"attention layer {name}: expected plain attention, got FP8 already")
-    if getattr(processor, "_parallel_config", None) is not None:
-        raise UnsupportedError(
-            f"attention layer {name}: expected attention on one device, got context parallelism"
-        )
 
 
 def detach(model: nn.Module) -> list[str]:
     """Give the layers back the backends that they had; returns the names of the layers."""
-    names, processors = [], {}
-    for name, layer in find_layers(model).items():
-        processor: Any = layer.processor
-        # diffusers may have made another processor, or one of our class without a backend.
-        if hasattr(processor, _PREVIOUS) or hasattr(layer, _HOOKS) or is_ours(processor):
-            names.append(name)
-        if hasattr(processor, _PREVIOUS):
-            processors[id(processor)] = processor
-        if hasattr(layer, _HOOKS):
-            for hook in getattr(layer, _HOOKS):
-                hook.remove()
-            delattr(layer, _HOOKS)
-    for processor in processors.values():
-        processor._attention_backend = getattr(processor, _PREVIOUS)
-        delattr(processor, _PREVIOUS)
+    names = undo_patches_(model, FEATURE)
     for layer in find_layers(model).values():
         unfuse_(layer.processor)
     return names
 
 
-def find_fused(model: nn.Module) -> list[str]:
-    """The layers whose norms and rotary embedding are part of the pass that quantizes."""
-    return [name for name, layer in find_layers(model).items() if is_fused(layer)]
+def _leave(
+    layer: nn.Module, name: str, value: object, patch: Patch, *, always_call: bool = False
+) -> None:
+    """Let a layer's backend find a value in `_CURRENT`, while the layer runs."""
+
+    def leave(module: nn.Module, args: object) -> None:
+        setattr(_CURRENT, name, value)
+
+    def take_back(module: nn.Module, args: object, result: object) -> None:
+        setattr(_CURRENT, name, None)
+
+    patch.hook(layer.register_forward_pre_hook(leave))
+    patch.hook(layer.register_forward_hook(take_back, always_call=always_call))
+
+
+def current_scales(query: Tensor) -> QkvScales:
+    """The static scales of the layer that runs, on the device of its queries."""
+    scales = _CURRENT.scales
+    if scales is None:
+        raise UnsupportedError(
+            "static FP8 attention: expected a call through its layer, got one of its processor "
+            "alone, which has no scales"
+        )
+    return QkvScales(*(x.to(query.device) for x in (scales.q, scales.k, scales.v)))
+
+
+@contextmanager
+def observe_attention(layers: Mapping[str, nn.Module], see: See) -> Iterator[None]:
+    """Call `see` with name, q, k and v of these layers, [batch, length, heads, head_dim].
+
+    They run with the backends that they have.
+    """
+    member = AttentionBackendName(OBSERVED)
+    processors: dict[str, Any] = {name: layer.processor for name, layer in layers.items()}
+    before = {name: one._attention_backend for name, one in processors.items()}
+    with Patch() as patch:
+        for name, layer in layers.items():
+            _leave(layer, "observer", (name, see, before[name]), patch, always_call=True)
+            patch.set(processors[name], "_attention_backend", member)
+        yield
+
+
+def octavo_observed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+    **others: Any,
+) -> Any:
+    """Show q, k and v, then run the backend that the layer had."""
+    if _CURRENT.observer is None:
+        raise UnsupportedError(
+            "attention: expected a call through its layer to calibrate it, got one of its "
+            "processor alone"
+        )
+    name, see, backend = _CURRENT.observer
+    see(name, query, key, value)
+    return dispatch_attention_fn(
+        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, others),
+        backend=backend,
+        parallel_config=_parallel_config,
+    )
+
+
+def add_backend(name: str, run: Callable[..., Any]) -> AttentionBackendName:
+    """The enum's member of this name, with `run` as its function if it has none yet.
+
+    diffusers has no public way to add a member, and drops what a backend's signature does not name.
+    This one is given whatever any backend takes, and refuses what it cannot do.
+    """
+    if name not in AttentionBackendName._value2member_map_:
+        made: Any = str.__new__(AttentionBackendName, name)
+        made._name_, made._value_ = name.upper(), name
+        made._sort_order_ = len(AttentionBackendName._member_names_)
+        AttentionBackendName._member_names_.append(made._name_)
+        AttentionBackendName._member_map_[made._name_] = made
+        AttentionBackendName._value2member_map_[name] = made
+    member = AttentionBackendName(name)
+    if member not in _AttentionBackendRegistry._backends:
+        known = set().union(*_AttentionBackendRegistry._supported_arg_names.values())
+        _AttentionBackendRegistry.register(member)(run)
+        _AttentionBackendRegistry._supported_arg_names[member] |= known
+    return member
+
+
+add_backend(OBSERVED, octavo_observed)
 
 
 def register(settings: AttentionSettings, promote_every: int | None = 1) -> AttentionBackendName:
@@ -187,7 +280,7 @@ def register(settings: AttentionSettings, promote_every: int | None = 1) -> Atte
     A backend learns nothing of the layer that calls it: settings that are not the default have a
     backend of their own.
     """
-    name = BACKEND
+    name = "octavo"
     if settings.scaling == "static":
         name += "_static"  # whose granularity is that of the layer's scales
     elif settings.granularity != "tensor":
@@ -210,27 +303,25 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        return_lse: bool = False,
-        _parallel_config: object = None,
         **others: object,
     ) -> Tensor:
         left = take_left()
-        refused = {"return_lse": return_lse, "parallel_config": _parallel_config, **others}
-        _refuse(dropout_p, **refused)
+        _refuse(dropout_p, others)
         _check_shapes(query, key, enable_gqa, is_causal, attn_mask is not None)
         check_fp8_device(_LABEL, query.device, None)
         if _skips_scores() and query.shape == value.shape:
             return value
-        reduced = None
+        mask = None
         if attn_mask is not None:
             sizes = (query.shape[0], query.shape[1], key.shape[1])
-            reduced = reduce_mask(attn_mask.to(query.device), *sizes)
-        qkv, first = _find_streams(left, (query, key, value))
+            mask = reduce_mask(attn_mask.to(query.device), *sizes)
+        streams = None if left is None else left.take_streams((query, key, value))
+        qkv, first = ((query, key, value), None) if streams is None else streams
         quantized = ops.quantize_qkv(
             *qkv,
             current_scales(query) if is_static else None,
             granularity=None if is_static else granularity,
-            norm=None if left is None else left.norm,
+            norm=None if left is None else left.qk_norm,
             rotary=None if left is None else left.rotary,
             value_layout="transposed" if query.is_cuda else "rows",
             first=first,
@@ -238,12 +329,12 @@ def _make_backend(settings: AttentionSettings, promote_every: int | None) -> Cal
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, promote_every=promote_every)
         out = ops.attention(
             *(quantized.q, quantized.k, quantized.v, spec, quantized.scales),
-            key_mask=None if reduced is None else reduced.keys,
+            key_mask=None if mask is None else mask.keys,
             out_dtype=query.dtype,
             value_layout=quantized.value_layout,
         )
-        if reduced is not None and reduced.queries is not None:
-            out = torch.where(reduced.queries[:, :, None, None], out, 0.0)
+        if mask is not None and mask.queries is not None:
+            out = torch.where(mask.queries[:, :, None, None], out, 0.0)
         return out
 
     return octavo_attention
@@ -255,19 +346,13 @@ def _skips_scores() -> bool:
     return any(isinstance(mode, AttentionScoreSkipFunctionMode) for mode in modes)
 
 
-def _find_streams(left: Left | None, qkv: Three) -> tuple[Three, Three | None]:
-    """q, k and v, and those of a text in front of them that need not be concatenated."""
-    found = None if left is None else left.streams.take(qkv, left.norm.num_first)
-    return (qkv, None) if found is None else found
-
-
-def _refuse(dropout_p: float, **others: object) -> None:
+def _refuse(dropout_p: float, others: Mapping[str, object]) -> None:
     """Raise for what was asked for and FP8 attention cannot do."""
     if dropout_p:
         raise UnsupportedError(f"{_LABEL}: expected dropout_p 0, got {dropout_p}")
     for name, value in others.items():
         if value is not None and value is not False:
-            raise UnsupportedError(f"{_LABEL}: expected no {name}, got {value}")
+            raise UnsupportedError(f"{_LABEL}: expected no {name.lstrip('_')}, got {value}")
 
 
 def _check_shapes(
@@ -286,3 +371,66 @@ def _check_shapes(
             f"{_LABEL}: expected causal queries of the same tokens as the keys, got "
             f"{query.shape[1]} queries and {key.shape[1]} keys"
         )
+
+
+class ReducedMask(NamedTuple):
+    """A mask that is the product of two: the keys that are seen, and the queries that see them.
+
+    keys: bool [batch, kv_len]. queries: bool [batch, q_len], or None where all of them count; a
+    query that sees nothing has the result 0, as in torch.
+    """
+
+    keys: Tensor
+    queries: Tensor | None
+
+
+def reduce_mask(mask: Tensor, batch_size: int, q_len: int, kv_len: int) -> ReducedMask:
+    """What a bool mask of diffusers means; UnsupportedError if it is not padding.
+
+    mask: [batch, kv_len] as in diffusers, or what broadcasts to [batch, heads, q_len, kv_len]. One
+    that differs by query is looked at, which waits for the device; a compiled or captured graph
+    asserts it there.
+    """
+    if mask.dtype != torch.bool:
+        raise UnsupportedError(
+            f"expected a bool mask, True where a key is seen, got {mask.dtype}: FP8 attention adds "
+            "no bias; leave such layers to diffusers: skip_layers"
+        )
+    full = _four_dims(mask, batch_size, q_len, kv_len)
+    if full.shape[1] > 1:
+        _require((full == full[:, :1]).all())
+        full = full[:, :1]
+    if full.shape[2] == 1:
+        return ReducedMask(full[:, 0, 0].expand(batch_size, kv_len), None)
+    full = full[:, 0].expand(-1, q_len, kv_len)
+    queries, keys = full.any(-1), full.any(-2)
+    # Every visible pair lies in queries × keys: the mask is that product if there are as many.
+    num_product = queries.sum(-1) * keys.sum(-1)
+    _require((full.sum((-2, -1)) == num_product).all())
+    return ReducedMask(keys.expand(batch_size, -1), queries.expand(batch_size, -1))
+
+
+def _four_dims(mask: Tensor, batch_size: int, q_len: int, kv_len: int) -> Tensor:
+    if tuple(mask.shape) == (batch_size, kv_len):  # diffusers' reading of two dimensions
+        return mask[:, None, None]
+    full = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+    sizes = (batch_size, None, q_len, kv_len)
+    is_fitting = full.dim() == 4 and all(
+        # Not `size in (1, expected)`: while compiling, sizes that are symbols are in nothing.
+        expected is None or size == 1 or size == expected
+        for size, expected in zip(full.shape, sizes, strict=True)
+    )
+    if not is_fitting:
+        raise ConfigError(
+            f"expected a mask that broadcasts to [{batch_size}, heads, {q_len}, {kv_len}], got "
+            f"{list(mask.shape)}"
+        )
+    return full
+
+
+def _require(condition: Tensor) -> None:
+    is_captured = condition.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or is_captured:
+        _assert_async(condition, NOT_REDUCIBLE)
+    elif not bool(condition):
+        raise UnsupportedError(NOT_REDUCIBLE)

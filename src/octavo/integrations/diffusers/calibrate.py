@@ -5,6 +5,7 @@ every step of every prompt.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,31 +23,61 @@ from octavo.calibration.run import Calibration, TensorStatistics
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, save_scales
 from octavo.calibration.state import StateFile, state_path
 from octavo.errors import ConfigError
-from octavo.integrations.apply import skipped_layers
-from octavo.integrations.diffusers.attention import choose_layers
-from octavo.integrations.diffusers.current_layer import observe_attention
-from octavo.integrations.diffusers.pipeline import (
-    component_recipes,
-    find_components,
-    is_text_encoder,
-    kept_in,
-    naming,
-)
-from octavo.integrations.diffusers.step_ranges import RangeObserver, TimestepRanges
-from octavo.integrations.diffusers.steps import Prompt, Run, Steps, counted_steps
-from octavo.integrations.linear import plan_linear
-from octavo.integrations.observe_linear import InputObserver, watch_inputs
+from octavo.integrations.apply_model import skipped_layers
+from octavo.integrations.calibrate_linear import InputObserver, watch_inputs
+from octavo.integrations.diffusers.attention import choose_layers, observe_attention
+from octavo.integrations.diffusers.call import Prompt, Run, Steps, timesteps_of
+from octavo.integrations.diffusers.pipeline import find_parts, is_text_encoder, naming
 from octavo.numerics.formats import E4M3
+from octavo.numerics.granularity import PerTensor
+from octavo.numerics.scales import finite_amax
 from octavo.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Component:
-    """The layers of one component of a pipeline whose scales are looked for."""
+@dataclass(frozen=True, kw_only=True)
+class StepRange:
+    """One tensor of one layer: its largest absolute value at each step, over all prompts.
 
-    module: nn.Module
-    linear: list[str]
-    attention: dict[str, nn.Module]
+    tensor: "input" of a linear layer, "q", "k" or "v" of attention. amax: NaN at steps at which the
+    layer did not run.
+    """
+
+    layer: str
+    tensor: str
+    amax: tuple[float, ...]
+
+    @property
+    def lowest(self) -> float:
+        """The amax of the step at which it is smallest."""
+        return min(x for x in self.amax if not math.isnan(x))
+
+    @property
+    def highest(self) -> float:
+        """The amax of the step at which it is largest, which a static scale has to reach."""
+        return max(x for x in self.amax if not math.isnan(x))
+
+    @property
+    def spread(self) -> float:
+        """How many times larger the highest is: what a scale of one step alone could miss."""
+        return math.inf if self.lowest == 0 else self.highest / self.lowest
+
+
+@dataclass(frozen=True)
+class TimestepRanges:
+    """The ranges of all layers over the steps of denoising.
+
+    timesteps: the scheduler's, as the first prompt had them, in the order of the steps.
+    """
+
+    timesteps: tuple[float, ...]
+    rows: tuple[StepRange, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for row in sorted(self.rows, key=lambda row: -row.spread):
+            reach = f"{row.lowest:.4g} to {row.highest:.4g} ({row.spread:.2f} times)"
+            lines.append(f"{row.layer} {row.tensor}: amax {reach}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +115,12 @@ def calibrate_pipeline(
     `observe_pipeline` also says how ranges move over the steps.
     """
     run = Run(num_inference_steps=num_inference_steps, seed=seed, call_options=call_options or {})
-    recipe = linear_recipe(recipe, ignored_layers, weight_only_layers)
-    return observe_pipeline(pipe, prompts, run, settings, recipe).scales
-
-
-def linear_recipe(
-    recipe: Recipe | None, ignored_layers: Sequence[str], weight_only_layers: Sequence[str]
-) -> Recipe:
-    """What is quantized: the recipe, or linear layers without those that are ignored."""
     patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
     if recipe is None:
-        return Recipe(linear="fp8", **patterns)
-    if given := [name for name, values in patterns.items() if values]:
+        recipe = Recipe(linear="fp8", **patterns)
+    elif given := [name for name, values in patterns.items() if values]:
         raise ConfigError(f"expected {given[0]} in the recipe, got them beside")
-    return recipe
+    return observe_pipeline(pipe, prompts, run, settings, recipe).scales
 
 
 def observe_pipeline(
@@ -119,8 +142,7 @@ def observe_pipeline(
     the file. on_step: called with the number of steps so far, those of an earlier run included.
     """
     run, settings = run or Run(), settings or CalibrationSettings()
-    components = plan_components(pipe, recipe or Recipe(linear="fp8"))
-    calibration = PipelineCalibration(components, settings)
+    calibration = PipelineCalibration(pipe, recipe or Recipe(linear="fp8"), settings)
     calls, num_steps = run.calls(pipe, prompts), run.num_steps(pipe)
     state_file = None
     if save_path is not None:
@@ -132,14 +154,13 @@ def observe_pipeline(
             state_file.remove()
         elif (state := state_file.load()) is not None:
             calibration.load_state_dict(state, str(state_file.path))
-    done = calibration.num_prompts * num_steps
-    on_step(done)
-    progress = partial(_report, calibration, num_steps, on_step)
-    with counted_steps(pipe, progress) as steps, calibration.watching(steps):
-        for call in calls[calibration.num_prompts :]:
-            steps.start()
-            call()
-            calibration.finish_prompt(steps)
+    num_done = calibration.num_prompts
+    on_step(num_done * num_steps)
+    with run.counted(pipe, on_step, num_done) as steps, calibration.watching(steps):
+        for call in calls[num_done:]:
+            steps.run(call)
+            # Of a pipeline that begins later, as from an image, only the last ones ran.
+            calibration.finish_prompt(timesteps_of(pipe)[-steps.index :])
             if state_file is not None:
                 state_file.save(calibration.state_dict())
     header = ScaleHeader(
@@ -154,41 +175,24 @@ def observe_pipeline(
     return result
 
 
-def _report(
-    calibration: "PipelineCalibration",
-    num_steps: int,
-    on_step: Callable[[int], None],
-    steps: Steps,
-) -> None:
-    on_step(calibration.num_prompts * num_steps + min(steps.index, num_steps))
-
-
-def plan_components(pipe: Any, recipe: Recipe) -> dict[str, Component]:
-    """The layers of each component that a recipe would quantize."""
-    modules = find_components(pipe)
-    planned = {}
-    for name, own in component_recipes(pipe, recipe).items():
-        module = modules[name]
-        with naming(name):
-            linear: list[str] = []
-            if own.linear is not None:
-                kept = kept_in(name, module, own)
-                patterns = (own.ignored_layers, kept, own.weight_only_layers)
-                linear = plan_linear(module, *patterns).with_inputs()
-            attention = {}
-            if own.attention is not None:
-                attention = choose_layers(module, skipped_layers(module, own))
-        planned[name] = Component(module, linear, attention)
-    return planned
-
-
 class PipelineCalibration:
     """What the layers of a pipeline have seen so far."""
 
-    def __init__(self, components: Mapping[str, Component], settings: CalibrationSettings) -> None:
-        self.components, self.settings = components, settings
-        linear = [f"{name}.{n}" for name, part in components.items() for n in part.linear]
-        attention = [f"{name}.{n}" for name, part in components.items() for n in part.attention]
+    def __init__(self, pipe: Any, recipe: Recipe, settings: CalibrationSettings) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        # By component: the names of linear layers, and attention layers by name.
+        self.linear: dict[str, list[str]] = {}
+        self.layers: dict[str, dict[str, nn.Module]] = {}
+        for part in find_parts(pipe, recipe):
+            own, self.modules[part.name] = part.recipe, part.module
+            with naming(part.name):
+                if own.linear is not None:
+                    self.linear[part.name] = part.plan_linear().with_inputs()
+                if own.attention is not None:
+                    skipped = skipped_layers(part.module, own)
+                    self.layers[part.name] = choose_layers(part.module, skipped)
+        linear = [f"{name}.{layer}" for name, found in self.linear.items() for layer in found]
+        attention = [f"{name}.{layer}" for name, found in self.layers.items() for layer in found]
         if settings.rotate_keys or settings.center_keys:
             raise ConfigError(
                 "expected a pipeline's scales without rotate_keys and center_keys, which are of a "
@@ -201,45 +205,55 @@ class PipelineCalibration:
                 "expected attention for scales per head, got linear layers, whose inputs have one "
                 "scale: calibrate with Recipe(attention='fp8', …)"
             )
+        self.settings = settings
         self.inputs = InputObserver(linear)
         self.attention = Calibration(attention, settings, is_nonfinite_refused=True)
-        self.ranges = RangeObserver()
         self.num_prompts = 0
+        self._timesteps: tuple[float, ...] = ()
+        # By layer and tensor: the amax at each step, on the device until it is asked for.
+        self._ranges: dict[tuple[str, str], dict[int, Tensor]] = {}
 
     def watching(self, steps: Steps) -> ExitStack:
         """A context in which everything that the layers are given is seen."""
-        stack = ExitStack()
-        with stack:
-            for name, part in self.components.items():
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
                 # Text encoders run once for a prompt, before the first step.
                 own = None if is_text_encoder(name) else steps
-                stack.enter_context(
-                    watch_inputs(part.module, part.linear, partial(self._see_input, name, own))
-                )
-                stack.enter_context(
-                    observe_attention(part.attention, partial(self._see_qkv, name, own))
-                )
+                see = partial(self._see, name, own)
+                stack.enter_context(watch_inputs(module, self.linear.get(name, ()), see))
+                stack.enter_context(observe_attention(self.layers.get(name, {}), see))
             return stack.pop_all()
 
-    def _see_input(self, component: str, steps: Steps | None, layer: str, x: Tensor) -> None:
+    def _see(self, component: str, steps: Steps | None, layer: str, *tensors: Tensor) -> None:
+        """One pass of a layer: the input of a linear one, or q, k and v of attention."""
         name = f"{component}.{layer}"
-        self.inputs.see(name, x)
-        if steps is not None:
-            self.ranges.see(name, "input", x, steps.index)
+        if len(tensors) == 1:
+            self.inputs.see(name, *tensors)
+        else:
+            self.attention.see(name, *tensors)
+        if steps is None:
+            return
+        kinds = ("input",) if len(tensors) == 1 else ("q", "k", "v")
+        for tensor, x in zip(kinds, tensors, strict=True):
+            amax = finite_amax(x, PerTensor())
+            seen = self._ranges.setdefault((name, tensor), {})
+            before = seen.get(steps.index)
+            seen[steps.index] = amax if before is None else amax.maximum(before.to(amax.device))
 
-    def _see_qkv(
-        self, component: str, steps: Steps | None, layer: str, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        name = f"{component}.{layer}"
-        self.attention.see(name, q, k, v)
-        if steps is not None:
-            for tensor, x in (("q", q), ("k", k), ("v", v)):
-                self.ranges.see(name, tensor, x, steps.index)
-
-    def finish_prompt(self, steps: Steps) -> None:
-        """One more prompt is done."""
+    def finish_prompt(self, timesteps: Sequence[float]) -> None:
+        """One more prompt is done; the first says what the timesteps are."""
         self.num_prompts += 1
-        self.ranges.finish_prompt(steps.timesteps)
+        self._timesteps = self._timesteps or tuple(timesteps)
+
+    def ranges(self) -> TimestepRanges:
+        """What was seen so far, in the order in which the layers first ran."""
+        num_steps = max((1 + max(steps) for steps in self._ranges.values()), default=0)
+        num_steps = max(num_steps, len(self._timesteps))
+        rows = []
+        for (layer, tensor), steps in self._ranges.items():
+            amax = tuple(float(steps.get(i, math.nan)) for i in range(num_steps))
+            rows.append(StepRange(layer=layer, tensor=tensor, amax=amax))
+        return TimestepRanges(self._timesteps, tuple(rows))
 
     def result(self, header: ScaleHeader) -> PipelineResult:
         """Scales for every layer; ConfigError names layers that saw nothing, or only zeros."""
@@ -265,7 +279,7 @@ class PipelineCalibration:
         return PipelineResult(
             scales=ScaleSet(layers, header, inputs),
             statistics=tuple(statistics),
-            ranges=self.ranges.result(),
+            ranges=self.ranges(),
             num_prompts=self.num_prompts,
         )
 
@@ -295,11 +309,15 @@ class PipelineCalibration:
     def state_dict(self) -> dict[str, Any]:
         """Everything, on the CPU, as `load_state_dict` takes it."""
         layers = self.attention.layers.items()
+        ranges = [
+            (*key, {step: float(x) for step, x in steps.items()})
+            for key, steps in self._ranges.items()
+        ]
         return {
             "num_prompts": self.num_prompts,
             "inputs": self.inputs.state_dict(),
             "attention": {name: None if x is None else x.state_dict() for name, x in layers},
-            "ranges": self.ranges.state_dict(),
+            "ranges": {"timesteps": list(self._timesteps), "seen": ranges},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], source: str) -> None:
@@ -313,10 +331,14 @@ class PipelineCalibration:
             )
         self.num_prompts = state["num_prompts"]
         self.inputs.load_state_dict(state["inputs"])
-        self.ranges.load_state_dict(state["ranges"])
         for name, layer in state["attention"].items():
             observer = None if layer is None else LayerObserver.from_state_dict(layer)
             self.attention.layers[name] = observer
+        self._timesteps = tuple(state["ranges"]["timesteps"])
+        self._ranges = {
+            (layer, tensor): {step: torch.tensor(x) for step, x in steps.items()}
+            for layer, tensor, steps in state["ranges"]["seen"]
+        }
 
 
 def _state_key(

@@ -1,14 +1,25 @@
 """Calling a pipeline whose class is not known: what it takes, its steps, what it makes."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
-from octavo.brief import list_names
+import torch
+
+from octavo.brief import brief, list_names
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.diffusers.denoising import find_step_hook
+from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.integrations.diffusers.step_graphs import has_step_graphs
 
 OnStep = Callable[[int, int], object]  # steps that are done, and all of them
+# A prompt's text, or all that the pipeline is called with for it.
+Prompt = str | Mapping[str, Any]
+# What a run gives to each call; the first of them may be part of a prompt.
+OWN_OPTIONS = ("prompt", "generator", "num_inference_steps")
 # Pipelines that say they take several prompts at once and fail with them, and where.
 ONE_BY_ONE = {"HunyuanVideo15": "its VAE's attention has a mask for one video"}
 
@@ -112,8 +123,8 @@ def _check_size(pipe: Any, options: Mapping[str, Any]) -> None:
 class _StepBar:
     """What a pipeline takes for its progress bar: it counts, and draws nothing."""
 
-    def __init__(self, total: int, on_step: OnStep, iterable: Iterable[Any] | None) -> None:
-        self.total, self.num_done = total, 0
+    def __init__(self, on_step: OnStep, iterable: Any = None, total: int | None = None) -> None:
+        self.total, self.num_done = len(iterable) if total is None else total, 0
         self._on_step, self._iterable = on_step, iterable
 
     def update(self, num_steps: int = 1) -> None:
@@ -144,16 +155,128 @@ def watched(pipe: Any, on_step: OnStep) -> Iterator[None]:
     By the progress bar, which all pipelines have; callback_on_step_end is not in all. However the
     call ends, hooks with a state forget what they saw of it.
     """
-
-    def bar(iterable: Any = None, total: int | None = None) -> _StepBar:
-        return _StepBar(len(iterable) if total is None else total, on_step, iterable)
-
-    pipe.progress_bar = bar
+    pipe.progress_bar = partial(_StepBar, on_step)
     try:
         yield
     finally:
         del pipe.progress_bar
         pipe.maybe_free_model_hooks()
+
+
+@dataclass
+class Steps:
+    """Where a pipeline is: the denoising step under way, after so many whole prompts."""
+
+    index: int = 0
+    num_prompts: int = 0
+
+    def run(self, call: Callable[[], object]) -> None:
+        """Call the pipeline for the next prompt."""
+        self.index = 0
+        call()
+        if self.index == 0:
+            raise UnsupportedError("expected a pipeline that moves its progress bar in each step")
+        self.num_prompts += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a pipeline runs on prompts: what it is called with beside each of them.
+
+    num_inference_steps: the pipeline's own number if None. The i-th prompt has the noise of
+    seed + i.
+    """
+
+    num_inference_steps: int | None = None
+    seed: int = 0
+    call_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def num_steps(self, pipe: Any) -> int:
+        """How many steps a prompt takes."""
+        parameters, num_steps = parameters_of(pipe), self.num_inference_steps
+        if "num_inference_steps" not in parameters:
+            raise ConfigError(
+                "expected a pipeline that is called with num_inference_steps, got "
+                f"{type(pipe).__name__}"
+            )
+        if num_steps is None:
+            num_steps = parameters["num_inference_steps"].default
+        if not isinstance(num_steps, int) or num_steps < 1:
+            raise ConfigError(f"expected num_inference_steps from 1 on, got {brief(num_steps)}")
+        return num_steps
+
+    def calls(self, pipe: Any, prompts: Sequence[Prompt]) -> list[Callable[[], Any]]:
+        """One call for each prompt, all of their arguments looked at."""
+        _check_steps(pipe)
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+            raise ConfigError(f"expected a list of prompts, got {brief(prompts)}")
+        if not prompts:
+            raise ConfigError("expected prompts, got none")
+        arguments = [self._arguments(pipe, prompt) for prompt in prompts]
+
+        def call(index: int) -> Any:
+            generator = torch.Generator().manual_seed(self.seed + index)
+            return pipe(**arguments[index], generator=generator)
+
+        return [partial(call, index) for index in range(len(arguments))]
+
+    def _arguments(self, pipe: Any, prompt: Prompt) -> dict[str, Any]:
+        if not isinstance(prompt, str | Mapping):
+            raise ConfigError(
+                f"expected a prompt as a text or the arguments of a call, got {brief(prompt)}"
+            )
+        own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+        given = {**self.call_options, **own}
+        for name in OWN_OPTIONS:
+            if name in self.call_options or (name in own and name != "prompt"):
+                raise ConfigError(f"expected {name} beside the call's options, got it in them")
+        check_options(pipe, given)
+        num_steps, known = self.num_steps(pipe), parameters_of(pipe)
+        # Decoding is the VAE's work, and nothing here looks at its result.
+        has_vae = getattr(pipe, "vae", None) is not None
+        output = {"output_type": "latent"} if has_vae and "output_type" in known else {}
+        return {**output, **given, "num_inference_steps": num_steps}
+
+    @contextmanager
+    def counted(
+        self, pipe: Any, on_step: Callable[[int], object], num_prompts: int = 0
+    ) -> Iterator[Steps]:
+        """Count the steps of calls inside; on_step: called with those so far, of all prompts.
+
+        num_prompts: those that were done before.
+        """
+        if not hasattr(getattr(pipe, "scheduler", None), "timesteps"):
+            raise ConfigError(
+                f"expected a pipeline with a scheduler, got {type(pipe).__name__} without"
+            )
+        steps, num_steps = Steps(num_prompts=num_prompts), self.num_steps(pipe)
+
+        def note(num_done: int, total: int) -> None:
+            steps.index = num_done
+            on_step(steps.num_prompts * num_steps + min(num_done, num_steps))
+
+        with watched(pipe, note):
+            yield steps
+
+
+def _check_steps(pipe: Any) -> None:
+    """Raise if a transformer would not run in each step: whoever watches would miss some."""
+    for name, part in find_transformers(pipe).items():
+        if find_step_hook(part) is not None or getattr(part, "is_cache_enabled", False):
+            raise ConfigError(
+                f"{name}: expected a transformer that runs in each step, got one with a step "
+                "cache: call drop_step_cache_ (or, if it is diffusers' own, disable_cache) first"
+            )
+        if has_step_graphs(part):
+            raise ConfigError(
+                f"{name}: expected a transformer whose layers run, got one that replays graphs: "
+                "call drop_step_graphs_ first"
+            )
+
+
+def timesteps_of(pipe: Any) -> list[float]:
+    """The times of a pipeline's last call, each once: some schedulers take two steps at one."""
+    return list(dict.fromkeys(map(float, pipe.scheduler.timesteps)))
 
 
 def results_of(output: Any, num_pictures: int) -> list[tuple[Any, ...]]:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.atomic import temporary_folder, write_atomically
+from octavo.atomic import temporary_path, write_atomically
 from octavo.brief import list_names
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.version import __version__
@@ -53,8 +53,8 @@ def target_files(path: Path, num_files: int, *, is_video: bool, is_forced: bool)
         raise ConfigError(f"expected an existing folder for {path}, got none")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"expected a folder for {path} that can be written to, got {folder}")
-    files = [path] if num_files == 1 else []
-    files = files or [path.with_stem(f"{path.stem}-{index}") for index in range(num_files)]
+    numbered = [path.with_stem(f"{path.stem}-{index}") for index in range(num_files)]
+    files = [path] if num_files == 1 else numbered
     existing = [str(file) for file in files if file.exists()]
     if existing and not is_forced:
         raise ConfigError(
@@ -103,38 +103,26 @@ def _texts(omni: Any, options: Mapping[str, Any], result: Any, seed: int) -> dic
 
 
 def write_video(frames: Sequence[Any], path: Path, fps: float) -> None:
-    """Write pillow images as the frames of a video, by the suffix of its path."""
-    match path.suffix:
-        case ".gif":
-            write_atomically(path, _gif_bytes(frames, fps))
-        case ".mp4":
-            _write_mp4(frames, path, fps)
-        case _:
-            _write_folder(frames, path)
+    """Write pillow images as a .gif or .mp4 file, or else as a folder of PNG files."""
+    if path.suffix == ".gif":
+        content = io.BytesIO()
+        first, *others = (frame.convert("RGB") for frame in frames)
+        options = {"append_images": others, "loop": 0}
+        # A GIF counts in hundredths of a second.
+        duration_ms = max(10, round(100 / fps) * 10)
+        first.save(content, "GIF", save_all=True, duration=duration_ms, **options)
+        write_atomically(path, content.getvalue())
+        return
+    with temporary_path(path.absolute().parent, is_folder=True) as folder:
+        if path.suffix == ".mp4":
+            from diffusers.utils import export_to_video
 
-
-def _gif_bytes(frames: Sequence[Any], fps: float) -> bytes:
-    content = io.BytesIO()
-    first, *others = (frame.convert("RGB") for frame in frames)
-    # A GIF counts in hundredths of a second.
-    duration_ms = max(10, round(100 / fps) * 10)
-    first.save(content, "GIF", save_all=True, append_images=others, duration=duration_ms, loop=0)
-    return content.getvalue()
-
-
-def _write_mp4(frames: Sequence[Any], path: Path, fps: float) -> None:
-    from diffusers.utils import export_to_video
-
-    # The writer takes a path: a file of its own, which then takes the place of the other.
-    with temporary_folder(path.absolute().parent) as folder:
-        # Sides are multiples of 2 at least; by default it would scale to multiples of 16.
-        video = folder / path.name
-        export_to_video(list(frames), str(video), fps=fps, macro_block_size=2)
-        os.replace(video, path)
-
-
-def _write_folder(frames: Sequence[Any], path: Path) -> None:
-    with temporary_folder(path.absolute().parent) as folder:
-        for index, frame in enumerate(frames):
-            write_atomically(folder / f"frame-{index:04d}.png", png_bytes(frame))
-        folder.rename(path)
+            # The writer takes a path: a file of its own, which then takes the place of the other.
+            video = folder / path.name
+            # Sides are multiples of 2 at least; by default it would scale to multiples of 16.
+            export_to_video(list(frames), str(video), fps=fps, macro_block_size=2)
+            os.replace(video, path)
+        else:
+            for index, frame in enumerate(frames):
+                write_atomically(folder / f"frame-{index:04d}.png", png_bytes(frame))
+            folder.rename(path)

@@ -9,18 +9,16 @@ from torch import nn
 
 from octavo.brief import brief, list_names
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.checkpoints.kv_scheme import find_quantization_config
 from octavo.integrations.checkpoints.linear_layers import check_plain
+from octavo.integrations.checkpoints.scheme import find_quantization_config
 from octavo.integrations.checkpoints.tensor_files import (
     CONFIG_NAME,
     HF_QUANT_CONFIG_NAME,
     read_json,
 )
 from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
-from octavo.integrations.transformers.load import choose_device, loading, register_fp8
-from octavo.integrations.transformers.model_files import read_dtypes
+from octavo.integrations.transformers.load import choose_device, loading, read_dtypes, register_fp8
 
-SMALL_IMAGE = SMALL_IMAGE_MODEL.name
 INDEX = "model_index.json"
 
 
@@ -36,7 +34,7 @@ def load_pipeline(
     GPU if there is one. Components that must be float32 stay so.
     """
     device = choose_device(device)
-    name = SMALL_IMAGE if model is None else str(model)
+    name = SMALL_IMAGE_MODEL.name if model is None else str(model)
     if SMALL_IMAGE_MODEL.matches(name):
         pipe = SMALL_IMAGE_MODEL.load(name, dtype)
     else:
@@ -54,8 +52,8 @@ def _check_folder(name: str) -> None:
         looks_like_path = path.is_absolute() or name.startswith(".") or name.count("/") != 1
         if looks_like_path:
             raise ConfigError(
-                f"expected {SMALL_IMAGE}, a pipeline's folder or a hub name such as owner/name, "
-                f"got {brief(name)}, which is not there"
+                f"expected {SMALL_IMAGE_MODEL.name}, a pipeline's folder or a hub name such as "
+                f"owner/name, got {brief(name)}, which is not there"
             )
         return
     if not path.is_dir():
@@ -97,14 +95,9 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
             f"{brief(str(error))}"
         ) from error
     for part, module in pipe.components.items():
-        if isinstance(module, nn.Module):
-            _check_weights(f"{name}: {part}", module)
+        weights = module.state_dict() if isinstance(module, nn.Module) else {}
+        if missing := [key for key, x in weights.items() if x.is_meta]:
+            raise CheckpointError(
+                f"{name}: {part}: expected all of its weights, got none for {list_names(missing)}"
+            )
     return pipe
-
-
-def _check_weights(name: str, module: nn.Module) -> None:
-    """Raise if weights were not in the checkpoint: such ones have no memory."""
-    if missing := [key for key, weight in module.state_dict().items() if weight.is_meta]:
-        raise CheckpointError(
-            f"{name}: expected all of its weights, got none for {list_names(missing)}"
-        )

@@ -1,17 +1,17 @@
 """apply_ and restore_ for pipelines of diffusers: each component by what the recipe says of it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import nn
 
-from octavo.brief import list_names
-from octavo.calibration.component_scales import of_component
-from octavo.calibration.scale_file import ScaleSet, load_scales
+from octavo.brief import brief, list_names
+from octavo.calibration.scale_file import ScaleSet, load_scales, of_component
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.integrations.apply import (
+from octavo.integrations.apply_model import (
     Preparation,
     apply_attention_,
     apply_linear_,
@@ -20,17 +20,24 @@ from octavo.integrations.apply import (
     prepare,
 )
 from octavo.integrations.changes import Changes
-from octavo.integrations.diffusers import attention, defaults
-from octavo.integrations.diffusers.defaults import kept_layers, kept_of
+from octavo.integrations.diffusers import attention, linear
+from octavo.integrations.linear import LinearPlan, plan_linear
 from octavo.layers.linear import Fp8Linear
 from octavo.patterns import Layer, match_layers, parse_pattern
-from octavo.recipe import LINEAR_PATTERNS, Recipe
+from octavo.recipe import LINEAR_PATTERNS, LinearSettings, Recipe
 
 # What a recipe is for unless it names components: pipelines have one or two of each.
 TRANSFORMER = "transformer"
 TEXT_ENCODER = "text_encoder"
-PIPELINE_FIELDS = frozenset({"attention", "linear", "text_encoder"})
-PATTERN_FIELDS = ("skip_layers", *LINEAR_PATTERNS)
+# The fields of a recipe for a pipeline, and the components that each is about.
+ABOUT = {"attention": TRANSFORMER, "linear": TRANSFORMER, "text_encoder": TEXT_ENCODER}
+# The word of vLLM and vllm-omni for "all components that have no config of their own".
+DEFAULT = "default"
+PATTERNS = ("ignored_layers", "weight_only_layers")
+# Words of one config; a mapping with none of them is by component.
+WORDS = frozenset(LinearSettings.model_fields) | {
+    *("method", "activation_scheme", "weight_block_size", *PATTERNS),
+}
 
 
 def apply_pipeline_(pipe: Any, recipe: Recipe) -> Changes:
@@ -112,118 +119,107 @@ def is_text_encoder(name: str) -> bool:
     return name.startswith(TEXT_ENCODER)
 
 
-def component_recipes(pipe: Any, recipe: Recipe) -> dict[str, Recipe]:
-    """What the recipe says about each component that it changes."""
+@dataclass(frozen=True)
+class Part:
+    """One component of a pipeline that a recipe changes, and what the recipe says about it."""
+
+    name: str
+    module: nn.Module
+    recipe: Recipe
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The linear layers that stay by the component's defaults, with the reason."""
+        included, is_encoder = self.recipe.included_layers, is_text_encoder(self.name)
+        return linear.kept_layers(self.module, included, is_text_encoder=is_encoder)
+
+    def plan_linear(self) -> LinearPlan:
+        """Which linear layers are quantized."""
+        own = self.recipe
+        return plan_linear(self.module, own.ignored_layers, self.kept, own.weight_only_layers)
+
+    def layers(self, field: str) -> list[Layer]:
+        """The layers that a field's patterns can match."""
+        if field == "skip_layers":
+            has_attention = self.recipe.attention is not None
+            return attention.as_patterns_see(self.module) if has_attention else []
+        if self.recipe.linear is None:
+            return []
+        is_encoder = is_text_encoder(self.name)
+        layers = linear.as_patterns_see(self.module, is_text_encoder=is_encoder)
+        if field == "included_layers":
+            optional = linear.kept_of(self.module, is_text_encoder=is_encoder).optional
+            hits = [parse_pattern(text).matches for text in optional]
+            layers = [layer for layer in layers if any(hit(layer) for hit in hits)]
+        return layers
+
+
+def find_parts(pipe: Any, recipe: Recipe) -> list[Part]:
+    """The components that a recipe changes."""
     modules = find_components(pipe)
-    _check_fields(recipe)
+    fields = {name.rpartition(".")[2] for name in recipe.settings()}
+    if unknown := sorted(fields - ABOUT.keys()):
+        raise UnsupportedError(
+            f"expected a recipe for {', '.join(sorted(ABOUT))} of a pipeline, got "
+            f"{', '.join(unknown)}"
+        )
     for name, part in recipe.components.items():
         if name not in modules and (part is not None or name not in pipe.components):
             raise ConfigError(
                 f"components: expected one of {list_names(list(modules))}, got {name!r}"
             )
-    recipes = {}
-    for name in modules:
-        if name in recipe.components or name.startswith(TRANSFORMER) or is_text_encoder(name):
+    parts = []
+    for name, module in modules.items():
+        if name in recipe.components or name.startswith(tuple(ABOUT.values())):
             own = recipe.for_component(name, is_text_encoder=is_text_encoder(name))
             if not own.is_empty:
-                recipes[name] = own
-    for field, prefix in (("linear", TRANSFORMER), ("attention", TRANSFORMER)):
-        _check_reached(recipe, field, prefix, modules)
-    _check_reached(recipe, "text_encoder", TEXT_ENCODER, modules)
-    if not recipes:
+                parts.append(Part(name, module, own))
+    for field, prefix in ABOUT.items():
+        reached = [n for n in modules if n.startswith(prefix) and n not in recipe.components]
+        if getattr(recipe, field) is not None and not reached:
+            raise ConfigError(
+                f"{field}: expected a pipeline with a {prefix} that components leave to it, got "
+                f"the models {list_names(list(modules))}"
+            )
+    if not parts:
         raise ConfigError("expected a recipe that changes something, got an empty one")
-    shared = [name for name in recipes if name not in recipe.components]
-    return recipes | _share_patterns({name: recipes[name] for name in shared}, modules)
+    own_patterns = _share_patterns([part for part in parts if part.name not in recipe.components])
+    return [own_patterns.get(part.name, part) for part in parts]
 
 
-def _check_fields(recipe: Recipe) -> None:
-    fields = {name.rpartition(".")[2] for name in recipe.settings()}
-    if unknown := sorted(fields - PIPELINE_FIELDS):
-        raise UnsupportedError(
-            f"expected a recipe for {', '.join(sorted(PIPELINE_FIELDS))} of a pipeline, got "
-            f"{', '.join(unknown)}"
-        )
-
-
-def _check_reached(
-    recipe: Recipe, field: str, prefix: str, modules: Mapping[str, nn.Module]
-) -> None:
-    """Raise if a field of the recipe is about components that the pipeline does not have."""
-    reached = [n for n in modules if n.startswith(prefix) and n not in recipe.components]
-    if getattr(recipe, field) is not None and not reached:
-        raise ConfigError(
-            f"{field}: expected a pipeline with a {prefix} that components leave to it, got the "
-            f"models {list_names(list(modules))}"
-        )
-
-
-def _share_patterns(
-    recipes: Mapping[str, Recipe], modules: Mapping[str, nn.Module]
-) -> dict[str, Recipe]:
-    """The recipes with those patterns alone that match in their component.
+def _share_patterns(parts: Sequence[Part]) -> dict[str, Part]:
+    """Components with those patterns alone that match in them, by name.
 
     Patterns outside of `components` hold for several of them; each must match in at least one.
     """
-    shared = dict(recipes)
-    for field in PATTERN_FIELDS:
-        layers = {name: _layers(field, name, modules[name], own) for name, own in recipes.items()}
-        everywhere = [layer for found in layers.values() for layer in found]
-        patterns = list(dict.fromkeys(p for own in recipes.values() for p in getattr(own, field)))
-        match_layers(patterns, everywhere)
-        for name, own in shared.items():
-            fitting = _fitting(getattr(own, field), layers[name])
-            shared[name] = own.replace(**{field: fitting})
-    return shared
-
-
-def _layers(field: str, component: str, module: nn.Module, own: Recipe) -> list[Layer]:
-    """The layers of one component that a field's patterns can match."""
-    if field == "skip_layers":
-        return attention.as_patterns_see(module) if own.attention is not None else []
-    if own.linear is None:
-        return []
-    is_encoder = is_text_encoder(component)
-    layers = defaults.as_patterns_see(module, is_text_encoder=is_encoder)
-    if field == "included_layers":
-        optional = kept_of(module, is_text_encoder=is_encoder).optional
-        hits = [parse_pattern(text).matches for text in optional]
-        layers = [layer for layer in layers if any(hit(layer) for hit in hits)]
-    return layers
-
-
-def _fitting(patterns: Sequence[str], layers: Sequence[Layer]) -> list[str]:
-    matchers: list[tuple[str, Callable[[Layer], bool]]]
-    matchers = [(text, parse_pattern(text).matches) for text in patterns]
-    return [text for text, matches in matchers if any(map(matches, layers))]
-
-
-def _with_scales(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The recipes with the scales of their own component in place of those of the pipeline."""
-    read = cache(load_scales)
-    own = dict(recipes)
-    for name, recipe in recipes.items():
-        if recipe.scales is not None:
-            is_path = isinstance(recipe.scales, str)
-            scales = read(recipe.scales) if is_path else ScaleSet.from_dict(recipe.scales)
-            own[name] = recipe.replace(scales=of_component(scales, name).to_dict())
-    return own
+    fitting: dict[str, dict[str, list[str]]] = {part.name: {} for part in parts}
+    for field in ("skip_layers", *LINEAR_PATTERNS):
+        layers = {part.name: part.layers(field) for part in parts}
+        patterns = [text for part in parts for text in getattr(part.recipe, field)]
+        match_layers(list(dict.fromkeys(patterns)), sum(layers.values(), []))
+        for part in parts:
+            fitting[part.name][field] = [
+                text
+                for text in getattr(part.recipe, field)
+                if any(map(parse_pattern(text).matches, layers[part.name]))
+            ]
+    return {
+        part.name: Part(part.name, part.module, part.recipe.replace(**fitting[part.name]))
+        for part in parts
+    }
 
 
 def _prepare_all(pipe: Any, recipe: Recipe) -> dict[str, Preparation]:
-    modules = find_components(pipe)
-    recipes = _with_scales(component_recipes(pipe, recipe))
-    return {name: _prepare(name, modules[name], own) for name, own in recipes.items()}
-
-
-def _prepare(name: str, module: nn.Module, own: Recipe) -> Preparation:
-    with naming(name):
-        return prepare(module, own, kept=kept_in(name, module, own))
-
-
-def kept_in(component: str, module: nn.Module, own: Recipe) -> dict[str, str]:
-    """The linear layers of a component that stay by its defaults, with the reason."""
-    is_encoder = is_text_encoder(component)
-    return kept_layers(module, own.included_layers, is_text_encoder=is_encoder)
+    read = cache(load_scales)
+    prepared = {}
+    for part in find_parts(pipe, recipe):
+        own = part.recipe
+        if (scales := own.scales) is not None:  # of the whole pipeline
+            found = read(scales) if isinstance(scales, str) else ScaleSet.from_dict(scales)
+            own = own.replace(scales=of_component(found, part.name).to_dict())
+        with naming(part.name):
+            prepared[part.name] = prepare(part.module, own, kept=part.kept)
+    return prepared
 
 
 @contextmanager
@@ -243,3 +239,59 @@ def _joined(found: Mapping[str, Changes]) -> Changes:
             fields = getattr(changes, kind)
             getattr(joined, kind).update({f"{name}.{key}": fields[key] for key in fields})
     return joined
+
+
+def make_recipe(
+    config: str | Mapping[str, Any] | None,
+    components: Sequence[str],
+    *,
+    attention: Any = None,
+    scales: Any = None,
+) -> Recipe:
+    """The recipe for a pipeline with these components.
+
+    config: "fp8", {"method": "fp8", "activation_scheme": …, "weight_block_size": …,
+    "ignored_layers": […], "weight_only_layers": […]} for its transformers, or {component: one of
+    these or None}, where the longest name that a component's begins with counts, and "default"
+    holds for the transformers and text encoders that none does. attention: of its transformers.
+    scales: of static activations.
+    """
+    if isinstance(config, Mapping) and not config.keys() & WORDS:
+        return _recipe_by_component(config, components, attention, scales)
+    fields = _recipe_fields(config)
+    return Recipe(attention=attention, scales=scales, **fields)
+
+
+def _recipe_fields(config: object) -> dict[str, Any]:
+    """The fields of a recipe that one config means."""
+    if not isinstance(config, Mapping):
+        return {} if config is None else {"linear": config}
+    words = dict(config)
+    patterns = {name: words.pop(name, None) or () for name in PATTERNS}
+    return {"linear": words, **patterns}
+
+
+def _recipe_by_component(
+    config: Mapping[str, Any], components: Sequence[str], attention: Any, scales: Any
+) -> Recipe:
+    if not config:
+        raise ConfigError("quantization_config: expected what to quantize, got an empty mapping")
+    for name in config.keys() - {DEFAULT}:
+        if not any(part.startswith(name) for part in components):
+            raise ConfigError(
+                f"quantization_config: expected components such as {list_names(components)}, or "
+                f"words such as {list_names(sorted(WORDS))}; got {brief(name)}"
+            )
+    recipes: dict[str, Any] = {}
+    for part in components:
+        names = [name for name in config if name != DEFAULT and part.startswith(name)]
+        is_transformer = part.startswith(TRANSFORMER)
+        if not names and (DEFAULT not in config or not (is_transformer or is_text_encoder(part))):
+            continue
+        fields = _recipe_fields(config[max(names, key=len) if names else DEFAULT])
+        if is_transformer and attention is not None:
+            fields["attention"] = attention
+        recipes[part] = fields or None
+    transformers = [part for part in components if part.startswith(TRANSFORMER)]
+    has_others = any(part not in recipes for part in transformers) or not transformers
+    return Recipe(components=recipes, attention=attention if has_others else None, scales=scales)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError
-from octavo.integrations.diffusers.defaults import as_patterns_see, kept_layers
-from octavo.integrations.diffusers.plain_layers import use_faster_forms_
+from octavo.integrations.diffusers.linear import as_patterns_see, kept_layers, use_faster_forms_
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import plan_linear
 from octavo.internals import internals, require
@@ -84,9 +83,7 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
             found["weight_only_layers"] = list(self.weight_only_layers)
         return found
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """The same: all of it is shown."""
-        return self.to_dict()
+    to_diff_dict = to_dict  # all of it is shown
 
 
 class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
@@ -96,6 +93,8 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     """
 
     use_keep_in_fp32_modules = True
+    is_serializable = is_compileable = True
+    is_trainable = False  # FP8 layers have no backward pass
     quantization_config: OctavoDiffusersConfig
 
     def __init__(self, quantization_config: OctavoDiffusersConfig, **kwargs: Any) -> None:
@@ -149,7 +148,19 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return {name: plan.settings_of(name, config.linear) for name in plan.chosen}
 
     def _stored_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
-        config, names = self.quantization_config, self._stored_names(model)
+        config = self.quantization_config
+        names = list(dict.fromkeys(key.rpartition(".")[0] for key in sorted(self._stored_scales)))
+        if not names:
+            raise CheckpointError(
+                f"expected FP8 layers with weight_scale in {type(model).__name__}, whose config "
+                "says that octavo quantized it; got none"
+            )
+        linears = {name for name, part in model.named_modules() if type(part) is nn.Linear}
+        if unknown := [name for name in names if name not in linears]:
+            raise CheckpointError(
+                "expected scales of the model's own linear layers, got some of "
+                f"{list_names(unknown)}"
+            )
         layers = [layer for layer in as_patterns_see(model) if layer.name in names]
         try:
             hits = {layer.name for layer in match_layers(config.weight_only_layers, layers)}
@@ -158,26 +169,12 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         settings, alone = config.linear, config.linear.weight_only()
         return {name: alone if name in hits else settings for name in names}
 
-    def _stored_names(self, model: nn.Module) -> list[str]:
-        names = [key.rpartition(".")[0] for key in sorted(self._stored_scales)]
-        linears = {name for name, part in model.named_modules() if type(part) is nn.Linear}
-        if unknown := [name for name in names if name not in linears]:
-            raise CheckpointError(
-                "expected scales of the model's own linear layers, got some of "
-                f"{list_names(unknown)}"
-            )
-        if not names:
-            raise CheckpointError(
-                f"expected FP8 layers with weight_scale in {type(model).__name__}, whose config "
-                "says that octavo quantized it; got none"
-            )
-        return list(dict.fromkeys(names))
-
     def maybe_update_state_dict(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Hide float32 scales from diffusers' cast to the model's dtype: as integers they stay."""
         for key, x in state_dict.items():
             owner, _, leaf = key.rpartition(".")
-            if x.dtype == torch.float8_e4m3fn and not (leaf == "weight" and self._has_scale(owner)):
+            has_scale = leaf == "weight" and f"{owner}.weight_scale" in self._stored_scales
+            if x.dtype == torch.float8_e4m3fn and not has_scale:
                 raise CheckpointError(f"{key}: expected a weight_scale beside FP8 data, got none")
             if key.endswith(_SCALES) and x.dtype != torch.float32:
                 raise CheckpointError(f"{key}: expected float32, got {x.dtype}")
@@ -185,9 +182,6 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             key: x.contiguous().view(torch.int32) if key.endswith(_SCALES) else x
             for key, x in state_dict.items()
         }
-
-    def _has_scale(self, layer: str) -> bool:
-        return f"{layer}.weight_scale" in self._stored_scales
 
     def update_missing_keys(
         self, model: nn.Module, missing_keys: list[str], prefix: str
@@ -229,29 +223,13 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         for name in sorted(self._fp8_names):
             layer = model.get_submodule(name)
-            absent = [key for key, x in layer.state_dict().items() if x.is_meta]
-            if absent:
+            if absent := [key for key, x in layer.state_dict().items() if x.is_meta]:
                 raise CheckpointError(
                     f"{name}: expected {', '.join(absent)} in the files, got none"
                 )
         use_faster_forms_(model)
         _set_config(model, self.quantization_config)
         self.pre_quantized = True
-
-    @property
-    def is_serializable(self) -> bool:
-        """`save_pretrained` writes FP8 weights, scales and this config."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """FP8 layers have no backward pass."""
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """`torch.compile(fullgraph=True)` works."""
-        return True
 
 
 def note_quantized_(model: nn.Module, recipe: Recipe) -> None:
@@ -260,7 +238,9 @@ def note_quantized_(model: nn.Module, recipe: Recipe) -> None:
         return
     assert recipe.linear is not None
     config = OctavoDiffusersConfig(
-        *(recipe.linear, recipe.ignored_layers, recipe.included_layers),
+        recipe.linear,
+        recipe.ignored_layers,
+        recipe.included_layers,
         weight_only_layers=recipe.weight_only_layers,
     )
     _set_config(model, config)

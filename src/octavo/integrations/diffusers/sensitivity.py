@@ -1,35 +1,47 @@
-"""Which linear layers of a pipeline matter: the error of each when it alone is quantized."""
+"""Which linear layers of a pipeline matter: the error of each when it alone is quantized.
+
+Whole pictures would differ by more than the layers: after some steps, two runs draw other details.
+So the passes of the transformers are recorded once, as they are, and repeated with some layers
+quantized: each has the inputs of the plain run, and its error is that of the layers alone.
+"""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from octavo.brief import brief
-from octavo.errors import ConfigError, OctavoError
-from octavo.integrations.diffusers.defaults import as_patterns_see
-from octavo.integrations.diffusers.pipeline import (
-    component_recipes,
-    find_components,
-    kept_in,
-    naming,
-)
-from octavo.integrations.diffusers.replay import Replay, overall, quantized, record
-from octavo.integrations.diffusers.steps import Prompt, Run
-from octavo.integrations.layer_groups import By, pattern_of, units
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.integrations.diffusers.call import Prompt, Run, Steps
+from octavo.integrations.diffusers.linear import as_patterns_see
+from octavo.integrations.diffusers.pipeline import Part, find_parts, naming
+from octavo.integrations.fused_layers import By, pattern_of, shards_of, units
 from octavo.integrations.linear import (
     IGNORED,
     LinearPlan,
     check_linear,
     layer_index,
     plan_linear,
+    put_linear_,
 )
+from octavo.integrations.patch import Patch
+from octavo.internals import internals
+from octavo.layers.linear import Fp8Linear
+from octavo.numerics.error import relative_rms
 from octavo.patterns import Layer, match_layers
 from octavo.recipe import LinearSettings, Recipe
+
+with internals("torch"):
+    from torch.utils._pytree import tree_flatten, tree_map
+
+# A plain transformer differs from itself by less, on any device.
+MAX_FLOOR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +113,6 @@ class Sensitivity:
         return "\n".join([*lines, f"all at once: {self.error:.2e}"])
 
 
-def _finite(error: float) -> float:
-    """An error that can be compared: a result that is not finite is worse than all others."""
-    return math.inf if math.isnan(error) else error
-
-
 def scan_sensitivity(
     pipe: Any,
     prompts: Sequence[Prompt],
@@ -137,7 +144,7 @@ def scan_sensitivity(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Tried:
     """One transformer: the layers that are tried, and why the defaults leave some of them."""
 
     module: nn.Module
@@ -150,19 +157,29 @@ class _Part:
         return [name for name in self.plan.chosen if name not in self.kept]
 
 
-def _make_part(component: str, module: nn.Module, own: Recipe, is_all: bool) -> _Part:
-    kept = kept_in(component, module, own)
-    patterns = (own.ignored_layers, kept, own.weight_only_layers)
+def _plan(part: Part, is_all: bool) -> _Tried:
+    own, module = part.recipe, part.module
     if not is_all:
-        plan = plan_linear(module, *patterns)
+        plan = part.plan_linear()
     else:
         # By their names: without the reasons to stay, nobody knows what is modulation.
         ignored = match_layers(own.ignored_layers, as_patterns_see(module))
         plan = plan_linear(module, [f"re:^{re.escape(layer.name)}$" for layer in ignored])
         if own.weight_only_layers:
-            plan = replace(plan, weight_only=plan_linear(module, *patterns).weight_only)
-    others = {name: reason for name, reason in kept.items() if name not in plan.weight_only}
-    return _Part(module, plan, others)
+            plan = replace(plan, weight_only=part.plan_linear().weight_only)
+    others = {name: reason for name, reason in part.kept.items() if name not in plan.weight_only}
+    return _Tried(module, plan, others)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of a transformer: its inputs, and what it made of them, flat and in float32."""
+
+    component: str
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Tensor
 
 
 class Scan:
@@ -183,15 +200,14 @@ class Scan:
                 f"expected 'fp8' or dynamic settings of linear layers to try, got {brief(linear)}"
             )
         self.pipe, self.settings = pipe, settings
-        self.parts: dict[str, _Part] = {}
-        modules = find_components(pipe)
+        self.parts: dict[str, _Tried] = {}
         patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
         recipe = Recipe(linear=settings, **patterns)
-        for name, own in component_recipes(pipe, recipe).items():
-            with naming(name):
-                self.parts[name] = part = _make_part(name, modules[name], own, is_all)
-                check_linear(part.module, part.plan, settings, None)
-        self._replay: Replay | None = None
+        for part in find_parts(pipe, recipe):
+            with naming(part.name):
+                self.parts[part.name] = tried = _plan(part, is_all)
+                check_linear(part.module, tried.plan, settings, None)
+        self.passes: list[_Pass] = []
         self.floor = math.nan
 
     def record(
@@ -201,23 +217,68 @@ class Scan:
         num_timesteps: int = 4,
         on_step: Callable[[int], None] = lambda num_steps: None,
     ) -> None:
-        """Run the pipeline as it is, and keep what its transformers were given."""
-        replay = record(self.pipe, prompts, run or Run(), num_timesteps, on_step)
-        seen = {one.component for one in replay.passes}
+        """Run the pipeline as it is, and keep what its transformers were given.
+
+        num_timesteps: at so many of the steps, spread evenly from the first to the last. on_step:
+        called with the number of steps so far.
+        """
+        if num_timesteps < 1:
+            raise ConfigError(f"expected num_timesteps from 1 on, got {num_timesteps}")
+        run = run or Run()
+        calls = run.calls(self.pipe, prompts)
+        chosen = spread_evenly(run.num_steps(self.pipe), num_timesteps)
+        passes: list[_Pass] = []
+        with run.counted(self.pipe, on_step) as steps, self._recording(passes, steps, chosen):
+            for call in calls:
+                steps.run(call)
+        seen = {one.component for one in passes}
         if missing := [name for name in self.parts if name not in seen]:
             raise ConfigError(
                 f"expected passes of {', '.join(missing)}, got none at the recorded steps: more "
                 "num_timesteps or num_inference_steps"
             )
-        self.floor = replay.check()
-        self._replay = replay
+        self.passes = passes
+        self.floor = overall(self.errors(list(self.parts)))
+        if not self.floor <= MAX_FLOOR:
+            raise UnsupportedError(
+                "expected transformers that make the same of the same inputs, got a difference of "
+                f"{self.floor:.3g}: turn dropout off"
+            )
 
-    @property
-    def replay(self) -> Replay:
-        """What was recorded."""
-        if self._replay is None:
+    @contextmanager
+    def _recording(self, passes: list[_Pass], steps: Steps, chosen: set[int]) -> Iterator[None]:
+        """Inside, the passes of the transformers at the chosen steps are kept."""
+        inputs: tuple[Any, Any] = ((), {})
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal inputs
+            if steps.index in chosen:  # copied now: some are written to later
+                inputs = (_copied(args), _copied(kwargs))
+
+        def after(name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if steps.index in chosen:
+                passes.append(_Pass(name, steps.index, *inputs, flat(result)))
+
+        with Patch() as patch:
+            for name, part in self.parts.items():
+                patch.hook(part.module.register_forward_pre_hook(before, with_kwargs=True))
+                hook = partial(after, name)
+                patch.hook(part.module.register_forward_hook(hook, with_kwargs=True))
+            yield
+
+    def errors(self, components: Sequence[str]) -> dict[int, float]:
+        """The error of these transformers as they are now, by step: relative RMS of the result."""
+        if not self.passes:
             raise ConfigError("expected a scan that has recorded its prompts, got a new one")
-        return self._replay
+        squares: dict[int, list[float]] = {}
+        for one in self.passes:
+            if one.component in components:
+                with torch.no_grad():
+                    module = self.parts[one.component].module
+                    result = flat(module(*_copied(one.args), **_copied(one.kwargs)))
+                error = relative_rms(result, one.result)
+                squares.setdefault(one.step, []).append(error**2)
+        return {step: math.sqrt(sum(x) / len(x)) for step, x in squares.items()}
 
     def units(self, by: By) -> list[tuple[str, str, list[str]]]:
         """What is quantized together: component, name and layers."""
@@ -257,15 +318,16 @@ class Scan:
                 # Some models read the dtype of such a weight.
                 left |= {f"{component}.{layer}": str(error)[:200] for layer in layers}
             on_row(index)
-        rows.sort(key=lambda row: -_finite(row.error))
+        # A result that is not finite is worse than all others.
+        rows.sort(key=lambda row: -(math.inf if math.isnan(row.error) else row.error))
         return Sensitivity(rows=tuple(rows), error=self.error(), floor=self.floor, left=left)
 
     def _row(self, component: str, name: str, layers: list[str]) -> SensitivityRow:
         part = self.parts[component]
         is_kept = layers[0] in part.kept
-        with self._quantized({component: layers}):
-            errors = self.replay.errors([component])
         weights = [part.module.get_submodule(layer).weight for layer in layers]
+        with self._quantized({component: layers}):
+            errors = self.errors([component])
         return SensitivityRow(
             component=component,
             name=name,
@@ -280,19 +342,18 @@ class Scan:
 
     def error(self, ignored_layers: Sequence[str] = ()) -> float:
         """The error of all layers at once that a recipe would quantize, without those ignored."""
-        names = {component: part.default for component, part in self.parts.items()}
         layers = {
-            (component, name): Layer(name, layer_index(name))
-            for component, found in names.items()
-            for name in found
+            component: [Layer(name, layer_index(name)) for name in part.default]
+            for component, part in self.parts.items()
         }
-        hits = {id(layer) for layer in match_layers(ignored_layers, layers.values())}
-        chosen: dict[str, list[str]] = {component: [] for component in names}
-        for (component, name), layer in layers.items():
-            if id(layer) not in hits:
-                chosen[component].append(name)
+        everywhere = [layer for found in layers.values() for layer in found]
+        hits = {id(layer) for layer in match_layers(ignored_layers, everywhere)}
+        chosen = {
+            component: [layer.name for layer in found if id(layer) not in hits]
+            for component, found in layers.items()
+        }
         with self._quantized(chosen):
-            return overall(self.replay.errors(list(chosen)))
+            return overall(self.errors(list(chosen)))
 
     @contextmanager
     def _quantized(self, names: Mapping[str, Sequence[str]]) -> Iterator[None]:
@@ -301,3 +362,51 @@ class Scan:
                 part = self.parts[component]
                 stack.enter_context(quantized(part.module, part.plan, layers, self.settings))
             yield
+
+
+def overall(errors: Mapping[int, float]) -> float:
+    """The error of all steps: the root of the mean square."""
+    if not errors:
+        return math.nan
+    return math.sqrt(sum(x**2 for x in errors.values()) / len(errors))
+
+
+def spread_evenly(num_steps: int, num_chosen: int) -> set[int]:
+    """`num_chosen` of the steps, the first and the last included if there are two or more."""
+    if num_chosen >= num_steps:
+        return set(range(num_steps))
+    if num_chosen == 1:
+        return {num_steps // 2}
+    return {round(i * (num_steps - 1) / (num_chosen - 1)) for i in range(num_chosen)}
+
+
+def flat(result: Any) -> Tensor:
+    """Everything that a transformer gives, in one row of float32 numbers."""
+    if hasattr(result, "to_tuple"):
+        result = result.to_tuple()
+    parts = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor) and x.is_floating_point()]
+    if not parts:
+        raise UnsupportedError("expected a transformer that gives tensors, got none")
+    return torch.cat([x.detach().float().flatten() for x in parts])
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
+
+
+@contextmanager
+def quantized(
+    module: nn.Module, plan: LinearPlan, names: Sequence[str], settings: LinearSettings
+) -> Iterator[None]:
+    """Some layers of a model in FP8, weight-only where the plan says so; then as they were."""
+    plain: dict[str, Any] = {name: module.get_submodule(name) for name in names}
+    try:
+        for name, layer in plain.items():
+            own = plan.settings_of(name, settings)
+            shards = shards_of(module, name, layer, own)
+            made = Fp8Linear.from_linear(layer, own, shards=shards, name=name)
+            put_linear_(module, plan.chosen[name], made)
+        yield
+    finally:
+        for name, layer in plain.items():
+            put_linear_(module, plan.chosen[name], layer)

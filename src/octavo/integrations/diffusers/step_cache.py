@@ -1,45 +1,64 @@
-"""use_step_cache_ and drop_step_cache_: denoising steps that reuse the work of earlier ones."""
+"""use_step_cache_, drop_step_cache_ and fit_tea_cache: steps that reuse the work of earlier ones.
 
+FirstBlockCache is diffusers' own, whose hooks fail in the middle of a generation where a model's
+blocks are not what they expect: this is checked here beforehand. A hook on the transformer
+(denoising.py) keeps its generations apart; diffusers forgets the last one only at its end, so that
+an interrupted one would go on in the next.
+"""
+
+import inspect
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
-from diffusers import HookRegistry
-from pydantic import field_validator
+from diffusers import FirstBlockCacheConfig, HookRegistry
+from pydantic import AfterValidator, field_validator
 from torch import nn
 
 from octavo.brief import brief, list_names
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.diffusers.block_layouts import blocks_of, layout_of
+from octavo.integrations.diffusers.call import Prompt, Run
 from octavo.integrations.diffusers.denoising import (
     COMPILED_WHOLE,
     STEP_HOOK,
+    BlockLayout,
     Denoising,
     StepCounts,
     StepHook,
+    find_layout,
+    find_step_hook,
+    hook_names,
+    layout_of,
 )
-from octavo.integrations.diffusers.first_block_cache import (
-    FirstBlockStepHook,
-    attach_first_block_cache_,
-    check_first_block_cache,
-)
-from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.integrations.diffusers.pipeline import find_transformers, naming
 from octavo.integrations.diffusers.step_graphs import has_step_graphs
 from octavo.integrations.diffusers.tea_cache import (
-    TeaCacheBlockHook,
     attach_tea_cache_,
+    fit_polynomial,
     known_coefficients,
-    put_forward_,
 )
 from octavo.internals import internals, require
 from octavo.settings import Settings, Shorthands
 
 with internals("diffusers"):
+    from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
+    from diffusers.hooks._helpers import TransformerBlockRegistry
+    from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK
     from diffusers.hooks.group_offloading import _GROUP_OFFLOADING as GROUP_OFFLOADING
 
 require("diffusers.HookRegistry", "torch.nn.Module._compiled_call_impl")
+
+
+def _checked_threshold(value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"expected a finite number of 0 or more, got {value}")
+    return value
+
+
+Threshold = Annotated[float, AfterValidator(_checked_threshold)]
 
 
 class TeaCacheSettings(Settings):
@@ -50,13 +69,8 @@ class TeaCacheSettings(Settings):
     """
 
     shorthands: ClassVar[Shorthands] = {}
-    rel_l1_thresh: float = 0.2
+    rel_l1_thresh: Threshold = 0.2
     coefficients: tuple[float, ...] | dict[str, tuple[float, ...]] | None = None
-
-    @field_validator("rel_l1_thresh")
-    @classmethod
-    def _check_threshold(cls, value: float) -> float:
-        return _checked_threshold(value)
 
     @field_validator("coefficients")
     @classmethod
@@ -71,18 +85,7 @@ class FirstBlockCacheSettings(Settings):
     """threshold: how much the first block's residual may change before a step runs."""
 
     shorthands: ClassVar[Shorthands] = {}
-    threshold: float = 0.05
-
-    @field_validator("threshold")
-    @classmethod
-    def _check_threshold(cls, value: float) -> float:
-        return _checked_threshold(value)
-
-
-def _checked_threshold(value: float) -> float:
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"expected a finite number of 0 or more, got {value}")
-    return value
+    threshold: Threshold = 0.05
 
 
 BACKENDS: Mapping[str, type[TeaCacheSettings | FirstBlockCacheSettings]] = {
@@ -120,60 +123,69 @@ def use_step_cache_(
     config: {"rel_l1_thresh": 0.2, "coefficients": […]} or {"threshold": 0.05}. Whatever cannot work
     is an error, and nothing changes. FP8 layers may come before or after.
     """
-    rules = check_step_cache(model, backend, config, scheduler=scheduler)
-    settings = read_settings(backend, config)
-    transformers = find_transformers(model)
-    find_scheduler = scheduler_finder(model, scheduler)
-    denoising = Denoising(find_scheduler)
-    blocks = {}
+    planned = _plan(model, backend, config, scheduler)
     try:
-        for name, part in transformers.items():
-            if isinstance(settings, TeaCacheSettings):
-                blocks[name] = attach_tea_cache_(
-                    *(name, part, denoising),
-                    rel_l1_thresh=settings.rel_l1_thresh,
-                    coefficients=_coefficients(name, part, settings),
-                )
-            else:
-                blocks[name] = attach_first_block_cache_(
-                    name, part, denoising, threshold=settings.threshold
-                )
+        blocks = {name: list(attach().blocks) for name, (_, attach) in planned.items()}
     except Exception:
-        for part in transformers.values():
-            detach_step_cache_(part)
+        _detach_all_(find_transformers(model).values())
         raise
-    return StepCacheChanges(backend, blocks, rules)
+    return StepCacheChanges(backend, blocks, {name: rule for name, (rule, _) in planned.items()})
 
 
 def check_step_cache(
-    model: Any,
-    backend: str,
-    config: Mapping[str, Any] | None = None,
-    *,
-    scheduler: Any = None,
-) -> dict[str, str]:
-    """Raise whatever `use_step_cache_` would find wrong; nothing changes. Returns its rules."""
-    settings = read_settings(backend, config)
+    model: Any, backend: str, config: Mapping[str, Any] | None = None, *, scheduler: Any = None
+) -> None:
+    """Raise whatever `use_step_cache_` would find wrong; nothing changes."""
+    _plan(model, backend, config, scheduler)
+
+
+def _plan(
+    model: Any, backend: str, config: Mapping[str, Any] | None, scheduler: Any
+) -> dict[str, tuple[str, Callable[[], StepHook]]]:
+    """For each transformer the rule that skips its steps, in words, and what puts it there."""
+    settings = _read_settings(backend, config)
     transformers = find_transformers(model)
-    scheduler_finder(model, scheduler)
+    denoising = Denoising(_scheduler_finder(model, scheduler))
     for name, part in transformers.items():
-        check_transformer(name, part, backend)
-    return _rules(transformers, settings)
+        with naming(name):
+            _check_transformer(part, backend)
+    planned: dict[str, tuple[str, Callable[[], StepHook]]] = {}
+    if isinstance(settings, FirstBlockCacheSettings):
+        for name, part in transformers.items():
+            attach = partial(_attach_first_block_cache_, name, part, denoising, settings.threshold)
+            planned[name] = (f"threshold {settings.threshold}", attach)
+        return planned
+    given, threshold = settings.coefficients, settings.rel_l1_thresh
+    if isinstance(given, dict) and given.keys() != transformers.keys():
+        raise ConfigError(
+            f"tea_cache: expected coefficients for {', '.join(transformers)}, got them for "
+            f"{', '.join(given) or 'none'}"
+        )
+    for name, part in transformers.items():
+        values, origin = given[name] if isinstance(given, dict) else given, "as given"
+        if values is None:
+            with naming(name):
+                known = known_coefficients(part)
+            values, origin = known.values, f"of {known.model}"
+        planned[name] = (
+            f"rel_l1_thresh {threshold}, coefficients {origin}",
+            partial(attach_tea_cache_, name, part, denoising, threshold, values),
+        )
+    return planned
 
 
 def drop_step_cache_(model: Any) -> StepCacheChanges:
     """Undo `use_step_cache_`; returns what was undone."""
     transformers = find_transformers(model)
-    hooked = {name: part for name, part in transformers.items() if find_step_hook(part)}
-    if not hooked:
+    blocks, backend = {}, ""
+    for name, part in transformers.items():
+        if (hook := find_step_hook(part)) is not None:
+            blocks[name], backend = list(hook.blocks), hook.backend
+            with naming(name):
+                _check_on_top(part)
+    if not blocks:
         raise ConfigError("expected a model with a step cache, got one without")
-    for name, part in hooked.items():
-        _check_on_top(name, part)
-    is_first_block = any(
-        isinstance(find_step_hook(part), FirstBlockStepHook) for part in hooked.values()
-    )
-    backend = "first_block_cache" if is_first_block else "tea_cache"
-    blocks = {name: detach_step_cache_(part) for name, part in hooked.items()}
+    _detach_all_(transformers.values())
     return StepCacheChanges(backend, blocks, dict.fromkeys(blocks, "as they were"))
 
 
@@ -190,26 +202,52 @@ def count_cached_steps(model: Any) -> dict[str, dict[str, StepCounts]]:
     return found
 
 
-def read_settings(
-    backend: str, config: Mapping[str, Any] | None = None
+def fit_tea_cache(
+    pipe: Any, prompts: Sequence[Prompt], *, num_inference_steps: int, seed: int = 0, **options: Any
+) -> dict[str, list[float]]:
+    """TeaCache's coefficients for each transformer of a pipeline, as its config takes them.
+
+    The pipeline runs once for each prompt, without a cache; the change of the modulated input from
+    step to step and that of what the blocks add make one pair. Use the number of steps and the
+    sizes that the cache is for, and prompts unlike each other: texts, or the arguments of a call.
+    options: others of the pipeline's call, such as height, width and guidance_scale. The i-th
+    prompt has the noise of seed + i.
+    """
+    if isinstance(pipe, nn.Module):
+        raise ConfigError(
+            f"fit_tea_cache: expected a pipeline, got {type(pipe).__name__}, a model alone"
+        )
+    transformers = find_transformers(pipe)
+    denoising = Denoising(_scheduler_finder(pipe, None))
+    for name, part in transformers.items():
+        with naming(name):
+            _check_transformer(part, "tea_cache")
+    run = Run(num_inference_steps=num_inference_steps, seed=seed, call_options=options)
+    calls = run.calls(pipe, prompts)
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in transformers}
+    try:
+        for name, part in transformers.items():
+            attach_tea_cache_(name, part, denoising, 0, (0.0,), pairs[name])
+        for call in calls:
+            call()
+    finally:
+        _detach_all_(transformers.values())
+    return {name: fit_polynomial(pairs[name], name) for name in pairs}
+
+
+def _read_settings(
+    backend: str, config: Mapping[str, Any] | None
 ) -> TeaCacheSettings | FirstBlockCacheSettings:
     """The settings of a step cache; an error for a backend or a key that there is not."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
     try:
-        settings = BACKENDS[backend].read(config)
+        return BACKENDS[backend].read(config) or BACKENDS[backend]()
     except ConfigError as error:
         raise ConfigError(f"{backend}: {error}") from None
-    return BACKENDS[backend]() if settings is None else settings
 
 
-def find_step_hook(model: nn.Module) -> StepHook | None:
-    """The step cache's hook on a transformer, if it has one."""
-    registry: Any = getattr(model, "_diffusers_hook", None)
-    return None if registry is None else registry.get_hook(STEP_HOOK)
-
-
-def scheduler_finder(model: Any, scheduler: Any) -> Callable[[], Any]:
+def _scheduler_finder(model: Any, scheduler: Any) -> Callable[[], Any]:
     """How to find the scheduler: a pipeline may be given another one at any time."""
     if isinstance(model, nn.Module):
         if scheduler is None:
@@ -243,114 +281,147 @@ def _check_scheduler(scheduler: Any) -> None:
         )
 
 
-def check_transformer(name: str, model: Any, backend: str) -> None:
+def _check_transformer(model: Any, backend: str) -> None:
     """Raise whatever is wrong with a transformer; nothing changes."""
     if find_step_hook(model) is not None or getattr(model, "is_cache_enabled", False):
         raise ConfigError(
-            f"{name}: expected a transformer without a step cache, got one that has one: call "
+            "expected a transformer without a step cache, got one that has one: call "
             "drop_step_cache_ (or, if it is diffusers' own, disable_cache) first"
         )
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
-        raise UnsupportedError(f"{name}: {COMPILED_WHOLE}")
-    if is_offloaded(model):
+        raise UnsupportedError(COMPILED_WHOLE)
+    if _is_offloaded(model):
         raise UnsupportedError(
-            f"{name}: expected weights that are not offloaded yet, since offloading would remove "
-            "the step cache: call use_step_cache_ first"
+            "expected weights that are not offloaded yet, since offloading would remove the step "
+            "cache: call use_step_cache_ first"
         )
     if has_step_graphs(model):
         raise UnsupportedError(
-            f"{name}: expected a transformer without graphs, which replay each step whole: call "
+            "expected a transformer without graphs, which replay each step whole: call "
             "drop_step_graphs_ first"
         )
     if getattr(model, "_parallel_config", None) is not None:
         raise UnsupportedError(
-            f"{name}: expected a transformer on one device, got a parallel one, whose parts would "
-            "each decide for themselves"
+            "expected a transformer on one device, got a parallel one, whose parts would each "
+            "decide for themselves"
         )
-    try:
-        if backend == "first_block_cache":
-            check_first_block_cache(model)
-        elif not blocks_of(model, layout_of(model)):
-            raise UnsupportedError("tea_cache: expected blocks, got none")
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{name}: {error}") from None
+    if backend == "first_block_cache":
+        _check_first_block_cache(model)
+    elif not layout_of(model).blocks(model):
+        raise UnsupportedError("tea_cache: expected blocks, got none")
 
 
-def is_offloaded(model: nn.Module) -> bool:
+def _is_offloaded(model: nn.Module) -> bool:
     """Whether accelerate or diffusers moves weights to the device when they are needed."""
-    for part in model.modules():
-        registry: Any = getattr(part, "_diffusers_hook", None)
-        is_in_group = registry is not None and GROUP_OFFLOADING in registry.hooks
-        if is_in_group or hasattr(part, "_hf_hook"):
-            return True
-    return False
+    return any(
+        hasattr(part, "_hf_hook") or GROUP_OFFLOADING in hook_names(part)
+        for part in model.modules()
+    )
 
 
-def _rules(
-    transformers: Mapping[str, nn.Module], settings: TeaCacheSettings | FirstBlockCacheSettings
-) -> dict[str, str]:
-    """By which rule each transformer's steps are skipped, in words."""
-    if isinstance(settings, FirstBlockCacheSettings):
-        return dict.fromkeys(transformers, f"threshold {settings.threshold}")
-    given = settings.coefficients
-    if isinstance(given, dict) and given.keys() != transformers.keys():
-        raise ConfigError(
-            f"tea_cache: expected coefficients for {', '.join(transformers)}, got them for "
-            f"{', '.join(given) or 'none'}"
-        )
-    rules = {}
-    for name, part in transformers.items():
-        origin = "as given"
-        if given is None:
-            try:
-                origin = f"of {known_coefficients(part).model}"
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-        rules[name] = f"rel_l1_thresh {settings.rel_l1_thresh}, coefficients {origin}"
-    return rules
-
-
-def _coefficients(name: str, model: nn.Module, settings: TeaCacheSettings) -> tuple[float, ...]:
-    given = settings.coefficients
-    if given is None:
-        return known_coefficients(model).values
-    return given[name] if isinstance(given, dict) else given
-
-
-def _check_on_top(name: str, model: nn.Module) -> None:
+def _check_on_top(model: nn.Module) -> None:
     """Raise if other hooks came after ours: they would break, or bring ours back."""
-    if is_offloaded(model):
+    if _is_offloaded(model):
         raise UnsupportedError(
-            f"{name}: expected weights that are not offloaded, got some that are: call "
+            "expected weights that are not offloaded, got some that are: call "
             "pipe.remove_all_hooks() first"
         )
-    for part in model.modules():
-        registry: Any = getattr(part, "_diffusers_hook", None)
-        if registry is not None and STEP_HOOK in registry.hooks:
-            later = registry._hook_order[registry._hook_order.index(STEP_HOOK) + 1 :]
-            if later:
-                raise UnsupportedError(
-                    f"{name}: expected no hooks that came after the step cache, got "
-                    f"{list_names(later)} on {type(part).__name__}: remove them first"
-                )
+    names = hook_names(model)
+    if later := names[names.index(STEP_HOOK) + 1 :]:
+        raise UnsupportedError(
+            f"expected no hooks that came after the step cache, got {list_names(later)} on "
+            f"{type(model).__name__}: remove them first"
+        )
 
 
-def detach_step_cache_(model: Any) -> list[str]:
-    """Remove the hooks of a step cache; the names of the blocks that had one."""
-    steps = find_step_hook(model)
-    if steps is None:
-        return []
-    names = {id(part): name for name, part in model.named_modules()}
-    blocks = [names[id(block)] for block in steps.blocks]
-    for block in steps.blocks:
-        hook = HookRegistry.check_if_exists_or_initialize(block).get_hook(STEP_HOOK)
-        if isinstance(hook, TeaCacheBlockHook):
-            hook.give_back_compiled_(block)
-    registry = HookRegistry.check_if_exists_or_initialize(model)
-    registry.remove_hook(STEP_HOOK, recurse=True)
-    registry.invalidate_child_registries_cache()
-    if isinstance(steps, FirstBlockStepHook):
-        model.disable_cache()
-    for part in (model, *steps.blocks):
-        put_forward_(part, part.forward)  # diffusers leaves an attribute
-    return blocks
+def _detach_all_(transformers: Iterable[Any]) -> None:
+    """Remove the step caches of these transformers, if they have some."""
+    for model in transformers:
+        if (steps := find_step_hook(model)) is None:
+            continue
+        steps.patch.undo()
+        registry = HookRegistry.check_if_exists_or_initialize(model)
+        registry.remove_hook(STEP_HOOK, recurse=False)
+        if isinstance(steps, FirstBlockStepHook):
+            model.disable_cache()
+        for part in (model, *steps.blocks.values()):  # diffusers leaves an attribute
+            if getattr(part.forward, "__func__", None) is type(part).forward:
+                vars(part).pop("forward", None)
+
+
+class FirstBlockStepHook(StepHook):
+    """The hook on a transformer with diffusers' FirstBlockCache."""
+
+    backend = "first_block_cache"
+
+    def check_call(self, module: nn.Module) -> None:
+        """Raise for compiled blocks: diffusers' hooks would be compiled with them."""
+        super().check_call(module)
+        _check_not_compiled(self.blocks)
+
+
+def _check_not_compiled(blocks: Mapping[str, nn.Module]) -> None:
+    if any(block._compiled_call_impl is not None for block in blocks.values()):
+        raise UnsupportedError(
+            "first_block_cache: expected blocks that are not compiled, got compiled ones: use "
+            "tea_cache with them"
+        )
+
+
+def _first_block_cache_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that diffusers' FirstBlockCache would take, in its order."""
+    return {
+        f"{name}.{index}": block
+        for name, part in model.named_children()
+        if name in _ALL_TRANSFORMER_BLOCK_IDENTIFIERS and isinstance(part, nn.ModuleList)
+        for index, block in enumerate(part)
+    }
+
+
+def _check_first_block_cache(model: nn.Module) -> None:
+    """Raise if diffusers' FirstBlockCache would fail with a model, or do nothing."""
+    blocks = _first_block_cache_blocks(model)
+    if (reason := _first_block_problem(model, blocks)) is not None:
+        raise UnsupportedError(
+            f"first_block_cache: expected a transformer that diffusers can do it to, got "
+            f"{type(model).__name__}: {reason}; use tea_cache"
+        )
+    _check_not_compiled(blocks)
+
+
+def _first_block_problem(model: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
+    """Why diffusers cannot do it; None if it can."""
+    if not hasattr(model, "enable_cache"):
+        return "it has no enable_cache"
+    returns = set()
+    for name, block in blocks.items():
+        kind = type(block)
+        try:
+            metadata = TransformerBlockRegistry.get(kind)
+        except ValueError:
+            return f"its blocks ({kind.__name__}) are not in diffusers' registry"
+        has_encoder = metadata.return_encoder_hidden_states_index is not None
+        needed = ("hidden_states", "encoder_hidden_states")[: 1 + has_encoder]
+        missing = [n for n in needed if n not in inspect.signature(kind.forward).parameters]
+        if missing:
+            return f"its block {name} ({kind.__name__}) takes no {missing[0]}"
+        returns.add(has_encoder)
+    if len(returns) > 1:
+        return "its first blocks return two tensors and its last ones one"
+    if len(blocks) < 2:
+        return f"it has {len(blocks)} blocks, and at least two are needed"
+    return None
+
+
+def _attach_first_block_cache_(
+    component: str, model: Any, denoising: Denoising, threshold: float
+) -> StepHook:
+    """Let diffusers put its hooks on the blocks; returns the hook on the transformer."""
+    blocks = _first_block_cache_blocks(model)
+    model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    first = HookRegistry.check_if_exists_or_initialize(next(iter(blocks.values())))
+    states = first.get_hook(_FBC_LEADER_BLOCK_HOOK).state_manager
+    layout = find_layout(model) or BlockLayout(())
+    steps = FirstBlockStepHook(component, denoising, states, blocks, layout)
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(steps, STEP_HOOK)
+    return steps

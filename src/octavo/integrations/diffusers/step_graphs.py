@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.apply import is_diffusers_model
+from octavo.integrations.apply_model import is_diffusers_model
+from octavo.integrations.diffusers.denoising import hook_names
 from octavo.integrations.diffusers.pipeline import find_transformers
+from octavo.integrations.patch import begin_patch, is_patched, undo_patches_
 from octavo.internals import internals
-from octavo.layers.joint_linear import join_named_
+from octavo.layers.joint_linear import JointLinear, join_named_
 
 with internals("torch"):
     from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-GRAPHS = "_octavo_step_graphs"
+FEATURE, GRAPHS = "step_graphs", "_octavo_step_graphs"
 # Shapes with a graph of their own; of more, that which was not used for longest is given up.
 MAX_GRAPHS = 4
 NUM_WARM_UPS = 2
@@ -51,7 +53,7 @@ def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
             )
         if has_step_graphs(module):
             raise ConfigError(f"{name}: expected a transformer without graphs, got one with them")
-        if "forward" in vars(module) or _hooks(module):
+        if "forward" in vars(module) or hook_names(module):
             raise UnsupportedError(
                 f"{name}: expected a forward of its class, got a replaced or hooked one, which may "
                 "do another thing in each step: remove step caches and offloading first"
@@ -60,9 +62,17 @@ def use_step_graphs_(model: Any, *, max_graphs: int = MAX_GRAPHS) -> list[str]:
         if device.type != "cuda":
             raise UnsupportedError(f"{name}: CUDA graphs need a CUDA GPU, got {device}")
     for module in found.values():
-        graphs = StepGraphs(module, max_graphs)
-        vars(module).update({GRAPHS: graphs, "forward": partial(StepGraphs.__call__, graphs)})
+        put_graphs_(module, StepGraphs(module, max_graphs))
     return list(found)
+
+
+def put_graphs_(module: nn.Module, graphs: "StepGraphs") -> None:
+    """Let a transformer replay these graphs of its own."""
+    patch = begin_patch(module, FEATURE)
+    patch.set(module, GRAPHS, graphs)
+    patch.set(module, "forward", partial(StepGraphs.__call__, graphs))
+    for joint in graphs.joined:
+        patch.hook(_Joined(joint))
 
 
 def drop_step_graphs_(model: Any) -> list[str]:
@@ -73,21 +83,23 @@ def drop_step_graphs_(model: Any) -> list[str]:
             "expected transformers with graphs, got none: use_step_graphs_ makes them"
         )
     for module in found.values():
-        for joint in vars(module)[GRAPHS].joined:
-            joint.split_()
-        del vars(module)["forward"], vars(module)[GRAPHS]
+        undo_patches_(module, FEATURE)
     return list(found)
 
 
 def has_step_graphs(module: nn.Module) -> bool:
     """Whether a transformer runs by graphs."""
-    return GRAPHS in vars(module)
+    return is_patched(module, FEATURE)
 
 
-def _hooks(module: nn.Module) -> list[str]:
-    """The hooks of diffusers on a module: its registry stays when they are gone."""
-    registry: Any = getattr(module, "_diffusers_hook", None)
-    return [] if registry is None else list(registry.hooks)
+@dataclass
+class _Joined:
+    """Layers that were joined into one product, as a patch undoes it."""
+
+    layer: JointLinear
+
+    def remove(self) -> None:
+        self.layer.split_()
 
 
 @dataclass(frozen=True)

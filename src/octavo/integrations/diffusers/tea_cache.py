@@ -5,34 +5,49 @@ The rule: x is the modulated input of the first block, rel_l1 = |x - x_before|.m
 until they reach rel_l1_thresh; below it the blocks are skipped, and what they added when they last
 ran is added again. The first and the last step of a generation always run.
 
-The parts are hooks of one name on diffusers' registry, on the transformer (denoising.py) and on its
-blocks: the first block decides, the others pass on what they get, the last returns what came into
-the first plus the residual. So whatever the model does before and after its blocks stays as it is.
+While a transformer runs, its lists of blocks hand out calls instead of blocks (`CachedBlocks`): the
+first decides, the others pass on what they get if the step is skipped, and the last returns what
+came into the first plus the residual. What the model does before and after its blocks stays as it
+is, and the blocks themselves know nothing of it, compiled or not.
 
 x is what the first block gives to its attention. The block is run up to there, no further: this
 needs no formula of ours for any model, and costs a norm.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import HookRegistry
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.diffusers.block_layouts import (
-    BlockLayout,
+from octavo.integrations.diffusers.denoising import (
+    STEP_HOOK,
     BlockList,
-    blocks_of,
+    Denoising,
+    StepHook,
     class_names,
     layout_of,
     read_argument,
 )
-from octavo.integrations.diffusers.denoising import STEP_HOOK, Denoising, StepHook
 from octavo.internals import internals, require
+
+with internals("diffusers"):
+    from diffusers.hooks.hooks import BaseState, StateManager
+
+require("diffusers.hooks.hooks.ModelHook")
+
+Streams = Mapping[str, Tensor]
+# Of the polynomials that are fitted.
+DEGREE = 4
+# Where a list of blocks has the hook on its transformer, and what it is in the layout.
+_STEPS, _PART = "_octavo_steps", "_octavo_part"
 
 
 @dataclass(frozen=True)
@@ -78,22 +93,16 @@ HOW_TO_FIT = (
 
 def known_coefficients(model: nn.Module) -> Coefficients:
     """The polynomial for a model; an error that says how to fit one if there is none."""
-    name = type(model).__name__
-    found = next((BY_CLASS[base] for base in class_names(model) if base in BY_CLASS), ())
-    if not found:
-        models = [known.model for group in BY_CLASS.values() for known in group]
-        raise ConfigError(
-            f"tea_cache: expected coefficients for {name}, got none; known are those of "
-            f"{', '.join(models)}: {HOW_TO_FIT}"
-        )
     config: Any = model.config
-    for known in found:
+    keys: dict[str, Any] = {}
+    for known in (one for base in class_names(model) for one in BY_CLASS.get(base, ())):
         if all(config[key] == value for key, value in known.size.items()):
             return known
-    size = {key: config[key] for known in found for key in known.size}
-    models = [f"{known.model} ({_shown(known.size)})" for known in found]
+        keys |= {key: config[key] for key in known.size}
+    of_size = f" of {_shown(keys)}" if keys else ""
+    models = [f"{one.model} ({_shown(one.size)})" for group in BY_CLASS.values() for one in group]
     raise ConfigError(
-        f"tea_cache: expected coefficients for a {name} of {_shown(size)}, got those of "
+        f"tea_cache: expected coefficients for a {type(model).__name__}{of_size}, got those of "
         f"{', '.join(models)} alone: {HOW_TO_FIT}"
     )
 
@@ -108,14 +117,6 @@ def evaluate(coefficients: Sequence[float], x: float) -> float:
 
 def _shown(size: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value}" for name, value in size.items())
-
-
-with internals("diffusers"):
-    from diffusers.hooks.hooks import BaseState, ModelHook, StateManager
-
-require("diffusers.hooks.hooks.ModelHook", "torch.nn.Module._compiled_call_impl")
-
-Streams = Mapping[str, Tensor]
 
 
 class TeaCacheState(BaseState):  # type: ignore[misc]  # diffusers has no types
@@ -136,95 +137,81 @@ class TeaCacheState(BaseState):  # type: ignore[misc]  # diffusers has no types
         self.rel_l1 = math.nan
 
 
+class CachedBlocks(nn.ModuleList):
+    """A list of blocks that hands out TeaCache's calls while its transformer runs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        steps: TeaCacheStepHook | None = vars(self).get(_STEPS)  # slices of the list have none
+        if steps is None or steps.current is None:
+            return super().__iter__()
+        part = vars(self)[_PART]
+        return iter([partial(steps.run_block, part, block) for block in self._modules.values()])
+
+
 class TeaCacheStepHook(StepHook):
-    """The hook on the transformer."""
+    """The hook on the transformer.
+
+    pairs: where changes of the input and of the residual are noted, if they are to be fitted.
+    """
+
+    backend = "tea_cache"
+
+    def __init__(
+        self,
+        component: str,
+        denoising: Denoising,
+        model: nn.Module,
+        rel_l1_thresh: float,
+        coefficients: Sequence[float],
+        pairs: list[tuple[float, float]] | None = None,
+    ) -> None:
+        layout = layout_of(model)
+        found = layout.blocks(model)
+        blocks = {name: block for name, _, block in found}
+        super().__init__(component, denoising, StateManager(TeaCacheState), blocks, layout)
+        self.rel_l1_thresh, self.coefficients, self.pairs = rel_l1_thresh, coefficients, pairs
+        self._first, self._last = found[0][2], found[-1][2]
+        for part in layout.lists:
+            blocks_of_part = model.get_submodule(part.name)
+            self.patch.set(blocks_of_part, "__class__", CachedBlocks)
+            self.patch.set(blocks_of_part, _STEPS, self)
+            self.patch.set(blocks_of_part, _PART, part)
 
     def check_call(self, module: nn.Module) -> None:
-        """Take compiled blocks' calls over: what decides must not be compiled with the block."""
+        """Raise for another cache, too."""
         super().check_call(module)
         if getattr(module, "is_cache_enabled", False):
             raise ConfigError(
                 "tea_cache: expected no other step cache, got one of diffusers that came later: "
                 "call disable_cache"
             )
-        for block in self.blocks:
-            registry = HookRegistry.check_if_exists_or_initialize(block)
-            registry.get_hook(STEP_HOOK).adopt_compiled_(block)
 
+    def run_block(self, part: BlockList, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a block of a list, or not."""
+        state: TeaCacheState = self.current
+        streams = {name: read_argument(block, name, args, kwargs) for name in part.returns}
+        if block is self._first:
+            self._decide(state, self._modulated_input(block, args, kwargs), streams)
+        if state.should_compute:
+            out = block(*args, **kwargs)
+            if block is self._last:
+                self._keep(state, part, out)
+            return out
+        if block is self._last:
+            entry = _entry(state, part)
+            streams |= {name: entry[name] + x for name, x in state.residual.items()}
+            state.entry = {}
+        return tuple(streams.values()) if len(streams) > 1 else streams[part.returns[0]]
 
-class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no types
-    """The hook on a block.
-
-    steps: the transformer's. pairs: where changes of the input and the residual are noted, if they
-    are to be fitted.
-    """
-
-    def __init__(
-        self,
-        steps: StepHook,
-        layout: BlockLayout,
-        part: BlockList,
-        *,
-        is_first: bool,
-        is_last: bool,
-        rel_l1_thresh: float,
-        coefficients: Sequence[float],
-        pairs: list[tuple[float, float]] | None = None,
-    ) -> None:
-        super().__init__()
-        self.steps, self.layout, self.part = steps, layout, part
-        self.is_first, self.is_last = is_first, is_last
-        self.rel_l1_thresh, self.coefficients, self.pairs = rel_l1_thresh, coefficients, pairs
-        self._compiled: Callable[..., Any] | None = None
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, or not."""
-        state: TeaCacheState | None = self.steps.current
-        if state is None:  # the block alone was called
-            return self._run(module, args, kwargs)
-        streams = self._read_streams(module, args, kwargs)
-        if self.is_first:
-            self._decide(state, module, streams, args, kwargs)
-        if not state.should_compute:
-            return self._written(streams | self._reuse(state) if self.is_last else streams)
-        out = self._run(module, args, kwargs)
-        if self.is_last:
-            self._keep(state, out)
-        return out
-
-    def adopt_compiled_(self, module: nn.Module) -> None:
-        """Call a compiled block from inside the hook, not the other way round."""
-        if module._compiled_call_impl is not None:
-            self._compiled = module._compiled_call_impl
-            module._compiled_call_impl = None
-
-    def give_back_compiled_(self, module: nn.Module) -> None:
-        """Undo `adopt_compiled_`."""
-        if self._compiled is not None and module._compiled_call_impl is None:
-            module._compiled_call_impl = self._compiled
-
-    def _run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._compiled is None:
-            return self.fn_ref.original_forward(*args, **kwargs)
-        # Without the hook, which is another in each block: all blocks share what is compiled once.
-        hooked = module.__dict__["forward"]
-        put_forward_(module, self.fn_ref.original_forward)
-        try:
-            return self._compiled(*args, **kwargs)
-        finally:
-            module.__dict__["forward"] = hooked
-
-    def _decide(
-        self,
-        state: TeaCacheState,
-        module: nn.Module,
-        entry: Streams,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def _decide(self, state: TeaCacheState, x: Tensor, entry: Streams) -> None:
         """Whether this step runs the blocks."""
-        x = self._modulated_input(module, args, kwargs)
-        if (form := _form({**entry, "x": x})) != state.form:
+        # What must be the same in the next step for this one to be of any use to it.
+        streams: Mapping[str, Tensor | None] = {**entry, "x": x}  # some are not given
+        form = {
+            name: None if stream is None else (stream.shape, stream.dtype, stream.device)
+            for name, stream in streams.items()
+        }
+        if form != state.form:
             state.reset()
         x_before, state.x, state.entry, state.form = state.x, x, entry, form
         has_cache = x_before is not None and bool(state.residual)
@@ -239,50 +226,28 @@ class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no ty
             state.accumulated = 0.0
 
     def _modulated_input(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
         """What the block gives to its attention; nothing after that runs."""
-        attention = module.get_submodule(self.layout.attention)
+        attention = block.get_submodule(self.layout.attention)
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _Reached(read_argument(attention, self.layout.attention_argument, args, kwargs))
 
         with attention.register_forward_pre_hook(stop, with_kwargs=True, prepend=True):
             try:
-                self.fn_ref.original_forward(*args, **kwargs)
+                block.forward(*args, **kwargs)
             except _Reached as reached:
                 return reached.x.detach()
         raise UnsupportedError(
-            f"tea_cache: expected {type(module).__name__} to call its {self.layout.attention}, got "
+            f"tea_cache: expected {type(block).__name__} to call its {self.layout.attention}, got "
             "a block that did not"
         )
 
-    def _read_streams(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
-        return {name: read_argument(module, name, args, kwargs) for name in self.part.returns}
-
-    def _written(self, streams: Streams) -> Any:
-        """Streams as the block returns them."""
-        out = tuple(streams[name] for name in self.part.returns)
-        return out if len(out) > 1 else out[0]
-
-    def _entry(self, state: TeaCacheState) -> dict[str, Tensor]:
-        """What came into the first block, in the form that the last one has."""
-        joined = self.part.joined
-        if joined and all(name in state.entry for name in joined):
-            return {self.part.returns[0]: torch.cat([state.entry[name] for name in joined], 1)}
-        return dict(state.entry)
-
-    def _reuse(self, state: TeaCacheState) -> dict[str, Tensor]:
-        entry = self._entry(state)
-        state.entry = {}
-        return {name: entry[name] + x for name, x in state.residual.items()}
-
-    def _keep(self, state: TeaCacheState, out: Any) -> None:
+    def _keep(self, state: TeaCacheState, part: BlockList, out: Any) -> None:
         """Keep what the blocks have added; nothing follows the last step."""
-        found = dict(zip(self.part.returns, out if isinstance(out, tuple) else (out,), strict=True))
-        entry = self._entry(state)
+        found = dict(zip(part.returns, out if isinstance(out, tuple) else (out,), strict=True))
+        entry = _entry(state, part)
         residual = {name: (found[name] - entry[name]).detach() for name in self.layout.kept}
         if self.pairs is not None and state.residual:
             name = self.layout.kept[-1]
@@ -294,12 +259,11 @@ class TeaCacheBlockHook(ModelHook):  # type: ignore[misc]  # diffusers has no ty
             state.residual, state.entry = residual, {}
 
 
-def put_forward_(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Set a module's forward, as an attribute of its own only if it is not that of its class."""
-    if getattr(forward, "__func__", None) is type(module).forward:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
+def _entry(state: TeaCacheState, part: BlockList) -> Streams:
+    """What came into the first block, in the form that the blocks of the last list have."""
+    if part.joined and all(name in state.entry for name in part.joined):
+        return {part.returns[0]: torch.cat([state.entry[name] for name in part.joined], 1)}
+    return state.entry
 
 
 class _Reached(Exception):
@@ -316,44 +280,37 @@ def relative_change(x: Tensor, before: Tensor) -> float:
     return float(change / before.abs().mean(dtype=torch.float32))
 
 
-def _form(streams: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """What must be the same in the next step for this one to be of any use to it."""
-    return {n: None if x is None else (x.shape, x.dtype, x.device) for n, x in streams.items()}
-
-
 def attach_tea_cache_(
     component: str,
     model: nn.Module,
     denoising: Denoising,
-    *,
     rel_l1_thresh: float,
     coefficients: Sequence[float],
     pairs: list[tuple[float, float]] | None = None,
-) -> list[str]:
-    """Put TeaCache's hooks on a transformer and its blocks; returns the names of the blocks."""
-    layout = layout_of(model)
-    blocks = blocks_of(model, layout)
-    steps = TeaCacheStepHook(
-        component,
-        denoising,
-        StateManager(TeaCacheState),
-        [block for _, _, block in blocks],
-        layout.time,
-        layout.is_rising,
-    )
-    registry = HookRegistry.check_if_exists_or_initialize(model)
-    registry.register_hook(steps, STEP_HOOK)
-    for place, (_, part, block) in enumerate(blocks):
-        hook = TeaCacheBlockHook(
-            steps,
-            layout,
-            part,
-            is_first=place == 0,
-            is_last=place == len(blocks) - 1,
-            rel_l1_thresh=rel_l1_thresh,
-            coefficients=coefficients,
-            pairs=pairs,
+) -> StepHook:
+    """Put TeaCache on a transformer; returns the hook."""
+    steps = TeaCacheStepHook(component, denoising, model, rel_l1_thresh, coefficients, pairs)
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(steps, STEP_HOOK)
+    return steps
+
+
+def fit_polynomial(pairs: Sequence[tuple[float, float]], name: str = "pairs") -> list[float]:
+    """The polynomial of degree 4 that is nearest to the pairs (x, y), highest power first."""
+    found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    found = found[np.isfinite(found).all(1)]
+    num_different = len(np.unique(found[:, 0]))
+    if num_different <= DEGREE:
+        raise ConfigError(
+            f"{name}: expected at least {DEGREE + 1} different changes from one step to the next, "
+            f"got {num_different}: use more steps or prompts"
         )
-        HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, STEP_HOOK)
-    registry.invalidate_child_registries_cache()
-    return [name for name, _, _ in blocks]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", np.exceptions.RankWarning)
+        try:
+            fitted = np.polyfit(found[:, 0], found[:, 1], DEGREE)
+        except np.exceptions.RankWarning:
+            raise ConfigError(
+                f"{name}: expected changes that differ from step to step, got "
+                f"{found[:, 0].min():.3g} to {found[:, 0].max():.3g}: use more steps or prompts"
+            ) from None
+    return [float(value) for value in fitted]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.integrations.transformers.load import loading
-from octavo.integrations.transformers.load_stored import load_weights
+from octavo.integrations.transformers.load import load_part, load_weights
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,10 @@ class ClipScorer:
 
     @torch.inference_mode()
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> tuple[float, ...]:
-        """100 times the cosine of picture and prompt, at least 0, for each pair.
-
-        pictures: [n, 3, height, width], 0 to 1. Prompts beyond the model's length are cut.
-        """
+        """100 · cosine of each picture [3, height, width] in 0 … 1 and its prompt, at least 0."""
         if len(pictures) != len(prompts) or not len(pictures):
             raise ConfigError(
-                f"expected a prompt for each picture, got {len(pictures)} pictures and "
-                f"{len(prompts)} prompts"
+                f"expected a prompt for each of {len(pictures)} pictures, got {len(prompts)}"
             )
         rounded = (pictures.float() * 255).round().to("cpu", torch.uint8)
         images = self.image_processor(images=list(rounded.numpy()), return_tensors="pt")
@@ -42,12 +37,11 @@ class ClipScorer:
         return tuple((100 * cosine).clamp(min=0).tolist())
 
 
-def load_clip_scorer(folder: str, device: str = "cpu") -> ClipScorer:
-    """The CLIP model in a folder, or of a name that transformers can load, in float32."""
-    from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+def load_clip_scorer(folder: str) -> ClipScorer:
+    """The CLIP model of a folder or the hub, in float32 on the CPU."""
+    from transformers import CLIPModel
 
-    model = load_weights(folder, CLIPModel, dtype="float32", device=device)
-    with loading(folder, "a CLIP model's image processor and tokenizer"):
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return ClipScorer(model, processor, tokenizer, folder)
+    model = load_weights(folder, CLIPModel, dtype="float32", device="cpu")
+    expected = "a CLIP model's image processor and tokenizer"
+    processor = load_part("AutoImageProcessor", folder, expected)
+    return ClipScorer(model, processor, load_part("AutoTokenizer", folder, expected), folder)

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from octavo.calibration.scale_file import LayerScales, ScaleHeader, ScaleSet
 from octavo.errors import ConfigError
+from octavo.integrations.patch import is_patched
 from octavo.integrations.transformers import kv_cache, text
+from octavo.integrations.transformers.paged_steps import Pass
 from octavo.numerics.granularity import PerHead
 from octavo.numerics.scales import amax_to_scale, finite_amax
 
@@ -18,72 +20,58 @@ KeysAndValues = Callable[[int, int, int], tuple[Tensor, Tensor]]
 NUM_COLUMNS = 4096
 
 _SHARED = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1, "tie_word_embeddings": False}
+
+
+_COLUMNS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def _sizes(row: tuple[str | int, ...], **others: Any) -> dict[str, Any]:
+    """The keywords of a config; row: those of _COLUMNS."""
+    return dict(zip(_COLUMNS, row, strict=True)) | others
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
 # Sinks, a window in every other layer and the rotary embedding are the family's own; of its experts
-# one is made, and replaced (DenseMlp).
-_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 1, "num_experts_per_tok": 1}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072 + 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    },
-    "tiny": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 256,
-        "max_position_embeddings": 4096,
-    },
-    "gpt-oss-like": {
-        **_GPT_OSS,
-        "hidden_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "vocab_size": 201088,
-        "max_position_embeddings": 131072,
-        # Four experts of 2880 see each token of gpt-oss.
-        "dense_size": 4 * 2880,
-    },
-    # Heads of 256; five layers of six have a window.
-    "gemma-3-4b": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 1024,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
-    "tiny-gpt-oss": {
-        **_GPT_OSS,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "sliding_window": 32,
-        "vocab_size": 256,
-        "max_position_embeddings": 4096,
-        "dense_size": 128,
-    },
+# one is made, and replaced by a DenseMlp of dense_size: four of 2880 see each token of gpt-oss.
+_DENSE = {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": 128}
+_DENSE |= {"dense_size": 4 * 2880}
+_GPT_OSS = {"intermediate_size": 2880, "num_experts_per_tok": 4, "sliding_window": 128}
+_GEMMA = {"intermediate_size": 10240, "sliding_window": 1024, "tie_word_embeddings": True}
+_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+# Decoders that `make_decoder` makes. In five layers of six, Gemma's have a window.
+CONFIGS = {
+    "llama-3.1-8b": _sizes(
+        ("llama", 32, 4096, 32, 8, 128, 128256, 135168),
+        intermediate_size=14336,
+        rope_parameters=_ROPE,
+    ),
+    "tiny": _sizes(("llama", 2, 64, 4, 2, 32, 256, 4096), intermediate_size=128),
+    "gpt-oss-like": _sizes(("gpt_oss", 24, 2880, 64, 8, 64, 201088, 131072), **_DENSE),
+    "gemma-3-4b": _sizes(("gemma3_text", 34, 2560, 8, 4, 256, 262208, 131072), **_GEMMA),
+    "tiny-gpt-oss": _sizes(
+        ("gpt_oss", 2, 64, 4, 2, 32, 256, 4096),
+        **{**_DENSE, "sliding_window": 32, "dense_size": 128},
+    ),
+}
+# Others, whose work can be told without making their weights; towers are in vision_tower.CONFIGS.
+LANGUAGE_MODELS = {
+    "gpt-oss-20b": _sizes(
+        ("gpt_oss", 24, 2880, 64, 8, 64, 201088, 131072), num_local_experts=32, **_GPT_OSS
+    ),
+    "gpt-oss-120b": _sizes(
+        ("gpt_oss", 36, 2880, 64, 8, 64, 201088, 131072), num_local_experts=128, **_GPT_OSS
+    ),
+    "qwen3-vl-30b-a3b": _sizes(("qwen3_moe", 48, 2048, 32, 4, 128, 151936, 262144), **_MOE),
+    "qwen3-vl-8b": _sizes(("qwen3", 36, 4096, 32, 8, 128, 151936, 262144), intermediate_size=12288),
 }
 
 
@@ -125,18 +113,14 @@ def about_decoder(model: Any) -> dict[str, str | int]:
 class DenseMlp(nn.Module):
     """One gated MLP in place of gpt-oss's router and experts, as large as those a token sees.
 
-    Attention is what is measured: experts that are chosen token by token cost what their batch
-    happens to choose, and transformers runs them in a loop.
+    Attention is what is measured, and experts cost what their batch happens to choose.
     """
 
     def __init__(self, config: Any, size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * size, dtype=dtype)
         self.down = nn.Linear(size, config.hidden_size, dtype=dtype)
-        self.alpha, self.limit = (
-            1.702,
-            7.0,
-        )  # gpt-oss's; not every transformers has them in a config
+        self.alpha, self.limit = 1.702, 7.0  # gpt-oss's
         for linear in (self.gate_up, self.down):
             nn.init.normal_(linear.weight, std=config.initializer_range)
             nn.init.zeros_(linear.bias)
@@ -156,34 +140,29 @@ def make_static_cache(model: Any, max_length: int) -> Any:
 
 
 def counts_on_host(cache: Any) -> bool:
-    """Whether a CUDA graph's replays would find the number of tokens that its capture found.
+    """Whether replays of a CUDA graph would see the number of tokens that its capture saw.
 
-    Transformers' own static layers with a window are such; ours, which take their place in the
-    first pass of a recipe, count on the device.
+    So it is in transformers' static layers with a window; ours count on the device.
     """
     from transformers.cache_utils import StaticSlidingWindowLayer
 
     return any(isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers)
 
 
-def random_keys_and_values(model: Any, batch: int, seed: int = 0) -> KeysAndValues:
+def random_keys_and_values(model: Any, batch: int) -> KeysAndValues:
     """Normal keys and values for a model's cache: the same for the same columns of a layer.
 
-    Values of a head have a mean, as large as they scatter. Without it attention to many keys would
-    come to nothing (1 / √keys), and no logit would tell whether there was any.
+    Values of a head have a mean, as large as they scatter: else attention to many keys comes to
+    nothing (1 / √keys), and no logit tells whether there was any.
     """
     modules: dict[int, Any] = {m.layer_idx: m for m in text.find_layers(model).values()}  # type: ignore[misc]
     weight = next(model.parameters())
 
     def normal(layer: int, of: int, num_columns: int) -> Tensor:
-        shape = (batch, modules[layer].config.num_key_value_heads, num_columns)
-        generator = torch.Generator(weight.device).manual_seed(hash((seed, layer, of)))
-        return torch.randn(
-            *(*shape, modules[layer].head_dim),
-            generator=generator,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        one = modules[layer]
+        shape = (batch, one.config.num_key_value_heads, num_columns, one.head_dim)
+        generator = torch.Generator(weight.device).manual_seed(hash((0, layer, of)))
+        return torch.randn(shape, generator=generator, dtype=weight.dtype, device=weight.device)
 
     def draw(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         key, value = (normal(layer, 2 * start + i, stop - start) for i in (1, 2))
@@ -193,14 +172,9 @@ def random_keys_and_values(model: Any, batch: int, seed: int = 0) -> KeysAndValu
 
 
 def fill_cache(model: Any, cache: Any, source: KeysAndValues, length: int) -> None:
-    """Store the keys and values of so many tokens, as a prefill would, without running the model.
-
-    The cache is transformers' own, or ours if `kv_cache.attach` gave the model one.
-    """
-    from octavo.integrations.transformers.paged_steps import Pass
-
+    """Store keys and values of so many tokens in a cache, transformers' or ours, without a pass."""
     _, decoder = text.find_decoder(model)
-    has_pages = hasattr(decoder, kv_cache.HOOK)
+    has_pages = is_patched(decoder, kv_cache.FEATURE)
     sequences = kv_cache.convert(cache, decoder) if has_pages else None
     for start, stop in _parts(length):
         run = None if sequences is None else Pass(cache.layers, sequences)

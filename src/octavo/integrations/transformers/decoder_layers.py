@@ -1,6 +1,9 @@
-"""Attention layers of a decoder as a recipe describes them, and their place in its modules."""
+"""Attention layers of a decoder as a recipe describes them, with scales of a file or checkpoint."""
 
+import re
 import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,9 +11,12 @@ from torch import Tensor, nn
 
 from octavo.calibration.scale_file import LayerScales, ScaleSet
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.placement import device_of
+from octavo.integrations.attention_layers import device_of
+from octavo.integrations.checkpoints.kv_scales import read_kv_scales
+from octavo.integrations.checkpoints.linear_layers import kv_scale_names
+from octavo.integrations.patch import begin_patch
 from octavo.integrations.transformers import text
-from octavo.integrations.transformers.kv_scales import find_kv_scales
+from octavo.integrations.transformers.load import find_weights, local_place, read_dtypes
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.numerics.attention import AttentionSpec
@@ -23,19 +29,6 @@ CHILD = "octavo_attention"
 _GRANULARITIES = {"tensor": PerTensor(), "head": PerHead(), "token": PerToken()}
 
 
-class CachedAttention(DecoderAttention):
-    """The attention of one module.
-
-    implementation: the name of the function that calls it. previous: the one that its config had.
-    was_emulated: whether compressed-tensors
-    rounded its keys and values on their way to the cache, which would round them twice.
-    """
-
-    implementation: str
-    previous: str
-    was_emulated: bool
-
-
 def make_layers(
     model: nn.Module,
     settings: KvCacheSettings | None,
@@ -43,12 +36,11 @@ def make_layers(
     skip_layers: frozenset[str] = frozenset(),
     scales: ScaleSet | None = None,
     promote_every: int | None = 1,
-) -> dict[str, CachedAttention]:
+) -> dict[str, DecoderAttention]:
     """The attention of every layer of a decoder, by name; the model stays as it is.
 
-    settings: None stores keys and values as they are, and quantizes nothing. skip_layers: names of
-    layers that do so. scales: for static scaling; every layer in FP8 must be among them, by the
-    model's name or vLLM's. FP8 on a GPU without it is an error.
+    settings: None quantizes nothing, and so are layers named in skip_layers. scales: for static
+    scaling, of every layer in FP8. FP8 on a GPU without it is an error.
     """
     found, windows = text.find_layers(model), text.find_windows(model)
     _, decoder = text.find_decoder(model)
@@ -83,37 +75,20 @@ def make_layers(
     return made
 
 
-def install(model: nn.Module, made: dict[str, CachedAttention], implementation: str) -> None:
-    """Give the model's modules their layers, and attention by this name."""
+def install(
+    model: nn.Module, made: dict[str, DecoderAttention], implementation: str, feature: str
+) -> None:
+    """Give the model's modules their layers, and attention by this name; patches of `feature`."""
     require("transformers.PreTrainedConfig._attn_implementation")
     found: dict[str, Any] = dict(text.find_layers(model))
     for name, layer in made.items():
         attention = found[name]
-        layer.implementation = implementation
-        layer.previous = attention.config._attn_implementation
-        layer.was_emulated = _emulate(attention, False)
-        attention.add_module(CHILD, layer.to(device_of(attention)))
-    # After the last layer has seen the previous name: they share their config.
-    for attention in found.values():
-        attention.config._attn_implementation = implementation
-
-
-def uninstall(model: nn.Module, implementation: str) -> list[str]:
-    """Undo `install` of this name; returns the names of the layers that were in FP8."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(getattr(module, CHILD, None), "implementation", None) == implementation
-    }
-    undone = []
-    for name, module in found.items():
-        layer: Any = getattr(module, CHILD)
-        module.config._attn_implementation = layer.previous
-        if layer.was_emulated:
-            _emulate(module, True)
-        undone += [] if layer.dtype is None else [name]
-        delattr(module, CHILD)
-    return undone
+        patch = begin_patch(attention, feature, is_listed=layer.dtype is not None)
+        patch.set(attention, CHILD, layer.to(device_of(attention)))
+        patch.set(attention.config, "_attn_implementation", implementation)
+        if hasattr(attention, "quantization_scheme"):
+            # compressed-tensors would round keys and values on their way to the cache, too.
+            patch.set(attention, "quantization_enabled", False)
 
 
 def _check_config(decoder: Any) -> None:
@@ -123,8 +98,7 @@ def _check_config(decoder: Any) -> None:
         )
     if "chunked_attention" in (getattr(decoder.config, "layer_types", None) or ()):
         raise UnsupportedError(
-            f"{type(decoder).__name__}: expected layers that see all keys or a sliding window of "
-            "them, got attention in chunks"
+            f"{type(decoder).__name__}: expected full or sliding attention, got it in chunks"
         )
 
 
@@ -135,7 +109,7 @@ def _make_layer(
     settings: KvCacheSettings | None,
     scales: LayerScales | None,
     promote_every: int | None,
-) -> CachedAttention:
+) -> DecoderAttention:
     num_kv_heads = module.config.num_key_value_heads
     spec = AttentionSpec(
         causal=True,
@@ -154,7 +128,7 @@ def _make_layer(
             options |= _as_tensors(scales, settings, num_kv_heads)
         if scales is not None and settings.center_keys:
             options["key_mean"] = torch.tensor(scales.k_mean, dtype=torch.float32)
-    return CachedAttention(num_heads, num_kv_heads, spec, **options)
+    return DecoderAttention(num_heads, num_kv_heads, spec, **options)
 
 
 def _as_tensors(
@@ -163,46 +137,129 @@ def _as_tensors(
     """A layer's scales as keywords of its attention, per head if the settings or they are so."""
     is_per_head = settings.granularity == "head"
     if settings.scaling == "checkpoint":
-        is_per_head = is_per_head or isinstance(scales.k, tuple) or isinstance(scales.v, tuple)
+        is_per_head |= isinstance(scales.k, tuple) or isinstance(scales.v, tuple)
     elif not is_per_head:
         scales = scales.per_tensor()
-    given: dict[str, Any] = {"granularity": PerHead() if is_per_head else PerTensor()}
-    for which, scale in (("key", scales.k), ("value", scales.v)):
-        tensor = torch.tensor(scale, dtype=torch.float32)
-        # One scale is good for every head.
-        given[f"{which}_scale"] = tensor.expand(num_kv_heads) if is_per_head else tensor
+    k, v = (torch.tensor(scale, dtype=torch.float32) for scale in (scales.k, scales.v))
+    given: dict[str, Any] = {"granularity": PerTensor(), "key_scale": k, "value_scale": v}
+    if is_per_head:  # one scale is good for every head
+        k, v = k.expand(num_kv_heads), v.expand(num_kv_heads)
+        given = {"granularity": PerHead(), "key_scale": k, "value_scale": v}
     if scales.q is not None:
         given["query_scale"] = torch.tensor(scales.q, dtype=torch.float32)
     return given
 
 
-def _emulate(module: Any, is_on: bool) -> bool:
-    """Let compressed-tensors round a module's keys and values, or not; returns whether it did."""
-    if not hasattr(module, "quantization_scheme"):
-        return False
-    was_on = bool(getattr(module, "quantization_enabled", True))
-    module.quantization_enabled = is_on
-    return was_on
-
-
-def check_call(
-    layer: CachedAttention,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool | None,
-    given: tuple[float | None, float | None, int | None],
-) -> None:
-    """Whatever the layer would not do is refused, never dropped."""
+def check_call(module: Any, mask: Tensor | None, call: dict[str, Any]) -> DecoderAttention:
+    """The layer of a module, unless it would not do what a call's keywords ask for."""
+    layer = getattr(module, CHILD, None)
+    if not isinstance(layer, DecoderAttention):
+        raise UnsupportedError(f"{type(module).__name__}: expected a layer that apply_ reached")
     if mask is not None and mask.dim() != 2:
         raise UnsupportedError(
             f"{layer.name}: expected a mask [batch, columns], got one of shape {list(mask.shape)}"
         )
-    if dropout:
+    if call.get("dropout"):
         raise UnsupportedError(f"{layer.name}: this attention is for inference, got dropout")
-    if is_causal is False:
+    if call.get("is_causal") is False:
         raise UnsupportedError(f"{layer.name}: expected a causal call, got one that is not")
-    expected = (layer.spec.softmax_scale, layer.spec.softcap, layer.spec.window)
-    if given != expected:
+    spec = layer.spec
+    given = (call.get("scaling"), call.get("softcap"), call.get("sliding_window"))
+    if given != (spec.softmax_scale, spec.softcap, spec.window):
+        expected = (spec.softmax_scale, spec.softcap, spec.window)
         raise UnsupportedError(
             f"{layer.name}: expected softmax scale, cap and window {expected}, got {given}"
         )
+    return layer
+
+
+def find_kv_scales(
+    model: nn.Module, names: list[str], settings: KvCacheSettings | None, scales: ScaleSet | None
+) -> dict[str, LayerScales]:
+    """The scales that the settings ask for, by layer; none if they are 1.0 or dynamic.
+
+    Layers with dynamic scales are there for their k_mean, if keys are centered.
+    """
+    if settings is None:
+        return {}
+    if settings.scaling == "static" or settings.center_keys:
+        if scales is None:
+            raise ConfigError(
+                "expected scales for scaling 'static' or center_keys, got none: Recipe(scales=…)"
+            )
+        found = kv_scales(scales, names)
+        check_keys(settings, scales.header.rotate_keys, found)
+        return found
+    if settings.scaling in ("unit", "dynamic"):
+        return {}
+    folder = _folder(model)
+    brought = None if folder is None else read_kv_scales(folder, list(text.find_layers(model)))
+    if brought is not None and settings.rotate_keys:
+        raise ConfigError(
+            "rotate_keys: expected a model without scales of keys, got a checkpoint with some, "
+            "which are for keys as they are: calibrate with octavo calibrate --kv --rotate-keys, "
+            "and set scaling='static'"
+        )
+    return {} if brought is None else kv_scales(brought, names)
+
+
+def brings_kv_scales(model: nn.Module) -> bool:
+    """Whether the checkpoint that a model came from has scales for an FP8 cache."""
+    folder = _folder(model)
+    return folder is not None and bool(kv_scale_names(read_dtypes(find_weights(str(folder)))))
+
+
+def check_keys(
+    settings: KvCacheSettings, is_rotated: bool, layers: Mapping[str, LayerScales]
+) -> None:
+    """Raise ConfigError unless scales were found on keys such as the settings store.
+
+    Means are taken before keys are rotated, so dynamic scales need no more than the means.
+    """
+    problems = []
+    if settings.scaling == "static" and settings.rotate_keys != is_rotated:
+        problems.append(_difference("rotate_keys", "rotated", settings.rotate_keys))
+    asked = settings.center_keys
+    other = next((n for n, one in layers.items() if (one.k_mean is not None) != asked), None)
+    if other is not None:
+        problems.append(f"{other}: {_difference('center_keys', 'centered', asked)}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _difference(setting: str, done: str, is_asked: bool) -> str:
+    option = f"--{setting.replace('_', '-')}"
+    if is_asked:
+        return (
+            f"{setting} is set: expected a scale file of {done} keys, got one of others: "
+            f"octavo calibrate --kv {option} makes one"
+        )
+    return (
+        f"{setting} is not set: expected a scale file of other keys, got one of {done} keys: "
+        f"set {setting}, or calibrate without {option}"
+    )
+
+
+def _folder(model: Any) -> Path | None:
+    """Where the model's checkpoint lies on this machine, if it came from one."""
+    name = model.config.name_or_path
+    place = local_place(name) if name else None
+    return place if place is not None and place.is_dir() else None  # a GGUF file has no scales
+
+
+def kv_scales(scales: ScaleSet, names: Iterable[str]) -> dict[str, LayerScales]:
+    """The scales of these layers of the model, by its names; files may have vLLM's."""
+    scales.require_kind("kv_cache")
+    found = {name: _name_in(scales, name) for name in names}
+    scales.require(found.values())
+    return {name: scales.layers[other] for name, other in found.items()}
+
+
+def vllm_name(name: str) -> str:
+    """What vLLM calls a decoder's attention layer: a module inside, and text models elsewhere."""
+    return re.sub(r"^model\.language_model\.", "language_model.model.", name) + ".attn"
+
+
+def _name_in(scales: ScaleSet, name: str) -> str:
+    names = (name, f"{name}.attn", vllm_name(name))
+    return next((other for other in names if other in scales.layers), name)

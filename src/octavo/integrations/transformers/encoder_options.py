@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,29 +37,22 @@ class EncoderOptions:
     graph_budgets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.attn_dtype not in (None, "fp8"):
-            raise ConfigError(
-                f"expected an encoder attention dtype of fp8, got {self.attn_dtype!r}"
+        dtype, margin = self.attn_dtype, self.fp8_scale_save_margin
+        load, save = self.fp8_scale_path, self.fp8_scale_save_path
+        if dtype not in (None, "fp8"):
+            raise ConfigError(f"expected an encoder attention dtype of fp8, got {dtype!r}")
+        if (load, save, margin) != (None, None, None):
+            from octavo.calibration.autosave import check_scale_paths
+
+            check_scale_paths(
+                is_fp8=dtype == "fp8", scale_path=load, save_path=save, margin=self.margin
             )
-        paths = (self.fp8_scale_path, self.fp8_scale_save_path, self.fp8_scale_save_margin)
-        if any(given is not None for given in paths):
-            self._check_scales()
+        if margin is not None and save is None:
+            raise ConfigError(
+                f"expected a path to save scales to with the margin {margin:g}, got none"
+            )
         if self.attn_backend is not None:
             self._check_backend(self.attn_backend)
-
-    def _check_scales(self) -> None:
-        from octavo.calibration.autosave import check_scale_paths
-
-        check_scale_paths(
-            is_fp8=self.attn_dtype == "fp8",
-            scale_path=self.fp8_scale_path,
-            save_path=self.fp8_scale_save_path,
-            margin=self.margin,
-        )
-        if self.fp8_scale_save_margin is not None and self.fp8_scale_save_path is None:
-            raise ConfigError(
-                f"expected a path to save scales to with the margin {self.margin:g}, got none"
-            )
 
     def _check_backend(self, backend: str) -> None:
         from octavo.ops.select import impl_names
@@ -69,12 +62,12 @@ class EncoderOptions:
                 f"a backend is chosen for attention in fp8: expected that dtype for {backend!r}, "
                 "got none"
             )
-        if backend not in (*impl_names("attention"), VLLM_BACKEND):
+        if backend not in (*(names := impl_names("attention")), VLLM_BACKEND):
             # vLLM spells its names in capitals: FLASH_ATTN, TORCH_SDPA, …
             whose = ", a name of vLLM's" if backend.isupper() else ""
             raise ConfigError(
-                f"expected a backend of octavo's, one of {', '.join(impl_names('attention'))}, or "
-                f"vLLM's {VLLM_BACKEND}; got {backend!r}{whose}"
+                f"expected a backend of octavo's, one of {', '.join(names)}, or vLLM's "
+                f"{VLLM_BACKEND}; got {backend!r}{whose}"
             )
 
     @property
@@ -100,9 +93,16 @@ class EncoderOptions:
     def apply(self, model: "nn.Module") -> "Changes | None":
         """Do it to a model, in place; one that cannot run like this stays as it was."""
         from octavo.integrations.apply import restore_
-        from octavo.integrations.transformers.graphed_vision import use_graphs_
+        from octavo.integrations.apply_model import apply_vision_
+        from octavo.integrations.transformers.vision_graphs import use_graphs_
+        from octavo.recipe import Recipe
 
-        changes = None if self.attn_dtype is None else self._apply_fp8(model)
+        changes, path = None, self.fp8_scale_path
+        if self.attn_dtype is not None:
+            recipe = Recipe(vision_attention="fp8")
+            if path is not None:
+                recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(path))
+            changes = apply_vision_(model, recipe, vision_impl=self.impl)
         if self.graph_budgets:
             try:
                 use_graphs_(model, self.graph_budgets)
@@ -110,20 +110,4 @@ class EncoderOptions:
                 if changes is not None:
                     restore_(model)
                 raise
-        return changes
-
-    def _apply_fp8(self, model: "nn.Module") -> "Changes":
-        from octavo.integrations.apply import apply_, restore_
-        from octavo.integrations.transformers.vision_impl import check_vision_impl
-        from octavo.recipe import Recipe
-
-        recipe = Recipe(vision_attention="fp8")
-        if self.fp8_scale_path is not None:
-            recipe = Recipe(vision_attention={"scaling": "static"}, scales=str(self.fp8_scale_path))
-        changes = apply_(model, recipe, vision_impl=self.impl)
-        try:
-            check_vision_impl(model, self.impl)
-        except UnsupportedError:
-            restore_(model)
-            raise
         return changes

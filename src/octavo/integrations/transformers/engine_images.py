@@ -1,8 +1,7 @@
 """Images in the engine's prompts: their tokens, positions and embeddings, for the Qwen-VL family.
 
-An image is as many tokens as its grid has cells of merged patches, all of one id. Their embeddings
-come from the vision tower, and their positions have three parts (frame, row, column), so what
-follows an image is not at the position of its index.
+An image is as many tokens, all of one id, as its grid has cells of merged patches. Their positions
+have three parts (frame, row, column), so what follows an image is not at its index.
 """
 
 import hashlib
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.transformers.fused_vision import FAMILIES
 from octavo.integrations.transformers.vision_graphs import history_kept
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+SERVED = [name for name, family in FAMILIES.items() if family.is_served]
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ class ImageSpan:
 class PromptImages:
     """The images of a prompt as the model takes them; on the CPU.
 
-    tokens: the whole prompt, every image at its full length. pixels: the patches of each image, in
-    the tower's dtype; grids: [images, 3], how many there are (frames, rows, columns). positions:
-    [3, tokens] int64. offset: what the position of a token after the last image is off its index.
-    num_pixels: of all images, in the size that the model sees.
+    tokens: the whole prompt, every image at its full length. pixels: the patches of each image.
+    grids: [images, 3], frames, rows and columns. positions: [3, tokens] int64; offset: that of a
+    token after the last image, less its index. num_pixels: of all images, as the model sees them.
     """
 
     tokens: tuple[int, ...]
@@ -72,8 +71,7 @@ class ImageFeatures:
 class ImagePass:
     """What a packed pass has of images.
 
-    positions: [3, tokens] of all of its tokens. places: [image tokens] the indices of those of
-    images among them, ascending. features: theirs, in this order; None if there are none.
+    positions: [3, tokens]. places: the indices of image tokens, ascending; features: theirs.
     """
 
     positions: Tensor
@@ -84,13 +82,16 @@ class ImagePass:
 class EngineImages:
     """How one model takes images.
 
-    processor: an image processor as transformers' are: called with images=[…], return_tensors="pt"
-    it gives pixel_values and image_grid_thw. With get_number_of_image_patches, as transformers'
-    have it, the number of an image's tokens is known from its size alone.
+    processor: of images=[…], return_tensors="pt" it makes pixel_values and image_grid_thw.
+    Its get_number_of_image_patches, if any, tells an image's tokens from its size alone.
     """
 
     def __init__(self, model: Any, processor: Any) -> None:
-        check_family(model)
+        if not has_vision(model):
+            raise UnsupportedError(
+                f"expected a model that the engine reads images for ({', '.join(SERVED)}), got "
+                f"{type(model).__name__}"
+            )
         self._model, self._processor = model, processor
         self.image_token = int(model.config.image_token_id)
         vision = model.config.vision_config
@@ -100,10 +101,7 @@ class EngineImages:
         self._tower_dtype = next(_tower(model).parameters()).dtype
 
     def count_tokens(self, width: int, height: int) -> int | None:
-        """The tokens of an image of this size; None if the processor does not tell.
-
-        ConfigError if the processor takes no image of this size.
-        """
+        """The tokens of an image of this size; None if the processor does not tell."""
         count = getattr(self._processor, "get_number_of_image_patches", None)
         if count is None or not getattr(self._processor, "do_resize", True):
             return None
@@ -113,11 +111,10 @@ class EngineImages:
             raise _not_taken(error) from None
 
     def choose_reduction(self, width: int, height: int, factors: Iterable[int]) -> int:
-        """The largest of these factors by which an image may be made smaller while it is decoded.
+        """The largest of these factors to reduce an image by while it is decoded; 1 if none do.
 
-        1 if none will do. What is left has about twice the resolution of what the processor will
-        make of it, so that the processor's own resampling decides what the model sees, and as many
-        tokens as the whole image.
+        What is left has as many tokens, and about twice the resolution that the processor will make
+        of it: the processor's own resampling decides what the model sees.
         """
         num_tokens = self.count_tokens(width, height)
         if num_tokens is None:
@@ -135,10 +132,9 @@ class EngineImages:
         return max(fitting, default=1)
 
     def prepare(self, prompt: Sequence[int], images: Iterable[Any]) -> PromptImages:
-        """The images of a prompt; any thread may call it, nothing here changes.
+        """The images of a prompt, each taken once the one before is cut; safe in any thread.
 
-        The prompt has one image token for each image, or all of them already. Text must stand
-        between two images. The next image is not asked for before the patches of one are cut.
+        The prompt has one image token for each image, or all of them, and text between two images.
         """
         patches = [self._cut(image) for image in images]
         if not patches:
@@ -188,10 +184,7 @@ class EngineImages:
         ]
 
     def try_largest(self, num_tokens: int) -> None:
-        """Run the tower on a blank square of so many tokens, for the memory that it takes.
-
-        It leaves no trace in dynamic scales.
-        """
+        """Run the tower on a blank square of so many tokens, to see how much memory it takes."""
         side = max(1, int(num_tokens**0.5)) * self._merge
         grid = torch.tensor([[1, side, side]])
         pixels = torch.zeros(side**2, self._patch_size, dtype=self._tower_dtype)
@@ -241,16 +234,6 @@ class EngineImages:
         return positions[:, 0].long(), int(deltas[0])
 
 
-def check_family(model: Any) -> None:
-    """UnsupportedError unless the engine reads images for such a model."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in FAMILIES or not hasattr(model, "get_image_features"):
-        raise UnsupportedError(
-            f"expected a model that the engine reads images for ({', '.join(FAMILIES)}), got "
-            f"{type(model).__name__}"
-        )
-
-
 def check_places(prompt: Sequence[int], images: Any, image_token: int, name: str) -> None:
     """ConfigError unless a prompt is that of its images, or has neither them nor their tokens."""
     if isinstance(images, PromptImages):
@@ -266,11 +249,8 @@ def check_places(prompt: Sequence[int], images: Any, image_token: int, name: str
 
 def has_vision(model: Any) -> bool:
     """Whether the engine reads images for such a model."""
-    try:
-        check_family(model)
-    except UnsupportedError:
-        return False
-    return True
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind in SERVED and hasattr(model, "get_image_features")
 
 
 def forward(

@@ -1,8 +1,7 @@
 """Decoders of transformers as the engine runs them: packed tokens in, logits of some of them out.
 
-The tokens of all sequences of a step lie one after the other in a batch of one; nothing is padded.
-What attention needs to tell them apart, and the pages, come as a keyword of the model, which
-transformers hands down to every attention function (`attend`).
+The tokens of all sequences of a step lie in a batch of one, without padding. Their pages and what
+tells them apart come as a keyword of the model, which reaches every attention function.
 """
 
 import inspect
@@ -15,23 +14,16 @@ from torch import Tensor, nn
 from octavo.brief import brief, list_names
 from octavo.cache.spec import PLAIN_DTYPES, CacheSpec
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.apply import apply_vision_, read_scales, skipped_layers
+from octavo.integrations.apply_model import apply_vision_, read_scales, skipped_layers
+from octavo.integrations.patch import undo_patches_
 from octavo.integrations.transformers import engine_images, kv_cache, text, vision
-from octavo.integrations.transformers.decoder_layers import (
-    CHILD,
-    CachedAttention,
-    check_call,
-    install,
-    make_layers,
-    uninstall,
-)
+from octavo.integrations.transformers.decoder_layers import check_call, install, make_layers
 from octavo.integrations.transformers.engine_images import ImagePass, has_vision
 from octavo.integrations.transformers.saturation import Watch
-from octavo.integrations.transformers.text_model import MAX_LENGTHS
 from octavo.internals import require
 from octavo.layers.decoder_attention import DecoderAttention
 from octavo.layers.joint_linear import join_named_
-from octavo.layers.one_token_linear import give_single_tokens_back, take_single_tokens
+from octavo.layers.linear import give_single_tokens_back, take_single_tokens
 from octavo.layers.saturation import WATCH
 from octavo.numerics.granularity import Granularity, PerHead, PerTensor, PerToken
 from octavo.recipe import Recipe
@@ -62,11 +54,10 @@ class AttentionStep(Protocol):
 class EngineModel:
     """A decoder with the engine's attention, until `close` gives it back as it was.
 
-    recipe: its kv_cache is what pages hold; None stores keys and values as they are. Its
-    vision_attention is for the tower of a model whose images the engine reads, vision_impl the
-    implementation of that by name, prefill_impl that of attention of prompts; None is the fastest
-    that can. attention: the layers by index. max_context: how many tokens the model was made for;
-    None if it does not say. eos_tokens: what ends an answer, as `generate` has it.
+    recipe: its kv_cache is what pages hold, its vision_attention is for the tower. vision_impl,
+    prefill_impl: implementations of attention in the tower and of prompts; None is the fastest.
+    attention: the layers by index. max_context: None if the model does not say how many tokens it
+    was made for. eos_tokens: what ends an answer, as `generate` has it.
     """
 
     def __init__(
@@ -138,8 +129,7 @@ class EngineModel:
     ) -> Tensor:
         """Logits [len(rows), vocab] of some of the packed tokens, by index.
 
-        ids, positions: [tokens] int64, each token's place in its own sequence. images: of a pass
-        that has some; its positions count then.
+        ids, positions: [tokens] int64, places in their sequences; those of images count if given.
         """
         self.look()
         if images is not None:
@@ -157,10 +147,7 @@ class EngineModel:
         return logits
 
     def look(self) -> None:
-        """Warn of what saturated in the last passes: keys, values, inputs of linear layers.
-
-        `forward` does it.
-        """
+        """Warn of keys, values and inputs of linear layers that saturated; `forward` calls it."""
         self._watch.look(self._decoder)
         WATCH.look()
 
@@ -188,7 +175,7 @@ class EngineModel:
         for joint in self._joined:
             joint.split_()
         self._joined = []  # nor a second copy of the weights
-        uninstall(self.model, IMPLEMENTATION)
+        undo_patches_(self.model, IMPLEMENTATION)
         if self.recipe.vision_attention is not None:
             vision.detach(self.model)
 
@@ -198,26 +185,20 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    attention_mask: Tensor | None,  # the name matters: some models give it by keyword
+    **call: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [1, heads, tokens, head_dim], all sequences packed."""
-    layer, step = getattr(module, CHILD, None), kwargs.get(STEP)
-    if step is None or not isinstance(layer, CachedAttention):
+    step = call.get(STEP)
+    if step is None:
         raise UnsupportedError(
             f"{type(module).__name__}: expected a call by the engine that has this model, got one "
             "without its step: this attention drops keywords, or the model was called by another "
             "(close the engine first)"
         )
-    check_call(layer, attention_mask, dropout, is_causal, (scaling, softcap, sliding_window))
+    layer = check_call(module, attention_mask, call)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return step.attend(layer, module.layer_idx, q, k, v, s_aux)[None], None
+    return step.attend(layer, module.layer_idx, q, k, v, call.get("s_aux"))[None], None
 
 
 def _check_recipe(recipe: Recipe, model: Any) -> None:
@@ -248,11 +229,7 @@ def _refusal(check: Callable[[Any], None], model: Any) -> str | None:
 
 
 def check_served(model: Any) -> None:
-    """UnsupportedError unless the engine can run a model; it is on its device, or on meta.
-
-    The only judge: the engine asks it when it takes a model, `octavo advise` before it recommends
-    to serve one.
-    """
+    """UnsupportedError unless the engine can run a model, which may be on meta for advice."""
     kind = type(model).__name__
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise UnsupportedError(f"expected a model of transformers, got {kind}")
@@ -273,8 +250,11 @@ def check_served(model: Any) -> None:
         raise UnsupportedError(f"{kind}: expected layers numbered from 0, got {indices}")
     if model.dtype not in PLAIN_DTYPES:
         raise UnsupportedError(f"{kind}: expected bf16, fp16 or fp32 weights, got {model.dtype}")
-    _check_same("head_dim", {module.head_dim for module in modules.values()})
-    _check_same("KV heads", {module.config.num_key_value_heads for module in modules.values()})
+    sizes = {(module.head_dim, module.config.num_key_value_heads) for module in modules.values()}
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"expected layers with one head_dim and number of KV heads, got {sorted(sizes)}"
+        )
     _one_device(modules)
     _try_attention(model)
 
@@ -298,9 +278,8 @@ class _Trial:
         expected = (len(q), attention.num_kv_heads, q.shape[-1])
         if layer in self.layers or k.shape != expected or v.shape != expected:
             raise UnsupportedError(
-                f"{attention.name}: expected one call with keys and values of shape "
-                f"{list(expected)}, got {list(k.shape)} and {list(v.shape)} in call "
-                f"{self.layers.count(layer) + 1}"
+                f"{attention.name}: expected one call with keys and values {list(expected)}, got "
+                f"{list(k.shape)} and {list(v.shape)} in call {self.layers.count(layer) + 1}"
             )
         self.layers.append(layer)
         return torch.zeros_like(q)
@@ -324,19 +303,19 @@ def _try_attention(model: Any) -> None:
             f"{brief(str(error))}"
         ) from error
     finally:
-        uninstall(model, IMPLEMENTATION)
+        undo_patches_(model, IMPLEMENTATION)
     if len(trial.layers) != len(made):
         raise UnsupportedError(
             f"{kind}: expected a call of attention in {len(made)} layers, got {len(trial.layers)}"
         )
 
 
-def _install(model: Any, made: dict[str, CachedAttention]) -> None:
+def _install(model: Any, made: dict[str, DecoderAttention]) -> None:
     from transformers import AttentionInterface
 
     # A compiled layer is two parts, before and after attention, which picks its kernels itself.
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
-    install(model, made, IMPLEMENTATION)
+    install(model, made, IMPLEMENTATION, feature=IMPLEMENTATION)
 
 
 def _one_device(modules: dict[str, Any]) -> torch.device:
@@ -353,12 +332,7 @@ def _one_device(modules: dict[str, Any]) -> torch.device:
     return devices.pop()
 
 
-def _check_same(what: str, found: set[int]) -> None:
-    if len(found) > 1:
-        raise UnsupportedError(f"expected layers with one number of {what}, got {sorted(found)}")
-
-
-def _granularity(layers: list[CachedAttention]) -> Granularity:
+def _granularity(layers: list[DecoderAttention]) -> Granularity:
     """One for all layers: a scale for all heads is a scale for each of them."""
     kinds = {type(layer.granularity) for layer in layers}
     if PerToken in kinds:
@@ -368,26 +342,21 @@ def _granularity(layers: list[CachedAttention]) -> Granularity:
 
 def max_context(model: Any, config: Any) -> int | None:
     """How many tokens a model was made for; None if its text config does not say."""
-    found = [getattr(config, name, None) for name in MAX_LENGTHS]
-    lengths = [int(length) for length in found if length][:1]
+    lengths = [text.context_length(config)]
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
         if any(kind and (kind == "longrope" or "dynamic" in kind) for kind in kinds):
             # Beyond this length the longest sequence of a pass would turn the keys of all others.
-            lengths += _original_lengths(config.rope_parameters)
-    return min(lengths, default=None)
-
-
-def _original_lengths(parameters: dict[str, Any]) -> list[int]:
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    found = [part.get("original_max_position_embeddings") for part in (parameters, *nested)]
-    return [int(length) for length in found if length]
+            parameters = config.rope_parameters
+            nested = [value for value in parameters.values() if isinstance(value, dict)]
+            name = "original_max_position_embeddings"
+            lengths += [part.get(name) for part in (parameters, *nested)]
+    return min((int(length) for length in lengths if length), default=None)
 
 
 def _eos_tokens(model: Any) -> frozenset[int]:
-    own = getattr(model, "generation_config", None)
-    found = getattr(own, "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list | tuple) else [found])
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if isinstance(found, list | tuple):
+        return frozenset(found)
+    return frozenset() if found is None else frozenset([found])

@@ -1,16 +1,14 @@
 """Forwards of attention modules that hand their projections to our attention without a detour.
 
-A module of transformers rotates queries and keys in float32, rounds them, turns all three around
-and only then calls its attention function. These forwards give the projections, as views, to the
-module's layer: rotation and quantization are one op there, and rotation is one where attention
-stays in BF16. A forward is put on the instance, where it hides the class's own; it is found by
-class, and only if the class is as transformers wrote it.
+A module of transformers rotates queries and keys in float32, rounds them and turns all three around
+before it calls its attention function. Here, rotation and quantization are one op. A forward is put
+on the instance, and only if the module's class is as transformers wrote it.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,31 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.numerics.rotary import Rotary
 
+
+class Family(NamedTuple):
+    """A family whose towers take the packed patches of all images: (hidden_states, grid_thw).
+
+    has_graphs: whether tables of positions can be made outside of the tower's forward. is_served:
+    whether the engine reads images for its models.
+    """
+
+    attention: str
+    tower: str
+    has_graphs: bool = False
+    is_served: bool = True
+
+
+# By model_type.
+FAMILIES = {
+    "glm4v": Family("Glm4vVisionAttention", "Glm4vVisionModel", is_served=False),
+    "qwen2_vl": Family("VisionAttention", "Qwen2VisionTransformerPretrainedModel"),
+    "qwen2_5_vl": Family("Qwen2_5_VLVisionAttention", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen3_vl": Family("Qwen3VLVisionAttention", "Qwen3VLVisionModel", True),
+    "qwen3_vl_moe": Family("Qwen3VLMoeVisionAttention", "Qwen3VLMoeVisionModel", True),
+    "qwen3_5": Family("Qwen3_5VisionAttention", "Qwen3_5VisionModel", True),
+    "qwen3_5_moe": Family("Qwen3_5MoeVisionAttention", "Qwen3_5MoeVisionModel", True),
+}
+PACKED_TOWERS = tuple(sorted(family.tower for family in FAMILIES.values()))
 # The name that apply_ writes into a tower's config.
 IMPLEMENTATION = "octavo_flash_vit"
 # Where the layer of a module lies, among its children: moved, copied and saved with it.
@@ -52,8 +75,7 @@ def packed_forward(
 ) -> Tensor:
     """The forward of the Qwen families and GLM-4V: all images [tokens, hidden] in one call.
 
-    position_embeddings: cos and sin, [tokens, head_dim], whose halves are the same; the first is
-    the table of our op as it lies there.
+    position_embeddings: cos and sin, [tokens, head_dim]; their halves are the same.
     """
     layer = getattr(module, CHILD)
     if module.config._attn_implementation != IMPLEMENTATION:
@@ -61,7 +83,8 @@ def packed_forward(
             f"{layer}: expected the attention implementation {IMPLEMENTATION!r} that apply_ set in "
             f"the config, got {module.config._attn_implementation!r}: restore_ the model first"
         )
-    _check_call(module, module.attention_dropout, kwargs)
+    dropout = module.attention_dropout if module.training else 0.0
+    check_call(type(module).__name__, dropout, kwargs, READ_BY_ATTENTION)
     if module.scaling != layer.spec.softmax_scale:
         raise UnsupportedError(
             f"{layer}: expected scaling {layer.spec.softmax_scale}, got {module.scaling}"
@@ -98,7 +121,9 @@ def whisper_forward(
         "attention_mask": attention_mask,
         "output_attentions": output_attentions or None,
     }
-    _check_call(module, module.dropout, {**kwargs, **refused}, (*READ_BY_ATTENTION, *refused))
+    dropout = module.dropout if module.training else 0.0
+    given, names = {**kwargs, **refused}, {*READ_BY_ATTENTION, *refused}
+    check_call(type(module).__name__, dropout, given, names)
     qkv = (proj(hidden_states) for proj in (module.q_proj, module.k_proj, module.v_proj))
     return module.out_proj(getattr(module, CHILD)(*qkv)), None
 
@@ -106,8 +131,7 @@ def whisper_forward(
 def find_forward(module: nn.Module) -> Forward | None:
     """The forward that can replace a module's own; None if its class is not as we know it.
 
-    A class that overrides or wraps forward, and a module whose forward was replaced (by hooks that
-    move its inputs, for example), keep theirs.
+    A forward that is overridden, wrapped or replaced (by hooks that move its inputs) stays.
     """
     own = type(module).forward
     name = f"{own.__module__}.{getattr(own, '__qualname__', '')}"
@@ -123,21 +147,10 @@ def _parameters(function: Forward) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def fuse(module: nn.Module, forward: Forward) -> None:
-    """Let a module run `forward` instead of its class's own."""
-    # A partial, not a method: those lose themselves when a module is pickled.
-    vars(module)["forward"] = partial(forward, module)
-
-
 def is_fused(module: nn.Module) -> bool:
     """Whether the module runs a forward of ours."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func in _CHILDREN
-
-
-def unfuse(module: nn.Module) -> None:
-    """Let a module run its class's forward again."""
-    del vars(module)["forward"]
 
 
 def _rotary(module: Any, tables: tuple[Tensor, Tensor] | None, num_tokens: int) -> Rotary:
@@ -154,36 +167,20 @@ def _rotary(module: Any, tables: tuple[Tensor, Tensor] | None, num_tokens: int) 
     return Rotary(cos[:, :num_pairs], sin[:, :num_pairs])
 
 
-def _check_call(
-    module: Any,
-    dropout: float,
-    options: dict[str, Any],
-    refused: tuple[str, ...] = READ_BY_ATTENTION,
-) -> None:
-    """Whatever the layer would not do is refused, never dropped."""
-    kind = type(module).__name__
-    if given := sorted({name for name in refused if options.get(name) is not None}):
+def check_call(kind: str, dropout: float, options: dict[str, Any], refused: Iterable[str]) -> None:
+    """Raise for dropout and options that attention of a kind of module would not do."""
+    if given := sorted(name for name in refused if options.get(name) is not None):
         raise UnsupportedError(
-            f"{kind}: expected attention of all tokens to all of their sequence, got "
-            f"{', '.join(given)}"
+            f"{kind}: expected attention of tokens to their whole sequence, got {', '.join(given)}"
         )
-    if module.training and dropout:
+    if dropout:
         raise UnsupportedError(f"{kind}: this attention is for inference, got dropout {dropout}")
 
 
-_FAMILIES = {
-    "glm4v": "Glm4vVisionAttention",
-    "qwen2_5_vl": "Qwen2_5_VLVisionAttention",
-    "qwen2_vl": "VisionAttention",
-    "qwen3_5": "Qwen3_5VisionAttention",
-    "qwen3_5_moe": "Qwen3_5MoeVisionAttention",
-    "qwen3_vl": "Qwen3VLVisionAttention",
-    "qwen3_vl_moe": "Qwen3VLMoeVisionAttention",
-}
 # The full names of forwards that we know, and what replaces them.
 _FORWARDS: dict[str, Forward] = {
-    f"transformers.models.{family}.modeling_{family}.{kind}.forward": packed_forward
-    for family, kind in _FAMILIES.items()
+    f"transformers.models.{name}.modeling_{name}.{family.attention}.forward": packed_forward
+    for name, family in FAMILIES.items()
 }
 _FORWARDS[f"transformers.models.whisper.modeling_whisper.{WHISPER}.forward"] = whisper_forward
 # What a module must have, and no more: a norm of queries, say, would be left out.

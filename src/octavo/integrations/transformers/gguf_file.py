@@ -1,7 +1,7 @@
 """GGUF files: a model with its config and tokenizer in one file, as llama.cpp writes them.
 
-transformers reads them, and dequantizes the weights. What it would drop without a word is put in
-place here (frequencies of rotary embeddings, which Llama 3.1 has), or raises.
+transformers reads them; what it would silently drop (rotary frequencies, as of Llama 3.1) is put in
+place here, or raises.
 """
 
 import re
@@ -17,7 +17,6 @@ from octavo.brief import list_names
 from octavo.errors import CheckpointError
 from octavo.extras import need
 from octavo.integrations.patch import Patch
-from octavo.integrations.transformers.loading_info import check_taken
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}$")
@@ -26,24 +25,19 @@ _ADD_BOS = "tokenizer.ggml.add_bos_token"
 
 
 def find_gguf(name: str) -> Path | None:
-    """The GGUF file that a model's name means, None if it means something else.
-
-    name: the file, or a folder with one GGUF file and no other weights.
-    """
+    """The GGUF file that a name means: itself, or the only weights of a folder; else None."""
     path = Path(name)
     if path.suffix.lower() != SUFFIX:
-        if not path.is_dir():
+        files = sorted(path.iterdir()) if path.is_dir() else []
+        found = [file for file in files if file.suffix.lower() == SUFFIX]
+        if not found or any(file.suffix in (".safetensors", ".bin") for file in files):
             return None
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
-        has_others = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
-        if not files or has_others:
-            return None
-        if len(files) > 1:
+        if len(found) > 1:
             raise CheckpointError(
-                f"{name}: expected one GGUF file, got {list_names([f.name for f in files])}: name "
-                f"one of them, such as {files[0]}"
+                f"{name}: expected one GGUF file, got {list_names([f.name for f in found])}: name "
+                f"one of them, such as {found[0]}"
             )
-        path = files[0]
+        path = found[0]
     if not path.is_file():
         raise CheckpointError(f"{name}: expected a GGUF file, got no file of this name")
     if _PART.search(path.stem):
@@ -55,7 +49,7 @@ def find_gguf(name: str) -> Path | None:
 
 
 def pretrained_source(name: str) -> tuple[str, dict[str, Any]]:
-    """What from_pretrained of a config takes for a model's name: where it is, and options."""
+    """What from_pretrained takes for a model's name: where it is, and options."""
     file = find_gguf(name)
     if file is None:
         return name, {}
@@ -63,16 +57,15 @@ def pretrained_source(name: str) -> tuple[str, dict[str, Any]]:
     return str(file.parent), {"gguf_file": file.name}
 
 
-def tokenizer_source(name: str) -> tuple[str, dict[str, Any]]:
-    """What from_pretrained of a tokenizer takes for a model's name: where it is, and options."""
-    source, options = pretrained_source(name)
-    if options:
-        import gguf
+def tokenizer_options(name: str) -> dict[str, Any]:
+    """Whether a GGUF file's tokenizer adds BOS, if it says so: transformers does not look there."""
+    if (file := find_gguf(name)) is None:
+        return {}
+    need_gguf(file.name)
+    import gguf
 
-        # transformers does not look at this one.
-        field = gguf.GGUFReader(Path(source) / options["gguf_file"]).get_field(_ADD_BOS)
-        options |= {} if field is None else {"add_bos_token": bool(field.contents())}
-    return source, options
+    field = gguf.GGUFReader(file).get_field(_ADD_BOS)
+    return {} if field is None else {"add_bos_token": bool(field.contents())}
 
 
 def model_name(name: str) -> str:
@@ -87,36 +80,26 @@ def need_gguf(name: str) -> None:
     need(f"loading {name}", "transformers", "accelerate", "gguf", extra="gguf")
 
 
-def load_gguf(kind: Any, path: Path, dtype: torch.dtype) -> Any:
-    """The model in a GGUF file, its weights dequantized, on the CPU.
+def load_gguf(kind: Any, path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """(model, loading info) of a GGUF file, its weights dequantized, on the CPU."""
+    from transformers import GgufConfig
 
-    kind: a model's class, or an auto class. Its config has the file's path as name_or_path.
-    """
-    options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
     with read_once(path.name):
         model, info = kind.from_pretrained(
             path.parent,
+            gguf_file=path.name,
+            dtype=dtype,
+            # transformers keeps some weights packed if it has kernels for them.
+            quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
             trust_remote_code=False,
-            **options,
-            **_dequantized(),
         )
-        check_taken(info)
         _rotate_as_stored(model, path)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now
     # The file's folder is no checkpoint; nobody is to look for scales in it.
     model.config.name_or_path = str(path)
-    return model
-
-
-def _dequantized() -> dict[str, Any]:
-    """Newer versions of transformers keep some weights packed, if they have kernels for them."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
+    return model, info
 
 
 def _rotate_as_stored(model: Any, path: Path) -> None:
@@ -149,10 +132,9 @@ def _rotate_as_stored(model: Any, path: Path) -> None:
 
 @contextmanager
 def read_once(name: str) -> Iterator[None]:
-    """Inside, a GGUF file is parsed once: transformers does it for config, tokenizer and weights.
+    """Inside, a GGUF file and the table of its names are read once, not by every part.
 
-    It also makes one table of names for each of the model's modules, always the same one. name:
-    what an error calls the file if nothing is here that reads it.
+    name: what an error calls the file if gguf is not installed.
     """
     need_gguf(name)
     import gguf

@@ -1,8 +1,7 @@
 """Layers of a transformers cache whose keys and values lie in octavo's pages.
 
-A cache of transformers is a list of layers; these take the place of its own. Every sequence of the
-batch has a range of pages to itself, and padding is not stored: a sequence's tokens lie one after
-the other, whatever columns they had. A layer with a sliding window has a ring of pages.
+Every sequence of the batch has a range of pages to itself, in layers with a window a ring. Padding
+is not stored: a sequence's tokens lie one after the other, whatever columns they had.
 """
 
 from typing import Any
@@ -21,6 +20,7 @@ from octavo.integrations.transformers.paged_steps import (
     Sequences,
     Step,
     keep_address,
+    whole_pages,
 )
 from octavo.internals import internals
 from octavo.layers.decoder_attention import DecoderAttention
@@ -40,9 +40,8 @@ GROWTH, MIN_GROWTH_TOKENS = 32, 256
 class PagedLayer(CacheLayerMixin):
     """Pages of one layer: a range for each sequence, which grows, or a ring if it has a window.
 
-    is_first: whether it keeps what all layers share. checks_room: whether it refuses more tokens
-    than there is room for, which is the first layer without a window. max_length: of a static
-    cache, which never moves; None for one that grows.
+    is_first: whether it keeps what all layers share. checks_room: whether it refuses tokens beyond
+    max_length, the room of a static cache, which never moves; None for one that grows.
     """
 
     is_croppable = True
@@ -72,12 +71,16 @@ class PagedLayer(CacheLayerMixin):
         return self.max_length is not None
 
     @property
+    def _stored(self) -> list[str]:
+        """The names of what grows with the tokens: pages, and scales if each token has its own."""
+        per_token = isinstance(self.attention.granularity, PerToken)
+        scales = ["key_scale", "value_scale"] if per_token and self.attention.dtype else []
+        return ["key_pages", "value_pages", *scales]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pages, and of scales that lie beside them."""
-        tensors = [self.key_pages, self.value_pages]
-        if isinstance(self.attention.granularity, PerToken):
-            tensors += [self.key_scale, self.value_scale]
-        return sum(x.nbytes for x in tensors if x is not None)
+        return sum(getattr(self, name).nbytes for name in self._stored) if self.capacity else 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the first pages, for the shapes of these keys."""
@@ -99,33 +102,28 @@ class PagedLayer(CacheLayerMixin):
     def _first_capacity(self, num_columns: int) -> int:
         if self.window is not None:
             longest = self.window if self.max_length is None else min(self.window, self.max_length)
-            return _whole_pages(longest + WINDOW_COLUMNS) + PAGE_SIZE
-        return _whole_pages(max(1, self.max_length or num_columns))
+            return whole_pages(longest + WINDOW_COLUMNS) + PAGE_SIZE
+        return whole_pages(max(1, self.max_length or num_columns))
 
     def _make_room(self, capacity: int) -> None:
         """Pages for so many tokens of each sequence; what is there stays."""
-        dtype = self.attention.dtype or self.dtype
-        num_pages = capacity // PAGE_SIZE
-        shape = (self.batch_size * num_pages, *self._page_shape)
-        self.key_pages = self._grown(self.key_pages, shape, dtype)
-        self.value_pages = self._grown(self.value_pages, shape, dtype)
-        if isinstance(self.attention.granularity, PerToken) and self.attention.dtype is not None:
-            old = (self.key_scale, self.value_scale) if self.capacity else (None, None)
-            self.key_scale, self.value_scale = (
-                self._grown(scale, shape[:3], torch.float32) for scale in old
-            )
+        pages = (self.batch_size * (capacity // PAGE_SIZE), *self._page_shape)
+        for name in self._stored:
+            is_scale = name.endswith("_scale")
+            dtype = torch.float32 if is_scale else self.attention.dtype or self.dtype
+            new = torch.zeros(pages[: 3 if is_scale else 4], dtype=dtype, device=self.device)
+            if self.max_length is not None:
+                keep_address(new)
+            if self.capacity:
+                kept = self._by_sequence(getattr(self, name))
+                self._by_sequence(new)[:, : kept.shape[1]] = kept
+                del kept  # the old pages are free before the next ones are made
+            setattr(self, name, new)
         self.capacity = capacity
 
-    def _grown(self, old: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros of this shape, the old pages of each sequence first."""
-        new = torch.zeros(shape, dtype=dtype, device=self.device)
-        if self.max_length is not None:
-            keep_address(new)
-        if old is not None:
-            by_sequence = (self.batch_size, -1, *shape[1:])
-            kept = _bits(old).view(by_sequence)
-            _bits(new).view(by_sequence)[:, : kept.shape[1]] = kept
-        return new
+    def _by_sequence(self, x: Tensor) -> Tensor:
+        """Pages or their scales as [batch, pages, …]."""
+        return _bits(x).view(self.batch_size, -1, *x.shape[1:])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -147,7 +145,7 @@ class PagedLayer(CacheLayerMixin):
         self.num_seen += num_columns
         if self.window is None and self.num_seen > self.capacity:
             more = self.capacity + max(self.capacity // GROWTH, MIN_GROWTH_TOKENS)
-            self._make_room(_whole_pages(max(self.num_seen, more)))
+            self._make_room(whole_pages(max(self.num_seen, more)))
         return key_states, value_states
 
     def attend(
@@ -249,10 +247,7 @@ class PagedLayer(CacheLayerMixin):
             self.sequences.num_columns.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last −tokens_to_remove columns, none of which is padding.
-
-        A positive number is how many columns stay, as it was in older versions.
-        """
+        """Forget the last −tokens_to_remove columns, without padding; if positive, keep so many."""
         if not self.is_initialized or tokens_to_remove == 0:
             return
         if self.max_length is not None:
@@ -260,49 +255,39 @@ class PagedLayer(CacheLayerMixin):
         num = -tokens_to_remove if tokens_to_remove < 0 else self.num_seen - tokens_to_remove
         if num <= 0:
             return
-        if self.window is not None and self.num_seen > self.capacity:
-            room = self.capacity - self.window - PAGE_SIZE
-            if num > room:
-                raise CapacityError(
-                    f"expected at most {room} tokens to remove from a layer with a window, got "
-                    f"{num}: the older ones are no longer there"
-                )
+        room = self.capacity - (self.window or 0) - PAGE_SIZE
+        if self.window is not None and self.num_seen > self.capacity and num > room:
+            raise CapacityError(
+                f"expected at most {room} tokens to remove, as a window keeps so many, got {num}"
+            )
         self.num_seen -= num
         if self.is_first:
             assert self.sequences.lengths is not None
             self.sequences.lengths.sub_(num).clamp_(min=0)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let sequence i be what sequence beam_idx[i] was."""
-        self._select(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences with these indices."""
-        index = torch.arange(self.batch_size, device=indices.device)[indices]  # a mask, too
-        self._select(index)
+        """Keep the sequences with these indices, or where this mask is True."""
+        self.reorder_cache(torch.arange(self.batch_size, device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have every sequence `repeats` times."""
         if self.is_initialized:
             index = torch.arange(self.batch_size, device=self.device)
-            self._select(index.repeat_interleave(repeats))
+            self.reorder_cache(index.repeat_interleave(repeats))
 
-    def _select(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let sequence i be what sequence beam_idx[i] was."""
         if not self.is_initialized:
             return
-        index = indices.to(self.device)
-        for name in ("key_pages", "value_pages"):
+        index = beam_idx.to(self.device)
+        for name in self._stored:
             setattr(self, name, self._selected(getattr(self, name), index))
-        if self.key_scale.dim() == 3:
-            self.key_scale = self._selected(self.key_scale, index)
-            self.value_scale = self._selected(self.value_scale, index)
         self.batch_size = len(index)
         if self.is_first:
             self.sequences.select(index)
 
     def _selected(self, x: Tensor, index: Tensor) -> Tensor:
-        by_sequence = _bits(x).view(self.batch_size, -1, *x.shape[1:])
-        chosen = by_sequence.index_select(0, index).flatten(0, 1).view(x.dtype)
+        chosen = self._by_sequence(x).index_select(0, index).flatten(0, 1).view(x.dtype)
         if self.max_length is not None and chosen.shape == x.shape:
             _bits(x).copy_(_bits(chosen))  # a compiled step knows where the pages are
             return x
@@ -313,10 +298,6 @@ class PagedLayer(CacheLayerMixin):
         raise UnsupportedError("expected a cache on the device, got one that is offloaded")
 
     prefetch = offload
-
-
-def _whole_pages(num_tokens: int) -> int:
-    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def _bits(x: Tensor) -> Tensor:

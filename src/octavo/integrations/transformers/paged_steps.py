@@ -27,8 +27,8 @@ class Step:
     """New tokens of every sequence: some columns of the input, padding among them.
 
     before, lengths: [batch] int32, tokens of each sequence before and after. positions: [batch,
-    columns] int64, a token's place in its sequence, −1 for padding. real: indices of the tokens
-    among batch · columns; None if all are. cu_seqlens: of the real ones.
+    columns] int64, places in the sequence, −1 for padding. real: the tokens' indices among batch ·
+    columns, None if all are; cu_seqlens: of these.
     """
 
     before: Tensor
@@ -88,10 +88,9 @@ class Step:
 
 
 class Sequences:
-    """The lengths of a batch's sequences, which all layers of a cache share.
+    """The lengths of a batch's sequences, [batch] int32, which all layers of a cache share.
 
-    lengths: tokens of each, [batch] int32. num_columns: how many columns a static cache has seen,
-    padding included, on the device, since a compiled step must not depend on it.
+    num_columns: what a static cache has seen, on the device: a compiled step asks no host.
     """
 
     def __init__(self) -> None:
@@ -103,8 +102,7 @@ class Sequences:
         if self.lengths is not None:
             if self.lengths.device != device:
                 raise UnsupportedError(
-                    f"expected all layers of a cache on one device, got {self.lengths.device} and "
-                    f"{device}"
+                    f"expected a cache on one device, got {self.lengths.device} and {device}"
                 )
             return
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -146,6 +144,11 @@ class Pass:
             part = None if mask is None else mask[:, start:stop]
             self.steps[start, stop] = Step.make(before, stop - start, part)
         return self.steps[start, stop]
+
+
+def whole_pages(num_tokens: int) -> int:
+    """The number of tokens that pages for so many have room for."""
+    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def keep_address(x: Tensor) -> None:

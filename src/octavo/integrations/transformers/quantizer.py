@@ -1,11 +1,12 @@
 """FP8 linear layers through transformers' from_pretrained and save_pretrained.
 
-transformers makes the model on the meta device, then the layers are replaced, then the weights
-stream in: a plain weight is quantized as soon as it is there, so that no second one is. A weight
-that is FP8 already comes in as it is; its scales are read here, since transformers would cast them
-or not know their names, and are put in place at the end.
+Layers are replaced while the model is on the meta device. A plain weight is quantized as soon as it
+streams in, so that no second one is there. Weights in FP8 come as they are; their scales are read
+here, since transformers would cast them, and are put in place at the end.
 """
 
+import copy
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,32 +14,94 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.brief import list_names
+from octavo.brief import brief
+from octavo.calibration.scale_file import ScaleSet, load_scales
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.checkpoints.linear_layers import (
-    COMPANIONS,
-    FP8,
-    StoredLinear,
-    find_linear,
-    kv_scale_names,
-    read_linear,
-)
-from octavo.integrations.checkpoints.tensor_files import (
-    FLOAT_DTYPES,
-    TensorEntry,
-    read_headers,
-)
+from octavo.integrations.checkpoints import linear_layers
+from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES, TensorEntry, read_headers
 from octavo.integrations.fused_layers import shards_of
 from octavo.integrations.linear import layer_index, plan_linear, put_linear_
-from octavo.integrations.transformers.octavo_config import METHOD, OctavoConfig
 from octavo.internals import internals, require
 from octavo.layers.linear import WITHOUT_FP8, Fp8Linear
 from octavo.ops.check import check_fp8_device
-from octavo.patterns import Layer, parse_pattern
+from octavo.patterns import Layer, match_layers, parse_pattern
 from octavo.recipe import LinearSettings
+
+METHOD = "octavo"
+__all__ = ["OctavoConfig", "OctavoQuantizer"]
+
+
+@register_quantization_config(METHOD)
+class OctavoConfig(QuantizationConfigMixin):
+    """FP8 linear layers, for `from_pretrained(…, quantization_config=OctavoConfig(…))`.
+
+    linear: "fp8" or the settings that `Recipe.linear` has. ignored_layers, weight_only_layers:
+    patterns of layers to leave, and of those whose weight alone is quantized. scales: for static
+    activations, a scale file's path or content; a saved model has them in its weights.
+    """
+
+    quant_method = METHOD
+
+    def __init__(
+        self,
+        linear: str | Mapping[str, Any] | LinearSettings = "fp8",
+        ignored_layers: Sequence[str] = (),
+        scales: str | os.PathLike[str] | Mapping[str, Any] | ScaleSet | None = None,
+        *,
+        weight_only_layers: Sequence[str] = (),
+        quant_method: str = METHOD,
+    ) -> None:
+        if quant_method != METHOD:
+            raise ConfigError(f"expected quant_method {METHOD}, got {brief(quant_method)}")
+        settings = LinearSettings.read(linear)
+        if settings is None:
+            raise ConfigError(f"expected 'fp8' or settings of linear layers, got {brief(linear)}")
+        if scales is not None and settings.scaling != "static":
+            raise ConfigError("scales are given, but scaling is not 'static'; set it")
+        self.linear = settings
+        self.ignored_layers = _read_patterns(ignored_layers)
+        self.weight_only_layers = _read_patterns(weight_only_layers)
+        self.scales = scales
+
+    def read_scales(self) -> ScaleSet | None:
+        """The scales of static activations, from their file if it is one."""
+        scales = self.scales
+        if scales is None or isinstance(scales, ScaleSet):
+            return scales
+        if isinstance(scales, Mapping):
+            return ScaleSet.from_dict(scales)
+        return load_scales(scales)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as JSON has it; scales only until a model has them in its weights."""
+        document: dict[str, Any] = {"quant_method": METHOD, "linear": self.linear.model_dump()}
+        document["ignored_layers"] = list(self.ignored_layers)
+        if self.weight_only_layers:  # an octavo that does not know them can read the others
+            document["weight_only_layers"] = list(self.weight_only_layers)
+        if isinstance(self.scales, str | os.PathLike):
+            document["scales"] = os.fsdecode(self.scales)
+        elif (found := self.read_scales()) is not None:
+            document["scales"] = found.to_dict()
+        return copy.deepcopy(document)
+
+    def __iter__(self) -> Any:
+        return iter(self.to_dict().items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OctavoConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _read_patterns(texts: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(texts, str):
+        raise ConfigError(f"expected a list of patterns, got {brief(texts)}")
+    return tuple(parse_pattern(text).text for text in texts)
+
 
 with internals("transformers"):
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -54,8 +117,6 @@ require(
     "transformers.quantizers.base.HfQuantizer",
 )
 
-__all__ = ["OctavoConfig", "OctavoQuantizer"]
-
 
 @register_quantizer(METHOD)
 class OctavoQuantizer(HfQuantizer):
@@ -69,7 +130,7 @@ class OctavoQuantizer(HfQuantizer):
     def __init__(self, quantization_config: OctavoConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.input_scales: dict[str, float] = {}
-        self.stored: dict[str, StoredLinear] = {}
+        self.stored: dict[str, linear_layers.StoredLinear] = {}
         self.unfilled: set[str] = set()
         self.problems: list[str] = []
 
@@ -150,20 +211,20 @@ class OctavoQuantizer(HfQuantizer):
         config = self.quantization_config
         text_config = model.config.get_text_config().to_dict()
         names = _NamesInModel(model)
-        places = {layer: names.layer(layer) for layer in find_linear(tensors)}
+        places = {layer: names.layer(layer) for layer in linear_layers.find_linear(tensors)}
         weight_only = _stored_weight_only(config.weight_only_layers, places)
         for layer, place in places.items():
             if place is None:  # the report of unexpected keys has it
                 continue
             plain = model.get_submodule(place)
             settings = config.linear.weight_only() if layer in weight_only else config.linear
-            stored = read_linear(tensors, layer, settings, text_config)
+            stored = linear_layers.read_linear(tensors, layer, settings, text_config)
             _check_place(model, place, plain, stored.weight)
             assert isinstance(plain, nn.Linear)
             self.stored[place] = stored
             put_linear_(model, (place,), _empty(place, plain, settings, stored.shards))
-        read = [rf"\.(?:{'|'.join(COMPANIONS)})$"]
-        if brought := kv_scale_names(tensors):
+        read = [rf"\.(?:{'|'.join(linear_layers.COMPANIONS)})$"]
+        if brought := linear_layers.kv_scale_names(tensors):
             both = dict.fromkeys([*brought, *map(names.tensor, brought)])
             read.append("(?:" + "|".join(map(re.escape, both)) + ")$")
         ignored: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
@@ -203,7 +264,7 @@ class OctavoQuantizer(HfQuantizer):
             scale = self.input_scales[module.name]
             module.take_({"input_scale": torch.tensor(scale, device=weight.device)})
 
-    def _finish_stored(self, module: Fp8Linear, stored: StoredLinear) -> None:
+    def _finish_stored(self, module: Fp8Linear, stored: linear_layers.StoredLinear) -> None:
         weight = module.weight
         tensors = {"weight": weight, "weight_scale": stored.weight_scale.to(weight.device)}
         if stored.input_scale is not None:
@@ -238,24 +299,14 @@ def _empty(
 def _stored_weight_only(patterns: Sequence[str], places: Mapping[str, str | None]) -> set[str]:
     """Which layers of a checkpoint are weight-only; places: their names in the model.
 
-    A part of the model, or one that holds it, may be loaded, so that either name may be the one
-    that a pattern was for.
+    A pattern may be for either name: a part of the model may be loaded, or what holds it.
     """
-    found: set[str] = set()
-    for text in patterns:
-        matches = parse_pattern(text).matches
-        hits = {
-            layer
-            for layer, place in places.items()
-            if any(matches(Layer(name, layer_index(name))) for name in (layer, place) if name)
-        }
-        if not hits:
-            raise CheckpointError(
-                f"weight_only_layers of the saved config: expected FP8 layers that {text!r} "
-                f"matches, got none among {list_names(list(places))}"
-            )
-        found |= hits
-    return found
+    names = {name: layer for layer, place in places.items() for name in (layer, place) if name}
+    try:
+        found = match_layers(patterns, [Layer(name, layer_index(name)) for name in names])
+    except ConfigError as error:
+        raise CheckpointError(f"weight_only_layers of the saved config: {error}") from None
+    return {names[layer.name] for layer in found}
 
 
 class _QuantizeWeight(ConversionOps):
@@ -265,20 +316,12 @@ class _QuantizeWeight(ConversionOps):
         self.quantizer = quantizer
 
     @torch.no_grad()
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What the loader puts into the model, by name."""
-        model: nn.Module = kwargs["model"]
         out = {}
         for name, x in input_dict.items():
-            weight = x[0] if isinstance(x, list) else x
-            module = model.get_submodule(name.rpartition(".")[0])
-            out[name] = weight
+            weight = out[name] = x[0] if isinstance(x, list) else x
+            module = kwargs["model"].get_submodule(name.rpartition(".")[0])
             if isinstance(module, Fp8Linear) and name.endswith(".weight"):
                 try:
                     self.quantizer.quantize_(module, weight)
@@ -305,9 +348,10 @@ class _NamesInModel:
         if name not in self.tensors and own in self.tensors:
             return layer
         if pattern is not None:
+            kind = type(self.model).__name__
             raise CheckpointError(
-                f"{layer}: expected a weight that is one linear layer of "
-                f"{type(self.model).__name__}, got one that transformers makes {name} of"
+                f"{layer}: expected one linear layer of {kind}, got one that transformers makes "
+                f"{name} of"
             )
         return name.removesuffix(".weight") if name in self.tensors else None
 
@@ -327,7 +371,8 @@ def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise CheckpointError(
-            f"{name}: expected a plain weight for a layer that is tied to another, got {FP8}"
+            f"{name}: expected a plain weight for a layer that is tied to another, got "
+            f"{linear_layers.FP8}"
         )
     if type(plain) is not nn.Linear:
         raise CheckpointError(
@@ -341,9 +386,7 @@ def _check_place(model: Any, name: str, plain: nn.Module, weight: TensorEntry) -
 
 def _finish_bias(module: Fp8Linear) -> None:
     bias: Tensor | None = module.bias
-    if bias is None:
-        return
-    if bias.shape[0] == module.weight.shape[0]:  # a size without padding, or one made up
+    if bias is not None and bias.shape[0] == module.weight.shape[0]:  # without padding, or made up
         bias.requires_grad_(False)
-        return
-    module.take_({"bias": bias.detach()})
+    elif bias is not None:
+        module.take_({"bias": bias.detach()})

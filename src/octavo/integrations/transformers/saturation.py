@@ -9,17 +9,14 @@ from torch import nn
 
 from octavo.brief import list_names
 from octavo.layers.decoder_attention import DecoderAttention
-from octavo.layers.host_copy import HostCopy, is_capturing
+from octavo.layers.saturation import HostCopy, is_capturing
 
 # Passes between two looks at the counters; the first is at the second pass, after the prompt.
 EVERY = 64
 
 
 def read_saturation(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """How many keys and values of each layer saturated so far; waits for the device.
-
-    Only layers that count are there: those with scales of 1.0 that nobody calibrated.
-    """
+    """How many (keys, values) of each layer with uncalibrated scales saturated; waits for them."""
     found = find_counting(model)
     if not found:
         return {}
@@ -48,20 +45,15 @@ class Watch:
         """Before a pass: tell what the last look found, and begin another if it is time."""
         if torch.compiler.is_compiling() or is_capturing():
             return
-        if self.pending is not None:
+        if self.pending is not None and self.pending[1].is_ready:
             names, counts = self.pending
-            if counts.is_ready:
-                self.pending = None
-                self._tell(names, counts)
-        if self.pending is None and self.num_passes % EVERY == 1:
-            self._begin(find_counting(decoder))
+            self.pending = None
+            self._tell(names, counts)
+        is_time = self.pending is None and self.num_passes % EVERY == 1
+        if is_time and (layers := find_counting(decoder)):
+            counted = torch.stack([layer.saturated for layer in layers.values()])
+            self.pending = (list(layers), HostCopy(counted))
         self.num_passes += 1
-
-    def _begin(self, layers: dict[str, DecoderAttention]) -> None:
-        if not layers:
-            return
-        counts = torch.stack([layer.saturated for layer in layers.values()])
-        self.pending = (list(layers), HostCopy(counts))
 
     def _tell(self, names: list[str], counts: HostCopy) -> None:
         found = {

@@ -15,6 +15,12 @@ _ATTRIBUTES = ("layer_idx", "head_dim", "scaling", "is_causal", "num_key_value_g
 _LATENT = ("kv_lora_rank", "kv_a_proj_with_mqa", "kv_a_layernorm")
 
 
+def context_length(config: Any) -> int | None:
+    """How many tokens a decoder was made for; None if its config does not say."""
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    return next((int(found) for name in names if (found := getattr(config, name, None))), None)
+
+
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The attention modules of a decoder by name, in the order of their layers."""
     found = {name: module for name, module in model.named_modules() if is_attention(module)}
@@ -38,19 +44,11 @@ def is_attention(module: Any) -> bool:
 
 def find_others(model: nn.Module) -> dict[str, str]:
     """Modules with a place in the cache that no recipe reaches, by name: their kind."""
-    return {
-        name: type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and not is_attention(module)
-        and _is_innermost(module)
-    }
-
-
-def _is_innermost(module: nn.Module) -> bool:
-    """A decoder layer may know its index, too: the module that attends is inside."""
-    inside = (m for m in module.modules() if m is not module)
-    return not any(isinstance(getattr(m, "layer_idx", None), int) for m in inside)
+    modules = dict(model.named_modules())
+    placed = [n for n, m in modules.items() if isinstance(getattr(m, "layer_idx", None), int)]
+    # A decoder layer may know its index, too: the module that attends is inside.
+    innermost = [n for n in placed if not any(other.startswith(f"{n}.") for other in placed)]
+    return {n: type(modules[n]).__name__ for n in innermost if not is_attention(modules[n])}
 
 
 def find_decoder(model: nn.Module) -> tuple[str, nn.Module]:
@@ -60,17 +58,13 @@ def find_decoder(model: nn.Module) -> tuple[str, nn.Module]:
     decoder = model.get_submodule(name)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise UnsupportedError(
-            f"expected the layers of a decoder in a list named layers, got {first} in "
-            f"{type(decoder).__name__}"
+            f"expected a list named layers, got {first} in {type(decoder).__name__}"
         )
     return name, decoder
 
 
 def find_windows(model: nn.Module) -> dict[str, int | None]:
-    """How many keys the queries of each layer see, their own included, by name; None if all.
-
-    A stock cache knows it: modules keep it in different places, some only in their config.
-    """
+    """How many keys, their own included, queries of each layer see; None: all. By name."""
     from transformers import DynamicCache
 
     found, (_, decoder) = find_layers(model), find_decoder(model)

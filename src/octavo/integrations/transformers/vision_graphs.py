@@ -1,12 +1,9 @@
 """Whole vision towers as CUDA graphs, one for each token budget.
 
-A graph has one shape, requests have many: the patches of a request are padded to the next budget.
-Padding is in no sequence: cu_seqlens end with the last image, and the entries that are left name
-empty sequences. So no image sees it, whatever it holds, and what a tower makes of it is cut off.
-
-Only amax could still see it: through biases even zeros become queries, keys and values that are not
-zero. Layers with dynamic scales therefore look no further than the last of cu_seqlens, which lies
-on the device: a replay is told by writing to it.
+The patches of a request are padded to the next budget. Padding is in no sequence: cu_seqlens end
+with the last image, and the entries that are left name empty sequences. Only amax could see it, as
+biases make zeros others: layers with dynamic scales look no further than the last of cu_seqlens,
+which lies on the device, where a replay finds its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,22 +18,19 @@ from torch import Tensor, nn
 
 from octavo.calibration.autosave import not_counted, savers_of
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.integrations.patch import begin_patch, find_patched, undo_patches_
+from octavo.integrations.transformers.fused_vision import FAMILIES
 from octavo.internals import internals
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.ops.explain import explain_op
 
-# Towers whose tables of positions can be made outside of their forward pass.
-SUPPORTED = (
-    "Qwen3VLMoeVisionModel",
-    "Qwen3VLVisionModel",
-    "Qwen3_5MoeVisionModel",
-    "Qwen3_5VisionModel",
-)
+SUPPORTED = tuple(sorted(one.tower for one in FAMILIES.values() if one.has_graphs))
 # Whatever is compiled, planned or allocated on a first call is there before the capture.
 NUM_WARMUPS = 2
-# Where a tower that runs by graphs has them, among its attributes; see graphed_vision.
+# Where a tower that runs by graphs has them, among its attributes; see graphed_forward.
 GRAPHS = "octavo_graphs"
+FEATURE = "vision_graphs"
 
 
 @dataclass(frozen=True)
@@ -67,10 +61,9 @@ def powers_of_two(largest: int, smallest: int = 256) -> tuple[int, ...]:
 class VisionGraphs:
     """Calls a vision tower by CUDA graphs: captured at the first request of each budget.
 
-    budgets: tokens before merging, which requests are padded to. max_sequences: how many images and
-    frames of videos a request may have. Requests that fit no budget run eagerly, and `plan` says
-    why. Dynamic scales go on counting in replays, and so do savers of scales that watch the tower
-    (octavo.calibration.autosave); warm-up and capture leave no trace in them. If the tower is moved
+    budgets: tokens before merging, which requests are padded to. max_sequences: of images and
+    frames in a request. Requests that do not fit run eagerly, and `plan` says why. Replays count
+    for dynamic scales and for savers of scales; warm-up and capture do not. If the tower is moved
     or its attention changed, graphs are captured anew.
     """
 
@@ -84,8 +77,7 @@ class VisionGraphs:
         wrong = [b for b in budgets if b < 1 or b % self.unit]
         if wrong or not budgets:
             raise ConfigError(
-                f"expected budgets that are multiples of {self.unit} tokens, which the tower "
-                f"merges into one; got {wrong or 'none'}"
+                f"expected budgets that are multiples of {self.unit} tokens, got {wrong or 'none'}"
             )
         if max_sequences < 1:
             raise ConfigError(f"expected max_sequences of at least 1, got {max_sequences}")
@@ -111,15 +103,8 @@ class VisionGraphs:
         device = next(self.tower.parameters()).device
         if device.type != "cuda":
             return f"CUDA graphs need a CUDA GPU, got a tower on {device}"
-        return self._objection_to_attention() or self._objection_to_quantization(device)
-
-    def _objection_to_attention(self) -> str:
-        implementation = self.tower.config._attn_implementation
-        if "flash" in implementation:
-            return ""
-        return f"attention {implementation!r} asks the device for lengths: apply_ a recipe"
-
-    def _objection_to_quantization(self, device: torch.device) -> str:
+        if objection := self._objection_to_attention():
+            return objection
         layers = (m for m in self.tower.modules() if isinstance(m, EncoderAttention))
         for head_dim in {layer.head_dim for layer in layers if layer.scaling is not None}:
             found = explain_op("quantize_qkv", "BF16 to FP8", device, head_dim).selection
@@ -128,22 +113,27 @@ class VisionGraphs:
                 return f"the reference quantizes, which waits for the device: {why}"
         return ""
 
+    def _objection_to_attention(self) -> str:
+        implementation = self.tower.config._attn_implementation
+        if "flash" in implementation:
+            return ""
+        return f"attention {implementation!r} asks the device for lengths: apply_ a recipe"
+
     def _padding_plan(self, grid_thw: Tensor) -> Plan:
         if objection := self._objection_to_attention():
             return Plan(None, objection)
-        num_tokens, num_sequences = _count(grid_thw)
+        ends = _cu_seqlens(grid_thw)
+        num_tokens, num_sequences = ends[-1], len(ends) - 1
         if num_tokens == 0:
             return Plan(None, "the request has no tokens")
         if num_sequences > self.max_sequences:
-            return Plan(
-                None, f"{num_sequences} sequences are more than max_sequences {self.max_sequences}"
-            )
-        for budget in self.budgets:
-            if num_tokens <= budget:
-                return Plan(budget, f"{num_tokens} tokens fit the budget of {budget}")
-        return Plan(
-            None, f"{num_tokens} tokens are more than the largest budget, {self.budgets[-1]}"
-        )
+            limit = f"max_sequences {self.max_sequences}"
+            return Plan(None, f"{num_sequences} sequences are more than {limit}")
+        fitting = next((budget for budget in self.budgets if num_tokens <= budget), None)
+        if fitting is None:
+            largest = f"the largest budget, {self.budgets[-1]}"
+            return Plan(None, f"{num_tokens} tokens are more than {largest}")
+        return Plan(fitting, f"{num_tokens} tokens fit the budget of {fitting}")
 
     @torch.no_grad()
     def __call__(
@@ -195,11 +185,11 @@ class VisionGraphs:
 
     def _padded(self, hidden_states: Tensor, grid_thw: Tensor, budget: int) -> dict[str, Tensor]:
         """A request's patches, tables of positions and lengths in the shapes of a budget."""
-        num_tokens, _ = _count(grid_thw)
+        ends = _cu_seqlens(grid_thw)
+        num_tokens = ends[-1]
         if hidden_states.dim() != 2 or len(hidden_states) != num_tokens:
             raise ConfigError(
-                f"expected {num_tokens} rows of patches, as grid_thw says, got "
-                f"{list(hidden_states.shape)}"
+                f"expected {num_tokens} rows of patches, got {list(hidden_states.shape)}"
             )
         device, num_rows = hidden_states.device, self._num_rows(budget)
         tables = self._tables(grid_thw.to(device))
@@ -208,7 +198,6 @@ class VisionGraphs:
             name: nn.functional.pad(table, (0, 0, 0, padding))
             for name, table in {"hidden_states": hidden_states, **tables}.items()
         }
-        ends = _cu_seqlens(grid_thw)
         ends += [num_tokens] * (self.max_sequences + 1 - len(ends))
         padded["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
         return padded
@@ -282,8 +271,7 @@ class VisionGraphs:
 def _fingerprint(tower: Any) -> tuple[object, ...]:
     """What a graph of the tower depends on; equal as long as its graphs are good.
 
-    The layers themselves are in it, and compare by identity: new ones may lie where old ones lay,
-    once those are gone, and while they are held here they are not.
+    It holds the layers themselves, so that no new one can lie where an old one lay.
     """
     first = next(tower.parameters())
     state = (x for block in tower.blocks for x in block.attn.buffers())
@@ -293,38 +281,96 @@ def _fingerprint(tower: Any) -> tuple[object, ...]:
     return (tower.config._attn_implementation, *layers, *impls, *pointers)
 
 
-def _count(grid_thw: Tensor) -> tuple[int, int]:
-    """(tokens, sequences) of a grid."""
-    grids = _grids(grid_thw)
-    return sum(t * h * w for t, h, w in grids), sum(t for t, _, _ in grids)
-
-
 def _cu_seqlens(grid_thw: Tensor) -> list[int]:
     """Where each image, or frame of a video, begins, and where the last one ends."""
-    ends = [0]
-    for t, h, w in _grids(grid_thw):
-        ends += [ends[-1] + (i + 1) * h * w for i in range(t)]
-    return ends
-
-
-def _grids(grid_thw: Tensor) -> list[tuple[int, int, int]]:
     if grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         raise ConfigError(f"expected grid_thw [images, 3], got {list(grid_thw.shape)}")
-    return [(int(t), int(h), int(w)) for t, h, w in grid_thw.tolist()]
-
-
-def _dynamic_layers(tower: nn.Module) -> list[EncoderAttention]:
-    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
-    return [layer for layer in layers if isinstance(layer.scaling, DynamicScaling)]
+    ends = [0]
+    for num_frames, rows, columns in grid_thw.tolist():
+        for _ in range(int(num_frames)):
+            ends.append(ends[-1] + int(rows) * int(columns))
+    return ends
 
 
 @contextmanager
 def history_kept(tower: nn.Module) -> Iterator[None]:
     """What runs inside leaves the histories of dynamic scales as they were."""
-    buffers = [x for layer in _dynamic_layers(tower) for x in layer.buffers()]
+    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
+    dynamic = [layer for layer in layers if isinstance(layer.scaling, DynamicScaling)]
+    buffers = [x for layer in dynamic for x in layer.buffers()]
     before = [x.clone() for x in buffers]
     try:
         yield
     finally:
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
+
+
+def use_graphs_(model: nn.Module, budgets: Sequence[int], *, max_sequences: int = 8) -> list[str]:
+    """Let a model's vision tower run by CUDA graphs, in place; returns the names of its towers.
+
+    budgets, max_sequences: as of VisionGraphs. `apply_` comes first: attention must not ask the
+    device for lengths. Copies of the model, pickled ones too, capture graphs of their own.
+    """
+    if find_patched(model, FEATURE):
+        raise ConfigError("expected a model without graphs, got one that has them: drop_graphs_")
+    towers = {n: m for n, m in model.named_modules() if type(m).__name__ in SUPPORTED}
+    if not towers:
+        raise UnsupportedError(
+            f"expected a model with a vision tower, one of {', '.join(SUPPORTED)}; got "
+            f"{type(model).__name__} with none"
+        )
+    made = {}
+    for name, tower in towers.items():
+        if "forward" in vars(tower):
+            raise UnsupportedError(
+                f"{name or type(tower).__name__}: expected the forward of its class, got another: "
+                "use graphs before what replaces it"
+            )
+        made[name] = VisionGraphs(tower, budgets, max_sequences=max_sequences)
+        if objection := made[name].objection():
+            raise UnsupportedError(objection)
+    for name, graphs in made.items():
+        patch = begin_patch(towers[name], FEATURE)
+        patch.set(towers[name], GRAPHS, graphs)
+        # A partial, not a method: those lose themselves when a module is pickled.
+        patch.set(towers[name], "forward", partial(graphed_forward, graphs))
+    return list(made)
+
+
+def drop_graphs_(model: nn.Module) -> list[str]:
+    """Undo `use_graphs_`: free the graphs; returns the names of the towers that had them."""
+    if not find_patched(model, FEATURE):
+        raise ConfigError("expected a model that use_graphs_ has changed, got one without graphs")
+    return undo_patches_(model, FEATURE)
+
+
+def graphed_forward(
+    graphs: VisionGraphs, hidden_states: Tensor, grid_thw: Tensor, **options: Any
+) -> Any:
+    """The forward of a tower by the graph of a request's budget, or by its class's if none fits."""
+    tower = graphs.tower
+    if tower.training or (torch.is_grad_enabled() and hidden_states.requires_grad):
+        raise UnsupportedError(
+            "CUDA graphs are for inference: expected a model in evaluation mode and pixels without "
+            "gradients, got others: model.eval(), or drop_graphs_(model)"
+        )
+    if objection := graphs.objection():
+        raise UnsupportedError(f"{objection}; or drop_graphs_(model)")
+    plan = graphs.plan(grid_thw)
+    if plan.budget is None:
+        return type(tower).forward(tower, hidden_states, grid_thw, **options)
+    default = getattr(tower.config, "return_dict", True)
+    is_tuple = options.pop("return_dict", default) is False
+    options.pop("use_cache", None)  # `generate` tells every part of a model; a tower has none
+    # None and False are what a graph does anyway; whatever else is asked for, it cannot know.
+    if given := sorted(n for n, x in options.items() if x is not None and x is not False):
+        raise UnsupportedError(
+            "expected hidden_states, grid_thw and return_dict for a tower with CUDA graphs, got "
+            f"{', '.join(given)}: drop_graphs_(model)"
+        )
+    result = graphs.replay(hidden_states, grid_thw, plan.budget)
+    for saver in savers_of(tower):
+        if not saver.is_watching(tower):  # who watches the tower sees this very call
+            saver.step()
+    return result.to_tuple() if is_tuple else result

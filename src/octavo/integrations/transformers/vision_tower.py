@@ -5,29 +5,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.brief import list_names
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.integrations.checkpoints.tensor_files import FLOAT_DTYPES
-from octavo.integrations.transformers.load import loading
-from octavo.internals import internals, require
+from octavo.integrations.checkpoints.tensor_files import read_headers, read_tensor
+from octavo.integrations.patch import Patch
+from octavo.integrations.transformers import vision
+from octavo.integrations.transformers.fused_vision import PACKED_TOWERS
+from octavo.integrations.transformers.load import load_config, loading
+from octavo.internals import require
 from octavo.numerics.attention import Packing
 
-# Towers that take the packed patches of all images: (hidden_states, grid_thw).
-PACKED_TOWERS = (
-    "Glm4vVisionModel",
-    "Qwen2VisionTransformerPretrainedModel",
-    "Qwen2_5_VisionTransformerPretrainedModel",
-    "Qwen3VLMoeVisionModel",
-    "Qwen3VLVisionModel",
-    "Qwen3_5MoeVisionModel",
-    "Qwen3_5VisionModel",
-)
 _QWEN3_VL: Mapping[str, Any] = {
     "depth": 27,
     "hidden_size": 1152,
@@ -39,35 +32,35 @@ _QWEN3_VL: Mapping[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
+# Large patches: a 4K image has as few tokens as a CPU can attend to.
+TINY: Mapping[str, Any] = {
+    "depth": 2,
+    "hidden_size": 144,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "patch_size": 64,
+    "temporal_patch_size": 1,
+    "spatial_merge_size": 2,
+    "in_channels": 1,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
 # Name -> (model_type of the vision config, its sizes).
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-vl-30b-a3b": ("qwen3_vl_moe_vision", {**_QWEN3_VL, "out_hidden_size": 2048}),
     "qwen3-vl-8b": ("qwen3_vl_vision", {**_QWEN3_VL, "out_hidden_size": 4096}),
-    # Large patches: a 4K image has as few tokens as a CPU can attend to.
-    "tiny": (
-        "qwen3_vl_vision",
-        {
-            **_QWEN3_VL,
-            "depth": 2,
-            "hidden_size": 144,
-            "num_heads": 2,
-            "intermediate_size": 64,
-            "patch_size": 64,
-            "temporal_patch_size": 1,
-            "in_channels": 1,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
-    ),
+    "tiny": ("qwen3_vl_vision", TINY),
 }
 # Standard deviation of the logits of a tower with random weights: a peaked softmax, where errors
-# of queries and keys count. As initialised, every key would get nearly the same weight. Not more
-# peaked, either: values of random weights do not depend on keys, so nothing of a wrong weight
-# averages out. Rounding queries and keys to e4m3 is an error of 0.04 at 1 and 0.08 at 2, which
-# alone is more than the 0.07 that attention in FP8 is allowed.
+# of queries and keys count; as initialised, every key would get nearly the same weight. More would
+# be too much: random values do not depend on keys, so nothing of a wrong weight averages out.
+# Rounding queries and keys to e4m3 is an error of 0.04 at 1 and 0.08 at 2, and attention in FP8 is
+# allowed 0.07.
 LOGIT_STD = 1.5
 
+# Arguments by position, those by name, and the result.
+Recorded = tuple[tuple[Any, ...], dict[str, Any], Tensor]
 PackedAttention = Callable[[Tensor, Tensor, Tensor, Packing], Tensor]
 
 
@@ -85,36 +78,33 @@ class Tower:
         return len(self.module.blocks)
 
 
-def make_tower(
-    name: str, device: torch.device, *, num_layers: int | None = None, seed: int = 0
-) -> Tower:
+def make_tower(name: str, device: torch.device, *, num_layers: int | None = None) -> Tower:
     """A tower of CONFIGS in BF16 with random weights, `num_layers` deep or as deep as it is."""
+    return Tower(name, _build(named_config(name), device, num_layers), "random")
+
+
+def named_config(name: str) -> Any:
+    """The vision config of a name of CONFIGS."""
     if name not in CONFIGS:
         raise ConfigError(f"expected a config, one of {', '.join(CONFIGS)}; got {name!r}")
     from transformers import AutoConfig
 
     model_type, sizes = CONFIGS[name]
-    config = AutoConfig.for_model(model_type, **sizes)
-    return Tower(name, _build(config, device, num_layers, seed), "random")
+    return AutoConfig.for_model(model_type, **sizes)
 
 
-def open_tower(
-    folder: Path, device: torch.device, *, num_layers: int | None = None, seed: int = 0
-) -> Tower:
+def open_tower(folder: Path, device: torch.device, *, num_layers: int | None = None) -> Tower:
     """The tower of a model's folder, in BF16; with random weights if there is only a config."""
-    from transformers import AutoConfig
-
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"expected a model's folder with a config.json, got {folder}")
-    with loading(folder, "a model's config.json"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    vision = getattr(config, "vision_config", config)
+    config = load_config(str(folder))
     files = sorted(folder.glob("*.safetensors"))
     if files and num_layers is not None:
         raise ConfigError(
             f"{folder} has weights for every layer: expected no number of layers, got {num_layers}"
         )
-    module = _build(vision, device, num_layers, seed, is_sharpened=not files)
+    own = getattr(config, "vision_config", config)
+    module = _build(own, device, num_layers, is_sharpened=not files)
     if files:
         with loading(folder, "weights of a vision tower"):
             _load(module, files)
@@ -122,35 +112,42 @@ def open_tower(
 
 
 def _build(
-    config: Any,
-    device: torch.device,
-    num_layers: int | None,
-    seed: int,
-    is_sharpened: bool = True,
+    config: Any, device: torch.device, num_layers: int | None, is_sharpened: bool = True
 ) -> Any:
-    from transformers import AutoModel
-
-    if num_layers is not None:
-        depth = getattr(config, "depth", 0)
-        if not 1 <= num_layers <= depth:
-            raise ConfigError(f"expected 1 to {depth} layers, got {num_layers}")
-        config.depth = num_layers
-        if getattr(config, "deepstack_visual_indexes", None):
-            kept = [i for i in config.deepstack_visual_indexes if i < num_layers]
-            config.deepstack_visual_indexes = kept
+    depth = getattr(config, "depth", 0)
+    if num_layers is not None and not 1 <= num_layers <= depth:
+        raise ConfigError(f"expected 1 to {depth} layers, got {num_layers}")
     with torch.random.fork_rng(), device:
-        torch.manual_seed(seed)
-        towers: Any = AutoModel
-        tower = towers.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
-    if type(tower).__name__ not in PACKED_TOWERS:
-        raise UnsupportedError(
-            f"expected a tower of packed images, one of {', '.join(PACKED_TOWERS)}; got "
-            f"{type(tower).__name__}"
-        )
+        torch.manual_seed(0)
+        tower = tower_of(config, num_layers)
     tower.requires_grad_(False)
     if is_sharpened:
         _sharpen(tower)
     return tower
+
+
+def tower_of(config: Any, num_layers: int | None = None) -> Any:
+    """The tower of a vision config, in BF16, with num_layers in place of all of them."""
+    from transformers import AutoModel
+
+    if not hasattr(config, "depth"):
+        raise _not_packed(config)
+    if num_layers is not None:
+        config.depth = num_layers
+        if indexes := getattr(config, "deepstack_visual_indexes", None):
+            config.deepstack_visual_indexes = [i for i in indexes if i < num_layers]
+    towers: Any = AutoModel
+    tower = towers.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+    if type(tower).__name__ not in PACKED_TOWERS:
+        raise _not_packed(tower)
+    return tower
+
+
+def _not_packed(got: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"expected a tower of packed images, one of {', '.join(PACKED_TOWERS)}; got "
+        f"{type(got).__name__}"
+    )
 
 
 @torch.no_grad()
@@ -166,36 +163,16 @@ def _sharpen(tower: Any) -> None:
 
 def _load(tower: nn.Module, files: Sequence[Path]) -> None:
     """Fill a tower with its weights, wherever in a model's files they lie."""
-    from safetensors import safe_open
-
-    wanted = tower.state_dict()
+    wanted, entries = tower.state_dict(), read_headers(files)
     first = next(iter(wanted))
-    found: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (not a mapping)
-                name = next((name for name in _endings(key) if name in wanted), None)
-                if name is not None:
-                    found[name] = opened.get_tensor(key)
-    if quantized := [n for n, x in found.items() if x.dtype not in FLOAT_DTYPES.values()]:
-        raise CheckpointError(
-            "expected a vision tower whose weights are plain, got "
-            f"{found[quantized[0]].dtype} without its scales for {list_names(quantized)}"
-        )
-    if missing := sorted(wanted.keys() - found.keys()):
+    places = (key for key in entries if key.endswith(f".{first}") and "vis" in key)
+    prefix = next(places, first).removesuffix(first)
+    if missing := sorted(name for name in wanted if prefix + name not in entries):
         raise CheckpointError(
             f"expected weights of the vision tower such as {first}, got none for "
             f"{len(missing)} of {len(wanted)}, such as {missing[0]}"
         )
-    tower.load_state_dict(found)
-
-
-def _endings(key: str) -> Iterator[str]:
-    """A weight's name in the whole model, then without what stands before the tower's own."""
-    parts = key.split(".")
-    is_vision = any("vis" in part for part in parts)
-    for start in range(3 if is_vision else 1):
-        yield ".".join(parts[start:])
+    tower.load_state_dict({name: read_tensor(entries[prefix + name]) for name in wanted})
 
 
 def twin(tower: nn.Module) -> Any:
@@ -213,10 +190,7 @@ def resized(height: int, width: int, unit: int) -> tuple[int, int]:
 def make_pixels(
     tower: Any, sizes: Sequence[tuple[int, int]], *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """What a tower takes for random images of these (height, width), in its dtype, on its device.
-
-    The result has hidden_states [patches, values] and grid_thw [images, 3].
-    """
+    """hidden_states [patches, values] and grid_thw [images, 3] of random (height, width) images."""
     config = tower.config
     patch, merge = config.patch_size, config.spatial_merge_size
     grids = []
@@ -235,16 +209,12 @@ def make_pixels(
 def use_attention(tower: Any, name: str, attend: PackedAttention | None = None) -> None:
     """Let a tower attend by one of transformers' functions, or by one that takes packed tensors.
 
-    attend: takes q, k, v [tokens, heads, head_dim] and their packing; called with 1/√head_dim.
+    attend: takes q, k, v [tokens, heads, head_dim] and their packing.
     """
     require("transformers.PreTrainedConfig._attn_implementation")
     if attend is None:
         tower.config._attn_implementation = name
         return
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    with internals("transformers"):
-        from transformers.masking_utils import flash_attention_mask
 
     def call(
         module: Any,
@@ -263,28 +233,23 @@ def use_attention(tower: Any, name: str, attend: PackedAttention | None = None) 
 
     # A name with "flash" in it makes towers hand over all images in one call.
     registered = f"octavo_flash_{name}"
-    AttentionInterface.register(registered, call)
-    AttentionMaskInterface.register(registered, flash_attention_mask)
+    vision.register(registered, call)
     tower.config._attn_implementation = registered
 
 
 @contextmanager
-def recorded_calls(
-    tower: nn.Module, names: Sequence[str]
-) -> Iterator[dict[str, tuple[tuple[Any, ...], dict[str, Any], Tensor]]]:
+def recorded_calls(tower: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Recorded]]:
     """Arguments and results of some modules' calls, by name, while a tower runs."""
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], Tensor]] = {}
-
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: Any, args: Any, kwargs: Any, result: Tensor) -> None:
-            calls[name] = (args, kwargs, result)
-
-        return record
-
-    modules = [(name, tower.get_submodule(name)) for name in names]
-    handles = [m.register_forward_hook(hook(name), with_kwargs=True) for name, m in modules]
-    try:
+    calls: dict[str, Recorded] = {}
+    with Patch() as patch:
+        for name in names:
+            hook = partial(_record, calls, name)
+            module = tower.get_submodule(name)
+            patch.hook(module.register_forward_hook(hook, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _record(
+    calls: dict[str, Recorded], name: str, _: object, args: Any, kwargs: Any, result: Tensor
+) -> None:
+    calls[name] = (args, kwargs, result)

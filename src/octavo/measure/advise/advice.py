@@ -69,25 +69,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to quantize in a model on a GPU for a workload; served: its name in commands.
+    """What to quantize in a model on a GPU for a workload; served: its name in commands."""
 
-    refused: why `octavo serve` does not run the model; None if it does. has_images: whether the
-    model has a vision tower.
-    """
-
-    model: str
-    served: str
-    parts: str
+    model: ModelShape
     gpu: Gpu
     workload: Workload
+    served: str
     recipe: Recipe
-    is_omni: bool
     expectations: tuple[Expectation, ...]
     memory: tuple[MemoryRow, ...]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
-    refused: str | None = None
-    has_images: bool = False
 
     @property
     def command(self) -> str | None:
@@ -95,25 +87,25 @@ class Advice:
 
         None if octavo has no such command for the model.
         """
-        if self.refused is None:
-            return serve_command(self.served, self.recipe, is_omni=self.is_omni)
-        if not self.is_omni:
+        is_omni = self.model.step is not None
+        if self.model.refused is None:
+            return serve_command(self.served, self.recipe, is_omni=is_omni)
+        if not is_omni:
             return None
         words = ["octavo", "image", "--model", self.served, "--prompt", "PROMPT"]
         return shlex.join([*words, *_step_flags(self.recipe)])
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
-        expectations = [asdict(e) | {"speedup": e.speedup} for e in self.expectations]
         document = {
-            "model": self.model,
-            "parts": self.parts,
+            "model": self.model.name,
+            "parts": self.model.parts,
             "gpu": self.gpu.key,
             "workload": asdict(self.workload),
             "recipe": json.loads(self.recipe.to_json()),
             "command": self.command,
-            "refused": self.refused,
-            "expectations": expectations,
+            "refused": self.model.refused,
+            "expectations": [asdict(e) | {"speedup": e.speedup} for e in self.expectations],
             "memory": [asdict(row) for row in self.memory],
             "reasons": self.reasons,
             "warnings": self.warnings,
@@ -147,86 +139,75 @@ def _step_flags(recipe: Recipe) -> list[str]:
     return words
 
 
-def title(advice: Advice) -> str:
+def _title(advice: Advice) -> str:
     """What was asked."""
     workload, ceilings = advice.workload, advice.gpu.ceilings
     fp8 = ceilings.fp8_tflops
     rates = f"{ceilings.gb_per_s:,.0f} GB/s, {ceilings.bf16_tflops:,.0f} TFLOP/s in BF16"
     rates += f" and {fp8:,.0f} in FP8" if fp8 else ""
-    asked = f"{advice.model} ({advice.parts}) on {advice.gpu.name}"
-    if not advice.is_omni:
+    asked = f"{advice.model.name} ({advice.model.parts}) on {advice.gpu.name}"
+    if advice.model.step is None:
         asked += f", {workload.concurrency} × {workload.context:,} tokens"
     return f"{asked}\n{rates}: {ceilings.source}"
-
-
-def expectation_table(advice: Advice) -> Table:
-    """Times before and after."""
-    return Table(
-        caption="What to expect, in milliseconds"
-        + (" (predicted: octavo was never run on this GPU)" if advice.gpu.caution else ""),
-        header=("what", "BF16", "recipe", "speed-up"),
-        rows=tuple(_row(one) for one in advice.expectations),
-    )
-
-
-def _row(one: Expectation) -> tuple[str, ...]:
-    speedup = "not predicted" if one.speedup is None else f"{one.speedup:.2f}×"
-    return (one.what, _ms(one.before_ms), _ms(one.after_ms), speedup)
-
-
-def _parts(one: Expectation) -> str:
-    """What the times are made of."""
-    before, after = (
-        ", ".join(f"{name} {_ms(ms)}" for name, ms in parts.items())
-        for parts in (one.before, one.after)
-    )
-    same = "the same" if before == after else after
-    return f"{one.what} is {before} ms in BF16, with the recipe {same}."
 
 
 def _ms(ms: float) -> str:
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
-def memory_table(advice: Advice) -> Table:
-    """Memory before and after."""
-    return Table(
-        caption="Memory",
-        header=("what", "BF16", "recipe"),
-        rows=tuple(
-            (row.what, _amount(row.before, row.is_bytes), _amount(row.after, row.is_bytes))
-            for row in advice.memory
-        ),
-    )
+def _tables(advice: Advice) -> Iterator[Table]:
+    """Times and memory, before and after."""
+    if advice.expectations:
+        predicted = " (predicted: octavo was never run on this GPU)" if advice.gpu.caution else ""
+        yield Table(
+            caption=f"What to expect, in milliseconds{predicted}",
+            header=("what", "BF16", "recipe", "speed-up"),
+            rows=tuple(
+                (one.what, _ms(one.before_ms), _ms(one.after_ms))
+                + ("not predicted" if one.speedup is None else f"{one.speedup:.2f}×",)
+                for one in advice.expectations
+            ),
+        )
+    if advice.memory:
+        rows = []
+        for row in advice.memory:
+            sizes = (row.before, row.after)
+            cells = (f"{n / 1e9:,.2f} GB" if row.is_bytes else f"{n:,}" for n in sizes)
+            rows.append((row.what, *cells))
+        yield Table(caption="Memory", header=("what", "BF16", "recipe"), rows=tuple(rows))
 
 
-def _amount(number: int, is_bytes: bool) -> str:
-    return f"{number / 1e9:,.2f} GB" if is_bytes else f"{number:,}"
-
-
-def sentences(advice: Advice) -> list[str]:
+def _sentences(advice: Advice) -> Iterator[str]:
     """Why, and what to mind, one line each; headings stand alone."""
-    lines = ["Why", *(f"- {text}" for text in advice.reasons)]
-    lines += [f"- {_parts(one)}" for one in advice.expectations if one.before]
-    lines += [f"- {one.what}: {one.note}." for one in advice.expectations if one.note]
+    yield "Why"
+    yield from (f"- {text}" for text in advice.reasons)
+    for one in advice.expectations:
+        if one.before:
+            before, after = (
+                ", ".join(f"{name} {_ms(ms)}" for name, ms in parts.items())
+                for parts in (one.before, one.after)
+            )
+            same = "the same" if before == after else after
+            yield f"- {one.what} is {before} ms in BF16, with the recipe {same}."
+    yield from (f"- {one.what}: {one.note}." for one in advice.expectations if one.note)
     sources = sorted({name for one in advice.expectations for name in one.based_on})
     if sources:
-        names = ", ".join(sources)
-        lines.append(f"- Times are corrected by records of whole models: {names}.")
+        yield f"- Times are corrected by records of whole models: {', '.join(sources)}."
     if advice.warnings:
-        lines += ["", "Mind", *(f"- {text}" for text in advice.warnings)]
-    return lines
+        yield from ("", "Mind", *(f"- {text}" for text in advice.warnings))
 
 
 def how_to_run(advice: Advice) -> list[str]:
     """The command that serves the model; where octavo cannot, why, and what can."""
-    if advice.refused is None:
-        assert advice.command is not None
-        return [advice.command]
-    lines = [f"octavo serve cannot run this model: {advice.refused}."]
-    if advice.command is not None:
-        return [*lines, advice.command]
-    kind = "AutoModelForImageTextToText" if advice.has_images else "AutoModelForCausalLM"
+    model, command = advice.model, advice.command
+    lines = [] if command is None else [command]
+    if model.refused is None:
+        return lines
+    lines.insert(0, f"octavo serve cannot run this model: {model.refused}.")
+    if command is not None:
+        return lines
+    has_images = model.tower is not None or model.unknown_tower is not None
+    kind = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
     lines += [
         "It runs in transformers:",
         f"    model = {kind}.from_pretrained({advice.served!r}, dtype='bfloat16', "
@@ -246,12 +227,9 @@ def recipe_text(advice: Advice) -> str:
 
 def told(advice: Advice) -> Iterator[str | Table]:
     """All of it, as `octavo advise` prints it: lines and tables."""
-    yield title(advice)
-    if advice.expectations:
-        yield expectation_table(advice)
-    if advice.memory:
-        yield memory_table(advice)
-    yield from sentences(advice)
+    yield _title(advice)
+    yield from _tables(advice)
+    yield from _sentences(advice)
     yield "\nRecipe (recipe.toml)"
     yield recipe_text(advice)
     yield from how_to_run(advice)
@@ -313,17 +291,18 @@ def _break_even(
     predictor: Predictor, model: ModelShape, workload: Workload, first: DecoderPlan
 ) -> Iterator[str]:
     """Whether an FP8 cache pays at this context, and from which one on it does."""
+    assert model.decoder is not None
     batch = workload.concurrency
-    if _cache_gain(predictor, model, first, workload.context, batch) >= 1.01:
+    plans = (first, DecoderPlan(is_kv_fp8=True, skips_windows=bool(model.decoder.windows)))
+
+    def pays(context: int) -> bool:
+        before, after = (predictor.decode(model, p, context=context, batch=batch).ms for p in plans)
+        return before / after >= 1.01
+
+    if pays(workload.context):
         return
-    context = next(
-        (
-            length
-            for power in range(8, MAX_CONTEXT.bit_length())
-            if _cache_gain(predictor, model, first, length := 2**power, batch) >= 1.01
-        ),
-        None,
-    )
+    lengths = (2**power for power in range(8, MAX_CONTEXT.bit_length()))
+    context = next(filter(pays, lengths), None)
     if context is None:
         yield "No context is long enough for an FP8 cache to save 1 % of a token's time."
     elif context > workload.context:
@@ -331,15 +310,6 @@ def _break_even(
             f"The context is below break-even: an FP8 cache saves 1 % of a token's time from "
             f"about {context:,} tokens on at {batch} at once. What it saves here is memory."
         )
-
-
-def _cache_gain(
-    predictor: Predictor, model: ModelShape, first: DecoderPlan, context: int, batch: int
-) -> float:
-    assert model.decoder is not None
-    plans = (first, DecoderPlan(is_kv_fp8=True, skips_windows=bool(model.decoder.windows)))
-    before, after = (predictor.decode(model, p, context=context, batch=batch).ms for p in plans)
-    return before / after
 
 
 def tower_warnings(is_fp8: bool, times: Mapping[str, float], host_ms: float) -> Iterator[str]:

@@ -5,9 +5,9 @@ of a vision tower, and linear layers and attention of a diffusion transformer.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.measure.advise.advice import (
     Advice,
@@ -19,16 +19,16 @@ from octavo.measure.advise.advice import (
     step_warnings,
     tower_warnings,
 )
-from octavo.measure.advise.cost import DecoderPlan
+from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.memory import cache_memory
-from octavo.measure.advise.predict import STEP_RECIPES, Prediction, Predictor
+from octavo.measure.advise.predict import STEP_RECIPES, Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.records import Measurement
 from octavo.recipe import KvCacheSettings, Recipe
 
 if TYPE_CHECKING:
-    from octavo.integrations.transformers.language_work import DecoderWork, LanguageWork
+    from octavo.integrations.transformers.model_work import DecoderWork
 
 
 # A recipe that quantizes more must be faster by this share; less is noise between machines.
@@ -38,14 +38,15 @@ MEMORY_SHARE = 0.9
 SLIDING = "sliding_window"
 # BF16 with the fastest attention of prompts that records have.
 BASELINE = DecoderPlan(prefill_impl="fastest")
+_Choice = TypeVar("_Choice")
 
 
 def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
     """The plan that serves the workload fastest, and quantizes no more than that takes."""
     asked = _Decoder(predictor, model, workload)
     plans = [BASELINE, *asked.candidates()]
-    times = {plan: asked.duration_s(plan) for plan in plans}
-    with_cache = {plan: s for plan, s in times.items() if plan.is_kv_fp8}
+    times = {plan: predictor.requests(model, plan, workload).ms for plan in plans}
+    with_cache = {plan: ms for plan, ms in times.items() if plan.is_kv_fp8}
     chosen = _least_changed(times)
     reasons = asked.kv_reasons(plans, chosen)
     has_room = asked.num_fitting(DecoderPlan()) >= workload.concurrency
@@ -65,10 +66,10 @@ def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) 
     )
 
 
-def _least_changed(times: dict[DecoderPlan, float]) -> DecoderPlan:
+def _least_changed(times: Mapping[_Choice, float]) -> _Choice:
     """The first of those that are as fast as the fastest; they come least changed first."""
     best = min(times.values())
-    return next(plan for plan, s in times.items() if s <= best * (1 + MIN_GAIN))
+    return next(choice for choice, ms in times.items() if ms <= best * (1 + MIN_GAIN))
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class _Decoder:
         if not speeds.gpu.has_fp8:
             return
         needed = (
-            *(("append_kv", "BF16 to FP8"), ("decode_attention", "BF16 to FP8")),
+            ("append_kv", "BF16 to FP8"),
+            ("decode_attention", "BF16 to FP8"),
             ("prefill_attention", "FP8"),
         )
         own = {speeds.selected(op, operands, self.work.head_dim) for op, operands in needed}
@@ -101,23 +103,6 @@ class _Decoder:
             for is_kv, skips in caches:
                 if is_kv or is_linear:
                     yield DecoderPlan(is_kv, skips, is_linear, "fastest")
-
-    def duration_s(self, plan: DecoderPlan) -> float:
-        """Seconds of all requests."""
-        return self.predictor.duration_s(
-            self.model,
-            plan,
-            context=self.workload.context,
-            output_len=self.workload.output_len,
-            batch=self.workload.concurrency,
-            num_requests=self.workload.concurrency,
-        )
-
-    def token(self, plan: DecoderPlan) -> Prediction:
-        """A token of each sequence, in the middle of the answers."""
-        middle = self.workload.context + self.workload.output_len // 2
-        batch = self.workload.concurrency
-        return self.predictor.decode(self.model, plan, context=middle, batch=batch)
 
     def fields(self, plan: DecoderPlan) -> dict[str, Any]:
         """Those of the recipe that a plan is."""
@@ -134,12 +119,14 @@ class _Decoder:
 
     def expectations(self, chosen: DecoderPlan) -> Iterator[Expectation]:
         """Times of a token, a prompt and the whole workload."""
-        load, plans = self.workload, (BASELINE, chosen)
+        load, plans, predictor = self.workload, (BASELINE, chosen), self.predictor
         at = f"{load.concurrency} × {load.context:,} tokens"
-        yield expectation(f"a token (ITL), {at}", *map(self.token, plans))
-        prompts = (self.predictor.prefill(self.model, plan, load.context) for plan in plans)
+        yield expectation(
+            f"a token (ITL), {at}", *(predictor.token(self.model, plan, load) for plan in plans)
+        )
+        prompts = (predictor.prefill(self.model, plan, load.context) for plan in plans)
         yield expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
-        before, after = (1e3 * self.duration_s(plan) for plan in plans)
+        before, after = (predictor.requests(self.model, plan, load).ms for plan in plans)
         what = f"{load.concurrency} × ({load.context:,} + {load.output_len:,}) tokens"
         yield Expectation(f"all of {what}", before, after, {}, {})
 
@@ -174,21 +161,22 @@ class _Decoder:
 
     def memory(self, chosen: DecoderPlan) -> Iterator[MemoryRow]:
         """Bytes of weights and cache, and how many sequences fit."""
-        plans, length = (DecoderPlan(), chosen), self.workload.context + self.workload.output_len
-        before, after = map(self.weight_bytes, plans)
-        yield MemoryRow("weights", before, after)
-        before, after = map(self.cache_bytes, plans)
-        yield MemoryRow(f"KV cache of a sequence of {length:,} tokens", before, after)
+        length = self.workload.context + self.workload.output_len
         share = f"{100 * MEMORY_SHARE:.0f} % of {self.predictor.gpu.memory_bytes / 1e9:.0f} GB"
-        before, after = map(self.num_fitting, plans)
-        yield MemoryRow(f"such sequences that fit in {share}", before, after, is_bytes=False)
+        sizes = (
+            ("weights", self.weight_bytes, True),
+            (f"KV cache of a sequence of {length:,} tokens", self.cache_bytes, True),
+            (f"such sequences that fit in {share}", self.num_fitting, False),
+        )
+        for what, of, is_bytes in sizes:
+            yield MemoryRow(what, of(DecoderPlan()), of(chosen), is_bytes)
 
     def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> list[str]:
         """Why the cache is in FP8, or not."""
-        token, load = self.token(plans[0]), self.workload
-        share = token.cost.parts["keys and values"] / token.cost.total_ms
+        load = self.workload
+        share = self.predictor.token(self.model, plans[0], load).percent("keys and values")
         text = (
-            f"Reading keys and values is {100 * share:.0f} % of a token's time in BF16 at "
+            f"Reading keys and values is {share} of a token's time in BF16 at "
             f"{load.concurrency} × {load.context:,} tokens"
         )
         if self.model.uncached is not None:
@@ -231,25 +219,20 @@ def _has_plain_linear(model: ModelShape) -> bool:
     return model.quantized in (None, "mxfp4")
 
 
-def expectation(what: str, before: Prediction, after: Prediction) -> Expectation:
-    """Two predictions as one row."""
-    is_bound = before.is_host_bound or after.is_host_bound
-    shown = () if is_bound else (before, after)  # the host's time is not made of these parts
-    parts = [{name: ms * p.factor for name, ms in p.cost.parts.items()} for p in shown] or [{}, {}]
-    note = "launches on the host take longer than the GPU: FP8 does not help" if is_bound else ""
-    return Expectation(
-        what,
-        before.ms,
-        after.ms,
-        parts[0],
-        parts[1],
-        tuple(sorted({*before.based_on, *after.based_on})),
-        note,
-    )
+def expectation(what: str, before: Cost, after: Cost) -> Expectation:
+    """Two costs as one row."""
+    sources = tuple(sorted({*before.based_on, *after.based_on}))
+    if before.is_host_bound or after.is_host_bound:  # the host's time is not made of these parts
+        note = "launches on the host take longer than the GPU: FP8 does not help"
+        return Expectation(what, before.ms, after.ms, {}, {}, sources, note)
+    parts = [{name: ms * one.factor for name, ms in one.parts.items()} for one in (before, after)]
+    return Expectation(what, before.ms, after.ms, parts[0], parts[1], sources)
 
 
-def choose_other(predictor: Predictor, model: ModelShape, work: "LanguageWork") -> Part:
+def choose_other(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
     """Linear layers alone, of a language model whose times octavo cannot compute."""
+    assert model.other is not None
+    work = model.other
     has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(model)
     is_fp8 = has_linear and predictor.gpu.has_fp8
     after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
@@ -285,46 +268,38 @@ def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) ->
     chosen = "dynamic" if is_fp8 else "fused-bf16"
     height, width = workload.image_size
     what = f"the vision tower, {workload.num_images} × {width} x {height}"
-    share = found["bf16"].cost.parts["attention"] / found["bf16"].cost.total_ms
-    reasons = [
-        f"Attention is {100 * share:.0f} % of the vision tower's time in BF16; octavo's path "
-        "splits, rotates and casts q, k and v in one pass."
-    ]
+    why = "FP8 attention would gain less than 1 % over that path in BF16."
     if is_fp8:
         gain = times["fused-bf16"] / times["dynamic"]
-        reasons.append(f"FP8 itself makes the tower {gain:.2f} times as fast as that path in BF16.")
-    else:
-        reasons.append(
-            "FP8 attention would gain less than 1 % over that path in BF16."
-            if "dynamic" in times
-            else f"octavo has no FP8 attention for {predictor.gpu.name}."
-        )
-    host_ms = model.tower.depth * predictor.host_ms_per_layer()
+        why = f"FP8 itself makes the tower {gain:.2f} times as fast as that path in BF16."
+    elif "dynamic" not in times:
+        why = f"octavo has no FP8 attention for {predictor.gpu.name}."
+    reasons = (
+        f"Attention is {found['bf16'].percent('attention')} of the vision tower's time in BF16; "
+        "octavo's path splits, rotates and casts q, k and v in one pass.",
+        why,
+    )
+    host_ms = model.tower.depth * predictor.host_ms_per_layer
     return Part(
         {"vision_attention": "fp8" if is_fp8 else "bf16"},
         (expectation(what, found["bf16"], found[chosen]),),
-        (),
-        tuple(reasons),
-        tuple(tower_warnings(is_fp8, times, host_ms)),
+        reasons=reasons,
+        warnings=tuple(tower_warnings(is_fp8, times, host_ms)),
     )
 
 
-def choose_step(predictor: Predictor, model: ModelShape) -> Part:
+def choose_step(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
     """Linear layers and attention of a diffusion transformer."""
     assert model.step is not None
-    names = ["bf16"]
-    if predictor.gpu.has_fp8:
-        names = list(STEP_RECIPES)
+    names = list(STEP_RECIPES) if predictor.gpu.has_fp8 else ["bf16"]
     found = {name: predictor.step(model, name) for name in names}
-    best = min(one.ms for one in found.values())
-    chosen = next(name for name, one in found.items() if one.ms <= best * (1 + MIN_GAIN))
+    chosen = _least_changed({name: one.ms for name, one in found.items()})
     is_linear, is_fp8 = STEP_RECIPES[chosen]
     fields = {name: "fp8" for name, on in (("linear", is_linear), ("attention", is_fp8)) if on}
-    parts = found["bf16"].cost.parts
-    total = found["bf16"].cost.total_ms
+    linear, attention = map(found["bf16"].percent, ("linear layers", "attention"))
     reasons = [
-        f"Of a step in BF16, linear layers are {100 * parts['linear layers'] / total:.0f} % and "
-        f"attention {100 * parts['attention'] / total:.0f} % ({model.step.about})."
+        f"Of a step in BF16, linear layers are {linear} and attention {attention} "
+        f"({model.step.about})."
     ]
     if is_linear:
         kept = Counter(why.partition(":")[0] for why in model.step.kept.values())
@@ -360,32 +335,24 @@ def advise(
     do not count. served: what the model is called in commands.
     """
     predictor = Predictor(records, gpu, leave_out=leave_out, shapes=[model])
-    parts: list[Part] = []
-    if model.decoder is not None:
-        parts.append(choose_decoder(predictor, model, workload))
-    if model.tower is not None:
-        parts.append(choose_tower(predictor, model, workload))
-    if model.step is not None:
-        parts.append(choose_step(predictor, model))
-    if model.other is not None:
-        parts.append(choose_other(predictor, model, model.other))
-    fields: dict[str, Any] = {}
-    for part in parts:
-        fields |= part.fields
+    choices = (
+        (model.decoder, choose_decoder),
+        (model.tower, choose_tower),
+        (model.step, choose_step),
+        (model.other, choose_other),
+    )
+    parts = [choose(predictor, model, workload) for has, choose in choices if has is not None]
+    fields = {name: value for part in parts for name, value in part.fields.items()}
     warnings = [text for text in (model.note, gpu.caution) if text is not None]
     warnings += [text for part in parts for text in part.warnings]
     return Advice(
-        model=model.name,
-        served=served,
-        parts=model.parts,
-        gpu=gpu,
-        workload=workload,
-        recipe=Recipe(**fields),
-        is_omni=model.step is not None,
+        model,
+        gpu,
+        workload,
+        served,
+        Recipe(**fields),
         expectations=tuple(one for part in parts for one in part.expectations),
         memory=tuple(row for part in parts for row in part.memory),
         reasons=tuple(text for part in parts for text in part.reasons),
         warnings=(*warnings, *record_warnings(predictor, model, fields)),
-        refused=model.refused,
-        has_images=model.tower is not None or model.unknown_tower is not None,
     )

@@ -7,7 +7,7 @@ fitted to whole models here (predict.py does that, with other models' records).
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from octavo.measure.advise.speeds import Speeds
 
 if TYPE_CHECKING:
-    from octavo.integrations.diffusers.step_work import StepWork
+    from octavo.integrations.diffusers.full_size import StepWork
     from octavo.integrations.traced_work import LinearWork
     from octavo.integrations.transformers.cache_layers import CacheLayer
-    from octavo.integrations.transformers.language_work import DecoderWork
-    from octavo.integrations.transformers.tower_work import TowerWork
+    from octavo.integrations.transformers.model_work import DecoderWork, TowerWork
 
 # Launches of a compiled layer beside its products and attention: norms, rotary, append, activation.
 SMALL_LAUNCHES, SMALL_LAUNCH_US = 4, 1.5
@@ -32,14 +31,30 @@ OWN_IMPLS, OWN_GATHER, PEER_GATHER = ("gluon", "triton"), (1, 1), (3, 6)
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds by part."""
+    """Milliseconds by part, and how many times their sum the whole takes.
 
-    parts: Mapping[str, float] = field(default_factory=dict)
+    based_on: models whose records gave the factor. is_host_bound: the host launches more slowly
+    than the GPU would run: then ms is about the host's time, and two of them cannot be compared.
+    """
+
+    parts: Mapping[str, float]
+    factor: float = 1.0
+    based_on: tuple[str, ...] = ()
+    is_host_bound: bool = False
 
     @property
     def total_ms(self) -> float:
         """Of all parts."""
         return sum(self.parts.values())
+
+    @property
+    def ms(self) -> float:
+        """The time that is expected."""
+        return self.total_ms * self.factor
+
+    def percent(self, part: str) -> str:
+        """A part's share, as a whole number."""
+        return f"{100 * self.parts[part] / self.total_ms:.0f} %"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+from octavo.measure.report.kernels import Roof
 from octavo.measure.report.tables import Table
 
 if TYPE_CHECKING:
@@ -22,20 +23,6 @@ REFERENCE = "h200"
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The most that a GPU does in a second; FP8's is None where it has no FP8 products."""
-
-    gb_per_s: float
-    bf16_tflops: float
-    fp8_tflops: float | None
-    source: str
-
-    def tflops(self, operands: str) -> float:
-        """Of "BF16" or "FP8"; FP8 of a GPU without it is that of BF16, which it would become."""
-        return (self.fp8_tflops or self.bf16_tflops) if operands == "FP8" else self.bf16_tflops
-
-
-@dataclass(frozen=True)
 class Gpu:
     """A GPU by its short name; peak: of its data sheet; measured: what was reached on one."""
 
@@ -44,8 +31,8 @@ class Gpu:
     capability: tuple[int, int]
     num_sms: int
     memory_bytes: int
-    peak: Rates
-    measured: Rates | None = None
+    peak: Roof
+    measured: Roof | None = None
 
     @property
     def has_fp8(self) -> bool:
@@ -70,19 +57,19 @@ class Gpu:
         return Device("cuda", self.name, self.capability, self.num_sms, self.memory_bytes)
 
     @property
-    def ceilings(self) -> Rates:
+    def ceilings(self) -> Roof:
         """The rates that can be had: measured ones, or the share of the peak that an H200 has."""
         if self.measured is not None:
             return self.measured
         reference = find_gpu(REFERENCE)
-        assert reference.measured is not None and reference.measured.fp8_tflops is not None
         best, peak = reference.measured, reference.peak
-        fp8 = self.peak.fp8_tflops
-        assert best.fp8_tflops is not None and peak.fp8_tflops is not None
-        return Rates(
+        assert best is not None
+        fp8_share = best.tflops("FP8") / peak.tflops("FP8")
+        return Roof(
+            self.name,
             self.peak.gb_per_s * best.gb_per_s / peak.gb_per_s,
             self.peak.bf16_tflops * best.bf16_tflops / peak.bf16_tflops,
-            None if fp8 is None else fp8 * best.fp8_tflops / peak.fp8_tflops,
+            self.peak.fp8_tflops and self.peak.fp8_tflops * fp8_share,
             f"{self.peak.source}, times the shares that {reference.name} reaches of its own",
         )
 
@@ -107,20 +94,25 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _read(key: str, row: Mapping[str, Any]) -> Gpu:
-    measured = row.get("measured")
+    def roof(rates: Mapping[str, Any]) -> Roof:
+        return Roof(
+            row["name"],
+            rates["gb_per_s"],
+            rates["bf16_tflops"],
+            rates.get("fp8_tflops"),
+            rates["source"],
+        )
+
+    major, minor = row["capability"]
     return Gpu(
         key=key,
         name=row["name"],
-        capability=(row["capability"][0], row["capability"][1]),
+        capability=(major, minor),
         num_sms=row["num_sms"],
         memory_bytes=int(row["memory_gb"] * 1e9),
-        peak=_rates(row),
-        measured=None if measured is None else _rates(measured),
+        peak=roof(row),
+        measured=roof(row["measured"]) if "measured" in row else None,
     )
-
-
-def _rates(row: Mapping[str, Any]) -> Rates:
-    return Rates(row["gb_per_s"], row["bf16_tflops"], row.get("fp8_tflops"), row["source"])
 
 
 # How far something was tried, in words, best first.
@@ -191,23 +183,17 @@ def cautions_of_versions(versions: Mapping[str, str], *, has_gpu: bool) -> Itera
 
 def tried_table(versions: Mapping[str, str] | None = None) -> Table:
     """Versions and GPUs by how far they were tried; versions: of this machine, for a column."""
-    rows: list[tuple[str, ...]] = [
-        _row(package, dict(tried)) for package, tried in packages().items()
-    ]
     gpus = {
         f"{one}: {', '.join(one.gpus)}" if one.gpus else str(one): one.how
         for one in architectures().values()
     }
-    rows.append(_row("GPU", gpus))
-    header: tuple[str, ...] = ("what", *HOW.values())
-    if versions is not None:
-        header = ("what", "here", *HOW.values())
-        rows = [(row[0], versions.get(row[0], "none"), *row[1:]) for row in rows]
+    rows = []
+    for what, tried in {**packages(), "GPU": gpus}.items():
+        by_how = [", ".join(x for x, of in tried.items() if of == how) for how in HOW]
+        here = [] if versions is None else [versions.get(what, "none")]
+        rows.append((what, *here, *by_how))
+    header = ("what", *([] if versions is None else ["here"]), *HOW.values())
     return Table(caption="What octavo was tried with", header=header, rows=tuple(rows))
-
-
-def _row(what: str, tried: Mapping[str, str]) -> tuple[str, ...]:
-    return (what, *(", ".join(x for x, of in tried.items() if of == how) for how in HOW))
 
 
 def describe_machine() -> "Iterator[Table | str]":

@@ -1,23 +1,24 @@
 """What was measured beside advice: speed-ups that records have, and short benchmarks run here.
 
 Predictions are compared with every speed-up of whole models in records. The short benchmarks decide
-what advice cannot know, on the GPU that was asked about, or none. What they measure are records
-like any others: advice takes a model's own records first. Advice itself becomes records here, too.
+what advice cannot know; advice takes a model's own records first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.measure.advise.advice import Advice, how_to_run, recipe_text
-from octavo.measure.advise.cost import DecoderPlan
+from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu, all_gpus
 from octavo.measure.advise.predict import (
     STEP_RECIPES,
     Predictor,
     is_whole,
+    load_of,
     newest,
     plan_of,
     shape_of,
@@ -67,13 +68,12 @@ def compare(
     predictor = Predictor(records, gpu, leave_out=[model] if is_left_out else [])
     own = [row for row in records if row.case.get("model") == model]
     rows = [row for row in newest(own) if row.machine.gpu == gpu.name]
-    found: list[Compared] = []
     makers = (_compare_latency, _compare_throughput, _compare_encoder, _compare_steps)
-    for op, make in zip(COMPARED_OPS, makers, strict=True):
-        of_op = [row for row in rows if row.op == op]
-        if of_op:
-            found += make(predictor, of_op)
-    return found
+    return [
+        one
+        for op, make in zip(COMPARED_OPS, makers, strict=True)
+        for one in make(predictor, [row for row in rows if row.op == op])
+    ]
 
 
 def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Compared]:
@@ -86,19 +86,15 @@ def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Compared]:
 
 def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> list[Measurement]:
     """The same as records, for a report."""
+    record = partial(Measurement, op=OP, impl="predicted", machine=machine, command=command)
     records = []
     for one in compared:
-        about: dict[str, Scalar] = {"model": one.model, "what": one.what, "row": one.row}
-        if one.note:
-            about["note"] = one.note
+        case = {"model": one.model, "what": one.what, "row": one.row}
+        case |= {"note": one.note} if one.note else {}
         values = {"measured_speedup": one.measured}
         if one.predicted is not None and one.error_percent is not None:
             values |= {"predicted_speedup": one.predicted, "error_percent": one.error_percent}
-        records.append(
-            Measurement(
-                op=OP, impl="predicted", case=about, values=values, machine=machine, command=command
-            )
-        )
+        records.append(record(case=case, values=values))
     return records
 
 
@@ -109,7 +105,7 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
     """
     workload = advice.workload
     about: dict[str, Scalar] = {
-        "model": advice.model,
+        "model": advice.model.name,
         "gpu": advice.gpu.name,
         "context": workload.context,
         "concurrency": workload.concurrency,
@@ -119,28 +115,19 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
         "reasons": "\n".join(advice.reasons),
         "warnings": "\n".join(advice.warnings),
     }
-    machine = Machine.current()
-
-    def row(what: str, values: Mapping[str, float], note: str = "") -> Measurement:
-        case = {**about, "what": what, **({"note": note} if note else {})}
-        return Measurement(
-            op="advice",
-            impl="predicted",
-            case=case,
-            values=values,
-            machine=machine,
-            command=command,
-        )
-
+    record = partial(
+        Measurement, op="advice", impl="predicted", machine=Machine.current(), command=command
+    )
     records = []
     for one in advice.expectations:
+        case = {**about, "what": one.what, **({"note": one.note} if one.note else {})}
         values = {"before_ms": one.before_ms, "after_ms": one.after_ms}
-        if one.speedup is not None:
-            values["speedup"] = one.speedup
-        records.append(row(one.what, values, one.note))
-    for size in advice.memory:
-        unit = "bytes" if size.is_bytes else "count"
-        records.append(row(size.what, {f"before_{unit}": size.before, f"after_{unit}": size.after}))
+        values |= {} if one.speedup is None else {"speedup": one.speedup}
+        records.append(record(case=case, values=values))
+    for row in advice.memory:
+        unit = "bytes" if row.is_bytes else "count"
+        values = {f"before_{unit}": row.before, f"after_{unit}": row.after}
+        records.append(record(case={**about, "what": row.what}, values=values))
     return records
 
 
@@ -151,56 +138,56 @@ def _model(row: Measurement) -> ModelShape:
     return found
 
 
-def _first_plan(row: Measurement, rows: Sequence[Measurement]) -> DecoderPlan:
-    """How the row ran that a record was compared with: one of the same command, if it is there."""
-    named = [one for one in rows if one.case["row"] == row.baseline]
-    if not named:
-        raise ConfigError(f"expected a record of {row.baseline}, which {row.case} is compared with")
-    same = [one for one in named if one.command == row.command]
-    return plan_of((same or named)[0])
+def _compared(row: Measurement, value: str, what: str, before: Cost, after: Cost) -> Compared:
+    """A value of a record beside the ratio of two costs."""
+    is_bound = before.is_host_bound or after.is_host_bound
+    return Compared(
+        str(row.case["model"]),
+        what,
+        str(row.case.get("row", row.case.get("recipe"))),
+        row.values[value],
+        None if is_bound else before.ms / after.ms,
+        HOST_BOUND if is_bound else "",
+    )
 
 
-def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    model, found = _model(rows[0]), []
-    whole = [row for row in rows if is_whole(row, model)]
-    for row in (row for row in whole if "itl_speedup" in row.values):
-        first = _first_plan(row, whole)
-        length, batch = int(row.case["input_len"]), int(row.case["batch_size"])
-        middle, plan = length + int(row.case["output_len"]) // 2, plan_of(row)
-        tokens = [
-            predictor.decode(model, one, context=middle, batch=batch).ms for one in (first, plan)
-        ]
-        name, at = str(row.case["row"]), f"{length:,} tokens"
-        at = at if batch == 1 else f"{batch} × {at}"
-        measured = row.values["itl_speedup"]
-        found.append(Compared(model.name, f"ITL at {at}", name, measured, tokens[0] / tokens[1]))
-        if batch > 1:
+def _with_plans(
+    rows: Sequence[Measurement], value: str
+) -> Iterator[tuple[Measurement, tuple[DecoderPlan, DecoderPlan]]]:
+    """The records of whole models with a value; how the row that each is compared with ran, and
+    how its own did. Of several rows of that name, the one of the same command counts.
+    """
+    whole = [row for row in rows if is_whole(row, _model(row))]
+    for row in whole:
+        if value not in row.values:
             continue
-        before, after = (predictor.prefill(model, one, length) for one in (first, plan))
-        is_bound = before.is_host_bound or after.is_host_bound
-        predicted = None if is_bound else before.ms / after.ms
-        note = HOST_BOUND if is_bound else ""
-        measured = row.values["ttft_speedup"]
-        found.append(Compared(model.name, f"TTFT at {at}", name, measured, predicted, note))
-    return found
+        named = [one for one in whole if one.case["row"] == row.baseline]
+        if not named:
+            raise ConfigError(
+                f"expected a record of {row.baseline}, which {row.case} is compared with"
+            )
+        same = [one for one in named if one.command == row.command]
+        yield row, (plan_of((same or named)[0]), plan_of(row))
 
 
-def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
-    model, found = _model(rows[0]), []
-    whole = [row for row in rows if is_whole(row, model)]
-    for row in (row for row in whole if "output_throughput_gain" in row.values):
-        first = _first_plan(row, whole)
-        load = {
-            "context": int(row.case["input_len"]),
-            "output_len": int(row.case["output_len"]),
-            "batch": int(row.case.get("max_concurrency") or row.case["max_num_seqs"]),
-            "num_requests": int(row.case["num_prompts"]),
-        }
-        before, after = (predictor.duration_s(model, p, **load) for p in (first, plan_of(row)))
-        what = f"output tokens/s, {load['batch']} × {load['context']:,} tokens"
-        measured = row.values["output_throughput_gain"]
-        found.append(Compared(model.name, what, str(row.case["row"]), measured, before / after))
-    return found
+def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+    for row, plans in _with_plans(rows, "itl_speedup"):
+        model, load = _model(row), load_of(row)
+        at = f"{load.context:,} tokens"
+        at = at if load.concurrency == 1 else f"{load.concurrency} × {at}"
+        tokens = (predictor.token(model, plan, load) for plan in plans)
+        yield _compared(row, "itl_speedup", f"ITL at {at}", *tokens)
+        if load.concurrency == 1:
+            prompts = (predictor.prefill(model, plan, load.context) for plan in plans)
+            yield _compared(row, "ttft_speedup", f"TTFT at {at}", *prompts)
+
+
+def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+    for row, plans in _with_plans(rows, "output_throughput_gain"):
+        load, number = load_of(row), int(row.case["num_prompts"])
+        costs = (predictor.requests(_model(row), plan, load, number) for plan in plans)
+        what = f"output tokens/s, {load.concurrency} × {load.context:,} tokens"
+        yield _compared(row, "output_throughput_gain", what, *costs)
 
 
 def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
@@ -213,38 +200,32 @@ def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
     return list(best.values())
 
 
-def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
+def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
     """Each recipe over the fastest stock tower."""
-    model, found = _model(rows[0]), []
     quantized = [row for row in rows if row.case["recipe"] != "bf16" and "speedup" in row.values]
     for row in _fastest(quantized, "resolution", "images"):
-        recipe, resolution = str(row.case["recipe"]), str(row.case["resolution"])
-        num_images, size = int(row.case["images"]), RESOLUTIONS[resolution]
-        stock, own = (
-            predictor.tower(model, name, size=size, num_images=num_images)
-            for name in ("bf16", recipe)
+        resolution, num_images = str(row.case["resolution"]), int(row.case["images"])
+        size = RESOLUTIONS[resolution]
+        costs = (
+            predictor.tower(_model(row), recipe, size=size, num_images=num_images)
+            for recipe in ("bf16", str(row.case["recipe"]))
         )
         what = f"tower, {num_images} × {resolution}"
-        measured = row.values["speedup"]
-        found.append(Compared(model.name, what, recipe, measured, stock.ms / own.ms))
-    return found
+        yield _compared(row, "speedup", what, *costs)
 
 
-def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> list[Compared]:
+def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
     """Each recipe over the fastest in BF16."""
-    recipes, found = STEP_RECIPES.keys() - {"bf16"}, []
+    recipes = STEP_RECIPES.keys() - {"bf16"}
     compiled = [r for r in rows if r.case["recipe"] in recipes and r.case.get("compiled")]
     for row in _fastest(compiled, "layers"):
-        model, recipe = step_shape(row), str(row.case["recipe"])
-        if model is None:
+        if (model := step_shape(row)) is None:
             continue
-        plain, own = (predictor.step(model, name) for name in ("bf16", recipe))
         layers = str(row.case.get("layers", "all"))
         blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"
         what = "a step" if layers == "all" else f"a step{blocks}"
-        measured = row.values["speedup"]
-        found.append(Compared(model.name, what, recipe, measured, plain.ms / own.ms))
-    return found
+        costs = (predictor.step(model, recipe) for recipe in ("bf16", str(row.case["recipe"])))
+        yield _compared(row, "speedup", what, *costs)
 
 
 # Tokens of each sequence that are timed, while all of them decode.
@@ -262,24 +243,6 @@ class Measured:
     records: tuple[Measurement, ...] = ()
     failures: tuple[tuple[str, str], ...] = ()
 
-    def __add__(self, other: "Measured") -> "Measured":
-        return Measured(self.records + other.records, self.failures + other.failures)
-
-
-def benchmarks(model: ModelShape, workload: Workload) -> list[str]:
-    """What would be measured, in words."""
-    found = []
-    if model.decoder is not None:
-        rows = ", ".join(decoder_rows(model))
-        found.append(
-            f"the engine's latency at {workload.concurrency} × {workload.context:,} ({rows})"
-        )
-    if model.tower is not None:
-        found.append("the vision tower in BF16 and FP8")
-    if model.step is not None:
-        found.append("a step of the diffusion transformer in BF16 and FP8")
-    return found
-
 
 def decoder_rows(model: ModelShape) -> list[str]:
     """The rows of `octavo bench latency` that decide."""
@@ -290,7 +253,14 @@ def decoder_rows(model: ModelShape) -> list[str]:
 
 def check_measurable(model: ModelShape, gpu: Gpu, workload: Workload, device: "Device") -> None:
     """Raise unless this machine has the GPU that was asked about."""
-    what = "; ".join(benchmarks(model, workload))
+    rows = "" if model.decoder is None else ", ".join(decoder_rows(model))
+    at = f"{workload.concurrency} × {workload.context:,} ({rows})"
+    benchmarks = {
+        f"the engine's latency at {at}": model.decoder,
+        "the vision tower in BF16 and FP8": model.tower,
+        "a step of the diffusion transformer in BF16 and FP8": model.step,
+    }
+    what = "; ".join(words for words, part in benchmarks.items() if part is not None)
     if device.capability is None:
         raise UnsupportedError(
             f"--measure needs a CUDA GPU, got none here: cannot measure {what}. Leave --measure "
@@ -315,17 +285,21 @@ def measure(
     on_progress: Progress = lambda what: None,
 ) -> Measured:
     """Everything that decides; name: that of the model's sizes, or its folder."""
-    found = Measured()
-    if model.decoder is not None:
-        on_progress("the engine's latency")
-        found += _measure_decoder(model, workload, device, name, command)
-    if model.tower is not None:
-        on_progress("the vision tower")
-        found += _measure_tower(model, workload, device, name, command)
-    if model.step is not None:
-        on_progress("a step")
-        found += _measure_step(model, device, name, command)
-    return found
+    measurers = (
+        (model.decoder, "the engine's latency", _measure_decoder),
+        (model.tower, "the vision tower", _measure_tower),
+        (model.step, "a step", _measure_step),
+    )
+    records: list[Measurement] = []
+    failures: list[tuple[str, str]] = []
+    for part, what, run in measurers:
+        if part is not None:
+            on_progress(what)
+            for measured, failed in run(model, workload, device, name, command):
+                # Under the name by which advice knows the model.
+                records += [replace(r, case={**r.case, "model": model.name}) for r in measured]
+                failures += failed
+    return Measured(tuple(records), tuple(failures))
 
 
 def measured_output_len(workload: Workload) -> int:
@@ -344,9 +318,12 @@ def measured_output_len(workload: Workload) -> int:
     return -(-num_prompt_tokens // num_tokens) + min(workload.output_len, OUTPUT_LEN) + 1
 
 
+_Part = Iterator[tuple[Sequence[Measurement], Iterable[tuple[str, str]]]]
+
+
 def _measure_decoder(
     model: ModelShape, workload: Workload, device: "torch.device", name: str, command: str
-) -> Measured:
+) -> _Part:
     from octavo.integrations.transformers.decoder import CONFIGS
     from octavo.measure.bench.engine import make_rows, open_subject
     from octavo.measure.bench.engine_load import run_load
@@ -373,21 +350,16 @@ def _measure_decoder(
     )
     rows = make_rows(decoder_rows(model), subject)
     result = run_load(subject, rows, case, settings, command=command)
-    return Measured(_named(result.records, model.name), tuple(result.failures.items()))
+    yield result.records, result.failures.items()
 
 
-def _named(records: Sequence[Measurement], name: str) -> tuple[Measurement, ...]:
-    """Records under the name by which advice knows the model."""
-    return tuple(replace(record, case={**record.case, "model": name}) for record in records)
-
-
-def _objected(objections: "Sequence[Objection]") -> tuple[tuple[str, str], ...]:
-    return tuple((f"{one.name}, {one.operands}", one.reason) for one in objections)
+def _objected(objections: "Sequence[Objection]") -> list[tuple[str, str]]:
+    return [(f"{one.name}, {one.operands}", one.reason) for one in objections]
 
 
 def _measure_tower(
     model: ModelShape, workload: Workload, device: "torch.device", name: str, command: str
-) -> Measured:
+) -> _Part:
     from octavo.integrations.transformers.vision_tower import CONFIGS, make_tower, open_tower
     from octavo.measure.bench.encoder import EncoderCase, run_encoder
 
@@ -400,10 +372,12 @@ def _measure_tower(
     tower = make_tower(name, device) if name in CONFIGS else open_tower(Path(name), device)
     case = EncoderCase(named[workload.image_size], workload.num_images)
     records, objections = run_encoder(tower, case, command, use_graphs=device.type == "cuda")
-    return Measured(_named(records, model.name), _objected(objections))
+    yield records, _objected(objections)
 
 
-def _measure_step(model: ModelShape, device: "torch.device", name: str, command: str) -> Measured:
+def _measure_step(
+    model: ModelShape, workload: Workload, device: "torch.device", name: str, command: str
+) -> _Part:
     from octavo.integrations.diffusers.full_size import FULL_SIZES
     from octavo.measure.bench.diffusion import StepCase, run_step
 
@@ -415,7 +389,5 @@ def _measure_step(model: ModelShape, device: "torch.device", name: str, command:
     is_cuda = device.type == "cuda"
     recipes = ("bf16", "linear", "linear+attention")
     case = StepCase(model.name, recipes, NUM_BLOCKS, is_compiled=is_cuda, use_graphs=is_cuda)
-    found = Measured()
     for records, objections in run_step(case, device, command):
-        found += Measured(tuple(records), _objected(objections))
-    return found
+        yield records, _objected(objections)

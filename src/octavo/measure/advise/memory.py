@@ -5,7 +5,7 @@ do to keys and values.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from octavo.calibration.observers import CalibrationSettings, Histogram
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.cache_layers import CachedModel, CacheLayer
-from octavo.integrations.transformers.calibrate_text import observe_windows
+from octavo.integrations.transformers.calibrate import observe_windows
 from octavo.integrations.transformers.text import as_patterns_see
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.layers.decoder_attention import DecoderAttention
@@ -86,13 +86,14 @@ def memory_table(
     fp8 = cache_memory(model.layers, context, settings, skip_layers)
     num_windows = sum(layer.window is not None for layer in model.layers)
     num_full = len(model.layers) - num_windows
-    rows = [
-        (f"bytes per token ({num_full} layers)", full.per_token, fp8.per_token),
-        (f"bytes of the rings of {num_windows} layers with a window", full.rings, fp8.rings),
-        (f"bytes of a sequence of {context:,} tokens", full.sequence, fp8.sequence),
-        ("of these, scales of tokens and heads", full.token_scales, fp8.token_scales),
-        ("static scales (once for the model)", full.static_scales, fp8.static_scales),
-    ]
+    sizes = {
+        f"bytes per token ({num_full} layers)": "per_token",
+        f"bytes of the rings of {num_windows} layers with a window": "rings",
+        f"bytes of a sequence of {context:,} tokens": "sequence",
+        "of these, scales of tokens and heads": "token_scales",
+        "static scales (once for the model)": "static_scales",
+    }
+    rows = [(what, getattr(full, size), getattr(fp8, size)) for what, size in sizes.items()]
     if gpu_bytes is not None:
         free = gpu_bytes - model.weight_bytes
         in_bf16, in_fp8 = (max(0, free - m.static_scales) // m.sequence for m in (full, fp8))
@@ -141,8 +142,8 @@ class LayerCheck:
     SQNR is known for e4m3 alone.
     """
 
-    name: str
     index: int
+    name: str
     key_amax: float
     value_amax: float
     keys_saturated: int
@@ -152,15 +153,12 @@ class LayerCheck:
     value_sqnr_db: float | None
 
     @property
-    def is_broken(self) -> bool:
-        """Whether a value saturates, or is no number at all."""
-        return self.keys_saturated + self.values_saturated + self.num_nonfinite > 0
-
-    @property
-    def is_coarse(self) -> bool:
-        """Whether values are so small that 1.0 leaves them few bits."""
-        known = [db for db in (self.key_sqnr_db, self.value_sqnr_db) if db is not None]
-        return any(db < LOW_SQNR_DB for db in known)
+    def verdict(self) -> str:
+        """Whether a value saturates or is none, or values are so small that few bits are left."""
+        if self.keys_saturated + self.values_saturated + self.num_nonfinite > 0:
+            return "breaks"
+        known = (db for db in (self.key_sqnr_db, self.value_sqnr_db) if db is not None)
+        return "coarse" if any(db < LOW_SQNR_DB for db in known) else "fine"
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class KvCheck:
     @property
     def is_good(self) -> bool:
         """Whether nothing saturated."""
-        return not any(layer.is_broken for layer in self.layers)
+        return all(layer.verdict != "breaks" for layer in self.layers)
 
 
 def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4m3") -> KvCheck:
@@ -228,23 +226,17 @@ def check_table(check: KvCheck) -> Table:
         caption=f"{check.model}: {check.num_tokens} tokens through an FP8 KV cache "
         f"({check.format}) with scales of 1.0",
         header=(
-            *("layer", "largest key", "largest value", "keys beyond", "values beyond"),
-            *("not finite", "keys (dB)", "values (dB)", "verdict"),
+            "layer",
+            "largest key",
+            "largest value",
+            "keys beyond",
+            "values beyond",
+            "not finite",
+            "keys (dB)",
+            "values (dB)",
+            "verdict",
         ),
-        rows=tuple(
-            (
-                layer.name,
-                layer.key_amax,
-                layer.value_amax,
-                layer.keys_saturated,
-                layer.values_saturated,
-                layer.num_nonfinite,
-                layer.key_sqnr_db,
-                layer.value_sqnr_db,
-                "breaks" if layer.is_broken else "coarse" if layer.is_coarse else "fine",
-            )
-            for layer in check.layers
-        ),
+        rows=tuple((*astuple(layer)[1:], layer.verdict) for layer in check.layers),
     )
 
 
@@ -252,8 +244,10 @@ def kv_advice(check: KvCheck, model: str) -> list[str]:
     """What the table means, and what to do."""
     limit = format_named(check.format).max
     largest = max(max(layer.key_amax, layer.value_amax) for layer in check.layers)
-    broken = [str(layer.index) for layer in check.layers if layer.is_broken]
-    coarse = [str(layer.index) for layer in check.layers if layer.is_coarse and not layer.is_broken]
+    broken, coarse = (
+        [str(layer.index) for layer in check.layers if layer.verdict == verdict]
+        for verdict in ("breaks", "coarse")
+    )
     lines = []
     if broken:
         lines.append(

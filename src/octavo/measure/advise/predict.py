@@ -7,19 +7,25 @@ engine between kernels); a model's own records say it best, unless they are left
 import math
 import re
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from octavo.errors import ConfigError
-from octavo.measure.advise import cost
-from octavo.measure.advise.cost import Cost, DecoderPlan
+from octavo.measure.advise.cost import (
+    Cost,
+    DecoderPlan,
+    decode_cost,
+    prefill_cost,
+    step_cost,
+    tower_cost,
+)
 from octavo.measure.advise.gpus import Gpu
-from octavo.measure.advise.shape import ModelShape, named_model
+from octavo.measure.advise.shape import ModelShape, Workload, named_model
 from octavo.measure.advise.speeds import Speeds
 from octavo.measure.records import Measurement
+from octavo.measure.report import tables
 
-Shapes = Mapping[str, ModelShape]
 # Milliseconds that the host takes for a layer of a prompt's pass, where no record says it.
 HOST_MS_PER_LAYER = 2.0
 # How far another length or batch may be for its record to say something, as a factor.
@@ -34,43 +40,27 @@ STEP_RECIPES = {
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Milliseconds, what they are made of, and how many times their sum that is.
-
-    is_host_bound: whether the host cannot launch as fast as the GPU would run: then ms is about
-    the host's time, and comparing two such times says nothing. based_on: models whose records gave
-    the factor.
-    """
-
-    cost: Cost
-    factor: float = 1.0
-    based_on: tuple[str, ...] = ()
-    is_host_bound: bool = False
-
-    @property
-    def ms(self) -> float:
-        """The time that is expected."""
-        return self.cost.total_ms * self.factor
-
-
-@dataclass(frozen=True)
 class _Sample:
-    """A whole that was measured, beside the sum of its parts."""
+    """A whole that was measured, beside the sum of its parts; plan: None of a diffusion step."""
 
     model: str
     kind: str  # itl, ttft, or the recipe of a step
-    plan: str
+    plan: DecoderPlan | None
     length: int
     batch: int
     ratio: float
-    is_peer: bool = False  # that BF16 prompts have another's attention
+
+    def distance(self, length: int, batch: int) -> float:
+        """How far another length and batch are."""
+        # A batch of another size is another regime sooner than a context of another length.
+        return 2 * abs(math.log(self.batch / batch)) + abs(math.log(self.length / length))
 
 
 class Predictor:
     """Predicts times on a GPU.
 
     leave_out: models whose own records do not count. shapes: of models that records name and that
-    have no name of `model_shape.known_models`.
+    have no name of `shape.known_models`.
     """
 
     def __init__(
@@ -83,107 +73,79 @@ class Predictor:
     ) -> None:
         self.gpu = gpu
         self._shapes = {shape.name: shape for shape in shapes}
-        counted = [row for row in records if row.case.get("model") not in leave_out]
-        self.records = newest(counted)
+        self.records = newest([row for row in records if row.case.get("model") not in leave_out])
         self.speeds = Speeds(self.records, gpu)
         self._of_gpu = [row for row in self.records if row.machine.gpu == gpu.name]
-        self._samples: list[_Sample] | None = None
 
-    def decode(
-        self, model: ModelShape, plan: DecoderPlan, *, context: int, batch: int
-    ) -> Prediction:
+    def decode(self, model: ModelShape, plan: DecoderPlan, *, context: int, batch: int) -> Cost:
         """One token of each of `batch` sequences."""
         assert model.decoder is not None
-        found = cost.decode_cost(model.decoder, self.speeds, plan, context=context, batch=batch)
+        found = decode_cost(model.decoder, self.speeds, plan, context=context, batch=batch)
         return self._corrected(found, model.name, "itl", plan, context, batch)
 
-    def prefill(self, model: ModelShape, plan: DecoderPlan, num_tokens: int) -> Prediction:
+    def prefill(self, model: ModelShape, plan: DecoderPlan, num_tokens: int) -> Cost:
         """The first token of a prompt."""
         assert model.decoder is not None
-        found = cost.prefill_cost(model.decoder, self.speeds, plan, num_tokens=num_tokens)
-        host_ms = len(model.decoder.layers) * self.host_ms_per_layer()
+        found = prefill_cost(model.decoder, self.speeds, plan, num_tokens=num_tokens)
+        host_ms = len(model.decoder.layers) * self.host_ms_per_layer
         if found.total_ms < host_ms:
-            return Prediction(found, host_ms / found.total_ms, is_host_bound=True)
+            return replace(found, factor=host_ms / found.total_ms, is_host_bound=True)
         return self._corrected(found, model.name, "ttft", plan, num_tokens, 1)
 
-    def duration_s(
-        self,
-        model: ModelShape,
-        plan: DecoderPlan,
-        *,
-        context: int,
-        output_len: int,
-        batch: int,
-        num_requests: int,
-    ) -> float:
-        """Seconds of so many requests, `batch` at a time: prompts, and then tokens together."""
-        prompt_ms = self.prefill(model, plan, context).ms
-        middle = context + output_len // 2
-        token_ms = self.decode(model, plan, context=middle, batch=batch).ms
-        return num_requests * (prompt_ms + output_len * token_ms / batch) / 1e3
+    def token(self, model: ModelShape, plan: DecoderPlan, load: Workload) -> Cost:
+        """A token of each sequence of a workload, in the middle of the answers."""
+        return self.decode(model, plan, context=load.middle, batch=load.concurrency)
+
+    def requests(
+        self, model: ModelShape, plan: DecoderPlan, load: Workload, num_requests: int | None = None
+    ) -> Cost:
+        """All requests, as many at a time as the workload has: prompts, then tokens together."""
+        number = num_requests or load.concurrency
+        prompt_ms = self.prefill(model, plan, load.context).ms
+        tokens_ms = load.output_len * self.token(model, plan, load).ms / load.concurrency
+        return Cost({"prompts": number * prompt_ms, "tokens": number * tokens_ms})
 
     def tower(
         self, model: ModelShape, recipe: str, *, size: tuple[int, int], num_images: int
-    ) -> Prediction:
+    ) -> Cost:
         """Images through the vision tower."""
         assert model.tower is not None
-        found = cost.tower_cost(model.tower, self.speeds, recipe, size=size, num_images=num_images)
+        found = tower_cost(model.tower, self.speeds, recipe, size=size, num_images=num_images)
         patches = num_images * model.tower.num_patches(*size)
         own = [
             row.values["median_ms"]
             for row in self._of_gpu
-            if row.op == "encoder"
-            and row.case["model"] == model.name
-            and row.case["recipe"] == recipe
-            and row.values.get("tokens") == patches
+            if (row.op, row.case.get("model"), row.case.get("recipe"), row.values.get("tokens"))
+            == ("encoder", model.name, recipe, patches)
         ]
         if not own:
-            return Prediction(found)
-        return Prediction(found, min(own) / found.total_ms, (model.name,))
+            return found
+        return replace(found, factor=min(own) / found.total_ms, based_on=(model.name,))
 
-    def step(self, model: ModelShape, recipe: str) -> Prediction:
+    def step(self, model: ModelShape, recipe: str) -> Cost:
         """One step of a diffusion transformer; recipe: of STEP_RECIPES."""
         if recipe not in STEP_RECIPES:
             raise ConfigError(f"expected a recipe of {', '.join(STEP_RECIPES)}; got {recipe!r}")
-        assert model.step is not None
-        is_linear, is_fp8 = STEP_RECIPES[recipe]
-        found = cost.step_cost(model.step, self.speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
         # Another model's share of attention may be quite different: its records say little.
-        rows = [
-            one
-            for one in self._all_samples()
-            if one.kind == f"step {recipe}" and one.model == model.name
-        ]
-        return self._scaled(found, model.name, rows, 1, 1)
+        kind = f"step {recipe}", model.name
+        own = [one for one in self._samples if (one.kind, one.model) == kind]
+        return _scaled(_step_cost(model, recipe, self.speeds), own, 1, 1)
 
     def _corrected(
         self, found: Cost, name: str, kind: str, plan: DecoderPlan, length: int, batch: int
-    ) -> Prediction:
+    ) -> Cost:
+        """By samples of the model itself, else of all others, that are near enough."""
         # Each model by its own nearest plan, so that two plans are corrected by the same models:
         # one without windows has no record of skipped ones, and says of both what it is without.
         by_model: dict[str, list[_Sample]] = {}
-        for one in self._all_samples():
-            if one.kind == kind and _distance(one, length, batch) <= 2 * math.log(REACH):
+        for one in self._samples:
+            if one.kind == kind and one.distance(length, batch) <= 2 * math.log(REACH):
                 by_model.setdefault(one.model, []).append(one)
-        rows = [one for rows in by_model.values() for one in _nearest_plan(rows, plan)]
-        return self._scaled(found, name, rows, length, batch)
+        nearest = {model: _nearest_plan(rows, plan) for model, rows in by_model.items()}
+        rows = nearest.get(name) or [one for rows in nearest.values() for one in rows]
+        return _scaled(found, rows, length, batch)
 
-    @staticmethod
-    def _scaled(
-        found: Cost, name: str, rows: Sequence[_Sample], length: int, batch: int
-    ) -> Prediction:
-        """By the nearest sample of the model itself, else of every other model that has one."""
-        own = [one for one in rows if one.model == name]
-        nearest: dict[str, _Sample] = {}
-        for one in own or rows:
-            best = nearest.setdefault(one.model, one)
-            if _distance(one, length, batch) < _distance(best, length, batch):
-                nearest[one.model] = one
-        if not nearest:
-            return Prediction(found)
-        ratio = statistics.geometric_mean(one.ratio for one in nearest.values())
-        return Prediction(found, ratio, tuple(sorted(nearest)))
-
+    @cached_property
     def host_ms_per_layer(self) -> float:
         """The longest that a layer of a prompt took when prompts were short, in any record."""
         # Of one prompt: several at once are no short ones, and keep the GPU busy.
@@ -203,35 +165,112 @@ class Predictor:
     def has_record(self, plan: DecoderPlan) -> bool:
         """Whether any model was measured with linear layers and cache as in this plan."""
         kin = {str(replace(plan, skips_windows=skips)) for skips in (False, True)}
-        return any(one.kind == "itl" and one.plan in kin for one in self._all_samples())
+        return any(one.kind == "itl" and str(one.plan) in kin for one in self._samples)
 
-    def _all_samples(self) -> list[_Sample]:
-        if self._samples is None:
-            self._samples = [
-                one
-                for row in self._of_gpu
-                if (make := _SAMPLERS.get(row.op)) is not None
-                for one in make(row, self._shapes, self.speeds, self.host_ms_per_layer())
-            ]
-        return self._samples
+    @cached_property
+    def _samples(self) -> list[_Sample]:
+        """All whole models that were measured on this GPU."""
+        found: list[_Sample] = []
+        for row in self._of_gpu:
+            if row.op in ("latency", "throughput"):
+                found += self._decoder_samples(row)
+            elif row.op == "diffusion_step":
+                found += self._step_samples(row)
+        return found
+
+    def _decoder_samples(self, row: Measurement) -> Iterator[_Sample]:
+        name = str(row.case["model"])
+        model = self._shapes.get(name) or shape_of(name)
+        if model is None or model.decoder is None or not is_whole(row, model):
+            return
+        plan, load = plan_of(row), load_of(row)
+        length, batch = load.context, load.concurrency
+        token_ms = decode_cost(
+            model.decoder, self.speeds, plan, context=load.middle, batch=batch
+        ).ms
+        ratio = row.values["median_itl_ms"] / token_ms
+        # A token's time does not depend on who attends to prompts.
+        yield _Sample(model.name, "itl", replace(plan, prefill_impl=None), length, batch, ratio)
+        if row.op != "latency" or batch > 1:
+            return
+        prompt_ms = prefill_cost(model.decoder, self.speeds, plan, num_tokens=length).ms
+        # Where the host decides, a prompt's time says nothing of the GPU.
+        if prompt_ms >= self.host_ms_per_layer * len(model.decoder.layers):
+            ratio = row.values["median_ttft_ms"] / prompt_ms
+            yield _Sample(model.name, "ttft", plan, length, 1, ratio)
+
+    def _step_samples(self, row: Measurement) -> Iterator[_Sample]:
+        recipe, model = str(row.case["recipe"]), step_shape(row)
+        if recipe in STEP_RECIPES and model is not None and row.case.get("graphs"):
+            ratio = row.values["median_ms"] / _step_cost(model, recipe, self.speeds).ms
+            yield _Sample(model.name, f"step {recipe}", None, 1, 1, ratio)
+
+
+def _step_cost(model: ModelShape, recipe: str, speeds: Speeds) -> Cost:
+    assert model.step is not None
+    is_linear, is_fp8 = STEP_RECIPES[recipe]
+    return step_cost(model.step, speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
+
+
+def _scaled(found: Cost, rows: Sequence[_Sample], length: int, batch: int) -> Cost:
+    """A cost times the mean ratio of the nearest sample of each model."""
+    nearest: dict[str, _Sample] = {}
+    for one in rows:
+        best = nearest.setdefault(one.model, one)
+        if one.distance(length, batch) < best.distance(length, batch):
+            nearest[one.model] = one
+    if not nearest:
+        return found
+    ratio = statistics.geometric_mean(one.ratio for one in nearest.values())
+    return replace(found, factor=ratio, based_on=tuple(sorted(nearest)))
+
+
+def _nearest_plan(rows: Sequence[_Sample], plan: DecoderPlan) -> list[_Sample]:
+    """Those of the same plan, else of one that differs in less and less that matters."""
+    kin = [
+        plan,
+        replace(plan, skips_windows=False),
+        replace(plan, skips_windows=plan.is_kv_fp8),
+        replace(plan, is_linear_fp8=False),
+        replace(plan, is_linear_fp8=False, skips_windows=False),
+        DecoderPlan(),
+    ]
+
+    def is_peer(one: DecoderPlan | None) -> bool:
+        return one is not None and one.prefill_impl is not None
+
+    for one in kin:
+        found = [row for row in rows if str(row.plan) == str(one)]
+        if found:
+            return [row for row in found if is_peer(row.plan) == is_peer(plan)] or found
+    return []
 
 
 # What tells one measurement of a whole model from another; the rest may change from run to run.
 _CASE = (
-    *("model", "row", "input_len", "output_len", "batch_size", "num_prompts", "max_concurrency"),
-    *("resolution", "images", "recipe", "graphs", "compiled", "layers", "context", "batch"),
+    "model",
+    "row",
+    "input_len",
+    "output_len",
+    "batch_size",
+    "num_prompts",
+    "max_concurrency",
+    "resolution",
+    "images",
+    "recipe",
+    "graphs",
+    "compiled",
+    "layers",
+    "context",
+    "batch",
 )
 
 
 def newest(records: Sequence[Measurement]) -> list[Measurement]:
     """The newest record of each measurement of a whole model; all records of kernels."""
-    found: dict[object, Measurement] = {}
-    for index, row in enumerate(records):
-        case = tuple(row.case.get(name) for name in _CASE)
-        key: object = (row.op, row.impl, row.machine.gpu, case) if "model" in row.case else index
-        if key not in found or row.date >= found[key].date:
-            found[key] = row
-    return list(found.values())
+    kernels = [row for row in records if "model" not in row.case]
+    models = [row for row in records if "model" in row.case]
+    return [*kernels, *tables.newest(models, "op", "impl", *_CASE)]
 
 
 def plan_of(row: Measurement) -> DecoderPlan:
@@ -245,6 +284,17 @@ def plan_of(row: Measurement) -> DecoderPlan:
     )
 
 
+def load_of(row: Measurement) -> Workload:
+    """What the engine did in a record of latency or throughput."""
+    sizes = ("batch_size", "max_concurrency", "max_num_seqs")
+    batch = next((size for name in sizes if (size := row.case.get(name))), 1)
+    return Workload(
+        context=int(row.case["input_len"]),
+        concurrency=int(batch),
+        output_len=int(row.case["output_len"]),
+    )
+
+
 @cache
 def shape_of(name: str) -> ModelShape | None:
     """The shape of a model that records name, if it is known here."""
@@ -255,42 +305,17 @@ def shape_of(name: str) -> ModelShape | None:
 
 
 @cache
-def shape_of_step(name: str, num_layers: tuple[int, ...]) -> ModelShape:
-    """A diffusion transformer with so many blocks of each kind; () is all."""
-    from octavo.integrations.diffusers.step_work import named_step
+def _step_of(name: str, layers: str) -> ModelShape:
+    from octavo.integrations.diffusers.full_size import named_step
 
+    num_layers = tuple(map(int, re.findall(r"[0-9]+", layers)))  # of each kind; () is all
     return ModelShape(name, step=named_step(name, num_layers))
 
 
 def step_shape(row: Measurement) -> ModelShape | None:
     """The shape that a record of a step is of."""
-    name, layers = str(row.case["model"]), row.case.get("layers", "all")
-    if shape_of(name) is None:
-        return None
-    return shape_of_step(name, tuple(map(int, re.findall(r"[0-9]+", str(layers)))))
-
-
-def _latency_samples(
-    row: Measurement, shapes: Shapes, speeds: Speeds, host_ms_per_layer: float
-) -> list[_Sample]:
     name = str(row.case["model"])
-    model = shapes[name] if name in shapes else shape_of(name)
-    if model is None or model.decoder is None or not is_whole(row, model):
-        return []
-    plan, length = plan_of(row), int(row.case["input_len"])
-    batch = int(row.case.get("batch_size") or row.case.get("max_concurrency") or 1)
-    middle = length + int(row.case["output_len"]) // 2
-    token = cost.decode_cost(model.decoder, speeds, plan, context=middle, batch=batch)
-    of_token = row.values["median_itl_ms"] / token.total_ms
-    samples = [_Sample(model.name, "itl", str(plan), length, batch, of_token)]
-    if row.op == "latency" and batch == 1:
-        prompt = cost.prefill_cost(model.decoder, speeds, plan, num_tokens=length)
-        of_prompt = row.values["median_ttft_ms"] / prompt.total_ms
-        # Where the host decides, a prompt's time says nothing of the GPU.
-        if prompt.total_ms >= host_ms_per_layer * len(model.decoder.layers):
-            is_peer = plan.prefill_impl is not None
-            samples.append(_Sample(model.name, "ttft", str(plan), length, 1, of_prompt, is_peer))
-    return samples
+    return None if shape_of(name) is None else _step_of(name, str(row.case.get("layers", "all")))
 
 
 def is_whole(row: Measurement, model: ModelShape) -> bool:
@@ -304,47 +329,3 @@ def is_whole(row: Measurement, model: ModelShape) -> bool:
         and row.case.get("granularity") != "token"
         and "activation token" in str(row.case.get("linear", "activation token"))
     )
-
-
-def _step_samples(
-    row: Measurement, shapes: Shapes, speeds: Speeds, host_ms_per_layer: float
-) -> list[_Sample]:
-    recipe, model = str(row.case["recipe"]), step_shape(row)
-    if recipe not in STEP_RECIPES or model is None or not row.case.get("graphs"):
-        return []
-    assert model.step is not None
-    is_linear, is_fp8 = STEP_RECIPES[recipe]
-    found = cost.step_cost(model.step, speeds, is_linear_fp8=is_linear, is_fp8=is_fp8)
-    ratio = row.values["median_ms"] / found.total_ms
-    return [_Sample(model.name, f"step {recipe}", recipe, 1, 1, ratio)]
-
-
-_SAMPLERS: dict[str, Callable[[Measurement, Shapes, Speeds, float], list[_Sample]]] = {
-    "latency": _latency_samples,
-    "throughput": _latency_samples,
-    "diffusion_step": _step_samples,
-}
-
-
-def _distance(sample: _Sample, length: int, batch: int) -> float:
-    # A batch of another size is another regime sooner than a context of another length.
-    of_batch = abs(math.log(sample.batch / batch))
-    return 2 * of_batch + abs(math.log(sample.length / length))
-
-
-def _nearest_plan(rows: Sequence[_Sample], plan: DecoderPlan) -> list[_Sample]:
-    """Those of the same plan, else of one that differs in less and less that matters."""
-    kin = [
-        plan,
-        replace(plan, skips_windows=False),
-        replace(plan, skips_windows=plan.is_kv_fp8),
-        replace(plan, is_linear_fp8=False),
-        replace(plan, is_linear_fp8=False, skips_windows=False),
-        DecoderPlan(),
-    ]
-    for one in kin:
-        found = [row for row in rows if row.plan == str(one)]
-        if found:
-            alike = [row for row in found if row.is_peer == (plan.prefill_impl is not None)]
-            return alike or found
-    return []

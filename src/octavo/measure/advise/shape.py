@@ -17,9 +17,12 @@ from octavo.extras import install_command, need
 from octavo.measure.bench.cases import RESOLUTIONS
 
 if TYPE_CHECKING:
-    from octavo.integrations.diffusers.step_work import StepWork
-    from octavo.integrations.transformers.language_work import DecoderWork, LanguageWork
-    from octavo.integrations.transformers.tower_work import TowerWork
+    from octavo.integrations.diffusers.full_size import StepWork
+    from octavo.integrations.transformers.model_work import (
+        DecoderWork,
+        LanguageWork,
+        TowerWork,
+    )
 
 
 # Our name: repositories on the hub with a model of these sizes. The list is not all there are.
@@ -49,20 +52,6 @@ SHORT_NAMES: Mapping[str, str] = {
 }
 
 
-def known_name(name: str, known: Sequence[str]) -> str | None:
-    """Our name for a name in any case, with or without its owner on the hub; None if unknown."""
-    found = {**_spellings(known), **SHORT_NAMES}.get(name.lower())
-    return found if found in known else None
-
-
-def other_sizes(name: str, known: Sequence[str]) -> list[str]:
-    """For the name of a family: the other sizes that were not chosen."""
-    wanted = name.lower()
-    if wanted not in SHORT_NAMES:
-        return []
-    return [n for n in known if n.startswith(f"{wanted}-") and n != SHORT_NAMES[wanted]]
-
-
 def near_names(name: str, known: Sequence[str]) -> list[str]:
     """Up to three known names that are spelt like this one, as one would write them."""
     spellings = _spellings(known)
@@ -88,10 +77,9 @@ CONFIG_FILES = ("config.json", "model_index.json")
 class ModelShape:
     """A model's parts, those that it has; name: what records call it.
 
-    quantized: how the weights of its checkpoint are quantized already; None if they are not.
-    unknown_tower: why nothing can be said of the vision tower that it has. refused: why
-    `octavo serve` does not run it, uncached: why no FP8 cache can be had; None if they can. other:
-    a language model without a decoder of the kind that times are computed from. note: what else to
+    quantized: how the weights of its checkpoint are quantized already. unknown_tower: why nothing
+    can be said of its vision tower. refused: why `octavo serve` does not run it. uncached: why it
+    has no FP8 cache. other: a language model whose times cannot be computed. note: what else to
     know of the name that it was found by.
     """
 
@@ -123,9 +111,9 @@ QUANTIZED = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4"}
 
 def known_models() -> list[str]:
     """Every name that `named_model` takes; `find_model` takes others for the same models."""
-    from octavo.integrations.transformers import decoder, language_work, vision_tower
+    from octavo.integrations.transformers import decoder, vision_tower
 
-    names = [*decoder.CONFIGS, *language_work.LANGUAGE_MODELS, *vision_tower.CONFIGS]
+    names = [*decoder.CONFIGS, *decoder.LANGUAGE_MODELS, *vision_tower.CONFIGS]
     return list(dict.fromkeys([*names, *_diffusion_names()]))
 
 
@@ -148,17 +136,22 @@ def find_model(name: str) -> ModelShape:
     if _has_config(Path(name)):
         return _read_folder(Path(name))
     names = known_models()
-    if (known := known_name(name, names)) is not None:
-        others = other_sizes(name, names)
+    wanted = name.lower()
+    known = {**_spellings(names), **SHORT_NAMES}.get(wanted)
+    if known in names:
+        # Of a family's name: the other sizes that were not chosen.
+        others = [n for n in names if n.startswith(f"{wanted}-") and n != known]
         note = f"{name} is taken as {known}; octavo also knows {', '.join(others)}."
-        return replace(named_model(known), note=note if others else None)
+        return replace(named_model(known), note=note if others and wanted in SHORT_NAMES else None)
     if Path(name).exists():
         return _read_folder(Path(name))
     near = near_names(name, names)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    if not _diffusion_names():
+        hint += f" Names of diffusion models need diffusers: {install_command('diffusers')}"
     raise ConfigError(
         f"expected a model's folder or GGUF file, or a name of {', '.join(names)}; "
-        f"got {name!r}.{hint}{_missing_names()}"
+        f"got {name!r}.{hint}"
     )
 
 
@@ -169,19 +162,19 @@ def _has_config(path: Path) -> bool:
 
 def named_model(name: str) -> ModelShape:
     """The shape of a name of `known_models`."""
-    from octavo.integrations.transformers import decoder, language_work, tower_work, vision_tower
+    from octavo.integrations.transformers import decoder, model_work, vision_tower
 
-    has_decoder = name in decoder.CONFIGS or name in language_work.LANGUAGE_MODELS
+    has_decoder = name in decoder.CONFIGS or name in decoder.LANGUAGE_MODELS
     has_tower = name in vision_tower.CONFIGS and name not in decoder.CONFIGS
     if has_decoder or has_tower:
         return ModelShape(
             name,
-            decoder=language_work.named_decoder(name) if has_decoder else None,
-            tower=tower_work.named_tower(name) if has_tower else None,
+            decoder=model_work.named_decoder(name) if has_decoder else None,
+            tower=model_work.named_tower(name) if has_tower else None,
             quantized=QUANTIZED.get(name),
         )
     if name in _diffusion_names():
-        from octavo.integrations.diffusers.step_work import named_step
+        from octavo.integrations.diffusers.full_size import named_step
 
         return _step_shape(name, named_step(name))
     raise ConfigError(f"expected a model of {', '.join(known_models())}; got {name!r}")
@@ -190,12 +183,6 @@ def named_model(name: str) -> ModelShape:
 def _step_shape(name: str, step: "StepWork") -> ModelShape:
     video = "it makes videos, and octavo serve --omni serves pictures"
     return ModelShape(name, step=step, refused=video if step.makes_video else None)
-
-
-def _missing_names() -> str:
-    if _diffusion_names():
-        return ""
-    return f" Names of diffusion models need diffusers: {install_command('diffusers')}"
 
 
 def _read_folder(folder: Path) -> ModelShape:
@@ -220,20 +207,16 @@ def _read_folder(folder: Path) -> ModelShape:
 
 def _read_diffusion(folder: Path, name: str) -> ModelShape:
     need(str(folder), "diffusers")
-    from octavo.integrations.diffusers.step_work import step_of_folder
+    from octavo.integrations.diffusers.full_size import step_of_folder
 
     return _step_shape(name, step_of_folder(folder))
 
 
 def _read_transformers(folder: Path, name: str) -> ModelShape:
-    from octavo.integrations.transformers.language_work import (
-        language_of_config,
-        read_config,
-    )
-    from octavo.integrations.transformers.load_stored import quantization_method
-    from octavo.integrations.transformers.tower_work import tower_of_config
+    from octavo.integrations.transformers.load import load_config, quantization_method
+    from octavo.integrations.transformers.model_work import language_of_config, tower_of_config
 
-    config: Any = read_config(folder)
+    config: Any = load_config(str(folder))
     try:
         language = language_of_config(config)
     except ValueError as error:
@@ -280,6 +263,11 @@ class Workload:
         counts = (self.context, self.concurrency, self.output_len, self.num_images)
         if min(*counts, *self.image_size) < 1:
             raise ConfigError(f"expected sizes and counts of at least 1, got {self}")
+
+    @property
+    def middle(self) -> int:
+        """Tokens of a sequence in the middle of its answer."""
+        return self.context + self.output_len // 2
 
 
 def parse_size(text: str) -> tuple[int, int]:

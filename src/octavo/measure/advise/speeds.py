@@ -40,11 +40,10 @@ STATED: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Speed:
-    """An op's cost for each call, and its share of a ceiling; num_records 0: stated."""
+    """An op's cost for each call, and its share of a ceiling."""
 
     fixed_us: float
     share: float
-    num_records: int
 
     def ms(self, work: float, ceiling: float) -> float:
         """Of one call; work and ceiling in the same unit, the ceiling's for each second."""
@@ -58,28 +57,24 @@ class Speeds:
     """
 
     def __init__(self, records: Sequence[Measurement], gpu: Gpu) -> None:
-        own = [row for row in records if row.machine.gpu == gpu.name]
-        reference = find_gpu(REFERENCE)
-        is_own = any(row.op == "scaled_mm" for row in own)
-        self.gpu, self.source = gpu, gpu if is_own else reference
-        kernels = [
+        is_own = any(row.op == "scaled_mm" and row.machine.gpu == gpu.name for row in records)
+        self.gpu, self.source = gpu, gpu if is_own else find_gpu(REFERENCE)
+        self._rows = [
             row
             for row in records
             if row.machine.gpu == self.source.name and "model" not in row.case
         ]
-        self.is_borrowed = bool(kernels) and self.source.name != gpu.name
-        self.has_records = bool(kernels)
-        self._rows = kernels
+        self.has_records = bool(self._rows)
+        self.is_borrowed = self.has_records and self.source.name != gpu.name
         self._found: dict[object, Speed] = {}
         self._selected: dict[tuple[str, str, int], str] = {}
 
     def product_ms(self, operands: str, rows: int, inputs: int, outputs: int) -> float:
         """A linear layer's product; of FP8 also what quantizes its input."""
-        few = min(rows, FEW_ROWS)
         size = 1 if operands == "FP8" else 2
         num_bytes = size * inputs * outputs + 2.0 * rows * (inputs + outputs)
         read_ms = self._product(operands, True).ms(num_bytes, self._bytes)
-        if rows == few:
+        if rows <= FEW_ROWS:
             return read_ms
         flops = 2.0 * rows * inputs * outputs
         ms = self._product(operands, False).ms(flops, self._flops(operands))
@@ -89,18 +84,12 @@ class Speeds:
 
     def matvec_ms(self, inputs: int, outputs: int) -> float:
         """A BF16 layer's product with the engine's only token."""
-        speed = self._speed(("matvec",), "matvec", lambda row: row.impl == "triton", "bytes")
-        return speed.ms(2.0 * inputs * outputs, self._bytes)
+        return self._speed("matvec", "matvec", "triton").ms(2.0 * inputs * outputs, self._bytes)
 
     def decode_ms(self, operands: str, num_bytes: float) -> float:
         """Attention of one token for each sequence, over so many bytes of keys and values."""
         impl = self.selected("decode_attention", "BF16 to FP8" if operands == "FP8" else "BF16")
-        speed = self._speed(
-            ("decode_attention", operands),
-            f"decode {operands}",
-            lambda row: row.impl == impl and row.case.get("operands") == operands,
-            "bytes",
-        )
+        speed = self._speed(f"decode {operands}", "decode_attention", impl, operands=operands)
         return speed.ms(num_bytes, self._bytes)
 
     def attention_ms(
@@ -139,7 +128,7 @@ class Speeds:
                 and row.case.get("operands") == operands
                 and "levels" not in row.case
             ]
-            found = self._fit_attention(rows, f"attention {operands}", head_dim)
+            found = self._fit(rows, f"attention {operands}", "flops", head_dim)
             # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
             # slower, and a whole model is a load.
             self._found[key] = replace(found, share=min(found.share, 1.0))
@@ -165,12 +154,12 @@ class Speeds:
 
     def quantize_ms(self, num_bytes: float) -> float:
         """What casts activations to FP8, reading and writing so many bytes."""
-        return self._pass("quantize", "quantize", "triton").ms(num_bytes, self._bytes)
+        return self._speed("quantize", "quantize", "triton").ms(num_bytes, self._bytes)
 
     def copy_ms(self, num_bytes: float, num_calls: int = 1) -> float:
         """What else reads and writes so many bytes."""
-        speed = self._pass("copy", "quantize", "copy")
-        return Speed(num_calls * speed.fixed_us, speed.share, 0).ms(num_bytes, self._bytes)
+        speed = self._speed("copy", "quantize", "copy")
+        return replace(speed, fixed_us=num_calls * speed.fixed_us).ms(num_bytes, self._bytes)
 
     @property
     def _bytes(self) -> float:
@@ -181,24 +170,16 @@ class Speeds:
 
     def _product(self, operands: str, is_few: bool) -> Speed:
         """BF16: torch's; FP8: the selected one, per token and channel."""
-        impl = "torch" if operands == "BF16" else "selected"
-        scales = "none" if operands == "BF16" else "token by channel"
-        scales += ", quantized in front" if operands == "FP8" and is_few else ""
-        unit = "bytes" if is_few else "flops"
-        return self._speed(
-            ("scaled_mm", operands, is_few),
-            f"product {operands} {unit}",
-            lambda row: (
-                row.impl == impl
-                and row.case.get("operands") == operands
-                and row.case.get("scales") == scales
-                and (int(str(row.case["shape"]).split("x")[0]) <= FEW_ROWS) == is_few
-            ),
-            unit,
-        )
+        impl, scales = "torch", "none"
+        if operands == "FP8":
+            impl = "selected"
+            scales = "token by channel" + (", quantized in front" if is_few else "")
+        kind = f"product {operands} {'bytes' if is_few else 'flops'}"
 
-    def _pass(self, kind: str, op: str, impl: str) -> Speed:
-        return self._speed((op, impl), kind, lambda row: row.impl == impl, "bytes")
+        def is_wanted(row: Measurement) -> bool:
+            return (int(str(row.case["shape"]).split("x")[0]) <= FEW_ROWS) == is_few
+
+        return self._speed(kind, "scaled_mm", impl, is_wanted, operands=operands, scales=scales)
 
     def selected(self, op: str, operands: str, head_dim: int = 128) -> str:
         """The implementation that octavo would run on this GPU; "none" where there is none."""
@@ -213,34 +194,21 @@ class Speeds:
 
     def _speed(
         self,
-        key: tuple[object, ...],
         kind: str,
-        is_wanted: Callable[[Measurement], bool],
-        unit: str,
+        op: str,
+        impl: str,
+        is_wanted: Callable[[Measurement], bool] = lambda row: True,
+        **case: str,
     ) -> Speed:
-        if key not in self._found:
-            rows = [row for row in self._of(str(key[0])) if is_wanted(row)]
-            self._found[key] = self._fit(rows, kind, unit)
-        return self._found[key]
-
-    def _fit_attention(self, rows: Sequence[Measurement], kind: str, head_dim: int) -> Speed:
-        """The share is that of the nearest head_dim, the cost of a call one for all of them.
-
-        Most sizes of heads have records of one length only, which cannot tell the two apart.
-        """
-        nearest = _nearest(rows, head_dim)
-        sizes = sorted({_head_dim(row) for row in rows})
-        ms, work_ms = self._times(rows, kind, "flops")
-        works = {(_head_dim(row), row.values["flops"]) for row in rows}
-        if len(works) < len(sizes) + 2:
-            return self._fit(nearest, kind, "flops")
-        of_size = [[_head_dim(row) == size for size in sizes] for row in rows]
-        columns = np.column_stack([1 / ms, np.array(of_size) * (work_ms / ms)[:, None]])
-        fixed_ms, *slopes = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0].tolist()
-        slope = dict(zip(sizes, slopes, strict=True))[_head_dim(nearest[0])]
-        if fixed_ms < 0 or slope <= 0:
-            return self._fit(nearest, kind, "flops")
-        return Speed(1e3 * fixed_ms, 1 / slope, len(nearest))
+        """That of records of an op and an implementation, with these values in their cases."""
+        if kind not in self._found:
+            rows = [
+                row
+                for row in self._of(op)
+                if row.impl == impl and case.items() <= row.case.items() and is_wanted(row)
+            ]
+            self._found[kind] = self._fit(rows, kind, "flops" if "flops" in kind else "bytes")
+        return self._found[kind]
 
     def _times(
         self, rows: Sequence[Measurement], kind: str, unit: str
@@ -253,29 +221,33 @@ class Speeds:
         ms = np.array([row.values["median_ms"] for row in rows])
         return ms, np.array([1e3 * row.values[unit] / ceiling for row in rows])
 
-    def _fit(self, rows: Sequence[Measurement], kind: str, unit: str) -> Speed:
-        """The two numbers of rows, by least squares of relative errors; stated ones without."""
+    def _fit(
+        self, rows: Sequence[Measurement], kind: str, unit: str, head_dim: int | None = None
+    ) -> Speed:
+        """The two numbers of rows, by least squares of relative errors; stated ones without rows.
+
+        With a head_dim the share is that of the nearest one, and the cost of a call one for all of
+        them: most have records of one length only, which cannot tell the two apart.
+        """
         if not rows:
-            return Speed(*STATED[kind], 0)
+            return Speed(*STATED[kind])
         ms, work_ms = self._times(rows, kind, unit)
-        if len(set(work_ms.tolist())) > 2:
-            columns = np.stack([1 / ms, work_ms / ms], axis=1)
-            fixed_ms, slope = np.linalg.lstsq(columns, np.ones(len(ms)), rcond=None)[0]
+        sizes = np.array([_head_dim(row) if head_dim else 0 for row in rows])
+        columns = sorted(set(sizes.tolist()))
+        nearest = min(columns, key=lambda size: abs(math.log((size or 1) / (head_dim or 1))))
+        if len({*zip(sizes.tolist(), work_ms.tolist(), strict=True)}) >= len(columns) + 2:
+            shares = [(sizes == size) * work_ms / ms for size in columns]
+            matrix = np.column_stack([1 / ms, *shares])
+            fixed_ms, *slopes = np.linalg.lstsq(matrix, np.ones(len(ms)), rcond=None)[0].tolist()
+            slope = slopes[columns.index(nearest)]
             if fixed_ms >= 0 and slope > 0:
-                return Speed(1e3 * float(fixed_ms), 1 / float(slope), len(rows))
+                return Speed(1e3 * fixed_ms, 1 / slope)
+        if len(columns) > 1:
+            return self._fit([row for row in rows if _head_dim(row) == nearest], kind, unit)
         # Too few sizes, or no cost for each call to be seen: a share alone.
-        return Speed(0.0, float(np.median(work_ms / ms)), len(rows))
+        return Speed(0.0, float(np.median(work_ms / ms)))
 
 
 def _head_dim(row: Measurement) -> int:
     found = re.search(r"head_dim (\d+)", str(row.case.get("shape", "")))
     return int(found[1]) if found else 0
-
-
-def _nearest(rows: Sequence[Measurement], head_dim: int) -> list[Measurement]:
-    """Those of the head_dim that is nearest."""
-    sizes = {size for row in rows if (size := _head_dim(row))}
-    if not sizes:
-        return list(rows)
-    best = min(sizes, key=lambda size: abs(math.log(size / head_dim)))
-    return [row for row in rows if _head_dim(row) == best]

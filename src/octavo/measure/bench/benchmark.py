@@ -6,7 +6,7 @@ the L2 cache counts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from octavo.internals import internals
 from octavo.measure.bench.timing import (
     capture,
     machine_of,
-    sample_graph_ms,
     sample_in_turn_ms,
     sample_ms,
     sample_sustained_ms,
@@ -55,9 +54,8 @@ Prepare = Callable[[Any], Call]
 class Participant:
     """Someone who can do the op: one of its implementations, or a peer.
 
-    prepare: takes a set of inputs, does all that the clock must not see, and returns the call;
-    raises UnsupportedError if it cannot do this. max_error: the relative RMS error against the
-    truth above which a time does not count. bytes: what one call must read and write.
+    prepare: does all that the clock must not see, given inputs, and returns the call, or raises
+    UnsupportedError. max_error: the largest relative RMS error. bytes: read and written by a call.
     """
 
     name: str
@@ -77,10 +75,9 @@ def value_of(result: Tensor | Quantized) -> Tensor:
 class Benchmark:
     """One op at one size.
 
-    make_inputs: takes a seed. truth: what a call should give, of the part of a result that
-    `checked` returns. is_cached: inputs and results may lie in the L2 cache, where in a model the
-    kernel before leaves them. baseline: the BF16 participant that speed-ups are over; the fastest
-    one if left out.
+    make_inputs: takes a seed. truth: what `checked` should give, of inputs and a result. is_cached:
+    inputs may lie in the L2 cache, where in a model the kernel before leaves them. baseline: the
+    BF16 participant that speed-ups are over; the fastest one if left out.
     """
 
     op: str
@@ -89,26 +86,18 @@ class Benchmark:
     truth: Callable[[Any], Tensor]
     participants: tuple[Participant, ...]
     flops: float = 0.0
-    checked: Callable[[Any], Tensor] = value_of
+    checked: Callable[[Any, Any], Tensor] = lambda inputs, result: value_of(result)
     is_cached: bool = False
     baseline: str | None = None
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The benchmarks of an op: sizes for a CPU and for a GPU, and how one of a size is made.
-
-    make: takes a size, the device, and a folder that may hold peers.
-    """
+    """The benchmarks of an op: sizes for a CPU and for a GPU, and how one of a size is made."""
 
     small: tuple[Any, ...]
     large: tuple[Any, ...]
-    make: Callable[[Any, torch.device, Path | None], Benchmark]
-
-    def benchmarks(self, device: torch.device, folder: Path | None = None) -> list[Benchmark]:
-        """One benchmark for each size that suits the device."""
-        sizes = self.large if device.type == "cuda" else self.small
-        return [self.make(size, device, folder) for size in sizes]
+    make: Callable[[Any, torch.device, Path | None], Benchmark]  # size, device, folder of peers
 
 
 def seeded(device: torch.device, draw: Callable[[torch.Generator], Any]) -> Callable[[int], Any]:
@@ -126,14 +115,21 @@ def timed_impls(op: str, device: torch.device) -> list[str]:
     return [name for name in impl_names(op) if name != "reference" or device.type == "cpu"]
 
 
-def our_impls(op: str, device: torch.device, operands: str, num_bytes: float) -> list[Participant]:
-    """The implementations of an op that takes its inputs as they are: ops.<op>(*inputs)."""
+def our_impls(
+    op: str,
+    device: torch.device,
+    operands: str,
+    num_bytes: float,
+    prepare: Callable[[str, Any], Call] | None = None,
+) -> list[Participant]:
+    """The implementations of an op; prepare: the call of one by name, or ops.<op>(*inputs)."""
 
-    def prepare(impl: str, inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    def take_all(impl: str, inputs: tuple[Any, ...]) -> Call:
         return partial(getattr(ops, op), *inputs, impl=impl)
 
+    limit = MAX_ERROR[operands]
     return [
-        Participant(name, operands, partial(prepare, name), MAX_ERROR[operands], num_bytes)
+        Participant(name, operands, partial(prepare or take_all, name), limit, num_bytes)
         for name in timed_impls(op, device)
     ]
 
@@ -156,12 +152,6 @@ def read_rows(texts: Sequence[str], dialect: Dialect, plain: Sequence[str]) -> l
     return rows
 
 
-def worst(errors: Iterable[float]) -> float:
-    """The largest error; NaN if one is."""
-    found = list(errors)
-    return math.nan if any(map(math.isnan, found)) else max(found)
-
-
 @dataclass(frozen=True)
 class Ceilings:
     """The fastest rates seen on this machine; FP8's is None where it has no FP8 products."""
@@ -179,12 +169,14 @@ class Ceilings:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure this machine's best: sum a large tensor, and multiply large matrices with torch."""
+    is_gpu = device.type == "cuda"
 
     def median_ms(call: Call) -> float:
-        samples = sample_graph_ms([call]) if is_gpu else sample_ms(call, device)
+        samples = (
+            sample_in_turn_ms([capture([call])], device)[0] if is_gpu else sample_ms(call, device)
+        )
         return timing(samples)["median_ms"]
 
-    is_gpu = device.type == "cuda"
     size, num_values = (8192, 2**30) if is_gpu else (512, 2**24)
     x = torch.zeros(num_values // 8, dtype=torch.int64, device=device)
     gb_per_s = num_values / 1e6 / median_ms(x.sum)
@@ -200,6 +192,9 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(gb_per_s, bf16_tflops, fp8_tflops)
 
 
+Entered = tuple[Participant, Call, dict[str, float]]  # who is right, with values of the record
+
+
 def run_benchmark(
     benchmark: Benchmark,
     device: torch.device,
@@ -209,20 +204,54 @@ def run_benchmark(
 ) -> tuple[list[Measurement], list[Objection]]:
     """The records of all who took part, and who could not.
 
-    Each record has the speed-up over the benchmark's baseline in the same run, and names it; and,
-    if the ceilings are known, how much of the nearer one it reached. load_s: time each participant
+    ceilings: records say how much of the nearer one was reached. load_s: time each participant
     after it alone has loaded the GPU for so long, instead of all of them in turn.
     """
     if load_s is not None and device.type != "cuda":
         raise ConfigError(f"expected a GPU to measure under load, got {device.type}")
+    entered, objections = _enter(benchmark)
+    for (one, _, values), (samples, seen) in zip(
+        entered, _sample_all(benchmark, entered, device, load_s), strict=True
+    ):
+        values |= timing(samples, flops=benchmark.flops, bytes=one.bytes) | seen
+    in_bf16 = [
+        (values["median_ms"], one.name)
+        for one, _, values in entered
+        if one.operands == "BF16" and benchmark.baseline in (None, one.name)
+    ]
+    baseline_ms, baseline = min(in_bf16, default=(math.nan, None))
+    machine = machine_of(device)
+    load = {} if load_s is None else {"load_s": load_s}
+    records = []
+    for one, _, values in entered:
+        if baseline is not None:
+            values["speedup"] = baseline_ms / values["median_ms"]
+        record = Measurement(
+            op=benchmark.op,
+            impl=one.name,
+            case={**benchmark.case, **load, "operands": one.operands, **one.notes},
+            values=values,
+            machine=machine,
+            command=command,
+            baseline=None if baseline is None else f"{baseline} BF16",
+        )
+        if ceilings is not None:
+            percent = ceilings.percent(one.operands, record.tflops, record.gb_per_s)
+            record = replace(record, values={**values, "of_ceiling_percent": percent})
+        records.append(record)
+    return records, objections
+
+
+def _enter(benchmark: Benchmark) -> tuple[list[Entered], list[Objection]]:
+    """Who gives what is right, with the error, and who cannot take part; raises if one is wrong."""
     inputs = benchmark.make_inputs(0)
     truth = benchmark.truth(inputs)
-    entered: list[tuple[Participant, Call, float]] = []
+    entered: list[Entered] = []
     objections: list[Objection] = []
     for one in benchmark.participants:
         try:
             call = one.prepare(inputs)
-            error = relative_rms(benchmark.checked(call()), truth)
+            error = relative_rms(benchmark.checked(inputs, call()), truth)
         except UnsupportedError as reason:
             objections.append(Objection(benchmark.op, one.name, one.operands, str(reason)))
             continue
@@ -231,25 +260,12 @@ def run_benchmark(
                 f"{benchmark.op} by {one.name} is wrong: expected a relative error of at most "
                 f"{one.max_error}, got {error:.3g} for {dict(benchmark.case)}"
             )
-        entered.append((one, call, error))
-    sampled = _sample_all(benchmark, entered, device, load_s)
-    results = [
-        (one, timing(ms, flops=benchmark.flops, bytes=one.bytes) | {"relative_rms": error, **seen})
-        for (one, _, error), (ms, seen) in zip(entered, sampled, strict=True)
-    ]
-    if load_s is not None:
-        benchmark = replace(benchmark, case={**benchmark.case, "load_s": load_s})
-    records = list(_records(benchmark, results, device, command))
-    if ceilings is not None:
-        records = [_with_ceiling(record, ceilings) for record in records]
-    return records, objections
+        entered.append((one, call, {"relative_rms": error}))
+    return entered, objections
 
 
 def _sample_all(
-    benchmark: Benchmark,
-    entered: list[tuple[Participant, Call, float]],
-    device: torch.device,
-    load_s: float | None,
+    benchmark: Benchmark, entered: list[Entered], device: torch.device, load_s: float | None
 ) -> list[tuple[list[float], dict[str, float]]]:
     """Milliseconds of everyone's calls, taken in turn unless under load, and what else was seen."""
     if device.type != "cuda":
@@ -283,44 +299,9 @@ def _calls(benchmark: Benchmark, participant: Participant, call: Call) -> list[C
         num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / participant.bytes)))
     more = [participant.prepare(benchmark.make_inputs(seed)) for seed in range(1, num_sets)]
     calls = [call, *more]
-    if benchmark.is_cached:
-        calls = [partial(_dropped, one) for one in calls]
-    return calls
+    return [partial(_dropped, one) for one in calls] if benchmark.is_cached else calls
 
 
 def _dropped(call: Call) -> None:
     """A call whose result is dropped: the next one has its memory."""
     call()
-
-
-def _records(
-    benchmark: Benchmark,
-    results: list[tuple[Participant, dict[str, float]]],
-    device: torch.device,
-    command: str,
-) -> Iterator[Measurement]:
-    machine = machine_of(device)
-    in_bf16 = [
-        (values["median_ms"], one.name)
-        for one, values in results
-        if one.operands == "BF16" and benchmark.baseline in (None, one.name)
-    ]
-    baseline_ms, baseline = min(in_bf16, default=(math.nan, None))
-    for one, values in results:
-        if baseline is not None:
-            values = values | {"speedup": baseline_ms / values["median_ms"]}
-        yield Measurement(
-            op=benchmark.op,
-            impl=one.name,
-            case={**benchmark.case, "operands": one.operands, **one.notes},
-            values=values,
-            machine=machine,
-            command=command,
-            baseline=None if baseline is None else f"{baseline} BF16",
-        )
-
-
-def _with_ceiling(record: Measurement, ceilings: Ceilings) -> Measurement:
-    operands = str(record.case["operands"])
-    percent = ceilings.percent(operands, record.tflops, record.gb_per_s)
-    return replace(record, values={**record.values, "of_ceiling_percent": percent})

@@ -5,11 +5,12 @@ The entries under `Attributes:` are also the help of the flags that commands mak
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from octavo.errors import ConfigError
+from octavo.measure.bench.expect import expect, expect_one_of, expect_percentiles
 from octavo.measure.bench.requests import (
     GOODPUT_METRICS,
     DataSet,
@@ -59,22 +60,21 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.num_prompts, self.input_len, self.output_len) < 1:
-            raise ConfigError(f"expected prompts, inputs and outputs of at least 1, got {self}")
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(f"expected a range ratio in [0, 1), got {self.range_ratio}")
+        counts = (self.num_prompts, self.input_len, self.output_len)
+        expect(min(counts) >= 1, "prompts, inputs and outputs of at least 1", self)
+        expect(0 <= self.range_ratio < 1, "a range ratio in [0, 1)", self.range_ratio)
 
     @property
     def about(self) -> dict[str, Scalar]:
         """What records say of it."""
-        return asdict(self)
+        return {own.name: getattr(self, own.name) for own in fields(Workload)}
 
     @property
     def max_context(self) -> int:
         """The most tokens that a prompt and its answer can have together."""
         return self._range(self.input_len)[1] + self._range(self.output_len)[1]
 
-    def within(self, context: int | None) -> "Workload":
+    def within(self, context: int | None) -> Self:
         """The load with prompts that are short enough for this context; None is any."""
         if context is None or self.max_context <= context:
             return self
@@ -85,8 +85,7 @@ class Workload:
         """The prompts, of tokens below vocab_size."""
         import numpy as np
 
-        if vocab_size < 2:
-            raise ConfigError(f"expected a vocabulary of 2 tokens or more, got {vocab_size}")
+        expect(vocab_size >= 2, "a vocabulary of 2 tokens or more", vocab_size)
         random = np.random.default_rng(self.seed)
         sizes = [
             random.integers(*self._range(length), self.num_prompts, endpoint=True)
@@ -123,15 +122,12 @@ class LatencyCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = (*self.input_lens, self.batch_size, self.num_iters)
-        if not self.input_lens or min(counts) < 1 or self.num_warmups < 0:
-            raise ConfigError(f"expected lengths and counts of at least 1, got {self}")
-        if self.output_len < 2:
-            raise ConfigError(
-                f"expected 2 or more tokens, to have time between them, got {self.output_len}"
-            )
-        if len(set(self.input_lens)) != len(self.input_lens):
-            raise ConfigError(f"expected different lengths, got {list(self.input_lens)}")
+        counts = (*self.input_lens, self.batch_size, self.num_iters, self.num_warmups + 1)
+        is_right = bool(self.input_lens) and min(counts) >= 1
+        expect(is_right, "lengths and counts of at least 1", self)
+        expect(self.output_len > 1, "2 or more tokens, to have time between them", self.output_len)
+        lengths = list(self.input_lens)
+        expect(len(set(lengths)) == len(lengths), "different lengths", lengths)
 
     @property
     def about(self) -> dict[str, Scalar]:
@@ -161,50 +157,33 @@ class LatencyCase:
         fitting = tuple(length for length in self.input_lens if length <= longest)
         return replace(self, input_lens=fitting or (longest,))
 
-    def num_seqs(self, limit: int) -> int:
-        """How many requests the engine runs at once."""
-        return self.batch_size
-
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputCase:
+class ThroughputCase(Workload):
     """A load, and how many of its requests are open at once.
 
     Attributes:
-        workload: The prompts.
         max_concurrency: Requests open at once: the next comes when one has ended. Left out, all
             come at once.
         num_warmups: Requests before, the first of the load with short answers; left out,
             --max-concurrency, 8 at most.
     """
 
-    workload: Workload = field(default_factory=Workload)
     max_concurrency: int | None = None
     num_warmups: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.num_warmups or 0) < 0 or (
-            self.max_concurrency is not None and self.max_concurrency < 1
-        ):
-            raise ConfigError(
-                f"expected 0 or more warm-ups and 1 or more open requests, got {self.num_warmups} "
-                f"and {self.max_concurrency}"
-            )
+        super().__post_init__()
+        limit, num_warmups = self.max_concurrency, self.num_warmups
+        is_right = (limit is None or limit >= 1) and (num_warmups or 0) >= 0
+        wanted = "0 or more warm-ups and 1 or more open requests"
+        expect(is_right, wanted, f"{num_warmups} and {limit}")
 
     @property
     def about(self) -> dict[str, Scalar]:
         """What records say of it."""
         limit = self.max_concurrency
-        return self.workload.about | ({} if limit is None else {"max_concurrency": limit})
-
-    @property
-    def max_context(self) -> int:
-        """The most tokens that a prompt and its answer can have together."""
-        return self.workload.max_context
-
-    def num_seqs(self, limit: int) -> int:
-        """How many requests the engine runs at once; limit: how many it may."""
-        return min(self.max_concurrency or limit, limit, self.workload.num_prompts)
+        return super().about | ({} if limit is None else {"max_concurrency": limit})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +213,7 @@ class PromptSource:
 
     def __post_init__(self) -> None:
         name, path = self.dataset_name, self.dataset_path
-        if name not in ("random", "sharegpt", "custom", "random-mm"):
-            raise ConfigError(
-                f"expected a data set of random, sharegpt, custom, random-mm; got {name!r}"
-            )
+        expect_one_of("a data set", ("random", "sharegpt", "custom", "random-mm"), name)
         owned = {
             "--sharegpt-output-len": (self.sharegpt_output_len, "sharegpt"),
             "--tokenizer": (self.tokenizer, "sharegpt"),
@@ -247,12 +223,11 @@ class PromptSource:
         for flag, (value, owner) in owned.items():
             if value is not None and owner != name:
                 raise ConfigError(f"{flag} is for --dataset-name {owner}, got {name}")
-        if any(n is not None and n < 1 for n in (self.sharegpt_output_len, self.custom_output_len)):
-            raise ConfigError("expected answers of at least 1 token")
-        if (path is not None) != (name in ("sharegpt", "custom")):
-            raise ConfigError(
-                f"expected a --dataset-path for sharegpt and custom alone, got {path} for {name}"
-            )
+        lengths = [n for n in (self.sharegpt_output_len, self.custom_output_len) if n is not None]
+        expect(min(lengths, default=1) >= 1, "answers of at least 1 token", lengths)
+        is_right = (path is not None) == (name in ("sharegpt", "custom"))
+        wanted = "a --dataset-path for sharegpt and custom alone"
+        expect(is_right, wanted, f"{path} for {name}")
 
     def open(self, random: Workload) -> Workload | DataSet:
         """The prompts; random: what is asked of random ones, and how many."""
@@ -284,45 +259,6 @@ class PromptSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp:
-    """A request rate that grows (or falls) from the first request to the last; or none at all.
-
-    Attributes:
-        strategy: linear or exponential: a rate that changes from the first request to the last.
-        start_rps: Requests per second at the start.
-        end_rps: Requests per second at the end.
-    """
-
-    strategy: str | None = None
-    start_rps: float | None = None
-    end_rps: float | None = None
-
-    def __post_init__(self) -> None:
-        strategy, start, end = self.strategy, self.start_rps, self.end_rps
-        if strategy is None and start is None and end is None:
-            return
-        if strategy is None or start is None or end is None:
-            raise ConfigError(
-                "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps, got "
-                f"{strategy}, {start} and {end}"
-            )
-        if strategy not in RAMPS:
-            raise ConfigError(f"expected a ramp of {', '.join(RAMPS)}; got {strategy!r}")
-        if not (0 < start < math.inf and 0 < end < math.inf):
-            raise ConfigError(f"expected rates above 0 to ramp between, got {start} and {end}")
-
-    def __bool__(self) -> bool:
-        return self.strategy is not None
-
-    def rates(self, count: int) -> Any:
-        """Requests per second at each of so many gaps."""
-        import numpy as np
-
-        spaced: Any = np.linspace if self.strategy == "linear" else np.geomspace
-        return spaced(self.start_rps, self.end_rps, count)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServingCase:
     """A load, where it goes, and how it comes.
 
@@ -333,7 +269,10 @@ class ServingCase:
         model: What requests call the model; left out, the first that the server names.
         api_key: That the server wants; OCTAVO_API_KEY does the same.
         request_rate: Requests per second; inf is all at once.
-        ramp: In place of that rate, one that changes.
+        ramp_up_strategy: linear or exponential: a rate that changes from the first request to the
+            last, in place of --request-rate.
+        ramp_up_start_rps: Requests per second at the start.
+        ramp_up_end_rps: Requests per second at the end.
         burstiness: 1 is a Poisson process, less comes in bursts, more is steadier.
         max_concurrency: Requests open at once; others wait here, and their clock with them. Left
             out, all that have come.
@@ -352,7 +291,9 @@ class ServingCase:
     model: str | None = None
     api_key: str | None = field(default=None, repr=False)
     request_rate: float = math.inf
-    ramp: Ramp = field(default_factory=Ramp)
+    ramp_up_strategy: str | None = None
+    ramp_up_start_rps: float | None = None
+    ramp_up_end_rps: float | None = None
     burstiness: float = 1.0
     max_concurrency: int | None = None
     num_warmups: int = 0
@@ -363,49 +304,60 @@ class ServingCase:
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"expected a URL such as http://localhost:8000, got {self.base_url}")
-        if not self.request_rate > 0 or not self.burstiness > 0:
-            raise ConfigError(
-                f"expected a request rate and a burstiness above 0, got {self.request_rate} and "
-                f"{self.burstiness}"
-            )
-        if (self.max_concurrency is not None and self.max_concurrency < 1) or self.num_warmups < 0:
-            raise ConfigError(
-                f"expected 1 or more requests at once and 0 or more warm-ups, got "
-                f"{self.max_concurrency} and {self.num_warmups}"
-            )
-        if not self.percentiles or not all(0 <= p <= 100 for p in self.percentiles):
-            raise ConfigError(f"expected percentiles of 0 to 100, got {list(self.percentiles)}")
+        is_url = self.base_url.startswith(("http://", "https://"))
+        expect(is_url, "a URL such as http://localhost:8000", self.base_url)
+        rates = (self.request_rate, self.burstiness)
+        is_right = all(rate > 0 for rate in rates)
+        expect(is_right, "a request rate and a burstiness above 0", rates)
+        limit, num_warmups = self.max_concurrency, self.num_warmups
+        is_right = (limit is None or limit >= 1) and num_warmups >= 0
+        wanted = "1 or more requests at once and 0 or more warm-ups"
+        expect(is_right, wanted, f"{limit} and {num_warmups}")
+        expect_percentiles(self.percentiles)
         self._check_kinds()
 
     def _check_kinds(self) -> None:
-        if self.backend not in ENDPOINTS:
-            raise ConfigError(f"expected a backend of {', '.join(ENDPOINTS)}; got {self.backend!r}")
+        expect_one_of("a backend", ENDPOINTS, self.backend)
         if isinstance(self.workload, Workload):
             if self.backend != "openai":
                 raise ConfigError(
                     "random prompts are tokens, which chat does not take: backend openai"
                 )
-        elif self.workload.has_images and self.backend == "openai":
+        elif self.backend == "openai" and any(one.images for one in self.workload.prompts):
             raise ConfigError("completions take no images: backend openai-chat")
-        if self.ramp and not math.isinf(self.request_rate):
-            raise ConfigError(f"expected a request rate or a ramp, got {self.request_rate} as well")
-        limits = self.goodput_ms.items()
-        if not all(name in GOODPUT_METRICS and ms > 0 for name, ms in limits):
-            raise ConfigError(
-                f"expected limits above 0 ms of {', '.join(GOODPUT_METRICS)}, got {dict(limits)}"
-            )
+        strategy, start, end = self.ramp
+        given = [value for value in self.ramp if value is not None]
+        if strategy is not None and start is not None and end is not None:
+            expect_one_of("a ramp", RAMPS, strategy)
+            is_right = 0 < start < math.inf and 0 < end < math.inf
+            expect(is_right, "rates above 0 to ramp between", f"{start} and {end}")
+            is_one = math.isinf(self.request_rate)
+            expect(is_one, "a request rate or a ramp", f"{self.request_rate} as well")
+        else:
+            flags = "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            if given:
+                raise ConfigError(f"a ramp needs {flags}, got {given}")
+        limits = self.goodput_ms
+        is_right = all(name in GOODPUT_METRICS and ms > 0 for name, ms in limits.items())
+        expect(is_right, f"limits above 0 ms of {', '.join(GOODPUT_METRICS)}", dict(limits))
+
+    @property
+    def ramp(self) -> tuple[str | None, float | None, float | None]:
+        """How the rate changes, from what, and to what."""
+        return self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
 
     def delays_s(self) -> list[float]:
         """When each request comes, in seconds after the first; by vLLM's gamma distribution."""
         import numpy as np
 
-        count = self.workload.num_prompts
-        if not self.ramp and math.isinf(self.request_rate):
+        count, (strategy, start, end) = self.workload.num_prompts, self.ramp
+        rates: Any = self.request_rate
+        if strategy is not None:
+            spaced: Any = np.linspace if strategy == "linear" else np.geomspace
+            rates = spaced(start, end, count - 1)
+        elif math.isinf(rates):
             return [0.0] * count
         random = np.random.default_rng(self.workload.seed)
-        rates = self.ramp.rates(count - 1) if self.ramp else self.request_rate
         gaps = random.gamma(self.burstiness, 1 / (rates * self.burstiness), count - 1)
         return [0.0, *np.cumsum(gaps).tolist()]
 
@@ -419,7 +371,6 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
             value = float(limit)
         except ValueError:
             raise ConfigError(f"expected --goodput such as ttft:200, got {part!r}") from None
-        if name in found:
-            raise ConfigError(f"expected one limit of {name}, got two")
+        expect(name not in found, f"one limit of {name}", "two")
         found[name] = value
     return found

@@ -1,9 +1,8 @@
 """One step of a diffusion transformer: BF16 with its fastest attention beside FP8, all compiled.
 
-All who take part have the same weights and inputs. Before anyone is timed, linear and attention
-layers of some blocks are compared with the BF16 model's on the inputs that they have there, and the
-compiled model with itself before it was compiled. On a GPU each is timed after it has had the GPU
-to itself for a second.
+All have the same weights and inputs. Before anyone is timed, linear and attention layers of some
+blocks are compared with the BF16 model's on the inputs that they have there, and the compiled model
+with itself before it was compiled.
 """
 
 import copy
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,18 +24,18 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.calibrate_linear import calibrate_linear
 from octavo.integrations.diffusers import full_size
-from octavo.integrations.diffusers.attention import find_layers
-from octavo.integrations.diffusers.current_layer import observe_attention
-from octavo.integrations.diffusers.plain_layers import use_faster_forms_
+from octavo.integrations.diffusers.attention import find_layers, observe_attention
+from octavo.integrations.diffusers.linear import use_faster_forms_
 from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
 from octavo.integrations.transformers.vision_tower import recorded_calls
 from octavo.measure.bench import peer_impls
-from octavo.measure.bench.benchmark import Objection, read_rows, worst
+from octavo.measure.bench.benchmark import Objection, read_rows
+from octavo.measure.bench.expect import expect
 from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import DIFFUSION, Row
 from octavo.numerics.error import relative_rms
-from octavo.recipe import AttentionSettings, Recipe
+from octavo.recipe import AttentionSettings
 
 BF16 = "bf16"
 # What of a recipe is no FP8: how much faster the model is with its layers' faster forms alone.
@@ -66,9 +66,8 @@ class StepCase:
 
     def __post_init__(self) -> None:
         full_size.find_full_size(self.size)
-        if BF16 not in self.recipes:
-            names = ", ".join(self.recipes) or "none"
-            raise ConfigError(f"expected {BF16}, the baseline, among the recipes; got {names}")
+        names = ", ".join(self.recipes) or "none"
+        expect(BF16 in self.recipes, f"{BF16}, the baseline, among the recipes", names)
         self.rows()
 
     def rows(self) -> list[Row]:
@@ -85,19 +84,12 @@ class _Truth:
     attention: Mapping[str, _Call]
 
 
-@dataclass(frozen=True)
-class _Timed:
-    row: Row
-    is_graph: bool
-    values: dict[str, float]
+_Timed = tuple[bool, dict[str, float]]  # whether by graphs, and the values of the record
 
 
 @torch.no_grad()
 def run_step(
-    case: StepCase,
-    device: torch.device,
-    command: str,
-    folder: Path | None = None,
+    case: StepCase, device: torch.device, command: str, folder: Path | None = None
 ) -> Iterator[tuple[list[Measurement], list[Objection]]]:
     """Each recipe's records when it is done, BF16 first, and who could not take part.
 
@@ -114,24 +106,21 @@ def run_step(
         attention, objections = _fastest_attention(plain, inputs, ("native", "cudnn", *peers))
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)
-        timed: list[_Timed] = []
-        num_told = 0
+        in_bf16: list[_Timed] = []
         for row in sorted(case.rows(), key=lambda row: row.name != BF16):
+            records: list[Measurement] = []
             try:
-                timed += _measure(case, row, plain, inputs, truth)
+                timed = _measure(case, row, plain, inputs, truth)
+                in_bf16 = in_bf16 or (timed if row.name == BF16 else [])
+                records = _records(case, row, timed, in_bf16, attention, device, command)
             except UnsupportedError as error:
                 objections.append(Objection("diffusion_step", "octavo", row.name, str(error)))
-            _forget()
-            found = _records(case, timed, attention, device, command)[num_told:]
-            yield found, objections
-            num_told, objections = num_told + len(found), []
-
-
-def _forget() -> None:
-    """Give up what compiling has kept of the last model: two of them may be all that fits."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+            # What compiling has kept of the last model: two of them may be all that fits.
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+            yield records, objections
+            objections = []
 
 
 def _fastest_attention(
@@ -146,10 +135,9 @@ def _fastest_attention(
     calls: dict[str, Callable[[], Any]] = {}
     objections: list[Objection] = []
     for candidate in names:
-        twin = copy.deepcopy(layer)
-        holder = nn.ModuleList([twin])
+        holder = nn.ModuleList([copy.deepcopy(layer)])
         full_size.use_bf16_attention_(holder, candidate)
-        attend = partial(twin, *args, **kwargs)
+        attend = partial(holder[0], *args, **kwargs)
         try:
             error = _error(attend(), expected)
             # By graphs: else the host's time decides, which is the same for all.
@@ -165,7 +153,7 @@ def _fastest_attention(
         reasons = [f"{o.name}: {o.reason}" for o in objections]
         raise UnsupportedError(f"expected an attention that runs, got none: {list_names(reasons)}")
     samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
-    best = {name: min(ms) for name, ms in zip(calls, samples, strict=True)}
+    best = dict(zip(calls, map(min, samples), strict=True))
     return min(best, key=lambda name: best[name]), objections
 
 
@@ -190,29 +178,31 @@ def _measure(
     recipe = row.recipe(_static_scales(row, plain, inputs) if row.needs_scales else None)
     model: Any = copy.deepcopy(plain)
     if recipe is not None:
-        _apply(model, recipe)
+        try:
+            apply_(model, recipe)
+        except ConfigError as error:  # what is not there in the model is no mistake of the user's
+            raise UnsupportedError(str(error)) from None
     if name == FASTER:
         use_faster_forms_(model)
     values = _check(name, model, truth)
     call = partial(model, **inputs)
     result = call()[0]
     values["relative_rms"] = relative_rms(result, truth.result)
+    limit = max(MAX_COMPILED_ERROR, values["relative_rms"])
     if case.is_compiled:
         model.compile_repeated_blocks(fullgraph=True)
-        limit = max(MAX_COMPILED_ERROR, values["relative_rms"])
         compiled = call()[0]
         values["compiled_relative_rms"] = _checked(f"{name} compiled", compiled, result, limit)
         result = compiled
-    timed = [_Timed(row, False, values | _memory(model, call) | _sample(call, device))]
+    timed = [(False, values | _memory(model, call) | _sample(call, device))]
     if case.use_graphs:
         use_step_graphs_(model)
         # Joint products round elsewhere, too; a replay is what they are without a graph.
         joint = vars(model)[GRAPHS].run(**inputs)[0]
-        limit = max(MAX_COMPILED_ERROR, values["relative_rms"])
         joint_error = _checked(f"{name} by joint products", joint, result, limit)
         replayed = _checked(f"{name} by graphs", call()[0], joint, MAX_GRAPH_ERROR)
         own = values | {"joint_relative_rms": joint_error, "graph_relative_rms": replayed}
-        timed.append(_Timed(row, True, own | _sample(call, device)))
+        timed.append((True, own | _sample(call, device)))
     return timed
 
 
@@ -230,14 +220,6 @@ def _static_scales(row: Row, plain: nn.Module, inputs: Mapping[str, Any]) -> Any
     return scales.to_dict()
 
 
-def _apply(model: nn.Module, recipe: Recipe) -> None:
-    """Quantize a model; what is not there in it is a recipe that cannot run, no mistake."""
-    try:
-        apply_(model, recipe)
-    except ConfigError as error:
-        raise UnsupportedError(str(error)) from None
-
-
 def _checked(what: str, actual: Tensor, expected: Tensor, limit: float) -> float:
     """The relative error of a result that should be another's; raises if it is not."""
     error = relative_rms(actual, expected)
@@ -251,12 +233,11 @@ def _checked(what: str, actual: Tensor, expected: Tensor, limit: float) -> float
 
 def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:
     """The worst errors of linear and of attention layers; raises if one is wrong."""
-    kinds = [
+    values = {}
+    for kind, calls, limit in (
         ("linear", truth.linear, MAX_LINEAR_ERROR),
         ("attention", truth.attention, MAX_ATTENTION_ERROR),
-    ]
-    values = {}
-    for kind, calls, limit in kinds:
+    ):
         errors = {
             layer: _error(model.get_submodule(layer)(*args, **kwargs), expected)
             for layer, (args, kwargs, expected) in calls.items()
@@ -276,7 +257,7 @@ def _error(actual: Any, expected: Any) -> float:
     if isinstance(expected, Tensor):
         return relative_rms(actual, expected)
     pairs = [(a, b) for a, b in zip(actual, expected, strict=True) if isinstance(b, Tensor)]
-    return worst(relative_rms(a, b) for a, b in pairs)
+    return float(np.max([relative_rms(a, b) for a, b in pairs]))
 
 
 def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:
@@ -300,46 +281,45 @@ def _sample(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 def _records(
     case: StepCase,
+    row: Row,
     timed: Sequence[_Timed],
+    in_bf16: Sequence[_Timed],
     attention: str,
     device: torch.device,
     command: str,
 ) -> list[Measurement]:
-    machine, size = machine_of(device), full_size.find_full_size(case.size)
-    in_bf16 = [one for one in timed if one.row.name == BF16]
+    """The records of a row beside the fastest in BF16; none without one."""
     if not in_bf16:
         return []
-    fastest = min(in_bf16, key=lambda one: one.values["median_ms"])
-    told = [f"diffusers BF16, {attention}", *(["compiled"] if case.is_compiled else [])]
-    told += ["by graphs"] if fastest.is_graph else []
-    plain = in_bf16[0].values  # without graphs: what they keep is no part of a model
+    fastest_ms, is_graph = min((values["median_ms"], is_graph) for is_graph, values in in_bf16)
+    _, plain = in_bf16[0]  # without graphs: what they keep is no part of a model
+    parts = {"compiled": case.is_compiled, "by graphs": is_graph}
+    told = [f"diffusers BF16, {attention}", *(part for part, is_told in parts.items() if is_told)]
+    has_fp8_attention = row.fields.get("attention") is not None
+    about: dict[str, Scalar] = {
+        "model": case.size,
+        "weights": "random",
+        "inputs": full_size.find_full_size(case.size).about,
+        "layers": "all" if case.num_layers is None else case.num_layers,
+        "recipe": row.name,
+        "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
+        "compiled": case.is_compiled,
+    }
+    record = partial(
+        Measurement,
+        op="diffusion_step",
+        impl="diffusers" if row.name == BF16 else "octavo",
+        machine=machine_of(device),
+        command=command,
+        baseline=", ".join(told),
+    )
     records = []
-    for one in timed:
-        has_fp8_attention = one.row.fields.get("attention") is not None
-        about: dict[str, Scalar] = {
-            "model": case.size,
-            "weights": "random",
-            "inputs": size.about,
-            "layers": "all" if case.num_layers is None else case.num_layers,
-            "recipe": one.row.name,
-            "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
-            "compiled": case.is_compiled,
-            "graphs": one.is_graph,
+    for is_graph, values in timed:
+        ratios = {
+            f"{part}_ratio": values[part] / plain[part]
+            for part in ("peak_bytes", "weight_bytes")
+            if part in values
         }
-        values = dict(one.values)
-        values["speedup"] = fastest.values["median_ms"] / values["median_ms"]
-        for part in ("peak_bytes", "weight_bytes"):
-            if part in values:
-                values[f"{part}_ratio"] = values[part] / plain[part]
-        records.append(
-            Measurement(
-                op="diffusion_step",
-                impl="diffusers" if one.row.name == BF16 else "octavo",
-                case=about,
-                values=values,
-                machine=machine,
-                command=command,
-                baseline=", ".join(told),
-            )
-        )
+        speedup = {"speedup": fastest_ms / values["median_ms"]}
+        records.append(record(case={**about, "graphs": is_graph}, values=values | speedup | ratios))
     return records

@@ -1,10 +1,8 @@
 """A whole vision tower: stock in BF16, ours in BF16, and in FP8 with dynamic or static scales.
 
-All who take part have the same weights and get the same images. Before anyone is timed, attention
-of some layers is compared with stock transformers', on the inputs that those layers have there, and
-a graph's result with that of the same tower without a graph; no check leaves a trace in scales. On
-a GPU each is timed after it has had the GPU to itself for a second: BF16 attention leaves a lower
-clock to whoever comes next.
+All have the same weights and get the same images. Before anyone is timed, attention of some layers
+is compared with stock transformers', on the inputs that those layers have there, and a graph's
+result with that of the same tower without one; no check leaves a trace in scales.
 
 Two baselines: the fastest stock tower is what a user has without octavo; ours in BF16, with the
 fusions of the FP8 path and the fastest BF16 attention at hand, tells what FP8 itself buys.
@@ -12,20 +10,20 @@ fusions of the FP8 path and the fastest BF16 attention at hand, tells what FP8 i
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import UnsupportedError
 from octavo.integrations.apply import apply_
 from octavo.integrations.transformers.vision import find_layers, scale_name
 from octavo.integrations.transformers.vision_graphs import VisionGraphs, history_kept
 from octavo.integrations.transformers.vision_tower import (
-    PackedAttention,
     Tower,
     make_pixels,
     recorded_calls,
@@ -36,8 +34,9 @@ from octavo.layers.encoder_attention import EncoderAttention
 from octavo.layers.scaling import DynamicScaling
 from octavo.measure.bench import peer_impls
 from octavo.measure.bench.attention import MAX_ERROR
-from octavo.measure.bench.benchmark import Objection, read_rows, worst
+from octavo.measure.bench.benchmark import Objection, read_rows
 from octavo.measure.bench.cases import RESOLUTIONS
+from octavo.measure.bench.expect import expect, expect_one_of
 from octavo.measure.bench.timing import machine_of, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import VISION, Row
@@ -63,11 +62,8 @@ class EncoderCase:
     num_images: int
 
     def __post_init__(self) -> None:
-        if self.resolution not in RESOLUTIONS:
-            expected = ", ".join(RESOLUTIONS)
-            raise ConfigError(f"expected resolutions of {expected}; got {self.resolution!r}")
-        if self.num_images < 1:
-            raise ConfigError(f"expected at least one image, got {self.num_images}")
+        expect_one_of("resolutions", RESOLUTIONS, self.resolution)
+        expect(self.num_images >= 1, "at least one image", self.num_images)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -77,28 +73,22 @@ class EncoderCase:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tower that takes part; name: who attends in it."""
+    """A tower that takes part; name: who attends in it; values: of its checks, then its times."""
 
     name: str
     row: Row
     tower: Any
-
-    @property
-    def is_bf16(self) -> bool:
-        return self.row.is_plain or _is_fused(self.row)
+    is_graph: bool = False
+    values: Mapping[str, float] = field(default_factory=dict)
+    call: Call = lambda: None
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.row.name}"
+        return f"{self.name}, {self.row.name} {'by graphs' if self.is_graph else 'eagerly'}"
 
-
-@dataclass(frozen=True)
-class _Timed:
-    """A tower that can run and is right, by graphs or not; values: its errors, then its times."""
-
-    entry: _Entry
-    is_graph: bool
-    call: Call
-    values: dict[str, float]
+    def objection(self, reason: object) -> Objection:
+        """Why it cannot run."""
+        name = f"{self.name} by graphs" if self.is_graph else self.name
+        return Objection("encoder", name, self.row.name, str(reason))
 
 
 def _is_fused(row: Row) -> bool:
@@ -132,9 +122,7 @@ def run_encoder(
     """The records of all who can run this case, and who could not.
 
     use_graphs: also by CUDA graphs, those who can be captured. folder: may hold peers, whose
-    attention then takes part inside the stock tower, and the fastest one inside ours in BF16. The
-    baseline of "speedup" is the fastest stock tower, without graphs; that of "fused_speedup" is
-    ours in BF16, by graphs for those who run by graphs.
+    attention then takes part inside the stock tower, and the fastest one inside ours in BF16.
     """
     rows = encoder_rows(recipes)
     device = next(tower.module.parameters()).device
@@ -147,15 +135,10 @@ def run_encoder(
         entries, objections = _enter(tower, rows, inputs, folder, names)
         checked, refused = _check_all(entries, inputs, truth, case.num_images, use_graphs)
         num_tokens = {"tokens": float(len(inputs["hidden_states"]))}
-        timed = [
-            replace(
-                one,
-                values=time_alone(one.call, device, num_samples=NUM_SAMPLES)
-                | one.values
-                | num_tokens,
-            )
-            for one in checked
-        ]
+        timed = []
+        for one in checked:
+            times = time_alone(one.call, device, num_samples=NUM_SAMPLES)
+            timed.append(replace(one, values={**times, **one.values, **num_tokens}))
     return _records(tower, case, timed, device, command), objections + refused
 
 
@@ -165,31 +148,30 @@ def _check_all(
     truth: _Truth,
     num_images: int,
     use_graphs: bool,
-) -> tuple[list[_Timed], list[Objection]]:
+) -> tuple[list[_Entry], list[Objection]]:
     """Who can run and is right, eagerly and, if asked, by graphs; and who cannot."""
-    found: list[_Timed] = []
+    found: list[_Entry] = []
     objections: list[Objection] = []
     for entry in entries:
         call = partial(entry.tower, **inputs)
         try:
             result = call()
         except UnsupportedError as error:
-            objections.append(Objection("encoder", entry.name, entry.row.name, str(error)))
+            objections.append(entry.objection(error))
             continue
-        errors = _check(entry, truth, result)
-        found.append(_Timed(entry, False, call, errors))
+        eager = replace(entry, call=call, values=_check(entry, truth, result))
+        found.append(eager)
         if not use_graphs:
             continue
         budget = len(inputs["hidden_states"])
         graphs = VisionGraphs(entry.tower, [budget], max_sequences=num_images)
+        by_graph = replace(eager, is_graph=True, call=partial(graphs, **inputs, is_required=True))
         plan = graphs.plan(inputs["grid_thw"])
         if plan.budget is None:
-            name = f"{entry.name} by graphs"
-            objections.append(Objection("encoder", name, entry.row.name, plan.reason))
+            objections.append(by_graph.objection(plan.reason))
             continue
-        replay = partial(graphs, **inputs, is_required=True)
-        of_graph = _check_replay(entry, truth, call, replay)
-        found.append(_Timed(entry, True, replay, errors | of_graph))
+        of_graph = _check_replay(by_graph, truth, call)
+        found.append(replace(by_graph, values={**eager.values, **of_graph}))
     return found, objections
 
 
@@ -213,24 +195,28 @@ def _enter(
     """Towers that share their weights, each with its own attention."""
     found: list[_Entry] = []
     objections: list[Objection] = []
-    for row in (row for row in rows if row.is_plain):
-        stock = twin(tower.module)
-        use_attention(stock, STOCK)
-        found.append(_Entry(STOCK, row, stock))
-        for name, attend in _peers_attention(folder, peers).items():
-            other = twin(tower.module)
-            use_attention(other, name, attend)
-            found.append(_Entry(name, row, other))
-    for row in (row for row in rows if not row.is_plain):
-        other, name = twin(tower.module), "octavo"
-        try:
-            apply_(other, _recipe(tower, row, inputs))
-            if _is_fused(row) and (peer := _use_fastest(other, inputs, peers)) is not None:
-                name = f"octavo with {peer}"
-        except UnsupportedError as error:
-            objections.append(Objection("encoder", name, row.name, str(error)))
+
+    def attend(name: str, *qkv_and_packing: Any) -> Tensor:
+        """A peer's BF16 attention of all images in one call, without the checks of our op."""
+        *qkv, packing = qkv_and_packing
+        return peer_impls.PEERS[name](folder, False, *qkv, False, packing)()
+
+    for row in sorted(rows, key=lambda row: not row.is_plain):
+        for name in (STOCK, *peers) if row.is_plain else ():
+            stock = twin(tower.module)
+            use_attention(stock, name, None if name == STOCK else partial(attend, name))
+            found.append(_Entry(name, row, stock))
+        if row.is_plain:
             continue
-        found.append(_Entry(name, row, other))
+        entry = _Entry("octavo", row, twin(tower.module))
+        try:
+            apply_(entry.tower, _recipe(tower, row, inputs))
+            if _is_fused(row) and (peer := _use_fastest(entry.tower, inputs, peers)) is not None:
+                entry = replace(entry, name=f"octavo with {peer}")
+        except UnsupportedError as error:
+            objections.append(entry.objection(error))
+            continue
+        found.append(entry)
     return found, objections
 
 
@@ -247,36 +233,19 @@ def _use_fastest(tower: Any, inputs: Mapping[str, Tensor], peers: Sequence[str])
 
 def _recipe(tower: Tower, row: Row, inputs: Mapping[str, Tensor]) -> Recipe:
     """The recipe of a row; static scales are those of this run's own images."""
-    scales = None
+    scales: dict[str, dict[str, float]] = {}
     if row.needs_scales:
         seen = twin(tower.module)
         apply_(seen, Recipe(vision_attention="fp8"))
         seen(**inputs)
-        scales = _scales(seen)
+        for layer in seen.modules():
+            if isinstance(layer, EncoderAttention) and isinstance(layer.scaling, DynamicScaling):
+                own = layer.scaling.scales()
+                found = {"q": float(own.q), "k": float(own.k), "v": float(own.v)}
+                scales[scale_name(layer.name)] = found
     recipe = row.recipe(scales)
     assert recipe is not None
     return recipe
-
-
-def _peers_attention(folder: Path | None, names: Sequence[str]) -> dict[str, PackedAttention]:
-    """Peers' BF16 attention of all images in one call, without the checks of our op."""
-
-    def peer(name: str, *qkv_and_packing: Any) -> Tensor:
-        *qkv, packing = qkv_and_packing
-        return peer_impls.PEERS[name](folder, False, *qkv, False, packing)()
-
-    return {name: partial(peer, name) for name in names}
-
-
-def _scales(tower: Any) -> dict[str, dict[str, float]]:
-    """What a scale file would have of a tower's dynamic scales."""
-    found = {}
-    for layer in tower.modules():
-        if isinstance(layer, EncoderAttention) and isinstance(layer.scaling, DynamicScaling):
-            scales = layer.scaling.scales()
-            parts = {"q": scales.q, "k": scales.k, "v": scales.v}
-            found[scale_name(layer.name)] = {name: float(x) for name, x in parts.items()}
-    return found
 
 
 def _check(entry: _Entry, truth: _Truth, result: Any) -> dict[str, float]:
@@ -286,28 +255,29 @@ def _check(entry: _Entry, truth: _Truth, result: Any) -> dict[str, float]:
         for name, (args, kwargs, expected) in truth.layers.items():
             actual = entry.tower.get_submodule(name)(*args, **kwargs)
             errors.append(relative_rms(actual, expected))
-    of_attention = worst(errors)
-    limit = MAX_ERROR["BF16" if entry.is_bf16 else "FP8"]
+    of_attention = float(np.max(errors))
+    is_bf16 = entry.row.is_plain or _is_fused(entry.row)
+    limit = MAX_ERROR["BF16" if is_bf16 else "FP8"]
     of_tower = relative_rms(result.pooler_output, truth.result)
     if not of_attention <= limit or math.isnan(of_tower):
         raise UnsupportedError(
-            f"encoder with {entry} eagerly is wrong: expected attention with a relative error of "
+            f"encoder with {entry} is wrong: expected attention with a relative error of "
             f"at most {limit} and a finite result, got {of_attention:.3g} and {of_tower:.3g}"
         )
     return {"relative_rms": of_attention, "tower_relative_rms": of_tower}
 
 
-def _check_replay(entry: _Entry, truth: _Truth, call: Call, replay: Call) -> dict[str, float]:
+def _check_replay(entry: _Entry, truth: _Truth, call: Call) -> dict[str, float]:
     """How far a replay is from stock and from the same tower's eager call; raises if it is far."""
     with history_kept(entry.tower):
         expected = _outputs(call())
     with history_kept(entry.tower):  # both begin with the same scales
-        result = replay()
+        result = entry.call()
     pairs = zip(_outputs(result), expected, strict=True)
-    of_graph = worst(relative_rms(actual, eager) for actual, eager in pairs)
+    of_graph = float(np.max([relative_rms(actual, eager) for actual, eager in pairs]))
     if not of_graph <= MAX_GRAPH_ERROR:
         raise UnsupportedError(
-            f"encoder with {entry} by graphs is wrong: expected the eager tower's result with a "
+            f"encoder with {entry} is wrong: expected the eager tower's result with a "
             f"relative error of at most {MAX_GRAPH_ERROR}, got {of_graph:.3g}"
         )
     of_tower = relative_rms(result.pooler_output, truth.result)
@@ -320,42 +290,34 @@ def _outputs(result: Any) -> list[Tensor]:
 
 
 def _records(
-    tower: Tower, case: EncoderCase, timed: list[_Timed], device: torch.device, command: str
+    tower: Tower, case: EncoderCase, timed: list[_Entry], device: torch.device, command: str
 ) -> list[Measurement]:
-    machine = machine_of(device)
     # Stock is what a user has without octavo: no graphs, and no attention of ours.
-    stock = [
-        (one.values["median_ms"], one.entry.name)
-        for one in timed
-        if one.entry.row.is_plain and not one.is_graph
-    ]
-    baseline_ms, baseline = min(stock, default=(math.nan, None))
-    fused_ms = {one.is_graph: one.values["median_ms"] for one in timed if _is_fused(one.entry.row)}
+    stock = [one for one in timed if one.row.is_plain and not one.is_graph]
+    times = [(one.values["median_ms"], one.name) for one in stock]
+    baseline_ms, baseline = min(times, default=(math.nan, None))
+    fused_ms = {one.is_graph: one.values["median_ms"] for one in timed if _is_fused(one.row)}
+    about: dict[str, Scalar] = {
+        "model": tower.name,
+        "weights": tower.weights,
+        "layers": tower.num_layers,
+        "resolution": case.resolution,
+        "images": case.num_images,
+    }
+    record = partial(
+        Measurement,
+        op="encoder",
+        machine=machine_of(device),
+        command=command,
+        baseline=None if baseline is None else f"transformers {baseline} BF16",
+    )
     records = []
     for one in timed:
-        about: dict[str, Scalar] = {
-            "model": tower.name,
-            "weights": tower.weights,
-            "layers": tower.num_layers,
-            "resolution": case.resolution,
-            "images": case.num_images,
-            "recipe": one.entry.row.name,
-            "graphs": one.is_graph,
-        }
         values = dict(one.values)
         if baseline is not None:
             values["speedup"] = baseline_ms / values["median_ms"]
         if one.is_graph in fused_ms:
             values["fused_speedup"] = fused_ms[one.is_graph] / values["median_ms"]
-        records.append(
-            Measurement(
-                op="encoder",
-                impl=one.entry.name,
-                case=about,
-                values=values,
-                machine=machine,
-                command=command,
-                baseline=None if baseline is None else f"transformers {baseline} BF16",
-            )
-        )
+        own = {**about, "recipe": one.row.name, "graphs": one.is_graph}
+        records.append(record(impl=one.name, case=own, values=values))
     return records

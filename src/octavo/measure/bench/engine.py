@@ -1,15 +1,14 @@
 """One model, kept, in engines of one recipe after the other: what benchmarks of the engine share.
 
-Rows are those of `octavo.measure.rows`. Scales of FP8 caches come from the checkpoint; for random
-weights they are calibrated here, on random tokens.
+Scales of FP8 caches come from the checkpoint; for random weights they are calibrated here, on
+random tokens.
 
 Before an engine is timed, one like it is checked. It answers short prompts greedily, and its
-log-probabilities are compared with those that the stock model gives the same tokens (teacher
-forcing): where two logits are close, BF16 and another order of sums may choose differently, and all
-later tokens with them, which is no error. In float32 nothing is close enough for that: there, keys
-and values stored as they are must give the tokens of `model.generate()`. Linear layers in FP8 are
-part of the model that an engine is compared with. They are looked at by themselves, each beside the
-plain one with the same input: random layers after it make more of what it rounds.
+log-probabilities are compared with those that the stock model gives the same tokens: where two
+logits are close, BF16 may choose another token, and all later ones with it, which is no error. In
+float32 nothing is close enough for that: there, a cache that is not quantized must give the tokens
+of `model.generate()`. Linear layers in FP8 are part of the model that an engine is compared with,
+and each is compared with the plain one on the same input.
 """
 
 import gc
@@ -25,15 +24,15 @@ import torch
 
 from octavo.calibration.observers import CalibrationSettings
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.integrations.transformers.calibrate_text import calibrate_kv
+from octavo.integrations.transformers.calibrate import calibrate_kv
 from octavo.integrations.transformers.decoder import about_decoder, make_decoder
 from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench.cases import RandomPrompt
+from octavo.measure.bench.expect import expect
 from octavo.measure.bench.requests import RequestTimes
-from octavo.measure.bench.timing import machine_of
-from octavo.measure.records import Machine, Scalar
+from octavo.measure.records import Scalar
 from octavo.measure.rows import ENGINE, Row, parse_rows
 from octavo.numerics.error import relative_rms
 from octavo.recipe import Recipe
@@ -58,10 +57,6 @@ class Subject:
         """Where it is."""
         return next(iter(self.model.parameters())).device  # type: ignore[no-any-return]
 
-    def machine(self) -> Machine:
-        """What records say of the machine it is on."""
-        return machine_of(self.device)
-
     @property
     def max_context(self) -> int | None:
         """How many tokens the model was made for; None if its config does not say."""
@@ -77,16 +72,15 @@ def open_subject(
     name: str | None, config: str | None, *, dtype: str, device: str, layers: int | None
 ) -> Subject:
     """A model by folder or hub name, or one of random weights by the name of its sizes."""
-    if (name is None) == (config is None):
-        raise ConfigError(f"expected a model or a config, got {name} and {config}")
+    expect((name is None) != (config is None), "a model or a config", f"{name} and {config}")
     if config is None:
         if layers is not None:
             raise ConfigError("a number of layers is for random weights: leave it out, or --config")
         loaded = load_text_model(name, dtype=dtype, device=device, prompts=None)
         return Subject(loaded.model, _about(loaded.name, loaded.model), False)
     own = "bfloat16" if dtype == "auto" else dtype
-    if own not in ("bfloat16", "float16", "float32"):
-        raise ConfigError(f"expected auto, bfloat16, float16 or float32, got {dtype!r}")
+    is_known = own in ("bfloat16", "float16", "float32")
+    expect(is_known, "auto, bfloat16, float16 or float32", repr(dtype))
     model = make_decoder(config, torch.device(device), layers, getattr(torch, own))
     return Subject(model, {**_about(config, model), **about_decoder(model)}, True)
 
@@ -122,29 +116,24 @@ def make_rows(
 ) -> list[Row]:
     """The rows of these names, with scales for this model where it has random weights."""
     rows = check_rows(names, skip_layers)
-    if not subject.is_random or not any(map(_has_unknown_scales, rows)):
+    needing = [row for row in rows if row.needs_scales or _is_of_checkpoint(row)]
+    if not subject.is_random or not needing:
         return rows
-    scales = _calibrate(subject)
-    return [_with_scales(row, scales) if _has_unknown_scales(row) else row for row in rows]
-
-
-def _has_unknown_scales(row: Row) -> bool:
-    settings = row.kv_cache
-    return row.needs_scales or (settings is not None and settings.scaling == "checkpoint")
-
-
-def _with_scales(row: Row, scales: dict[str, Any]) -> Row:
-    static = {**dict(row.kv_cache or {}), "scaling": "static"}
-    return replace(row, fields={**row.fields, "kv_cache": static, "scales": scales})
-
-
-def _calibrate(subject: Subject) -> dict[str, Any]:
-    """Scales of random tokens, which are what random weights get to see here."""
+    # Random tokens are what random weights get to see here.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, subject.vocab_size, (1, CALIBRATION_LEN), generator=generator)
     settings = CalibrationSettings(granularity="head", margin=1.5)
     scales = calibrate_kv(subject.model, [{"input_ids": ids.to(subject.device)}], settings)
-    return scales.to_dict()
+
+    def with_scales(row: Row) -> Row:
+        static = {**dict(row.kv_cache or {}), "scaling": "static"}
+        return replace(row, fields={**row.fields, "kv_cache": static, "scales": scales.to_dict()})
+
+    return [with_scales(row) if row in needing else row for row in rows]
+
+
+def _is_of_checkpoint(row: Row) -> bool:
+    return row.kv_cache is not None and row.kv_cache.scaling == "checkpoint"
 
 
 def row_about(row: Row) -> dict[str, Scalar]:
@@ -217,23 +206,25 @@ def serve_prompts(
     """
     limit = min(max_concurrency or len(prompts), engine.settings.max_queue)
     greedy = Sampling(temperature=0, ignore_eos=True)
-    samplings = [replace(greedy, max_tokens=prompt.output_len) for prompt in prompts]
-    requests = [
-        Request(request_id=f"bench-{index}", prompt=prompt.tokens, sampling=sampling)
-        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-    for request in requests:
+    requests = {
+        name: Request(
+            request_id=name, prompt=one.tokens, sampling=replace(greedy, max_tokens=one.output_len)
+        )
+        for name, one in ((f"bench-{index}", one) for index, one in enumerate(prompts))
+    }
+    for request in requests.values():
         engine.check(request)
+    waiting = list(reversed(requests))
     starts: dict[str, float] = {}
-    tokens: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    tokens: dict[str, list[float]] = {name: [] for name in requests}
     errors: dict[str, str] = {}
     num_open = 0
     began = time.perf_counter()
-    while len(starts) < len(requests) or num_open:
-        while num_open < limit and len(starts) < len(requests):
-            request = requests[len(starts)]
-            starts[request.request_id] = time.perf_counter()
-            engine.add(request)
+    while waiting or num_open:
+        while num_open < limit and waiting:
+            name = waiting.pop()
+            starts[name] = time.perf_counter()
+            engine.add(requests[name])
             num_open += 1
         deltas = engine.step()
         now = time.perf_counter()
@@ -247,12 +238,12 @@ def serve_prompts(
     times = [
         RequestTimes(
             input_len=len(request.prompt),
-            output_len=len(tokens[request.request_id]),
-            start_s=starts[request.request_id],
-            parts_s=tuple(tokens[request.request_id]),
-            error=errors.get(request.request_id),
+            output_len=len(tokens[name]),
+            start_s=starts[name],
+            parts_s=tuple(tokens[name]),
+            error=errors.get(name),
         )
-        for request in requests
+        for name, request in requests.items()
     ]
     return times, duration_s
 
@@ -266,19 +257,15 @@ MAX_PROMPTS = 8
 # what is missing without attention.
 NUM_TOKENS = 16
 # The root mean square of the log-probabilities' differences, in standard deviations of the logits.
-# e4m3 has 3 bits after the point: a value is rounded by 2^-4 of itself at most, by 2.6 % in the
-# root mean square. Values and probabilities are both rounded, which is √2 of it for a layer whose
-# attention averages nothing: 3.7 %, or 7.3 % with the 2 bits of e5m2. What one layer gets wrong the
-# next ones see, which took 32 random layers to 8.4 % (5 % at 16, 2 % at 2); 5 times 3.7 % is wrong.
-# BF16 rounds what every layer adds, the stock model at other places than the engine:
-# √(2 · 64 roundings) · 0.16 % is 1.8 % for 32 layers, 1.7 % on a CPU, 2.6 % was measured with
-# Llama-3.1-8B's sizes on an H200; three times that is wrong.
-# Attention that returns zeros, in prompts or afterwards, is at 44 % or more.
+# e4m3 rounds a value by 2.6 % in the root mean square, values and probabilities together by 3.7 %
+# (e5m2: 7.3 %) in a layer whose attention averages nothing. The next layers make more of it: 8.4 %
+# after 32 random layers, 2 % after 2. Five times 3.7 % is wrong. BF16 rounds what every layer adds,
+# at other places than the stock model: 1.8 % for 32 layers, 2.6 % was measured with Llama-3.1-8B's
+# sizes on an H200; three times that is wrong. Attention that returns zeros is at 44 % or more.
 MAX_ERROR = {"float32": 1e-3, "plain": 0.08, "e4m3": 0.18, "e5m2": 0.36}
-# How much more random layers make of a rounding depends on their sizes: Llama-3.1-8B's, compiled on
-# an H200, were at 5.3 % in BF16 and five times that with e4m3, as five to one as 8.4 % and 1.7 %
-# on a CPU. So where a plain row has gone before, FP8 may be so many times its error, but never as
-# far as attention that returns zeros.
+# How much more random layers make of a rounding depends on their sizes: compiled on an H200,
+# Llama-3.1-8B's were at 5.3 % in BF16 and five times that with e4m3. So where a plain row has gone
+# before, FP8 may be so many times its error, but never as far as attention that returns zeros.
 TIMES_PLAIN = {"e4m3": 8, "e5m2": 16}
 HIGHEST = 0.42
 # Of the result of an FP8 linear layer, in the root mean square: both operands are rounded by 2.7 %,
@@ -318,10 +305,7 @@ def ask(engine: Engine, vocab_size: int) -> list[Answer]:
 
 
 def check_row(
-    subject: Subject,
-    row: Row,
-    settings: EngineSettings,
-    plain_error: float | None = None,
+    subject: Subject, row: Row, settings: EngineSettings, plain_error: float | None = None
 ) -> dict[str, float]:
     """The errors of an engine of this row, before any time goes into it; raises if it is wrong.
 
@@ -349,10 +333,9 @@ def judge(
 ) -> float:
     """How far log-probabilities are from the stock model's at most; raises if they are wrong.
 
-    Runs the model as transformers has it: after the engine was closed. plain_error: of a row with
-    keys and values as they are, in the same dtype. linear_rounding: what FP8 in the model's own
-    linear layers costs, in the same unit. Where the engine's values differ by as much as a rounding
-    step, its layers round otherwise than the model's, and two such costs lie between them.
+    Runs the model as transformers has it: after the engine was closed. plain_error: of a row that
+    is not quantized. linear_rounding: what FP8 linear layers cost, in the same unit; those of the
+    engine round otherwise than the model's, so that two such costs lie between them.
     """
     model = subject.model
     is_exact = model.dtype == torch.float32 and row.kv_cache is None
@@ -364,7 +347,7 @@ def judge(
             limit = min(max(limit, TIMES_PLAIN[fmt] * plain_error), max(limit, HIGHEST))
     if not is_exact:
         limit = math.hypot(limit, math.sqrt(2) * linear_rounding)
-    worst = 0.0
+    errors = []
     for answer in answers:
         tokens = answer.completion.tokens
         if is_exact and tokens != (expected := _generate(model, answer.prompt)):
@@ -372,14 +355,13 @@ def judge(
                 f"{row.name} is wrong: expected the tokens of generate() in float32, {expected}, "
                 f"got {tokens}"
             )
-        error = _relative_error(model, answer)
-        if math.isnan(error) or error > limit:
+        errors.append(_relative_error(model, answer))
+        if not errors[-1] <= limit:  # nor if it is NaN
             raise UnsupportedError(
                 f"{row.name} is wrong: expected log-probabilities within {limit:g} standard "
-                f"deviations of the stock model's logits, got {error:.3g}"
+                f"deviations of the stock model's logits, got {errors[-1]:.3g}"
             )
-        worst = max(worst, error)
-    return worst
+    return max(errors)
 
 
 @torch.no_grad()

@@ -1,12 +1,10 @@
 """Loads in this process's engine: one batch by itself (latency), or many requests (throughput).
 
-Rows run one after the other with the same model and the same prompts. What a token costs after a
-longer context is a straight line: its intercept is the weights and everything else, its slope the
-keys and values that are read. What a prompt costs has a square term as well: attention. Records of
-these fits have each term with its 95 % interval as two more values, with low and high before the
-unit. They are absent where nothing is known of it: as many lengths as terms.
-
-The load of throughput is that of `octavo bench serve`, and so are the fields; no HTTP is between.
+What a token costs after a longer context is a straight line: its intercept is the weights and
+everything else, its slope the keys and values that are read. What a prompt costs has a square term
+as well: attention. Records of these fits have each term with the ends of its 95 % interval, low and
+high, unless there are only as many lengths as terms. The load of throughput is that of `octavo
+bench serve`, and so are the fields.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
+from octavo.measure import fit
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.bench.engine import (
     CONTEXT,
@@ -29,26 +28,12 @@ from octavo.measure.bench.engine import (
     serve_prompts,
     shortened,
 )
+from octavo.measure.bench.expect import expect
 from octavo.measure.bench.requests import RequestTimes, statistics_ms, summarize
-from octavo.measure.fit import (
-    BreakEven,
-    Interval,
-    Line,
-    Quadratic,
-    break_even,
-    curve_break_even,
-    slope_ratio,
-    square_ratio,
-)
-from octavo.measure.records import Measurement, Scalar, utc_now
-from octavo.measure.report.latency import (
-    ITL,
-    TTFT,
-    fit_itl,
-    fit_ttft,
-    latency_sections,
-    rows_of,
-)
+from octavo.measure.bench.timing import machine_of
+from octavo.measure.fit import BreakEven, Interval, Line, Quadratic
+from octavo.measure.records import Measurement, utc_now
+from octavo.measure.report import latency
 from octavo.measure.report.tables import Table, from_records
 from octavo.measure.rows import Row
 from octavo.measure.run import ALL, Outcome, Participant, Records, Values, Workload, run_workload
@@ -65,8 +50,16 @@ CURVE_UNITS = {
     "linear": ("ms_per_1k_tokens", 1e3),
     "square": ("ms_per_1k_tokens_squared", 1e6),
 }
-# Values of throughput that are compared with the first row's, and what is better: more, or less.
-GAINS = {"output_throughput": True, "median_ttft_ms": False, "median_itl_ms": False}
+# What a row is compared by with the first one: the value that says how many times as good it is,
+# what it is made of, and whether more of that is better.
+COMPARED = {
+    "latency": {"ttft_speedup": ("median_ttft_ms", False), "itl_speedup": ("median_itl_ms", False)},
+    "throughput": {
+        "output_throughput_gain": ("output_throughput", True),
+        "median_ttft_gain": ("median_ttft_ms", False),
+        "median_itl_gain": ("median_itl_ms", False),
+    },
+}
 TTFT_COLUMNS = (
     *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
     *("ttft_speedup", "relative_rms"),
@@ -106,10 +99,6 @@ class RowRun:
     engine: Engine
     errors: Values
 
-    def outcome(self, values: Values, **about: Scalar) -> Outcome:
-        """Values with the errors of the check, and what is known of the engine."""
-        return Outcome({**values, **self.errors}, {**engine_about(self.engine), **about})
-
 
 def run_load(
     subject: Subject,
@@ -125,14 +114,17 @@ def run_load(
     """Check and measure all rows under a load; the first is what the others are compared with.
 
     It raises if it is wrong. Another row that is wrong, cannot run or fails a request has a failure
-    and no records. The engine holds the load, and computes every prompt anew. Records of latency
-    are those of a row's lengths, then its fits. baseline: what all rows are compared with, if it
-    has run before, at the same lengths. on_step: told of each batch of latency, or of each token of
-    throughput.
+    and no records. Every prompt is computed anew. Records of latency are those of a row's lengths,
+    then its fits. baseline: what all rows are compared with, if it has run before.
     """
+    if isinstance(case, LatencyCase):
+        num_seqs = case.batch_size
+    else:
+        limit = settings.max_num_seqs
+        num_seqs = min(case.max_concurrency or limit, limit, case.num_prompts)
     settings = replace(
         settings,
-        max_num_seqs=case.num_seqs(settings.max_num_seqs),
+        max_num_seqs=num_seqs,
         max_context=max(case.max_context, CONTEXT),
         enable_prefix_caching=False,
     )
@@ -154,18 +146,14 @@ def run_load(
             name=row.name,
             impl="octavo",
             about={**subject.about, **row_about(row), **case.about},
-            machine=subject.machine(),
+            machine=machine_of(subject.device),
             open=partial(opened, row),
         )
         for row in rows
     ]
-    failures: dict[str, str] = {}
     latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
-    workload: Any
-    if isinstance(case, LatencyCase):
-        workload = _latency(case, subject.vocab_size, command, latencies_s, on_step)
-    else:
-        workload = _throughput(case, subject.vocab_size, command, on_step)
+    workload = _workload(case, subject.vocab_size, command, latencies_s, on_step)
+    failures: dict[str, str] = {}
     found = run_workload(
         participants,
         workload,
@@ -176,44 +164,84 @@ def run_load(
     return LoadResult(tuple(found), failures, latencies_s)
 
 
-def _latency(
-    case: LatencyCase,
+def _workload(
+    case: LatencyCase | ThroughputCase,
     vocab_size: int,
     command: str,
     latencies_s: dict[tuple[str, int], tuple[float, ...]],
     on_step: OnStep,
-) -> Workload[RowRun, int]:
-    """One batch at each length, so many times; then fits over the lengths."""
+) -> Workload[RowRun, Any]:
+    """What is measured of every row: lengths, then fits over them, or all requests at once."""
+    make = partial(Workload, command=command, row_key="row")
+    if isinstance(case, LatencyCase):
+        return make(
+            op="latency",
+            cells={length: {"input_len": length} for length in case.input_lens},
+            measure=partial(_measure_length, case, vocab_size, latencies_s, on_step),
+            compare=partial(_compare, "latency"),
+            derive=_fits,
+        )
+    measure = partial(_measure_all, case, vocab_size, on_step)
+    compare = partial(_compare, "throughput")
+    return make(op="throughput", cells={ALL: {}}, measure=measure, compare=compare)
 
-    def measure(run: RowRun, length: int) -> Outcome:
-        prompts = case.workload(length).draw(vocab_size)
-        batches = []
-        for number in range(case.num_warmups + case.num_iters):
-            on_step(f"{run.row.name}, {length:,} tokens")
-            is_warm_up = number < case.num_warmups
-            times, _ = serve_prompts(run.engine, shortened(prompts) if is_warm_up else prompts)
-            for index, one in enumerate(times):
-                if one.error is not None:
-                    raise OctavoError(f"{run.row.name}: request {index} failed: {one.error}")
-            if not is_warm_up:
-                _decoding_s(times)  # before more time goes into it
-                batches.append(times)
-        latencies_s[run.row.name, length] = tuple(map(_batch_s, batches))
-        return run.outcome(length_values(batches))
 
-    def compare(own: Values, first: Values) -> Values:
-        medians = {metric: f"median_{metric}_ms" for metric in ("ttft", "itl")}
-        return {f"{metric}_speedup": first[name] / own[name] for metric, name in medians.items()}
+def _compare(op: str, own: Values, first: Values) -> Values:
+    """How many times as good a row is as the first one."""
+    return {
+        gain: own[name] / first[name] if is_more_better else first[name] / own[name]
+        for gain, (name, is_more_better) in COMPARED[op].items()
+    }
 
-    return Workload(
-        op="latency",
-        command=command,
-        cells={length: {"input_len": length} for length in case.input_lens},
-        measure=measure,
-        compare=compare,
-        derive=_fits,
-        row_key="row",
+
+def _measure_length(
+    case: LatencyCase,
+    vocab_size: int,
+    latencies_s: dict[tuple[str, int], tuple[float, ...]],
+    on_step: OnStep,
+    run: RowRun,
+    length: int,
+) -> Outcome:
+    """One batch of a length, so many times; the seconds of each go to latencies_s."""
+    prompts, name = case.workload(length).draw(vocab_size), run.row.name
+    batches = []
+    for number in range(case.num_warmups + case.num_iters):
+        on_step(f"{name}, {length:,} tokens")
+        is_warm_up = number < case.num_warmups
+        times, _ = serve_prompts(run.engine, shortened(prompts) if is_warm_up else prompts)
+        _check_served(name, times)
+        if not is_warm_up:
+            _decoding_s(times)  # before more time goes into it
+            batches.append(times)
+    latencies_s[name, length] = tuple(map(_batch_s, batches))
+    return Outcome({**length_values(batches), **run.errors}, engine_about(run.engine))
+
+
+def _measure_all(
+    case: ThroughputCase, vocab_size: int, on_step: OnStep, run: RowRun, cell: str
+) -> Outcome:
+    """All requests of the load."""
+    prompts = case.draw(vocab_size)
+    engine, name, limit = run.engine, run.row.name, case.max_concurrency
+    num_warm_ups = case.num_warmups
+    if num_warm_ups is None:
+        num_warm_ups = min(limit or MAX_WARM_UPS, MAX_WARM_UPS)
+    if short := shortened(prompts[:num_warm_ups]):
+        serve_prompts(engine, short, max_concurrency=limit)
+    before = engine.stats().num_preemptions
+    times, duration_s = serve_prompts(
+        engine, prompts, max_concurrency=limit, on_token=lambda: on_step(f"{name}, tokens")
     )
+    num_preemptions = engine.stats().num_preemptions - before
+    _check_served(name, times)
+    values = summarize(times, duration_s, (10, 90, 99))
+    about = {**engine_about(engine), "max_num_seqs": engine.settings.max_num_seqs}
+    return Outcome({**values, "num_preemptions": num_preemptions, **run.errors}, about)
+
+
+def _check_served(name: str, times: Sequence[RequestTimes]) -> None:
+    if failed := [one.error for one in times if one.error is not None]:
+        raise OctavoError(f"{name}: {len(failed)} requests failed: {failed[0]}")
 
 
 def _fits(own: list[Measurement], first: list[Measurement]) -> Iterator[Measurement]:
@@ -221,59 +249,13 @@ def _fits(own: list[Measurement], first: list[Measurement]) -> Iterator[Measurem
     about = dict(own[0].case)
     del about["input_len"]
     about["input_lens"] = ",".join(str(record.case["input_len"]) for record in own)
-    fits: list[tuple[str, dict[str, float]]] = []
+    fitted = partial(replace, own[0], case=about, date=utc_now())
     if len(own) > 1:
-        line = line_values(fit_itl(own), fit_itl(first) if first else None)
-        fits.append(("latency_fit", line))
+        line = line_values(latency.fit_itl(own), latency.fit_itl(first) if first else None)
+        yield fitted(op="latency_fit", values=line)
     if len(own) > 2:
-        curve = curve_values(fit_ttft(own), fit_ttft(first) if first else None)
-        fits.append(("ttft_fit", curve))
-    for op, values in fits:
-        yield replace(own[0], op=op, case=about, values=values, date=utc_now())
-
-
-def _throughput(
-    case: ThroughputCase, vocab_size: int, command: str, on_step: OnStep
-) -> Workload[RowRun, str]:
-    """All requests of the load."""
-
-    def measure(run: RowRun, cell: str) -> Outcome:
-        prompts = case.workload.draw(vocab_size)
-        engine, name, limit = run.engine, run.row.name, case.max_concurrency
-        num_warm_ups = case.num_warmups
-        if num_warm_ups is None:
-            num_warm_ups = min(limit or MAX_WARM_UPS, MAX_WARM_UPS)
-        if short := shortened(prompts[:num_warm_ups]):
-            serve_prompts(engine, short, max_concurrency=limit)
-        before = engine.stats().num_preemptions
-        times, duration_s = serve_prompts(
-            engine, prompts, max_concurrency=limit, on_token=lambda: on_step(f"{name}, tokens")
-        )
-        num_preemptions = engine.stats().num_preemptions - before
-        if failed := [one.error for one in times if one.error is not None]:
-            raise OctavoError(f"{name}: {len(failed)} requests failed: {failed[0]}")
-        values = summarize(times, duration_s, (10, 90, 99))
-        return run.outcome(
-            {**values, "num_preemptions": num_preemptions},
-            max_num_seqs=engine.settings.max_num_seqs,
-        )
-
-    def compare(own: Values, first: Values) -> Values:
-        """How many times as good a row is as the first one: output_throughput_gain and so on."""
-        ratios = {name: own[name] / first[name] for name in GAINS}
-        return {
-            f"{name.removesuffix('_ms')}_gain": ratios[name] if is_more_better else 1 / ratios[name]
-            for name, is_more_better in GAINS.items()
-        }
-
-    return Workload(
-        op="throughput",
-        command=command,
-        cells={ALL: {}},
-        measure=measure,
-        compare=compare,
-        row_key="row",
-    )
+        curve = curve_values(latency.fit_ttft(own), latency.fit_ttft(first) if first else None)
+        yield fitted(op="ttft_fit", values=curve)
 
 
 def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]:
@@ -304,12 +286,12 @@ def _decoding_s(batch: Sequence[RequestTimes]) -> tuple[float, float]:
     """From when to when all sequences of a batch decode; raises if they never do."""
     first_s = max(times.parts_s[0] for times in batch)
     last_s = min(times.parts_s[-1] for times in batch)
-    if last_s <= first_s:
-        raise ConfigError(
-            f"expected {len(batch)} sequences at once after their prompts of {batch[0].input_len} "
-            "tokens, got one that had ended before another began: use a larger output_len or "
-            "max_num_batched_tokens, more pages, or a smaller batch"
-        )
+    expect(
+        last_s > first_s,
+        f"{len(batch)} sequences at once after their prompts of {batch[0].input_len} tokens",
+        "one that had ended before another began: use a larger output_len or "
+        "max_num_batched_tokens, more pages, or a smaller batch",
+    )
     return first_s, last_s
 
 
@@ -327,10 +309,10 @@ def line_values(line: Line, first: Line | None) -> dict[str, float]:
     }
     if first is None:
         return values
-    ratio = slope_ratio(line, first)
+    ratio = fit.slope_ratio(line, first)
     values["intercept_gap_ms"] = line.intercept - first.intercept
     values |= _term("slope_ratio", ratio.value, ratio.interval)
-    return values | _crossing("", break_even(line, first))
+    return values | _crossing("", fit.break_even(line, first))
 
 
 def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
@@ -344,11 +326,11 @@ def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
     values["ttft_residual_ms"] = curve.residual
     if first is None:
         return values
-    ratio = square_ratio(curve, first)
+    ratio = fit.square_ratio(curve, first)
     values |= _term("square_ratio", ratio.value, ratio.interval)
     if curve.fit is None or first.fit is None:
         return values
-    return values | _crossing("ttft_", curve_break_even(curve, first))
+    return values | _crossing("ttft_", fit.curve_break_even(curve, first))
 
 
 def _term(
@@ -384,11 +366,14 @@ def _told_latency(records: Sequence[Measurement]) -> Iterator[str | Table]:
     lengths.sort(key=lambda record: int(record.case["input_len"]))
     yield from_records(lengths, caption=f"To the first token: {sizes}", columns=TTFT_COLUMNS)
     yield from_records(lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS)
-    for section in latency_sections(records):
+    for section in latency.latency_sections(records):
         yield from section.tables
         yield from section.paragraphs[1:]
-    ends = {ITL: "", TTFT: ", by the curves between the shortest and the longest input"}
-    for row in rows_of(lengths):
+    ends = {
+        latency.ITL: "",
+        latency.TTFT: ", by the curves between the shortest and the longest input",
+    }
+    for row in latency.rows_of(lengths):
         for metric, end in ends.items():
             if row.baseline is not None and (found := row.break_even(metric)) is not None:
                 yield f"{metric.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"

@@ -1,13 +1,11 @@
 """One more token after a long context: a whole decoder, its KV cache in BF16 and in FP8.
 
-All who take part have the same weights, and the same random keys and values in their caches, which
-are written there and not computed: a prefill would take minutes. Steps are captured as
-CUDA graphs and replayed in turn, so that launching is not counted; the token after the context is
-compared before anyone is timed.
+All have the same weights, and the same random keys and values in their caches, which are written
+there and not computed: a prefill would take minutes. Steps are CUDA graphs replayed in turn, so
+that launching is not counted; the token after the context is compared before anyone is timed.
 """
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.calibration.scale_file import ScaleSet
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import UnsupportedError
 from octavo.integrations.transformers import kv_cache
 from octavo.integrations.transformers.decoder import (
     KeysAndValues,
@@ -27,6 +25,7 @@ from octavo.integrations.transformers.decoder import (
     random_keys_and_values,
 )
 from octavo.measure.bench.benchmark import read_rows
+from octavo.measure.bench.expect import expect
 from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms
 from octavo.measure.records import Measurement, Scalar, timing
 from octavo.measure.rows import GENERATE, Row
@@ -49,8 +48,7 @@ class GenerateCase:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        if self.context < 1 or self.batch < 1:
-            raise ConfigError(f"expected a context and a batch of at least 1, got {self}")
+        expect(min(self.context, self.batch) >= 1, "a context and a batch of at least 1", self)
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,17 @@ class _Prepared:
     logits: Tensor
     step: Callable[[], object]
     cache_bytes: int
+
+    def error(self, first: Tensor) -> float:
+        """How far the logits are from the first one's; raises if they are wrong."""
+        error = relative_rms(self.logits, first)
+        limit = MAX_ERROR["bf16" if self.row.kv_cache is None else "fp8"]
+        if not error <= limit:  # nor if it is NaN
+            raise UnsupportedError(
+                f"generate with {self.row.name} is wrong: expected logits within {limit} of the "
+                f"baseline's, got {error:.3g}"
+            )
+        return error
 
 
 def run_generate(
@@ -79,35 +88,36 @@ def run_generate(
     """
     rows = read_rows(recipes, GENERATE, (BF16, STOCK))
     device = next(model.parameters()).device
+    is_cuda = device.type == "cuda"
     generator = torch.Generator().manual_seed(0)
     shape = (case.batch, 1)
     last = torch.randint(2, model.config.vocab_size, shape, generator=generator).to(device)
     source = random_keys_and_values(model, case.batch)
     with torch.no_grad():
-        scales = None
-        if any(row.needs_scales for row in rows):
-            scales = find_scales(model, source, case.context)
+        is_static = any(row.needs_scales for row in rows)
+        scales = find_scales(model, source, case.context) if is_static else None
         prepared = [_prepare(model, case, row, last, source, scales) for row in rows]
-        errors = _check(prepared)
+        errors = [one.error(prepared[0].logits) for one in prepared]
+        warmup_ms, num_samples = (60.0, 25) if is_cuda else (0.0, 3)
         steps = [one.step for one in prepared]
-        is_cuda = device.type == "cuda"
-        warm_up_ms, num_samples = (60.0, 25) if is_cuda else (0.0, 3)
-        samples = sample_in_turn_ms(steps, device, warmup_ms=warm_up_ms, num_samples=num_samples)
-    machine = machine_of(device)
-    first_ms = timing(samples[0])["median_ms"]
+        samples = sample_in_turn_ms(steps, device, warmup_ms=warmup_ms, num_samples=num_samples)
+    machine, first_ms = machine_of(device), timing(samples[0])["median_ms"]
+    sizes = {"context": case.context, "batch": case.batch}
     records = []
     for one, own, error in zip(prepared, samples, errors, strict=True):
-        values = timing(own)
-        values |= {"cache_bytes": one.cache_bytes, "relative_rms": error}
-        values["speedup"] = first_ms / values["median_ms"]
-        values["cache_ratio"] = one.cache_bytes / prepared[0].cache_bytes
+        times, name = timing(own), one.row.name
         records.append(
             Measurement(
                 op="generate",
-                impl="transformers" if one.row.name == STOCK else "octavo",
-                case={**about, "context": case.context, "batch": case.batch}
-                | {"recipe": one.row.name, "graphs": is_cuda},
-                values=values,
+                impl="transformers" if name == STOCK else "octavo",
+                case={**about, **sizes, "recipe": name, "graphs": is_cuda},
+                values={
+                    **times,
+                    "cache_bytes": one.cache_bytes,
+                    "relative_rms": error,
+                    "speedup": first_ms / times["median_ms"],
+                    "cache_ratio": one.cache_bytes / prepared[0].cache_bytes,
+                },
                 machine=machine,
                 command=command,
                 baseline=rows[0].name,
@@ -145,18 +155,3 @@ def _prepare(
     finally:
         if row.name != STOCK and is_cuda:
             kv_cache.detach(model)
-
-
-def _check(prepared: list[_Prepared]) -> list[float]:
-    """How far the logits are from the first one's; raises if they are wrong."""
-    errors = []
-    for one in prepared:
-        error = relative_rms(one.logits, prepared[0].logits)
-        limit = MAX_ERROR["bf16" if one.row.kv_cache is None else "fp8"]
-        if not error <= limit or math.isnan(error):
-            raise UnsupportedError(
-                f"generate with {one.row.name} is wrong: expected logits within {limit} of "
-                f"{prepared[0].row.name}'s, got {error:.3g}"
-            )
-        errors.append(error)
-    return errors

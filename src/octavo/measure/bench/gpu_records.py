@@ -51,7 +51,7 @@ AREAS = {
             "layers/decoder_attention.py",
             "integrations/transformers/*cache*.py",
             "integrations/transformers/decoder*.py",
-            "integrations/transformers/observe_text.py",
+            "integrations/transformers/calibrate.py",
             "integrations/transformers/paged_steps.py",
             "integrations/transformers/saturation.py",
         ),
@@ -69,7 +69,7 @@ AREAS = {
             "layers/warmup.py",
             "integrations/linear.py",
             "integrations/output_heads.py",
-            "integrations/transformers/load_fp8.py",
+            "integrations/transformers/load.py",
             "integrations/transformers/quantizer.py",
         ),
         tests=(
@@ -82,15 +82,13 @@ AREAS = {
     ),
     "diffusion": Area(
         sources=(
-            "integrations/diffusers/attention*.py",
+            "integrations/diffusers/attention.py",
             "integrations/diffusers/calibrate.py",
-            "integrations/diffusers/current_layer.py",
-            "integrations/diffusers/fused_attention.py",
+            "integrations/diffusers/linear.py",
             "integrations/diffusers/pipeline.py",
-            "integrations/diffusers/plain_layers.py",
-            "integrations/diffusers/replay.py",
+            "integrations/diffusers/processors.py",
+            "integrations/diffusers/sensitivity.py",
             "integrations/diffusers/step_graphs.py",
-            "integrations/diffusers/two_streams.py",
         ),
         tests=(
             "integrations/diffusers/test_attention.py",
@@ -101,18 +99,11 @@ AREAS = {
         ),
     ),
     "retrieval": Area(
-        sources=(
-            "integrations/transformers/retrieval_model.py",
-            "measure/evaluate/answering.py",
-        ),
-        tests=("integrations/transformers/test_retrieval_model.py",),
+        sources=("demo/retrieval_model.py", "measure/evaluate/answering.py"),
+        tests=("demo/test_retrieval_model.py",),
     ),
     "engine": Area(
-        sources=(
-            "integrations/transformers/engine_*.py",
-            "layers/one_token_linear.py",
-            "serving/engine/*.py",
-        ),
+        sources=("integrations/transformers/engine_*.py", "serving/engine/*.py"),
         without=("serving/engine/__init__.py", "serving/engine/llm.py", "serving/engine/text.py"),
         tests=("serving/engine/test_*.py",),
     ),
@@ -127,9 +118,8 @@ def kernel_names() -> list[str]:
 def tests_of(name: str, tests: Path) -> list[Path]:
     """The files in the folder of all tests that run a kernel, or have GPU tests of an area.
 
-    Those of a kernel are test_<kernel>.py and test_<kernel>_*.py. A file belongs to the longest
-    name that fits: test_quantize_qkv.py is not quantize's. Files that only compile are not among
-    them.
+    Those of a kernel are test_<kernel>.py and test_<kernel>_*.py, of the longest name that fits;
+    files that only compile are not among them.
     """
     if name in AREAS:
         files = _matching(tests, AREAS[name].tests)

@@ -1,12 +1,11 @@
 """All benchmarks of `octavo bench kernels`, by op, and the search for launch settings.
 
-A search checks and times every candidate, and keeps the winner as data. Before anything is timed,
-`precompile` compiles kernels in many processes: each runs one call, so that Triton's cache on disk
-has what the timing process will need.
+A search checks and times every candidate, and keeps the winner as data. `precompile` runs one call
+each in many processes, so that Triton's cache on disk has what the timing process will need.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import UnsupportedError
 from octavo.kernels import tuning
 from octavo.kernels.append_kv import config as append_config
 from octavo.kernels.attention import config as attention_config
@@ -26,6 +25,7 @@ from octavo.kernels.quantize import config as quantize_config
 from octavo.kernels.scaled_mm import config as scaled_mm_config
 from octavo.measure.bench import attention, linear
 from octavo.measure.bench.benchmark import Benchmark, Call, Suite, run_benchmark
+from octavo.measure.bench.expect import expect_one_of
 from octavo.measure.records import Measurement
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
@@ -49,10 +49,14 @@ def benchmarks(
     device: torch.device, names: list[str] | None = None, peers: Path | None = None
 ) -> list[Benchmark]:
     """The benchmarks of some ops, or of all; `peers` is a folder with other libraries' kernels."""
-    for name in names or ():
-        if name not in SUITES:
-            raise ConfigError(f"expected an op, one of {', '.join(SUITES)}; got {name!r}")
-    return [one for name in names or SUITES for one in SUITES[name].benchmarks(device, peers)]
+    expect_one_of("an op, one", SUITES, *(names or ()))
+    suites = [SUITES[name] for name in names or SUITES]
+    is_large = device.type == "cuda"
+    return [
+        suite.make(size, device, peers)
+        for suite in suites
+        for size in (suite.large if is_large else suite.small)
+    ]
 
 
 # A winner must beat the default by more than two runs of one kernel differ.
@@ -64,28 +68,38 @@ Problem = tuple[str, list[Any]]  # its name, and the settings it may have, the d
 
 @dataclass(frozen=True)
 class Search:
-    """The settings that one problem may have, the default first, and how to run with them."""
+    """A benchmark whose participants are the settings that one problem may have.
 
-    op: str
+    configs: the settings by the names of the participants, the default first.
+    """
+
     problem: str
     benchmark: Benchmark
-    configs: list[Any]
-    prepare: Callable[[Any, Any], Call]  # (settings, inputs) -> call
+    configs: Mapping[str, Any]
+
+    @staticmethod
+    def of(problem: Problem, benchmark: Benchmark, prepare: Callable[[Any, Any], Call]) -> "Search":
+        """The search with a benchmark's inputs; prepare: (settings, inputs) -> call."""
+        name, configs = problem
+        named = {name_of(config): config for config in configs}
+        like = benchmark.participants[0]
+        candidates = tuple(
+            replace(like, name=word, prepare=partial(prepare, config))
+            for word, config in named.items()
+        )
+        return Search(name, replace(benchmark, participants=candidates), named)
 
 
 def searches(op: str, device: Device) -> list[Search]:
     """What can be tuned for an op."""
-    if op not in SEARCHES:
-        expected = ", ".join(SEARCHES)
-        raise ConfigError(f"expected an op with settings to tune, one of {expected}; got {op!r}")
+    expect_one_of("an op with settings to tune, one", SEARCHES, op)
     if device.capability is None:
         raise UnsupportedError(f"settings are tuned on the GPU they are for, got {device.name}")
     find_problem, prepare = SEARCHES[op]
-    problems = [(size, find_problem(size, device)) for size in SUITES[op].large]
+    suite = SUITES[op]
+    problems = [(size, find_problem(size, device)) for size in suite.large]
     return [
-        Search(
-            op, problem[0], SUITES[op].make(size, device.torch_device, None), problem[1], prepare
-        )
+        Search.of(problem, suite.make(size, device.torch_device, None), prepare)
         for size, problem in problems
         if problem is not None
     ]
@@ -93,19 +107,16 @@ def searches(op: str, device: Device) -> list[Search]:
 
 def tune(search: Search, device: Device, folder: Path, command: str) -> list[Measurement]:
     """Time all candidates; the fastest wins if it beats the default. Returns their records."""
-    names = {name_of(config): config for config in search.configs}
-    like = search.benchmark.participants[0]
-    candidates = tuple(
-        replace(like, name=name, prepare=partial(search.prepare, config))
-        for name, config in names.items()
-    )
-    timed = replace(search.benchmark, participants=candidates)
-    records, _ = run_benchmark(timed, device.torch_device, command)
+    records, _ = run_benchmark(search.benchmark, device.torch_device, command)
     times = {record.impl: record.values["median_ms"] for record in records}
-    fastest, default = min(times, key=lambda name: times[name]), name_of(search.configs[0])
+    fastest, default = min(times, key=lambda name: times[name]), next(iter(search.configs))
     winner = fastest if times[default] > MARGIN * times[fastest] else default
-    tuning.save(search.op, search.problem, device, names[winner], folder)
-    return [_tried(record, search.problem, record.impl == winner) for record in records]
+    tuning.save(search.benchmark.op, search.problem, device, search.configs[winner], folder)
+    about = {"problem": search.problem}
+    return [
+        replace(record, case={**record.case, **about, "is_winner": record.impl == winner})
+        for record in records
+    ]
 
 
 def name_of(config: Any) -> str:
@@ -113,24 +124,19 @@ def name_of(config: Any) -> str:
     return "x".join(str(int(number)) for number in astuple(config))
 
 
-def _tried(record: Measurement, problem: str, is_winner: bool) -> Measurement:
-    return replace(record, case={**record.case, "problem": problem, "is_winner": is_winner})
-
-
-def _attention_problem(size: Any, device: Device) -> Problem | None:
-    _, length, _, _, head_dim, is_causal = size
-    if is_causal:
+def _attention_problem(size: attention.Size, device: Device) -> Problem | None:
+    if size.is_causal:
         return None  # its tiles are those of the same head_dim without
-    shape = attention_config.AttentionShape(torch.float8_e4m3fn, head_dim, length)
+    shape = attention_config.AttentionShape(E4M3.dtype, size.head_dim, max(size.lengths))
     default = attention_config.default(shape, device)
     configs = list(dict.fromkeys([default, *attention_config.candidates(shape, device)]))
     return attention_config.problem(shape), configs
 
 
-def _attend(config: attention_config.AttentionConfig, inputs: Any) -> Call:
+def _attend(config: attention_config.AttentionConfig, inputs: attention.Inputs) -> Call:
     from octavo.kernels.attention.triton import attention as run
 
-    qkv = ops.quantize_qkv(*inputs, value_layout="transposed")
+    qkv = ops.quantize_qkv(*inputs.qkv, value_layout="transposed")
     options: Any = {"packing": None, "sinks": None, "key_mask": None, "out_dtype": torch.bfloat16}
     options |= {"value_layout": qkv.value_layout, "config": config}
 
@@ -204,23 +210,20 @@ class Task:
     is_search: bool = False
 
 
-def tasks_of_benchmarks(op: str, peers: Path | None) -> list[Task]:
-    """One task for each participant of each benchmark of an op."""
-    found = benchmarks(default_device().torch_device, [op], peers)
+def tasks(op: str, peers: Path | None = None, *, is_search: bool = False) -> list[Task]:
+    """One task for each participant of each benchmark of an op, or of each search."""
     return [
-        Task(op, index, entry, peers)
-        for index, benchmark in enumerate(found)
+        Task(op, index, entry, peers, is_search)
+        for index, benchmark in enumerate(_benchmarks(op, peers, is_search))
         for entry in range(len(benchmark.participants))
     ]
 
 
-def tasks_of_searches(op: str) -> list[Task]:
-    """One task for each candidate of each search of an op."""
-    return [
-        Task(op, index, entry, is_search=True)
-        for index, search in enumerate(searches(op, default_device()))
-        for entry in range(len(search.configs))
-    ]
+def _benchmarks(op: str, peers: Path | None, is_search: bool) -> list[Benchmark]:
+    device = default_device()
+    if is_search:
+        return [search.benchmark for search in searches(op, device)]
+    return benchmarks(device.torch_device, [op], peers)
 
 
 def precompile(tasks: list[Task], jobs: int) -> Iterator[Task]:
@@ -235,16 +238,11 @@ def precompile(tasks: list[Task], jobs: int) -> Iterator[Task]:
 
 def run_task(task: Task) -> None:
     """The call of one task, if this machine can run it."""
-    device = default_device()
     try:
-        if task.is_search:
-            search = searches(task.op, device)[task.index]
-            search.prepare(search.configs[task.entry], search.benchmark.make_inputs(0))()
-        else:
-            benchmark = benchmarks(device.torch_device, [task.op], task.peers)[task.index]
-            benchmark.participants[task.entry].prepare(benchmark.make_inputs(0))()
+        benchmark = _benchmarks(task.op, task.peers, task.is_search)[task.index]
+        benchmark.participants[task.entry].prepare(benchmark.make_inputs(0))()
     except UnsupportedError:
         return  # listed when the benchmark itself runs
     finally:
-        if device.capability is not None:
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()

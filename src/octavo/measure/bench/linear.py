@@ -25,6 +25,7 @@ from octavo.kernels.scaled_mm.config import work as mm_work
 from octavo.measure.bench.benchmark import (
     MAX_ERROR,
     Benchmark,
+    Call,
     Participant,
     Prepare,
     Suite,
@@ -40,8 +41,7 @@ from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.rotary import Rotary
 from octavo.reference import gemm
-from octavo.reference.qkv import restore_values
-from octavo.reference.rotary import rotate
+from octavo.reference.qkv import restore_values, rotate
 
 with internals("torch"):
     from torch import _scaled_mm
@@ -51,18 +51,24 @@ def _quantize(size: tuple[int, int], device: torch.device, folder: Path | None) 
     """Activations, one scale per token, beside a copy of the same tensor."""
     rows, columns = size
     num_bytes = rows * columns * 3 + rows * 4  # BF16 in, FP8 and scales out
-    copy = Participant("copy", "BF16 to BF16", lambda x: _copy(x[0]), 0.0, 4 * rows * columns)
+    ours = our_impls("quantize", device, "BF16 to FP8", num_bytes)
     return Benchmark(
         op="quantize",
         case={"shape": f"{rows}x{columns}", "granularity": "token"},
         make_inputs=seeded(device, lambda g: (normal(g, rows, columns), PerToken())),
         truth=lambda inputs: inputs[0].double(),
-        participants=(*our_impls("quantize", device, "BF16 to FP8", num_bytes), copy),
+        participants=(*ours, _copying(lambda inputs: inputs[0], 4 * rows * columns)),
     )
 
 
-def _copy(x: Tensor) -> Callable[[], Tensor]:
-    return partial(torch.empty_like(x).copy_, x)
+def _copying(find: Callable[[Any], Tensor], num_bytes: float) -> Participant:
+    """The copy of a tensor of the inputs, beside which quantizing is seen."""
+
+    def prepare(inputs: Any) -> Call:
+        x = find(inputs)
+        return partial(torch.empty_like(x).copy_, x)
+
+    return Participant("copy", "BF16 to BF16", prepare, 0.0, num_bytes)
 
 
 QUANTIZE = Suite(
@@ -76,6 +82,19 @@ QkvSize = tuple[int, int, int, int, str, bool]
 SCALINGS = ("static", "dynamic", "dynamic with history", "dynamic per head")
 
 
+def scaling_options(scaling: str, device: torch.device) -> dict[str, Any]:
+    """The options of `ops.quantize_qkv` for a kind of scales; a history serves one layer."""
+    match scaling:
+        case "static":
+            scale = torch.tensor(6 / 448, device=device)
+            return {"scales": QkvScales(scale, scale, scale)}
+        case "dynamic with history":
+            return {"history": tuple(AmaxHistory().to(device) for _ in range(3))}
+        case "dynamic per head":
+            return {"granularity": PerHead()}
+    return {}
+
+
 @dataclass(frozen=True)
 class Projection:
     """q, k and v as views of one projection, where the images end, and rotary tables."""
@@ -83,7 +102,6 @@ class Projection:
     qkv: tuple[Tensor, Tensor, Tensor]
     cu_seqlens: Tensor
     rotary: Rotary | None
-    scales: QkvScales
 
 
 def _quantize_qkv(size: QkvSize, device: torch.device, folder: Path | None) -> Benchmark:
@@ -94,10 +112,8 @@ def _quantize_qkv(size: QkvSize, device: torch.device, folder: Path | None) -> B
     def draw(generator: torch.Generator) -> Projection:
         q, k, v = normal(generator, num_tokens, 3, num_heads, head_dim).unbind(1)
         ends = torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=device)
-        rotary = _draw_rotary(generator, num_tokens, head_dim)
-        scale = torch.tensor(6 / 448, device=device)
-        scales = QkvScales(scale, scale, scale)
-        return Projection((q, k, v), ends, rotary if has_rotary else None, scales)
+        rotary = _draw_rotary(generator, num_tokens, head_dim) if has_rotary else None
+        return Projection((q, k, v), ends, rotary)
 
     def truth(inputs: Projection) -> Tensor:
         q, k, v = inputs.qkv
@@ -105,16 +121,16 @@ def _quantize_qkv(size: QkvSize, device: torch.device, folder: Path | None) -> B
             q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
         return torch.stack([x.double() for x in (q, k, v)])
 
+    def ours(impl: str, inputs: Projection) -> Call:
+        options = scaling_options(scaling, device)
+        options |= {"rotary": inputs.rotary, "cu_seqlens": inputs.cu_seqlens, "impl": impl}
+        return partial(ops.quantize_qkv, *inputs.qkv, value_layout="transposed", **options)
+
     _, num_bytes = qkv_work(num_tokens, num_tokens, num_heads, num_heads, head_dim)
-    limit, operands = MAX_ERROR["BF16 to FP8"], "BF16 to FP8"
-    participants = [
-        Participant(name, operands, partial(_our_qkv, name, scaling), limit, num_bytes)
-        for name in timed_impls("quantize_qkv", device)
-    ]
+    participants = our_impls("quantize_qkv", device, "BF16 to FP8", num_bytes, ours)
     if not has_rotary:
-        copied = num_tokens * num_heads * head_dim * 12
-        copy = partial(Participant, "copy", "BF16 to BF16")
-        participants.append(copy(lambda inputs: _copy(torch.stack(inputs.qkv)), 0.0, copied))
+        num_copied = num_tokens * num_heads * head_dim * 12
+        participants.append(_copying(lambda inputs: torch.stack(inputs.qkv), num_copied))
     shape = f"{num_images}x{length} heads {num_heads} head_dim {head_dim}"
     return Benchmark(
         op="quantize_qkv",
@@ -122,7 +138,7 @@ def _quantize_qkv(size: QkvSize, device: torch.device, folder: Path | None) -> B
         make_inputs=seeded(device, draw),
         truth=truth,
         participants=tuple(participants),
-        checked=partial(_qkv_value, num_tokens),
+        checked=_qkv_value,
     )
 
 
@@ -132,32 +148,13 @@ def _draw_rotary(generator: torch.Generator, num_tokens: int, head_dim: int) -> 
     return Rotary(angle.cos(), angle.sin())
 
 
-def _our_qkv(
-    impl: str, scaling: str, inputs: Projection
-) -> Callable[[], tuple[QuantizedQkv, Tensor]]:
-    options: dict[str, Any] = {"rotary": inputs.rotary, "cu_seqlens": inputs.cu_seqlens}
-    match scaling:
-        case "static":
-            options["scales"] = inputs.scales
-        case "dynamic with history":
-            options["history"] = tuple(AmaxHistory().to(inputs.cu_seqlens.device) for _ in range(3))
-        case "dynamic per head":
-            options["granularity"] = PerHead()
-
-    def call() -> tuple[QuantizedQkv, Tensor]:
-        result = ops.quantize_qkv(*inputs.qkv, value_layout="transposed", impl=impl, **options)
-        return result, inputs.cu_seqlens
-
-    return call
-
-
-def _qkv_value(num_tokens: int, result: Tensor | tuple[QuantizedQkv, Tensor]) -> Tensor:
+def _qkv_value(inputs: Projection, result: Tensor | QuantizedQkv) -> Tensor:
     """What q, k and v stand for, all three in rows."""
     if isinstance(result, Tensor):
         return result
-    qkv, cu_seqlens = result
-    rows = (qkv.q, qkv.k, restore_values(qkv.v, num_tokens, cu_seqlens))
-    scales = (qkv.scales.q, qkv.scales.k, qkv.scales.v)
+    value = restore_values(result.v, len(inputs.qkv[2]), inputs.cu_seqlens)
+    rows = (result.q, result.k, value)
+    scales = (result.scales.q, result.scales.k, result.scales.v)
     parts = [
         Quantized(x, scale, PerHead() if scale.dim() else PerTensor()).dequantize()
         for x, scale in zip(rows, scales, strict=True)
@@ -187,16 +184,10 @@ class NewTokens:
     slots: Tensor
     view: PagedView
 
-    def append(self, run: Callable[..., Tensor | None], **options: Any) -> Callable[[], Any]:
-        """A call of `run`, the op or one of its kernels; gives the turned queries, and these."""
-        operands = (self.view, self.key, self.value, self.slots)
-
-        def call() -> tuple[Tensor, NewTokens]:
-            query = run(*operands, query=self.query, rotary=self.rotary, **options)
-            assert query is not None
-            return query, self
-
-        return call
+    def append(self, run: Callable[..., Tensor | None], **options: Any) -> Call:
+        """A call of `run`, the op or one of its kernels; gives the turned queries."""
+        options |= {"query": self.query, "rotary": self.rotary}
+        return partial(run, self.view, self.key, self.value, self.slots, **options)
 
 
 def _append_kv(num_tokens: int, device: torch.device, folder: Path | None) -> Benchmark:
@@ -211,7 +202,7 @@ def _append_kv(num_tokens: int, device: torch.device, folder: Path | None) -> Be
         turned = [rotate(x, inputs.rotary).double() for x in (inputs.query, inputs.key)]
         return torch.cat([*turned, inputs.value.double()], dim=1)
 
-    def ours(impl: str, inputs: NewTokens) -> Callable[[], Any]:
+    def ours(impl: str, inputs: NewTokens) -> Call:
         return inputs.append(ops.append_kv, impl=impl)
 
     return Benchmark(
@@ -219,10 +210,7 @@ def _append_kv(num_tokens: int, device: torch.device, folder: Path | None) -> Be
         case={"shape": shape, "rotary": True},
         make_inputs=seeded(device, partial(_draw_tokens, num_tokens)),
         truth=truth,
-        participants=tuple(
-            Participant(name, "BF16 to FP8", partial(ours, name), 2**-4, num_bytes)
-            for name in timed_impls("append_kv", device)
-        ),
+        participants=tuple(our_impls("append_kv", device, "BF16 to FP8", num_bytes, ours)),
         checked=_stored,
         is_cached=True,
     )
@@ -248,9 +236,8 @@ def _draw_tokens(num_tokens: int, generator: torch.Generator) -> NewTokens:
     return NewTokens(query, key, value, rotary, slots, storage.view(0, table, lengths))
 
 
-def _stored(result: tuple[Tensor, NewTokens]) -> Tensor:
+def _stored(inputs: NewTokens, query: Tensor) -> Tensor:
     """The turned queries, and what the pages now hold of keys and values."""
-    query, inputs = result
     page, offset = inputs.slots // PAGE_SIZE, inputs.slots % PAGE_SIZE
     view = inputs.view
     pairs = ((view.key_pages, view.key_scale), (view.value_pages, view.value_scale))
@@ -268,7 +255,8 @@ def _matvec(size: tuple[int, int], device: torch.device, folder: Path | None) ->
     """One token times a weight in BF16, (columns, depth): how fast the weight is read."""
     columns, depth = size
     flops, num_bytes = matvec_work(columns, depth)
-    peer = Participant("torch", "BF16", _linear, MAX_ERROR["BF16"], num_bytes)
+    limit = MAX_ERROR["BF16"]
+    peer = Participant("torch", "BF16", lambda x: partial(F.linear, *x), limit, num_bytes)
     return Benchmark(
         op="matvec",
         case={"shape": f"{columns}x{depth}"},
@@ -276,12 +264,8 @@ def _matvec(size: tuple[int, int], device: torch.device, folder: Path | None) ->
         truth=lambda inputs: inputs[0].double() @ inputs[1].double().t(),
         participants=(*our_impls("matvec", device, "BF16", num_bytes), peer),
         flops=flops,
-        baseline="torch",
+        baseline=peer.name,
     )
-
-
-def _linear(inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    return partial(F.linear, *inputs)
 
 
 def _linear_gelu(
@@ -292,15 +276,18 @@ def _linear_gelu(
     flops, num_bytes = gelu_work(rows, columns, depth)
 
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias = (
-            torch.randn(shape, device=device, generator=generator)
-            for shape in ((rows, depth), (columns, depth), (columns,))
-        )
+        shapes = ((rows, depth), (columns, depth), (columns,))
+        x, weight, bias = (torch.randn(n, device=device, generator=generator) for n in shapes)
         return x.bfloat16(), (weight / depth**0.5).bfloat16(), bias.bfloat16()
+
+    def compiled(inputs: tuple[Tensor, Tensor, Tensor]) -> Call:
+        # On a CPU compiling would take seconds.
+        gelu = torch.compile(_gelu) if device.type == "cuda" else _gelu
+        return lambda: gelu(F.linear(*inputs))
 
     # torch writes the product, and reads it again for GELU.
     torch_bytes = num_bytes + 2 * 2 * rows * columns
-    peer = Participant("torch-compiled", "BF16", _compiled_gelu, MAX_ERROR["BF16"], torch_bytes)
+    peer = Participant("torch-compiled", "BF16", compiled, MAX_ERROR["BF16"], torch_bytes)
     return Benchmark(
         op="linear_gelu",
         case={"shape": f"{rows}x{columns}x{depth}"},
@@ -308,13 +295,8 @@ def _linear_gelu(
         truth=lambda inputs: gemm.linear_gelu(*inputs, compute=torch.float64),
         participants=(*our_impls("linear_gelu", device, "BF16", num_bytes), peer),
         flops=flops,
-        baseline="torch-compiled",
+        baseline=peer.name,
     )
-
-
-def _compiled_gelu(inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
-    gelu = torch.compile(_gelu) if inputs[0].is_cuda else _gelu  # on a CPU it would take seconds
-    return lambda: gelu(F.linear(*inputs))
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -355,18 +337,6 @@ def _mm(size: tuple[int, int, int], device: torch.device, folder: Path | None) -
         a = inputs.a[:CHECKED_ROWS].double()
         return a @ inputs.b.double().t() + inputs.bias.double()
 
-    return Benchmark(
-        op="scaled_mm",
-        case={"shape": f"{shape.rows}x{shape.columns}x{shape.depth}"},
-        make_inputs=seeded(device, draw),
-        truth=truth,
-        participants=tuple(_mm_participants(shape, device)),
-        flops=mm_work(shape, a_bytes=1, out_bytes=2)[0],
-        checked=lambda result: result[:CHECKED_ROWS],
-    )
-
-
-def _mm_participants(shape: MatmulShape, device: torch.device) -> list[Participant]:
     def entry(
         name: str, operands: str, prepare: Prepare, scales: str, has_bias: bool = True
     ) -> Participant:
@@ -394,23 +364,30 @@ def _mm_participants(shape: MatmulShape, device: torch.device) -> list[Participa
             entry("selected", "FP8", partial(_plain_by_fp8, PerToken()), in_front),
             entry("selected", "BF16 by FP8", partial(_plain_by_fp8, None), "channel"),
         ]
-    return [*found, entry("torch", "BF16", lambda x: _linear((x.a, x.b, x.bias)), "none")]
+    found.append(entry("torch", "BF16", lambda x: partial(F.linear, x.a, x.b, x.bias), "none"))
+    return Benchmark(
+        op="scaled_mm",
+        case={"shape": f"{shape.rows}x{shape.columns}x{shape.depth}"},
+        make_inputs=seeded(device, draw),
+        truth=truth,
+        participants=tuple(found),
+        flops=mm_work(shape, a_bytes=1, out_bytes=2)[0],
+        checked=lambda inputs, result: result[:CHECKED_ROWS],
+    )
 
 
-def _our_mm(
-    impl: str | None, a: PerTensor | PerToken, has_bias: bool, inputs: Operands
-) -> Callable[[], Tensor]:
+def _our_mm(impl: str | None, a: PerTensor | PerToken, has_bias: bool, inputs: Operands) -> Call:
     bias = inputs.bias if has_bias else None
     return partial(ops.scaled_mm, *inputs.quantized(a), bias, impl=impl)
 
 
-def _plain_by_fp8(activation: PerToken | None, inputs: Operands) -> Callable[[], Tensor]:
+def _plain_by_fp8(activation: PerToken | None, inputs: Operands) -> Call:
     """BF16 times an FP8 weight; activation: how it is quantized in front, if it is."""
     weight = ops.quantize(inputs.b, PerChannel())
     return partial(ops.scaled_mm, inputs.a, weight, inputs.bias, activation=activation)
 
 
-def _torch_mm(a: PerTensor | PerToken, has_bias: bool, inputs: Operands) -> Callable[[], Tensor]:
+def _torch_mm(a: PerTensor | PerToken, has_bias: bool, inputs: Operands) -> Call:
     """torch._scaled_mm as it is called without octavo."""
     if not inputs.a.is_cuda:
         raise UnsupportedError("torch._scaled_mm needs a CUDA GPU, got CPU")

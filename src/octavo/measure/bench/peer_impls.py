@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from octavo.measure.bench import peers
 from octavo.measure.bench.timing import sample_in_turn_ms
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
+from octavo.testing.inputs import make_packing
 
 Prepare = Callable[..., Callable[[], Tensor]]
 PEERS: dict[str, Prepare] = {"vllm-fa3": peers.vllm_fa3, "fa3-fwd": peers.fa3_fwd}
@@ -33,26 +34,25 @@ def registered(folder: Path | None, names: Sequence[str] = tuple(PEERS)) -> Iter
 
     folder: may hold their libraries. One whose library is not there raises when it is called.
     """
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(_added("attention", name, partial(_run, PEERS[name], folder)))
+    with _added("attention", {name: partial(_run, PEERS[name], folder) for name in names}):
         yield list(names)
 
 
 @contextmanager
 def registered_prefill(folder: Path | None) -> Iterator[str]:
     """Inside, `prefill_attention` has vLLM's FlashAttention-3 by the name that this gives."""
-    with _added("prefill_attention", PREFILL_PEER, partial(_run_prefill, folder)):
+    with _added("prefill_attention", {PREFILL_PEER: partial(_run_prefill, folder)}):
         yield PREFILL_PEER
 
 
 @contextmanager
-def _added(op: str, name: str, run: Callable[..., Any]) -> Iterator[None]:
-    ops.register_impl(op, name, run, objection=_objection, reason="a peer, for a benchmark")
-    try:
+def _added(op: str, runs: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, run in runs.items():
+            reason = "a peer, for a benchmark"
+            ops.register_impl(op, name, run, objection=_objection, reason=reason)
+            stack.callback(ops.unregister_impl, op, name)
         yield
-    finally:
-        ops.unregister_impl(op, name)
 
 
 def _objection(request: ops.Request) -> str | None:
@@ -117,7 +117,10 @@ def _run_prefill(
     ends = torch.arange(view.num_sequences + 1, dtype=torch.int32, device=q.device) * room
     out = torch.zeros_like(q)
     peers.vllm_fwd(
-        *(peers.load("_vllm_fa3_C", folder), q.contiguous(), key, value),
+        peers.load("_vllm_fa3_C", folder),
+        q.contiguous(),
+        key,
+        value,
         out=out,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=ends,
@@ -159,19 +162,15 @@ def find_fastest(
 
     Those that cannot run are left out.
     """
-    num_tokens = sum(lengths)
-    shape = (num_tokens, 3, num_heads, head_dim)
+    shape = (sum(lengths), 3, num_heads, head_dim)
     q, k, v = torch.randn(shape, dtype=torch.bfloat16, device=device).unbind(1)
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    packing = Packing.same(ends, max(lengths))
+    packing = make_packing(tuple(lengths), tuple(lengths), device=device)
     calls: dict[str | None, Callable[[], Tensor]] = {}
     for name in (None, *names):
         call = partial(ops.attention, q.contiguous(), k.contiguous(), v, packing=packing, impl=name)
-        try:
+        with suppress(UnsupportedError):
             call()
-        except UnsupportedError:
-            continue
-        calls[name] = call
+            calls[name] = call
     if len(calls) == 1:
         return None
     samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)

@@ -1,9 +1,8 @@
 """Other libraries' kernels, called as ours are: to be measured beside, never to run a model.
 
-A peer is found where it is installed, or in a folder that holds its library (`*.abi3.so`, or the
-same compressed as .xz) or its package. Each one takes q, k, v [batch, length, heads, head_dim] in
-BF16, or packed [tokens, heads, head_dim] with a Packing where it has one, prepares them as it wants
-them, and returns a call that gives the result in that layout.
+A peer is installed, or in a folder with its library (`*.abi3.so`, or that as .xz) or its package.
+Each one takes q, k, v [batch, length, heads, head_dim] in BF16, or packed [tokens, heads, head_dim]
+with a Packing, and returns a call that gives the result in that layout.
 """
 
 import ctypes
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from octavo.atomic import temporary_folder
+from octavo.atomic import temporary_path
 from octavo.cache.view import PagedView
 from octavo.errors import UnsupportedError
 from octavo.numerics.attention import Packing
@@ -60,7 +59,7 @@ def _unpacked(root: Path, ending: str) -> list[Path]:
     for packed in sorted(root.rglob(f"*{ending}.xz")):
         path = packed.with_suffix("")
         # Renamed when whole: other processes may be looking for it.
-        with temporary_folder(path.parent) as folder:
+        with temporary_path(path.parent, is_folder=True) as folder:
             with lzma.open(packed) as source, open(folder / path.name, "wb") as target:
                 shutil.copyfileobj(source, target)
             os.replace(folder / path.name, path)
@@ -325,9 +324,8 @@ def load_cudnn(folder: Path | None) -> Any:
 def _load_cuda_libraries() -> None:
     """Load torch's cuDNN and CUDA runtime for all that comes after.
 
-    The frontend opens both by their bare names. That finds what the process has loaded already, or
-    what the system has, but never the ones beside torch in site-packages, which torch itself loads
-    by their paths and maybe later.
+    The frontend opens both by their bare names, which finds what the process has loaded already or
+    what the system has, but never the ones beside torch in site-packages.
     """
     torch.zeros(1, device="cuda")
     major = str(torch.version.cuda).split(".")[0]

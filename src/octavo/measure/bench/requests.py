@@ -1,8 +1,7 @@
 """Requests of benchmarks: their prompts, and what their times add up to.
 
-Prompts are a user's JSON Lines, ShareGPT's form, and images of noise or a data set; names of data
-sets are vLLM's. Those for a server are texts: how many tokens one has is the server's to say. Times
-are summed up in the fields of vLLM's `bench serve`, whoever served: over HTTP or in this process.
+Names of data sets are vLLM's. Prompts for a server are texts: how many tokens one has is the
+server's to say. Times are summed up in the fields of vLLM's `bench serve`, whoever served.
 """
 
 import base64
@@ -13,13 +12,15 @@ import math
 import random
 from ast import literal_eval
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.brief import brief
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.calibration.rows import read_jsonl
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.measure.bench.expect import expect, expect_one_of
 from octavo.measure.records import Scalar
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -48,8 +49,7 @@ class DataSet:
     facts: Mapping[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.prompts:
-            raise ConfigError("expected a data set with prompts, got none")
+        expect(bool(self.prompts), "a data set with prompts", "none")
 
     @property
     def about(self) -> dict[str, Scalar]:
@@ -60,15 +60,6 @@ class DataSet:
     def num_prompts(self) -> int:
         """How many there are."""
         return len(self.prompts)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a prompt has some."""
-        return any(prompt.images for prompt in self.prompts)
-
-    def draw(self, vocab_size: int) -> list[ServingPrompt]:
-        """The prompts; vocab_size is for random tokens."""
-        return list(self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +89,12 @@ class ImageRequests:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dataset_name not in ("random-mm", "hf"):
-            raise ConfigError(
-                f"expected a dataset name of random-mm, hf; got {self.dataset_name!r}"
-            )
-        if (self.dataset_name == "hf") != (self.dataset_path is not None):
-            raise ConfigError(
-                "expected a dataset path for hf and none for random-mm, got "
-                f"{self.dataset_path!r} for {self.dataset_name}"
-            )
-        if min(self.num_prompts, self.base_items_per_request, self.random_input_len) < 1:
-            raise ConfigError(
-                f"expected at least one prompt, one image and one byte of text, got "
-                f"{self.num_prompts}, {self.base_items_per_request} and {self.random_input_len}"
-            )
+        name, path = self.dataset_name, self.dataset_path
+        expect_one_of("a dataset name", ("random-mm", "hf"), name)
+        is_right = (name == "hf") == (path is not None)
+        expect(is_right, "a dataset path for hf and none for random-mm", f"{path!r} for {name}")
+        counts = (self.num_prompts, self.base_items_per_request, self.random_input_len)
+        expect(min(counts) >= 1, "at least one prompt, one image and one byte of text", counts)
         parse_buckets(self.bucket_config)
 
 
@@ -137,8 +120,8 @@ def parse_buckets(text: str | None) -> Mapping[Bucket, float]:
             f"expected buckets such as {{(256, 256, 1): 0.5}}, got {text!r}: {error}"
         ) from None
     used = {bucket: weight for bucket, weight in buckets.items() if weight != 0}
-    if not used or any(min(bucket) < 1 or not 0 < w < math.inf for bucket, w in used.items()):
-        raise ConfigError(f"expected positive sizes and probabilities, got {text!r}")
+    is_right = all(min(bucket) >= 1 and 0 < w < math.inf for bucket, w in used.items())
+    expect(bool(used) and is_right, "positive sizes and probabilities", repr(text))
     if any(frames > 1 for _, _, frames in used):
         raise UnsupportedError(f"expected images, of one frame each, got videos in {text!r}")
     return used
@@ -159,19 +142,24 @@ def custom_data(
 
     output_len: of all answers; None is each row's own output_tokens.
     """
-    prompts = [_custom(row, where, output_len) for row, where in _json_lines(path)]
+    try:
+        rows = list(read_jsonl(path))
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(f"expected a JSON Lines file: {error}") from None
+    prompts = [_custom(row.content, row.where, output_len) for row in rows]
     return _choose("custom", path, prompts, num_prompts, seed)
 
 
-def _custom(row: Mapping[str, Any], where: str, output_len: int | None) -> ServingPrompt:
-    text, own = row.get("prompt"), row.get("output_tokens")
+def _custom(row: Any, where: str, output_len: int | None) -> ServingPrompt:
+    text = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(text, str) or not text:
-        raise ConfigError(f'{where}: expected {{"prompt": "a text"}}, got {brief(dict(row))}')
-    if output_len is None and (isinstance(own, bool) or not isinstance(own, int) or own < 1):
+        raise ConfigError(f'{where}: expected {{"prompt": "a text"}}, got {brief(row)}')
+    length = row.get("output_tokens") if output_len is None else output_len
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ConfigError(
-            f"{where}: expected output_tokens of at least 1, got {own!r}; or one length for all"
+            f"{where}: expected output_tokens of at least 1, got {length!r}; or one length for all"
         )
-    return ServingPrompt(text, int(own) if output_len is None else output_len)  # type: ignore[arg-type]
+    return ServingPrompt(text, length)
 
 
 def sharegpt_data(
@@ -198,31 +186,29 @@ def sharegpt_data(
         raise ConfigError(f"{path}: expected a JSON list of conversations, got {brief(rows)}")
     prompts = []
     for number, row in enumerate(rows):
-        pair = _first_turns(row, f"{path}, conversation {number}")
-        if pair is None:
+        question, answer = _first_turns(row, f"{path}, conversation {number}")
+        if not question:
             continue
-        question, answer = pair
         length = output_len or (count_tokens(answer) if count_tokens else 0)
         if count_tokens is not None:
             num_input = count_tokens(question)
-            if min(num_input, length) < MIN_LEN or num_input > MAX_INPUT:
-                continue
-            if num_input + length > MAX_TOTAL:
+            is_long_enough = min(num_input, length) >= MIN_LEN
+            if not is_long_enough or num_input > MAX_INPUT or num_input + length > MAX_TOTAL:
                 continue
         prompts.append(ServingPrompt(question, length))
     return _choose("sharegpt", path, prompts, num_prompts, seed)
 
 
-def _first_turns(row: Any, where: str) -> tuple[str, str] | None:
-    """The first question and its answer; None if the conversation does not begin with them."""
+def _first_turns(row: Any, where: str) -> tuple[str, str]:
+    """The first question and its answer; "" if the conversation does not begin with them."""
     turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
     if not isinstance(turns, list):
         raise ConfigError(f'{where}: expected {{"conversations": […]}}, got {brief(row)}')
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ConfigError(f'{where}: expected turns with "from" and "value", got {brief(turn)}')
-    if len(turns) < 2 or turns[0].get("from") not in HUMAN or not turns[0]["value"]:
-        return None
+    if len(turns) < 2 or turns[0].get("from") not in HUMAN:
+        return "", ""
     return turns[0]["value"], turns[1]["value"]
 
 
@@ -232,14 +218,14 @@ def random_mm_data(asked: ImageRequests, *, output_len: int) -> DataSet:
         ServingPrompt(one.prompt, output_len, tuple(map(_data_url, one.images)))
         for one in make_image_prompts(asked)
     ]
+    buckets = asked.bucket_config
     facts: dict[str, Scalar] = {
         "dataset": "random-mm",
         "input_len": asked.random_input_len,
         "output_len": output_len,
         "items_per_request": asked.base_items_per_request,
+        **({} if buckets is None else {"bucket_config": buckets}),
     }
-    if asked.bucket_config is not None:
-        facts["bucket_config"] = asked.bucket_config
     return DataSet(prompts=tuple(prompts), seed=asked.seed, facts=facts)
 
 
@@ -247,25 +233,6 @@ def _data_url(image: Any) -> str:
     file = io.BytesIO()
     image.save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    try:
-        # Not splitlines: JSON may have other ends of lines inside its texts.
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: expected a JSON Lines file: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: expected a line of JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}: expected a JSON object, got {brief(row)}")
-        yield row, where
 
 
 def _choose(
@@ -276,9 +243,8 @@ def _choose(
         raise ConfigError(
             f"{path}: expected {num_prompts} prompts or more, got {len(prompts)}: ask for fewer"
         )
-    shuffled = list(prompts)
-    random.Random(seed).shuffle(shuffled)
-    chosen = tuple(shuffled[:num_prompts])
+    random.Random(seed).shuffle(prompts)
+    chosen = tuple(prompts[:num_prompts])
     facts: dict[str, Scalar] = {"dataset": name, "dataset_file": path.name}
     if len(lengths := {prompt.output_len for prompt in chosen}) == 1:
         facts["output_len"] = lengths.pop()
@@ -293,11 +259,8 @@ def make_image_prompts(asked: ImageRequests) -> list[ImagePrompt]:
         return _random_prompts(asked)
     data = open_images(asked.dataset_path, split=asked.hf_split, subset=asked.hf_subset)
     prompts = [tuple(images) for images in data.prompts(asked.num_prompts)]
-    if len(prompts) < asked.num_prompts:
-        raise ConfigError(
-            f"expected {asked.num_prompts} prompts in {asked.dataset_path}, got "
-            f"{len(prompts)}: ask for fewer"
-        )
+    wanted = f"{asked.num_prompts} prompts in {asked.dataset_path}"
+    expect(len(prompts) >= asked.num_prompts, wanted, f"{len(prompts)}: ask for fewer")
     return [ImagePrompt(QUESTION, images) for images in prompts]
 
 
@@ -365,9 +328,8 @@ def summarize(
     requests: Sequence[RequestTimes], duration_s: float, percentiles: Sequence[float] = (99.0,)
 ) -> dict[str, float]:
     """Throughput and latency of all requests, by vLLM's names; failed ones count only as such."""
-    done = [request for request in requests if request.error is None]
-    num_input = sum(request.input_len for request in done)
-    num_output = sum(request.output_len for request in done)
+    done = [one for one in requests if one.error is None]
+    num_input, num_output = sum(one.input_len for one in done), sum(one.output_len for one in done)
     result: dict[str, float] = {
         "duration": duration_s,
         "completed": len(done),
@@ -380,12 +342,11 @@ def summarize(
         "max_output_tokens_per_s": _peak_rate(done),
         "max_concurrent_requests": _peak_open(done),
     }
-    tpots = (request.tpot_s for request in done)
     samples = {
-        "ttft": [request.ttft_s for request in done],
-        "tpot": [tpot for tpot in tpots if tpot is not None],
-        "itl": [itl for request in done for itl in request.itls_s],
-        "e2el": [request.latency_s for request in done],
+        "ttft": [one.ttft_s for one in done],
+        "tpot": [tpot for one in done if (tpot := one.tpot_s) is not None],
+        "itl": [itl for one in done for itl in one.itls_s],
+        "e2el": [one.latency_s for one in done],
     }
     for metric in METRICS:
         result |= statistics_ms(metric, samples[metric], percentiles)
@@ -399,52 +360,48 @@ def goodput(
 
     TPOT of an answer of one token is 0, as in vLLM.
     """
-    if unknown := sorted(limits_ms.keys() - set(GOODPUT_METRICS)):
-        raise ConfigError(
-            f"expected limits of {', '.join(GOODPUT_METRICS)}, got {', '.join(unknown)}"
-        )
-    num_good = 0
-    for request in requests:
-        if request.error is None:
-            times_s = {
-                "ttft": request.ttft_s,
-                "tpot": request.tpot_s or 0.0,
-                "e2el": request.latency_s,
-            }
-            num_good += all(times_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
-    return num_good / duration_s
+    expect_one_of("limits", GOODPUT_METRICS, *limits_ms)
+
+    def is_good(one: RequestTimes) -> bool:
+        times_s = {"ttft": one.ttft_s, "tpot": one.tpot_s or 0.0, "e2el": one.latency_s}
+        return all(times_s[name] * 1e3 <= limit for name, limit in limits_ms.items())
+
+    return sum(one.error is None and is_good(one) for one in requests) / duration_s
 
 
 def statistics_ms(
     metric: str, samples_s: Sequence[float], percentiles: Sequence[float]
 ) -> dict[str, float]:
     """vLLM's {mean,median,std,pNN}_METRIC_ms; NaN, and not vLLM's 0, where there is no sample."""
+    samples_ms = [1e3 * sample for sample in samples_s or [math.nan]]
+    found = spread(samples_ms, {f"p{p:g}": p for p in percentiles})
+    return {f"{name}_{metric}_ms": value for name, value in found.items()}
+
+
+def spread(values: Sequence[float], percentiles: Mapping[str, float]) -> dict[str, float]:
+    """Mean, median, standard deviation and percentiles, these by their names."""
     import numpy as np
 
-    values = np.asarray(samples_s if samples_s else [math.nan]) * 1e3
-    found = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
-    found |= {f"p{p:g}": np.percentile(values, p) for p in percentiles}
-    return {f"{name}_{metric}_ms": float(value) for name, value in found.items()}
+    found = {"mean": np.mean(values), "median": np.median(values), "std": np.std(values)}
+    found |= {name: np.percentile(values, p) for name, p in percentiles.items()}
+    return {name: float(value) for name, value in found.items()}
 
 
 def _peak_rate(requests: Sequence[RequestTimes]) -> float:
     """The most tokens that came within one second of the clock of the run."""
     if not requests:
         return 0.0
-    first = min(request.start_s for request in requests)
+    first = min(one.start_s for one in requests)
     counts: dict[int, float] = defaultdict(float)
-    for request in requests:
-        for part in request.parts_s:
-            counts[int(part - first)] += request.output_len / len(request.parts_s)
+    for one in requests:
+        for part in one.parts_s:
+            counts[int(part - first)] += one.output_len / len(one.parts_s)
     return round(max(counts.values()), 6)  # shares of a token add up to a last bit more or less
 
 
 def _peak_open(requests: Sequence[RequestTimes]) -> int:
     """The most requests that were open at once."""
-    starts = [(request.start_s, 1) for request in requests]
-    ends = [(request.parts_s[-1], -1) for request in requests]
-    most = num_open = 0
-    for _, change in sorted(starts + ends):  # at the same time, ends come first
-        num_open += change
-        most = max(most, num_open)
-    return most
+    changes = [(one.start_s, 1) for one in requests] + [(one.parts_s[-1], -1) for one in requests]
+    # At the same time, ends come first.
+    opened = itertools.accumulate(change for _, change in sorted(changes))
+    return max(opened, default=0)

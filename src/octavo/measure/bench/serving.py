@@ -5,7 +5,6 @@ of vLLM's `bench serve`. `own_server` runs `octavo serve` for as long as a bench
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import signal
@@ -14,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +24,7 @@ from octavo.extras import need
 from octavo.measure.bench.cases import ENDPOINTS, RandomPrompt, ServingCase
 from octavo.measure.bench.requests import (
     METRICS,
+    DataSet,
     RequestTimes,
     ServingPrompt,
     goodput,
@@ -52,21 +50,14 @@ LINES = {
     "Total token throughput (tok/s)": "total_token_throughput",
 }
 DONE = "[DONE]"
-# Of an error's body, for a message.
-MAX_BODY = 300
-# Fields of vLLM's file that are whole numbers; all other numbers have a point.
-COUNTS = frozenset(
-    {
-        *("completed", "failed", "total_input_tokens", "total_output_tokens", "total_parts"),
-        "max_concurrent_requests",
-    }
-)
-# Between two looks at whether the server is ready.
-POLL_S = 0.2
+MAX_BODY = 300  # characters of an error's body, for a message
+MAX_LOG = 2000  # characters of what a server that failed had to say
+POLL_S = 0.2  # between two looks at whether the server is ready
 # Until a server that was asked to end is killed; it gives open requests GRACE_S.
 GRACE_S, KILL_S = 5, 20
-# Of what a server that failed had to say.
-MAX_LOG = 2000
+
+
+Prompt = RandomPrompt | ServingPrompt
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,10 @@ async def _run(case: ServingCase, on_request: Callable[[], None]) -> Served:
     import httpx
 
     headers = {} if case.api_key is None else {"Authorization": f"Bearer {case.api_key}"}
-    prompts: Sequence[RandomPrompt | ServingPrompt] = case.workload.draw(case.vocab_size)
+    load = case.workload
+    prompts: Sequence[Prompt] = (
+        load.prompts if isinstance(load, DataSet) else load.draw(case.vocab_size)
+    )
     async with httpx.AsyncClient(
         base_url=case.base_url.rstrip("/"),
         headers=headers,
@@ -110,7 +104,7 @@ async def _run(case: ServingCase, on_request: Callable[[], None]) -> Served:
                 raise OctavoError(f"the warm-up failed: {warmed.error}")
         gate = asyncio.Semaphore(case.max_concurrency or len(prompts))
 
-        async def serve(prompt: RandomPrompt | ServingPrompt, delay_s: float) -> RequestTimes:
+        async def serve(prompt: Prompt, delay_s: float) -> RequestTimes:
             await asyncio.sleep(delay_s)
             came_s = time.perf_counter()
             async with gate:
@@ -146,7 +140,7 @@ async def _first_model(client: Any) -> str:
         ) from None
 
 
-def _request_body(prompt: RandomPrompt | ServingPrompt, *, is_chat: bool) -> dict[str, Any]:
+def _request_body(prompt: Prompt, *, is_chat: bool) -> dict[str, Any]:
     """The prompt as OpenAI's completions or chat take it."""
     if isinstance(prompt, RandomPrompt):
         return {"prompt": list(prompt.tokens)}
@@ -154,16 +148,12 @@ def _request_body(prompt: RandomPrompt | ServingPrompt, *, is_chat: bool) -> dic
         return {"prompt": prompt.text}
     content: Any = prompt.text
     if prompt.images:
-        content = [
-            {"type": "text", "text": prompt.text},
-            *({"type": "image_url", "image_url": {"url": url}} for url in prompt.images),
-        ]
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
+        content = [{"type": "text", "text": prompt.text}, *images]
     return {"messages": [{"role": "user", "content": content}]}
 
 
-async def _send(
-    client: Any, case: ServingCase, model: str, prompt: RandomPrompt | ServingPrompt
-) -> RequestTimes:
+async def _send(client: Any, case: ServingCase, model: str, prompt: Prompt) -> RequestTimes:
     import httpx
 
     body: dict[str, Any] = {
@@ -181,31 +171,26 @@ async def _send(
     # Serialized before the clock starts: 20,000 tokens take a while.
     content = json.dumps(body)
     headers = {"Content-Type": "application/json"}
+    request = client.stream("POST", ENDPOINTS[case.backend], content=content, headers=headers)
     stream.start_s = time.perf_counter()
-    with contextlib.suppress(_Ended):
-        try:
-            request = client.stream(
-                "POST", ENDPOINTS[case.backend], content=content, headers=headers
-            )
-            async with request as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")[:MAX_BODY]
-                    stream.error = f"status {response.status_code}: {text}"
-                    raise _Ended
+    try:
+        async with request as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")[:MAX_BODY]
+                stream.error = f"status {response.status_code}: {text}"
+            else:
                 async for line in response.aiter_lines():
                     stream.read(line)
-        except httpx.HTTPError as error:
-            stream.error = f"{type(error).__name__}: {error}"
+                    if stream.error is not None:
+                        break
+    except httpx.HTTPError as error:
+        stream.error = f"{type(error).__name__}: {error}"
     return stream.times()
-
-
-class _Ended(Exception):
-    """A stream that needs no more reading."""
 
 
 @dataclass
 class _Stream:
-    """What has come of an answer."""
+    """What has come of an answer; error: why no more of it is read."""
 
     input_len: int
     start_s: float = 0.0
@@ -227,10 +212,10 @@ class _Stream:
             event = json.loads(text)
         except ValueError:
             self.error = f"expected events of JSON, got {text[:MAX_BODY]}"
-            raise _Ended from None
+            return
         if "error" in event:
             self.error = str(event["error"])[:MAX_BODY]
-            raise _Ended
+            return
         if choices := event.get("choices"):
             self._take(choices[0], now)
         if usage := event.get("usage"):
@@ -256,10 +241,10 @@ class _Stream:
     def times(self) -> RequestTimes:
         """The request's times; one without a whole answer has an error."""
         error = self.error
-        if error is None and not (self.is_done and self.parts_s):
+        if error is None and not self.is_done:
             error = f"the stream ended after {len(self.parts_s)} parts, without {DONE}"
-            if self.is_done:
-                error = "the answer has no parts"
+        elif error is None and not self.parts_s:
+            error = "the answer has no parts"
         return RequestTimes(
             input_len=self.input_len,
             output_len=len(self.parts_s) if self.num_tokens is None else self.num_tokens,
@@ -277,7 +262,8 @@ def vllm_result(
 
     is_detailed: with the times and errors of every request.
     """
-    metrics = {name: _typed(name, value) for name, value in served.metrics.items()}
+    # NaN is null.
+    metrics = {n: None if math.isnan(value) else value for n, value in served.metrics.items()}
     result: dict[str, Any] = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": case.backend,
@@ -287,7 +273,7 @@ def vllm_result(
         "tokenizer_id": served.model,
         "num_prompts": case.workload.num_prompts,
         **metadata,
-        "request_rate": "inf" if math.isinf(case.request_rate) else case.request_rate,
+        "request_rate": _rate(case),
         "burstiness": case.burstiness,
         "max_concurrency": case.max_concurrency,
         **metrics,
@@ -296,8 +282,9 @@ def vllm_result(
         "latencies": [0.0 if one.error else one.latency_s for one in served.times],
         "queue_times": [one.queue_s for one in served.times],
     }
-    if case.ramp:
-        result |= {f"ramp_up_{name}": value for name, value in vars(case.ramp).items()}
+    if case.ramp_up_strategy is not None:
+        names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+        result |= dict(zip(names, case.ramp, strict=True))
     if is_detailed:
         done = [one for one in served.times if one.error is None]
         result |= {
@@ -314,21 +301,20 @@ def vllm_result(
 
 def told(case: ServingCase, served: Served) -> Iterator[str | Table]:
     """vLLM's lines as a table, then one of the latencies."""
-    values: dict[str, Cell] = {**served.metrics, "request_rate": str(case.request_rate)}
+    metrics = served.metrics
+    values: dict[str, Cell] = {**metrics, "request_rate": str(case.request_rate)}
     values["max_concurrency"] = case.max_concurrency or "all"
-    lines = [(line, values[key]) for line, key in LINES.items() if key in values]
     # Each in its own digits.
-    shown = tuple((line, format_column([value])[0]) for line, value in lines)
-    yield Table(caption=f"Serving Benchmark Result: {served.model}", header=("", ""), rows=shown)
+    lines = {line: format_column([values[key]])[0] for line, key in LINES.items() if key in values}
+    caption = f"Serving Benchmark Result: {served.model}"
+    yield Table(caption=caption, header=("", ""), rows=tuple(lines.items()))
     kinds = ("mean", "median", "std", *(f"p{p:g}" for p in case.percentiles))
-    cells: tuple[tuple[Cell, ...], ...] = tuple(
-        (metric.upper(), *(served.metrics[f"{kind}_{metric}_ms"] for kind in kinds))
-        for metric in METRICS
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (metric.upper(), *(metrics[f"{kind}_{metric}_ms"] for kind in kinds)) for metric in METRICS
     )
-    yield Table(
-        caption="Latency", header=("ms", *(kind.capitalize() for kind in kinds)), rows=cells
-    )
-    num_tokens, num_parts = (served.metrics[f"total_{of}"] for of in ("output_tokens", "parts"))
+    header = ("ms", *(kind.capitalize() for kind in kinds))
+    yield Table(caption="Latency", header=header, rows=rows)
+    num_tokens, num_parts = metrics["total_output_tokens"], metrics["total_parts"]
     if num_parts < num_tokens:
         yield (
             f"{num_tokens:.0f} tokens came in {num_parts:.0f} parts: TTFT and ITL are those of "
@@ -336,48 +322,40 @@ def told(case: ServingCase, served: Served) -> Iterator[str | Table]:
         )
 
 
-def _typed(name: str, value: float) -> float | int | None:
-    """A number of the type that vLLM's file has: counts are whole; NaN is null."""
-    if math.isnan(value):
-        return None
-    return int(value) if name in COUNTS else float(value)
-
-
 def make_record(
     case: ServingCase, served: Served, *, command: str, has_own_server: bool, options: Sequence[str]
 ) -> Measurement:
     """The run as a record. The GPU is known if the server is our own: it is this machine's."""
-    about: dict[str, Scalar] = {
+    limits, (strategy, start, end) = case.goodput_ms.items(), case.ramp
+    about: dict[str, Scalar | None] = {
         "model": served.model,
         **case.workload.about,
-        "request_rate": "inf" if math.isinf(case.request_rate) else case.request_rate,
+        "request_rate": _rate(case),
         "burstiness": case.burstiness,
+        "backend": None if case.backend == "openai" else case.backend,
+        "ramp_up": strategy and f"{strategy} {start:g} to {end:g} per second",
+        "goodput": " ".join(f"{name}:{ms:g}" for name, ms in limits) or None,
+        "max_concurrency": case.max_concurrency,
+        "server_options": " ".join(options) or None,
     }
-    if case.backend != "openai":
-        about["backend"] = case.backend
-    if case.ramp:
-        ramp = case.ramp
-        about["ramp_up"] = f"{ramp.strategy} {ramp.start_rps:g} to {ramp.end_rps:g} per second"
-    if case.goodput_ms:
-        about["goodput"] = " ".join(f"{name}:{ms:g}" for name, ms in case.goodput_ms.items())
-    if case.max_concurrency is not None:
-        about["max_concurrency"] = case.max_concurrency
-    if options:
-        about["server_options"] = " ".join(options)
     machine = Machine.current()
     if has_own_server:
         from octavo.kernels.device import default_device
+        from octavo.measure.bench.timing import machine_of
 
-        device = default_device()
-        machine = Machine.current(gpu=device.gpu, capability=device.capability)
+        machine = machine_of(default_device().torch_device)
     return Measurement(
         op="serve",
         impl="octavo" if has_own_server else "http",
-        case=about,
+        case={name: value for name, value in about.items() if value is not None},
         values=dict(served.metrics),
         machine=machine,
         command=command,
     )
+
+
+def _rate(case: ServingCase) -> str | float:
+    return "inf" if math.isinf(case.request_rate) else case.request_rate
 
 
 @contextmanager
@@ -386,7 +364,10 @@ def own_server(arguments: Sequence[str], *, ready_s: float = 600.0) -> Iterator[
 
     OctavoError with its last words if it ends before it is ready, or is not in ready_s seconds.
     """
-    port = _free_port()
+    need("octavo bench serve", "httpx")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "octavo", "serve", *arguments]
     # Last, so that they are not what was asked for: the benchmark must find it.
     command += ["--host", "127.0.0.1", "--port", str(port), "--grace", str(GRACE_S)]
@@ -404,33 +385,27 @@ def own_server(arguments: Sequence[str], *, ready_s: float = 600.0) -> Iterator[
             _end(process)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, ready_s: float) -> str | None:
     """None once the server is healthy; else why it is not."""
+    import httpx
+
     deadline = time.monotonic() + ready_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return f"it ended with {process.returncode}"
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return None
-        except (urllib.error.URLError, OSError):
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return None
+        except httpx.HTTPError:
             pass
         time.sleep(POLL_S)
     return f"it was not ready in {ready_s:g} s"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(KILL_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
+    process.send_signal(signal.SIGTERM)  # nothing happens if it has ended
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

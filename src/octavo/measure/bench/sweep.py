@@ -1,17 +1,5 @@
 """Recipes × workloads of a TOML file, one after the other; what has run before is not run again.
 
-    config = "llama-3.1-8b"
-    recipes = ["auto", "fp8"]
-
-    [[latency]]
-    input_len = [256, "4k", "32k", "125k"]
-
-    [[throughput]]
-    num_prompts = 48
-    input_len = 20000
-    output_len = 2000
-    max_concurrency = 8
-
 Keys are the flags of `octavo bench latency` and `octavo bench throughput`, with underscores. A
 combination is known by the command that repeats it, the digest of its recipe's file, the version of
 octavo and the machine: all of them are in its records. Recipes after the first are compared with
@@ -21,16 +9,17 @@ the first one's records, whether it ran now or before.
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.measure import store
-from octavo.measure.bench.cases import LatencyCase, ThroughputCase, Workload
+from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.bench.engine import Subject, check_rows, make_rows, open_subject
 from octavo.measure.bench.engine_load import run_load
+from octavo.measure.bench.expect import expect
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report.tables import Cell, Table, format_column
@@ -47,7 +36,7 @@ def _flags(settings: Settings, **changed: object) -> dict[str, Any]:
 
 
 class LatencyLoad(Settings):
-    """One batch by itself, at each of these lengths."""
+    """One batch by itself, at each of these lengths: the flags of octavo bench latency."""
 
     input_len: tuple[Tokens, ...]
     output_len: int = 128
@@ -57,12 +46,10 @@ class LatencyLoad(Settings):
     seed: int = 0
     kind: ClassVar[str] = "latency"
 
-    @property
     def case(self) -> LatencyCase:
         """What runs."""
-        own = dict(self)
-        lengths, num_warmups = own.pop("input_len"), own.pop("num_iters_warmup")
-        return LatencyCase(input_lens=lengths, num_warmups=num_warmups, **own)
+        own = self.model_dump(exclude={"input_len", "num_iters_warmup"})
+        return LatencyCase(input_lens=self.input_len, num_warmups=self.num_iters_warmup, **own)
 
     @property
     def max_num_seqs(self) -> int:
@@ -71,7 +58,7 @@ class LatencyLoad(Settings):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Those of octavo bench latency."""
+        """Those of the command."""
         return _flags(self, input_len=",".join(map(str, self.input_len)))
 
     def __str__(self) -> str:
@@ -80,7 +67,7 @@ class LatencyLoad(Settings):
 
 
 class ThroughputLoad(Settings):
-    """Many requests, so many of them open at once."""
+    """Many requests, so many of them open at once: the flags of octavo bench throughput."""
 
     num_prompts: int = 48
     input_len: Tokens
@@ -92,18 +79,13 @@ class ThroughputLoad(Settings):
     seed: int = 0
     kind: ClassVar[str] = "throughput"
 
-    @property
     def case(self) -> ThroughputCase:
         """What runs."""
-        names = {own.name for own in fields(Workload)}
-        work = Workload(**{name: value for name, value in self if name in names})
-        return ThroughputCase(
-            workload=work, max_concurrency=self.max_concurrency, num_warmups=self.num_warmups
-        )
+        return ThroughputCase(**self.model_dump(exclude={"max_num_seqs"}))
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Those of octavo bench throughput."""
+        """Those of the command."""
         return _flags(self)
 
     def __str__(self) -> str:
@@ -126,12 +108,9 @@ class EngineOptions(Settings):
         """Those of an engine for so many requests at once."""
         return EngineSettings(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
             memory_fraction=self.gpu_memory_utilization,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
             cuda_graphs=False if self.enforce_eager else None,
-            compile=self.compile,
+            **self.model_dump(exclude={"gpu_memory_utilization", "enforce_eager"}),
         )
 
 
@@ -155,8 +134,7 @@ class SweepFile(Settings):
     def load(cls, path: str | os.PathLike[str]) -> "SweepFile":
         """The sweep in a TOML file; ConfigError for whatever could not run."""
         try:
-            document = tomllib.loads(Path(path).read_text("utf-8"))
-            found = cls(**document)
+            found = cls(**tomllib.loads(Path(path).read_text("utf-8")))
             found.check()
         except (OSError, ValueError) as error:  # a ConfigError is a ValueError
             raise ConfigError(f"{os.fspath(path)}: {error}") from None
@@ -169,18 +147,14 @@ class SweepFile(Settings):
 
     def check(self) -> None:
         """Raise ConfigError before a model is loaded for it."""
-        if (self.model is None) == (self.config is None):
-            raise ConfigError(
-                f"expected a model or a config, got {self.model} and {self.config}; "
-                'such as config = "tiny"'
-            )
-        if not self.recipes or len(set(self.recipes)) != len(self.recipes):
-            raise ConfigError(f"expected different recipes, got {list(self.recipes)}")
-        if not self.loads:
-            raise ConfigError("expected one or more workloads: [[latency]] or [[throughput]]")
-        cases = [load.case for load in self.loads]
-        if any(case in cases[:number] for number, case in enumerate(cases)):
-            raise ConfigError("expected different workloads, got one twice")
+        is_one = (self.model is None) != (self.config is None)
+        got = f"{self.model} and {self.config}"
+        expect(is_one, 'a model or a config such as "tiny"', got)
+        names = list(self.recipes)
+        expect(len(set(names)) == len(names) > 0, "different recipes", names)
+        expect(bool(self.loads), "one or more workloads, [[latency]] or [[throughput]]", "none")
+        cases = [load.case() for load in self.loads]
+        expect(all(cases.count(case) == 1 for case in cases), "different workloads", "one twice")
         self.engine.settings(1)
         check_rows(self.recipes, self.skip_layers)
 
@@ -204,13 +178,8 @@ class Combination:
     load: LatencyLoad | ThroughputLoad
     command: str
 
-    @property
-    def kind(self) -> str:
-        """The benchmark: latency or throughput."""
-        return self.load.kind
-
     def __str__(self) -> str:
-        return f"{self.kind}, {self.row.name}, {self.load}"
+        return f"{self.load.kind}, {self.row.name}, {self.load}"
 
 
 @dataclass(frozen=True)
@@ -225,9 +194,10 @@ class Outcome:
 
 def combinations(sweep: SweepFile, *, peers: bool = False) -> list[Combination]:
     """All of a sweep: for each workload the recipes in their order; peers: whether with peers."""
+    rows = check_rows(sweep.recipes, sweep.skip_layers)
     found = []
     for load in sweep.loads:
-        for row in check_rows(sweep.recipes, sweep.skip_layers):
+        for row in rows:
             names = list(dict.fromkeys([sweep.recipes[0], row.name]))
             flags = {**sweep.flags, **load.flags, "--kv-cache-dtype": names}
             if peers:
@@ -241,25 +211,24 @@ def stored_records(
     combination: Combination, records: Sequence[Measurement], machine: Machine
 ) -> tuple[Measurement, ...]:
     """Its records among these, from this machine and version; none unless all are there."""
+
+    def place(machine: Machine) -> object:
+        return machine.gpu, machine.cpu, machine.versions.get("octavo")
+
+    row, load = combination.row, combination.load
     same = [
         record
         for record in records
-        if record.op == combination.kind
-        and record.command == combination.command
-        and record.case.get("row") == combination.row.name
-        and record.case.get("recipe_digest") == combination.row.digest
-        and _is_same(record.machine, machine)
+        if (record.op, record.command) == (load.kind, combination.command)
+        and record.case.get("row") == row.name
+        and record.case.get("recipe_digest") == row.digest
+        and place(record.machine) == place(machine)
     ]
-    if not isinstance(combination.load, LatencyLoad):
+    if isinstance(load, ThroughputLoad):
         return tuple(same[-1:])
-    by_length = {record.case["input_len"]: record for record in same}  # the newest is the last
-    lengths = combination.load.input_len
-    return tuple(by_length[n] for n in lengths) if set(lengths) <= by_length.keys() else ()
-
-
-def _is_same(machine: Machine, other: Machine) -> bool:
-    versions = machine.versions.get("octavo"), other.versions.get("octavo")
-    return (machine.gpu, machine.cpu, versions[0]) == (other.gpu, other.cpu, versions[1])
+    newest = {record.case["input_len"]: record for record in same}
+    is_whole = set(load.input_len) <= newest.keys()
+    return tuple(newest[length] for length in load.input_len) if is_whole else ()
 
 
 def run_sweep(
@@ -269,68 +238,49 @@ def run_sweep(
     *,
     device: str,
     on_start: Callable[[Combination], None] = lambda combination: None,
-    on_step: Callable[[str], None] = lambda what: None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Run what the file has no records of, and append records as each combination ends.
 
     One that fails has its reason; the others go on, without a comparison if it was the first.
     """
+
+    @cache  # made when something first needs it
+    def opened() -> tuple[Subject, dict[str, Row]]:
+        own: Any = {"dtype": sweep.dtype, "device": device, "layers": sweep.layers}
+        subject = open_subject(sweep.model, sweep.config, **own)
+        rows = make_rows(sweep.recipes, subject, skip_layers=sweep.skip_layers)
+        return subject, {row.name: row for row in rows}
+
+    def run(one: Combination, baseline: Sequence[Measurement]) -> Outcome:
+        settings = sweep.engine.settings(one.load.max_num_seqs)
+        options: Any = {"command": one.command, "baseline": baseline}
+        subject, rows = opened()
+        try:
+            result = run_load(subject, [rows[one.row.name]], one.load.case(), settings, **options)
+        except Exception as error:  # whatever it is, hours of others must not be lost to it
+            kind = "" if isinstance(error, OctavoError) else f"{type(error).__name__}: "
+            return Outcome(one, "failed", reason=f"{kind}{error}")
+        for reason in result.failures.values():
+            return Outcome(one, "failed", reason=reason)
+        store.append(path, result.records)
+        return Outcome(one, "measured", result.records)
+
     records = store.read(path) if path.exists() else []
-    machine, model = machine_of(device), _Model(sweep, device)
+    machine = machine_of(device)
     outcomes: list[Outcome] = []
-    baselines: dict[int, tuple[Measurement, ...]] = {}  # by workload
-    for combination in todo:
-        on_start(combination)
-        number = sweep.loads.index(combination.load)
-        if found := stored_records(combination, records, machine):
-            outcome = Outcome(combination, "skipped", found)
+    baselines: dict[LatencyLoad | ThroughputLoad, tuple[Measurement, ...]] = {}
+    for one in todo:
+        on_start(one)
+        if found := stored_records(one, records, machine):
+            outcome = Outcome(one, "skipped", found)
         else:
-            outcome = _run(model, combination, baselines.get(number, ()), path, on_step)
-        if outcome.state != "failed" and combination.row.name == sweep.recipes[0]:
-            baselines[number] = outcome.records
+            outcome = run(one, baselines.get(one.load, ()))
+        if outcome.state != "failed" and one.row.name == sweep.recipes[0]:
+            baselines[one.load] = outcome.records
         outcomes.append(outcome)
         on_end(outcome)
     return outcomes
-
-
-class _Model:
-    """The model and its rows, made when something first needs them."""
-
-    def __init__(self, sweep: SweepFile, device: str) -> None:
-        self.sweep, self.device = sweep, device
-
-    @cached_property
-    def subject(self) -> Subject:
-        own = {name: getattr(self.sweep, name) for name in ("dtype", "layers")}
-        return open_subject(self.sweep.model, self.sweep.config, device=self.device, **own)
-
-    @cached_property
-    def rows(self) -> dict[str, Row]:
-        rows = make_rows(self.sweep.recipes, self.subject, skip_layers=self.sweep.skip_layers)
-        return {row.name: row for row in rows}
-
-
-def _run(
-    model: _Model,
-    combination: Combination,
-    baseline: Sequence[Measurement],
-    path: Path,
-    on_step: Callable[[str], None],
-) -> Outcome:
-    load, rows = combination.load, [model.rows[combination.row.name]]
-    settings = model.sweep.engine.settings(load.max_num_seqs)
-    options: Any = {"command": combination.command, "baseline": baseline, "on_step": on_step}
-    try:
-        result = run_load(model.subject, rows, load.case, settings, **options)
-    except Exception as error:  # whatever it is, hours of others must not be lost to it
-        is_ours = isinstance(error, OctavoError)
-        reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        return Outcome(combination, "failed", reason=reason)
-    for reason in result.failures.values():
-        return Outcome(combination, "failed", reason=reason)
-    store.append(path, result.records)
-    return Outcome(combination, "measured", result.records)
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
@@ -342,6 +292,6 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
             ", ".join(format_column([v[name] for v in values if name in v])) or None
             for name in ("median_ttft_ms", "median_itl_ms", "output_throughput")
         ]
-        rows.append((one.kind, str(one.load), one.row.name, outcome.state, *medians))
+        rows.append((one.load.kind, str(one.load), one.row.name, outcome.state, *medians))
     header = ("benchmark", "workload", "recipe", "", "TTFT (ms)", "ITL (ms)", "output tokens/s")
     return Table(caption="Sweep: medians", header=header, rows=tuple(rows))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import UnsupportedError
 from octavo.kernels.device import describe
+from octavo.measure.bench.expect import expect
 from octavo.measure.records import Machine, timing
 
 
@@ -30,15 +31,18 @@ def sample_ms(
 
     On a GPU each call is timed by events on its stream, so that launching is not counted.
     """
-    if not 1 <= min_samples <= max_samples:
-        raise ConfigError(
-            f"expected 1 ≤ min_samples ≤ max_samples, got {min_samples} and {max_samples}"
-        )
-    once = _once_cuda if device.type == "cuda" else _once_cpu
-    _repeat(call, once, budget_ms=warmup_ms, min_samples=1, max_samples=max_samples)
-    return _repeat(
-        call, once, budget_ms=budget_ms, min_samples=min_samples, max_samples=max_samples
-    )
+    is_right = 1 <= min_samples <= max_samples
+    expect(is_right, "1 ≤ min_samples ≤ max_samples", f"{min_samples} and {max_samples}")
+    once = _clock(device)
+
+    def repeat(least: int, enough_ms: float) -> list[float]:
+        samples: list[float] = []
+        while len(samples) < least or (len(samples) < max_samples and sum(samples) < enough_ms):
+            samples.append(once(call))
+        return samples
+
+    repeat(1, warmup_ms)
+    return repeat(min_samples, budget_ms)
 
 
 def capture(calls: list[Callable[[], object]]) -> Callable[[], None]:
@@ -60,12 +64,6 @@ def capture(calls: list[Callable[[], object]]) -> Callable[[], None]:
     return replay
 
 
-def sample_graph_ms(calls: list[Callable[[], object]]) -> list[float]:
-    """Milliseconds of one call on a GPU, from replays of a CUDA graph that holds all `calls`."""
-    (samples,) = sample_in_turn_ms([capture(calls)], torch.device("cuda"))
-    return [sample / len(calls) for sample in samples]
-
-
 def sample_in_turn_ms(
     calls: Sequence[Callable[[], object]],
     device: torch.device,
@@ -77,7 +75,7 @@ def sample_in_turn_ms(
 
     The warm-up brings the clocks up.
     """
-    once = _once_cuda if device.type == "cuda" else _once_cpu
+    once = _clock(device)
     spent = 0.0
     while spent < warmup_ms:
         spent += sum(once(call) for call in calls)
@@ -90,12 +88,10 @@ def sample_sustained_ms(
 ) -> tuple[list[float], dict[str, float]]:
     """Milliseconds of a call that has had the GPU to itself for `load_s` seconds.
 
-    Beside them the clock and power meanwhile, as the values sm_mhz and watts of a record. By then
-    the clock is what the power limit leaves for this call, as in a model that makes no other. In
-    turn with others a call gets the clock that they all leave it together.
+    Beside them the values sm_mhz and watts of a record: by then the clock is what the power limit
+    leaves for this call, as in a model that makes no other.
     """
-    if load_s <= 0:
-        raise ConfigError(f"expected a load of more than 0 seconds, got {load_s}")
+    expect(load_s > 0, "a load of more than 0 seconds", load_s)
     started = time.monotonic()
     while time.monotonic() - started < load_s:
         _once_cuda(call)
@@ -137,18 +133,9 @@ def _meter(call: Callable[[], object]) -> tuple[float, float]:
     return sm_mhz, watts
 
 
-def _repeat(
-    call: Callable[[], object],
-    once: Callable[[Callable[[], object]], float],
-    *,
-    budget_ms: float,
-    min_samples: int,
-    max_samples: int,
-) -> list[float]:
-    samples: list[float] = []
-    while len(samples) < max_samples and (len(samples) < min_samples or sum(samples) < budget_ms):
-        samples.append(once(call))
-    return samples
+def _clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """What times one call on a device."""
+    return _once_cuda if device.type == "cuda" else _once_cpu
 
 
 def _once_cpu(call: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
 """Greedy answers of a local model: the prompt in chunks through the cache, then token by token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.text_model import TextModel
-from octavo.integrations.transformers.tokenizer import text_tokens
+from octavo.integrations.transformers.tokenizer import chat_tokens, text_tokens
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
+Message = Mapping[str, str]
+Content = str | tuple[Message, ...]  # a text to go on with, or a chat to answer
 Step = Callable[[int], None]  # told how many tokens of a prompt are done
 
 
@@ -66,14 +68,18 @@ def answer_tokens(
 
 def answer_text(
     text_model: TextModel,
-    text: str,
+    content: Content,
     *,
     max_tokens: int,
     chunk: int = 2048,
     on_step: Step = lambda num_tokens: None,
 ) -> str:
-    """A model's greedy continuation of a text; ConfigError if it was not made for the length."""
-    prompt = torch.tensor(text_tokens(text_model.tokenizer, text))
+    """A model's greedy answer; ConfigError if the model was not made for the length."""
+    tokenizer = text_model.tokenizer
+    if isinstance(content, str):
+        prompt = text_tokens(tokenizer, content)
+    else:
+        prompt = chat_tokens(tokenizer, content)
     limit = text_model.max_length
     if limit is not None and len(prompt) + max_tokens > limit:
         raise ConfigError(
@@ -82,13 +88,13 @@ def answer_text(
         )
     tokens = answer_tokens(
         text_model.model,
-        prompt,
+        torch.tensor(prompt),
         max_tokens=max_tokens,
         chunk=chunk,
         stop=stop_tokens(text_model),
         on_step=on_step,
     )
-    return str(text_model.tokenizer.decode(tokens, skip_special_tokens=True))
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def stop_tokens(text_model: TextModel) -> frozenset[int]:

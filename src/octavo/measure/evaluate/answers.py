@@ -9,7 +9,6 @@ what they were made.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,27 +21,15 @@ from octavo.integrations.transformers.tokenizer import chat_tokens
 from octavo.measure import store
 from octavo.measure.bench.engine import Subject, open_engine
 from octavo.measure.evaluate.answering import stop_tokens
-from octavo.measure.evaluate.language import Client, Endpoint, Message, Reply, machine_of
+from octavo.measure.evaluate.language import Client, Reply, machine_of, model_about
+from octavo.measure.evaluate.task_data import Item
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import Row
+from octavo.measure.run import Participant, ready
 from octavo.recipe import Recipe
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.request import Delta, Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A question as it is asked once: which repetition it is, and the true answer.
-
-    letters: of the options, if there are some.
-    """
-
-    question: str
-    repetition: int
-    messages: tuple[Message, ...] = field(repr=False)
-    answer: str
-    letters: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +45,6 @@ class SamplingPlan:
     max_tokens: int | None = None
     seed: int = 0
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether all repetitions of a prompt are one answer."""
-        return self.options.get("temperature") == 0
-
     def seed_of(self, item: Item) -> int:
         """The seed of an item; 32 bits of it, which every server takes."""
         text = f"{self.seed}, {item.question}, {item.repetition}"
@@ -75,28 +57,54 @@ class SamplingPlan:
 
 
 OnReply = Callable[[Item, Reply], None]
-Ask = Callable[[Sequence[Item], OnReply], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A row of the table that draws answers; it takes memory and connections only while it does.
+    """Draws a row's answers; it takes memory and connections only while it is asked.
 
     identity: all that its answers depend on besides item and plan.
     """
 
     name: str
-    impl: str
-    about: Mapping[str, Scalar]
-    machine: Machine
+    plan: SamplingPlan
     identity: str = field(repr=False)
-    ask: Ask = field(repr=False)
+    ask: Callable[[Sequence[Item], OnReply], None] = field(repr=False)
 
-    def key(self, item: Item, plan: SamplingPlan) -> str:
+    def key(self, item: Item) -> str:
         """A name for this row's answer to this item; another one if anything is different."""
+        plan = self.plan
         parts: list[Any] = [self.identity, [dict(m) for m in item.messages], dict(plan.options)]
         parts += [plan.max_tokens, plan.seed_of(item)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def server_sampler(client: Client, plan: SamplingPlan) -> Participant[Sampler]:
+    """A server that answers chats; the machine of a record is the one that asked."""
+    sampler = Sampler(
+        name=client.name,
+        plan=plan,
+        identity=json.dumps([client.url, client.model]),
+        ask=partial(_ask_server, client, plan),
+    )
+    return Participant(
+        name=client.name,
+        impl="http",
+        about={"model": client.model, "url": client.url},
+        machine=Machine.current(),
+        open=ready(sampler),
+    )
+
+
+def _ask_server(
+    client: Client, plan: SamplingPlan, items: Sequence[Item], on_reply: OnReply
+) -> None:
+    limit = {} if plan.max_tokens is None else {"max_tokens": plan.max_tokens}
+    asked = [
+        (item.messages, {**plan.options, "seed": plan.seed_of(item), **limit}) for item in items
+    ]
+    with client:
+        client.reply_all(asked, lambda place, reply: on_reply(items[place], reply))
 
 
 def engine_sampler(
@@ -106,7 +114,7 @@ def engine_sampler(
     settings: EngineSettings,
     *,
     scales: str | None = None,
-) -> Sampler:
+) -> Participant[Sampler]:
     """A local model with a recipe, in an engine of its own.
 
     scales: where the recipe's came from, if that tells them: calibrated again, a last bit of them
@@ -117,13 +125,18 @@ def engine_sampler(
     prompts = text_model.prompts.about
     identity = [text_model.name, text_model.dtype, settled, *([prompts] if prompts else [])]
     own = Row.of(row.name, recipe)
-    return Sampler(
+    sampler = Sampler(
         name=row.name,
-        impl="engine",
-        about={"model": text_model.name, "dtype": text_model.dtype, **prompts},
-        machine=machine_of(text_model.model),
+        plan=plan,
         identity=json.dumps(identity, sort_keys=True),
         ask=partial(_ask_engine, text_model, own, plan, settings),
+    )
+    return Participant(
+        name=row.name,
+        impl="engine",
+        about=model_about(text_model),
+        machine=machine_of(text_model.model),
+        open=ready(sampler),
     )
 
 
@@ -135,46 +148,28 @@ def _ask_engine(
     items: Sequence[Item],
     on_reply: OnReply,
 ) -> None:
-    stop = tuple(sorted(stop_tokens(text_model)))
+    tokenizer, stop = text_model.tokenizer, tuple(sorted(stop_tokens(text_model)))
     with open_engine(Subject(text_model.model, {}, is_random=False), row, settings) as engine:
-        requests = [
-            _request(str(i), item, text_model, plan, engine, stop) for i, item in enumerate(items)
-        ]
+        requests = []
+        for place, item in enumerate(items):
+            prompt = chat_tokens(tokenizer, item.messages)
+            room = engine.max_context - len(prompt)
+            if room < (plan.max_tokens or 1):
+                raise ConfigError(
+                    f"question {item.question}: expected room for {plan.max_tokens or 1} tokens "
+                    f"after a prompt of {len(prompt)}, got a context of {engine.max_context}: "
+                    "lower --max-tokens"
+                )
+            options: dict[str, Any] = {**plan.options, "seed": plan.seed_of(item)}
+            sampling = Sampling(**options, max_tokens=plan.max_tokens or room, stop_token_ids=stop)
+            requests.append(Request(request_id=str(place), prompt=prompt, sampling=sampling))
         for request in requests:  # before any of them runs
             engine.check(request)
         for name, deltas in _run(engine, requests):
             found = gather(deltas)
-            text = text_model.tokenizer.decode(found.tokens, skip_special_tokens=True)
+            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
             is_cut = found.finish_reason == "length"
             on_reply(items[int(name)], Reply(str(text), is_cut, len(found.tokens)))
-
-
-def _request(
-    name: str,
-    item: Item,
-    text_model: TextModel,
-    plan: SamplingPlan,
-    engine: Engine,
-    stop: tuple[int, ...],
-) -> Request:
-    prompt = chat_tokens(text_model.tokenizer, item.messages)
-    room = engine.max_context - len(prompt)
-    if room < (plan.max_tokens or 1):
-        raise ConfigError(
-            f"question {item.question}: expected room for {plan.max_tokens or 1} tokens after a "
-            f"prompt of {len(prompt)}, got a context of {engine.max_context}: lower --max-tokens"
-        )
-    options: dict[str, Any] = dict(plan.options)
-    return Request(
-        request_id=name,
-        prompt=prompt,
-        sampling=Sampling(
-            **options,
-            max_tokens=plan.max_tokens or room,
-            seed=plan.seed_of(item),
-            stop_token_ids=stop,
-        ),
-    )
 
 
 def _run(engine: Engine, requests: list[Request]) -> Iterator[tuple[str, list[Delta]]]:
@@ -190,37 +185,6 @@ def _run(engine: Engine, requests: list[Request]) -> Iterator[tuple[str, list[De
             deltas[delta.request_id].append(delta)
             if delta.finish_reason is not None:
                 yield delta.request_id, deltas.pop(delta.request_id)
-
-
-def server_sampler(endpoint: Endpoint, model: str, plan: SamplingPlan) -> Sampler:
-    """A server that answers chats; the machine of a record is the one that asked."""
-    return Sampler(
-        name=endpoint.name,
-        impl="http",
-        about={"model": model, "url": endpoint.url},
-        machine=Machine.current(),
-        identity=json.dumps([endpoint.url, model]),
-        ask=partial(_ask_server, endpoint, plan),
-    )
-
-
-def _ask_server(
-    endpoint: Endpoint, plan: SamplingPlan, items: Sequence[Item], on_reply: OnReply
-) -> None:
-    def ask_one(item: Item) -> Reply:
-        options = {**plan.options, "seed": plan.seed_of(item)}
-        if plan.max_tokens is not None:
-            options["max_tokens"] = plan.max_tokens
-        return client.reply(item.messages, options)
-
-    with Client(endpoint) as client, ThreadPoolExecutor(endpoint.concurrency) as pool:
-        futures = {pool.submit(ask_one, item): item for item in items}
-        try:
-            for future in as_completed(futures):
-                on_reply(futures[future], future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from octavo.calibration.run import CalibrationResult
-from octavo.integrations.layer_groups import group_of
+from octavo.integrations.fused_layers import group_of
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Measurement, Scalar
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.calibrate import PipelineResult
     from octavo.integrations.diffusers.sensitivity import Sensitivity
+
+VALUES = ("amax", "scale", "headroom", "sqnr_db", "num_passes", "num_nonfinite")
 
 
 def calibration_records(
@@ -24,20 +27,12 @@ def calibration_records(
     device: where the model ran.
     """
     machine = machine_of(device)
-    header = result.scales.header
     return [
         Measurement(
             op="calibrate",
-            impl=header.observer or "amax",
+            impl=result.scales.header.observer or "amax",
             case={"layer": row.layer, "tensor": row.tensor},
-            values={
-                "amax": row.amax,
-                "scale": row.scale,
-                "headroom": row.headroom,
-                "sqnr_db": row.sqnr_db,
-                "num_passes": row.num_passes,
-                "num_nonfinite": row.num_nonfinite,
-            },
+            values={name: getattr(row, name) for name in VALUES},
             machine=machine,
             command=command,
         )
@@ -76,12 +71,11 @@ def sensitivity_records(
     proposed: the patterns to ignore; rest: the error of all other layers at once. about: the model
     and how it ran; device: where.
     """
-    machine = machine_of(device)
+    record = partial(Measurement, impl="fp8", machine=machine_of(device), command=command)
     total = sum(row.num_weights for row in found.rows)
     records = [
-        Measurement(
+        record(
             op="sensitivity",
-            impl="fp8",
             case={
                 **about,
                 "layer": f"{row.component}.{row.name}",
@@ -96,20 +90,11 @@ def sensitivity_records(
                 "num_layers": len(row.layers),
                 "weight_share": row.num_weights / total,
             },
-            machine=machine,
-            command=command,
         )
         for row in found.rows
     ]
     for name, error in (("all", found.error), ("all but those proposed", rest)):
-        records.append(
-            Measurement(
-                op="sensitivity_of_all",
-                impl="fp8",
-                case={**about, "layer": name},
-                values={"error": error, "floor": found.floor},
-                machine=machine,
-                command=command,
-            )
-        )
+        values = {"error": error, "floor": found.floor}
+        case = {**about, "layer": name}
+        records.append(record(op="sensitivity_of_all", case=case, values=values))
     return records

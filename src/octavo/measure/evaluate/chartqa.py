@@ -7,13 +7,13 @@ by `relaxed_accuracy` and `exact_match` if it is one line, as the chart reader's
 
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,28 +22,19 @@ from octavo.calibration.run import Calibration, calibrate
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
 from octavo.calibration.settings import CalibrationSettings
 from octavo.errors import ConfigError
-from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.embedded_models import CHART_READER
-from octavo.integrations.transformers.calibrate import layer_names, observe
+from octavo.integrations.transformers.calibrate import layer_names, observe_images
 from octavo.integrations.transformers.tokenizer import PromptSettings
 from octavo.integrations.transformers.vision_language import load_vlm_reader
 from octavo.kernels.device import default_device
-from octavo.measure.evaluate.language import machine_of
+from octavo.measure.evaluate.language import local_participants
 from octavo.measure.evaluate.question_files import ChartQuestion, load_chart_questions
 from octavo.measure.evaluate.requests import ChartRequest
 from octavo.measure.evaluate.statistics import paired_difference
-from octavo.measure.records import Measurement, Scalar
+from octavo.measure.records import Measurement
 from octavo.measure.report.tables import Table
 from octavo.measure.rows import VISION, Row, parse_rows
-from octavo.measure.run import (
-    Outcome,
-    Participant,
-    Progress,
-    Records,
-    Watch,
-    run_whole,
-    unwatched,
-)
+from octavo.measure.run import Outcome, Progress, Records, Watch, run_whole
 
 BATCH_SIZE = 16
 NUM_CALIBRATION_IMAGES = 128
@@ -51,23 +42,13 @@ TOLERANCE = 0.05
 SHOWN = ("relaxed (%)", "anywhere (%)", "exact (%)")  # the scores, in their order
 
 Step = Callable[[int], None]  # told how many questions are done
-
-
-class Reader(Protocol):
-    """A model that answers questions about images."""
-
-    model: Any
-    name: str
-
-    def answer(self, images: Sequence[Any], questions: Sequence[str]) -> list[str]:
-        """The answers to one question about each image."""
-        ...
+Reader = Any  # has a name, a model and answer(images, questions), as VlmReader does
 
 
 def run(
     request: ChartRequest,
     output: Path | None,
-    watch: Watch = unwatched,
+    watch: Watch,
     *,
     generate: Callable[..., list[ChartQuestion]],
 ) -> list[Measurement]:
@@ -81,10 +62,8 @@ def run(
     records = Records.of_file(output)
     reader = load_reader(request.model, default_device().torch_device, request.prompts)
     questions = load_chart_questions(request.data, request.num_questions, generate)
-    scales = None
-    if request.scales is not None:
-        scales = load_scales(request.scales)
-    elif needs_scales:
+    scales = None if request.scales is None else load_scales(request.scales)
+    if needs_scales and scales is None:
         noisy = generate(4 * NUM_CALIBRATION_IMAGES, "noisy")[::4]
         scales = calibration_scales(
             reader,
@@ -103,6 +82,56 @@ def run(
         on_step=Progress(watch, "answering", len(rows) * len(questions)).add,
         records=records,
     )
+
+
+def load_reader(
+    model: str | None,
+    device: str | torch.device,
+    prompts: PromptSettings = PromptSettings(),
+) -> Reader:
+    """The chart reader that comes with octavo, one in a folder, or any image-text model."""
+    if model is None or CHART_READER.matches(model):
+        if prompts != PromptSettings():
+            raise ConfigError("--chat-template is for image-text models; the chart reader has none")
+        return CHART_READER.load(model).to(device)
+    return load_vlm_reader(model, prompts=prompts).to(device)
+
+
+def chart_rows(names: Sequence[str], scales: ScaleSet | None = None) -> list[Row]:
+    """The rows of these names; scales: for those that need some, None leaves them without."""
+    rows = []
+    for row in parse_rows(names, VISION):
+        if row.linear is not None:
+            raise ConfigError(f"row {row.name}: expected vision attention, got linear layers too")
+        if not row.is_plain and row.digest is None and row.name in VISION.words:
+            row = replace(row, name=f"fp8 {row.name}")
+        recipe = None
+        if row.needs_scales and scales is not None:
+            recipe = row.recipe(scales.to_dict()["layers"])
+        rows.append(row if recipe is None else row.using(recipe))
+    return rows
+
+
+def calibration_scales(
+    reader: Reader,
+    questions: Sequence[ChartQuestion],
+    *,
+    data: str,
+    margin: float = 1.5,
+    batch_size: int = BATCH_SIZE,
+    on_step: Step = lambda num_questions: None,
+) -> ScaleSet:
+    """Static scales of a reader's tower, by questions that are not measured; data: their name."""
+    batches = _batches(questions, batch_size)
+    calibration = calibrate(
+        Calibration(layer_names(reader.model), CalibrationSettings(margin=margin)),
+        lambda num_seen: batches,
+        observe=partial(observe_images, reader.model),
+        forward=partial(_answer, reader),
+        on_batch=on_step,
+    )
+    header = ScaleHeader(kind="vision_attention", model=reader.name, data=data)
+    return calibration.result(header).scales
 
 
 def evaluate(
@@ -124,172 +153,63 @@ def evaluate(
     and the confidence interval of the difference.
     on_answers: called with each row's name and its answers.
     """
-    if not questions:
-        raise ConfigError("expected one question or more, got none")
-    scores: list[dict[str, list[float]]] = []  # of the rows so far
+    relaxed: list[list[float]] = []  # accuracy of the rows so far, question by question
 
-    def measure(row: Row) -> Outcome:
+    def measure(model: Any) -> Outcome:
         answers: list[str] = []
         for batch in _batches(questions, batch_size):
             answers += _answer(reader, batch)
             on_step(len(batch))
-        on_answers(row.name, answers)
-        scores.append(_scores(questions, answers))
-        return Outcome(_values(scores[-1], scores[0], len(scores) == 1))
+        on_answers(rows[len(relaxed)].name, answers)
+        pairs = list(zip(answers, (q.answers for q in questions), strict=True))
+        scores = {name: [score(*pair) for pair in pairs] for name, score in SCORES.items()}
+        values = {f"{name}_percent": 100 * fmean(own) for name, own in scores.items()}
+        relaxed.append(scores["relaxed_accuracy"])
+        own, first = relaxed[-1], relaxed[0]
+        if len(relaxed) > 1:
+            values |= paired_difference(own, first)
+            values |= {"recovery_percent": 100 * fmean(own) / fmean(first)} if any(first) else {}
+        return Outcome(values)
 
-    participants = [
-        Participant(
-            name=row.name,
-            impl="transformers",
-            about={"model": reader.name},
-            machine=machine_of(reader.model),
-            open=partial(_applied, reader.model, row),
-        )
-        for row in rows
-    ]
-    about: dict[str, Scalar] = {"data": data, "num_questions": len(questions)}
-    return run_whole(participants, measure, records, op="chartqa", command=command, about=about)
-
-
-@contextmanager
-def _applied(model: Any, row: Row) -> Iterator[Row]:
-    """A model with a row's recipe, for as long as this is entered."""
-    recipe = row.recipe()
-    if recipe is None:
-        yield row
-        return
-    apply_(model, recipe)
-    try:
-        yield row
-    finally:
-        restore_(model)
-
-
-def chart_rows(names: Sequence[str], scales: ScaleSet | None = None) -> list[Row]:
-    """The rows of these names; scales: for those that need some, None leaves them without."""
-    rows = []
-    for row in parse_rows(names, VISION):
-        if row.linear is not None:
-            raise ConfigError(f"row {row.name}: expected vision attention, got linear layers too")
-        if not row.is_plain and row.digest is None and row.name in VISION.words:
-            row = replace(row, name=f"fp8 {row.name}")
-        recipe = None
-        if row.needs_scales and scales is not None:
-            recipe = row.recipe(scales.to_dict()["layers"])
-        rows.append(row if recipe is None else row.using(recipe))
-    return rows
-
-
-def load_reader(
-    model: str | None,
-    device: str | torch.device,
-    prompts: PromptSettings = PromptSettings(),
-) -> Reader:
-    """The chart reader that comes with octavo, one in a folder, or any image-text model."""
-    if model is None or CHART_READER.matches(model):
-        if prompts != PromptSettings():
-            raise ConfigError("--chat-template is for image-text models; the chart reader has none")
-        reader: Reader = CHART_READER.load(model).to(device)
-        return reader
-    return load_vlm_reader(model, prompts=prompts).to(device)
-
-
-def chartqa_table(records: Sequence[Measurement]) -> Table:
-    """The rows as a table that says whether each differs from the first."""
-    rows = [_table_row(record) for record in records]
-    first = records[0].case
-    return Table(
-        caption=f"chartqa: {first['model']}, {first['num_questions']} questions of {first['data']}",
-        header=(
-            "recipe",
-            *SHOWN,
-            "recovery (%)",
-            "difference (points)",
-            "95 % interval",
-            "verdict",
-        ),
-        rows=tuple(rows),
+    return run_whole(
+        local_participants(rows, reader.model, {"model": reader.name}),
+        measure,
+        records,
+        op="chartqa",
+        command=command,
+        about={"data": data, "num_questions": len(questions)},
     )
-
-
-def _table_row(record: Measurement) -> tuple[str | float | None, ...]:
-    values = record.values
-    row: list[str | float | None] = [str(record.case["recipe"])]
-    row += [values[f"{name}_percent"] for name in SCORES]
-    if "difference_points" not in values:
-        return (*row, None, None, None, None)
-    low, high = values["difference_low_points"], values["difference_high_points"]
-    verdict = "differs" if values["is_different"] else f"no difference from {record.baseline}"
-    interval = f"[{low:+.2f}, {high:+.2f}]"
-    recovery = values.get("recovery_percent")
-    return (*row, recovery, values["difference_points"], interval, verdict)
-
-
-def calibration_scales(
-    reader: Reader,
-    questions: Sequence[ChartQuestion],
-    *,
-    data: str,
-    margin: float = 1.5,
-    batch_size: int = BATCH_SIZE,
-    on_step: Step = lambda num_questions: None,
-) -> ScaleSet:
-    """Static scales of a reader's tower, by questions that are not measured; data: their name."""
-    if not questions:
-        raise ConfigError("expected one image or more to calibrate on, got none")
-    settings = CalibrationSettings(margin=margin)
-    batches = _batches(questions, batch_size)
-    calibration = calibrate(
-        Calibration(layer_names(reader.model), settings),
-        lambda num_seen: batches,
-        observe=partial(observe, reader.model),
-        forward=partial(_answer, reader),
-        on_batch=on_step,
-    )
-    header = ScaleHeader(kind="vision_attention", model=reader.name, data=data)
-    return calibration.result(header).scales
 
 
 def _answer(reader: Reader, questions: Sequence[ChartQuestion]) -> list[str]:
-    return reader.answer([q.image for q in questions], [q.text for q in questions])
+    return list(reader.answer([q.image for q in questions], [q.text for q in questions]))
 
 
 def _batches(questions: Sequence[ChartQuestion], batch_size: int) -> list[list[ChartQuestion]]:
-    if batch_size < 1:
-        raise ConfigError(f"expected a batch size from 1 on, got {batch_size}")
     rest = iter(questions)
     return list(iter(lambda: list(islice(rest, batch_size)), []))
 
 
-def _scores(questions: Sequence[ChartQuestion], answers: Sequence[str]) -> dict[str, list[float]]:
-    return {
-        name: [score(a, q.answers) for a, q in zip(answers, questions, strict=True)]
-        for name, score in SCORES.items()
-    }
-
-
-def _values(
-    own: dict[str, list[float]], first: dict[str, list[float]], is_first: bool
-) -> dict[str, float]:
-    """The means of the scores in percent, and how the relaxed accuracy compares."""
-    values = {f"{name}_percent": _mean_percent(scores) for name, scores in own.items()}
-    if is_first:
-        return values
-    relaxed = "relaxed_accuracy"
-    difference = paired_difference(own[relaxed], first[relaxed])
-    before = _mean_percent(first[relaxed])
-    if before:
-        values["recovery_percent"] = 100 * values[f"{relaxed}_percent"] / before
-    return values | {
-        "difference_points": 100 * difference.mean,
-        "difference_low_points": 100 * difference.low,
-        "difference_high_points": 100 * difference.high,
-        "is_different": float(difference.is_significant),
-    }
-
-
-def _mean_percent(scores: Sequence[float]) -> float:
-    return 100 * sum(scores) / len(scores)
+def chartqa_table(records: Sequence[Measurement]) -> Table:
+    """The rows as a table that says whether each differs from the first."""
+    rows = []
+    for record in records:
+        values, verdict, interval = record.values, None, None
+        if "difference_points" in values:
+            low, high = values["difference_low_points"], values["difference_high_points"]
+            interval = f"[{low:+.2f}, {high:+.2f}]"
+            verdict = f"no difference from {record.baseline}"
+            verdict = "differs" if values["is_different"] else verdict
+        compared = values.get("recovery_percent"), values.get("difference_points")
+        scores = (values[f"{name}_percent"] for name in SCORES)
+        rows.append((str(record.case["recipe"]), *scores, *compared, interval, verdict))
+    first = records[0].case
+    compared_heads = ("recovery (%)", "difference (points)", "95 % interval", "verdict")
+    return Table(
+        caption=f"chartqa: {first['model']}, {first['num_questions']} questions of {first['data']}",
+        header=("recipe", *SHOWN, *compared_heads),
+        rows=tuple(rows),
+    )
 
 
 def final_answer(text: str) -> str:

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,10 +29,7 @@ from octavo.errors import ConfigError, UnsupportedError
 MAX_PSNR_DB = 100.0
 WINDOW, SIGMA = 11, 1.5
 K1, K2 = 0.01, 0.03
-NO_LPIPS = "LPIPS is left out: the package lpips is not installed (pip install lpips)"
-LPIPS_OFF = "LPIPS is left out: it was not asked for"
 MIN_LPIPS_SIDE = 31  # pixels that AlexNet needs
-Net = Callable[[Tensor, Tensor], Tensor]
 # Given the names and images of the first row and another: where both were written side by side, as
 # a path from the records file on, and the prompts that this shows.
 Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
@@ -52,17 +51,20 @@ class ImageScores:
     @property
     def mean_psnr_db(self) -> float:
         """The mean of the images' PSNR, in dB."""
-        return _mean(self.psnr_db)
+        return fmean(self.psnr_db)
 
     @property
     def mean_ssim(self) -> float:
         """The mean of the images' SSIM."""
-        return _mean(self.ssim)
+        return fmean(self.ssim)
 
-    @property
-    def mean_lpips(self) -> float | None:
-        """The mean of the images' LPIPS."""
-        return None if self.lpips is None else _mean(self.lpips)
+    def values(self) -> dict[str, float]:
+        """The mean and the worst of each score, by the names of records."""
+        found = {"psnr_db": self.mean_psnr_db, "worst_psnr_db": min(self.psnr_db)}
+        found |= {"ssim": self.mean_ssim, "worst_ssim": min(self.ssim)}
+        if self.lpips is not None:
+            found |= {"lpips": fmean(self.lpips), "worst_lpips": max(self.lpips)}
+        return found
 
 
 def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageScores:
@@ -74,19 +76,31 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
     """
     _check(a, b)
     a, b = a.to("cpu", torch.float64), b.to("cpu", torch.float64)
-    net = _find_lpips(lpips, min(a.shape[2:]))
-    if isinstance(net, str):
-        return ImageScores(_psnr_db(a, b), _ssim(a, b), lpips_note=net)
-    return ImageScores(_psnr_db(a, b), _ssim(a, b), _lpips(a, b, net))
+    note = why_no_lpips(lpips, min(a.shape[2:]))
+    return ImageScores(_psnr_db(a, b), _ssim(a, b), _lpips(a, b) if note is None else None, note)
 
 
 def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str | None:
     """Why `compare_images` would leave LPIPS out here; None if it would not.
 
-    side: the shorter one of images, in pixels.
+    side: the shorter one of images, in pixels. UnsupportedError if it is left out but must be
+    there.
     """
-    net = _find_lpips(lpips, side)
-    return net if isinstance(net, str) else None
+    if lpips is False:
+        return "LPIPS is left out: it was not asked for"
+    note = None
+    if find_spec("lpips") is None:
+        note = "the package lpips is not installed (pip install lpips)"
+    elif side < MIN_LPIPS_SIDE:
+        note = f"it needs {MIN_LPIPS_SIDE} pixels on each side, got {side}"
+    else:
+        try:
+            _lpips_net()
+        except (OSError, RuntimeError) as error:  # the weights of its backbone are a download
+            note = f"its weights could not be loaded ({str(error)[:200]})"
+    if note is not None and lpips:
+        raise UnsupportedError(f"LPIPS is left out: {note}")
+    return note and f"LPIPS is left out: {note}"
 
 
 def _check(a: Tensor, b: Tensor) -> None:
@@ -135,40 +149,19 @@ def _blur(x: Tensor) -> Tensor:
     return F.conv2d(across, weights.transpose(2, 3), groups=x.shape[1])
 
 
-def _lpips(a: Tensor, b: Tensor, net: Net) -> tuple[float, ...]:
-    pairs = zip(2 * a - 1, 2 * b - 1, strict=True)
+def _lpips(a: Tensor, b: Tensor) -> tuple[float, ...]:
+    net, pairs = _lpips_net(), zip(2 * a - 1, 2 * b - 1, strict=True)
     with torch.inference_mode():
         return tuple(float(net(x.float()[None], y.float()[None])) for x, y in pairs)
 
 
-def _find_lpips(asked: bool | None, side: int) -> Net | str:
-    """The network, or why there is none; an error if it must be there."""
-    if asked is False:
-        return LPIPS_OFF
-    note = NO_LPIPS
-    if find_spec("lpips") is not None:
-        note = f"LPIPS is left out: it needs {MIN_LPIPS_SIDE} pixels on each side, got {side}"
-        if side >= MIN_LPIPS_SIDE:
-            try:
-                return _lpips_net()
-            except (OSError, RuntimeError) as error:  # the weights of its backbone are a download
-                note = f"LPIPS is left out: its weights could not be loaded ({str(error)[:200]})"
-    if asked:
-        raise UnsupportedError(note)
-    return note
-
-
 @cache
-def _lpips_net() -> Net:
+def _lpips_net() -> Callable[[Tensor, Tensor], Tensor]:
     """LPIPS by AlexNet, the variant that its authors recommend for comparisons."""
     from lpips import LPIPS
 
-    net: Net = LPIPS(net="alex", verbose=False).eval()
+    net: Callable[[Tensor, Tensor], Tensor] = LPIPS(net="alex", verbose=False).eval()
     return net
-
-
-def _mean(values: tuple[float, ...]) -> float:
-    return math.fsum(values) / len(values)
 
 
 SHEET = "sheet.png"
@@ -190,40 +183,36 @@ def save_images(
     rows: names, and images for each prompt, [frames, 3, height, width] in [0, 1]; of a video the
     first frame. The sheet has the first MAX_COLUMNS prompts. Returns its path.
     """
-    if not rows or any(len(images) != len(prompts) for _, images in rows):
-        raise ConfigError(f"expected an image for each of {len(prompts)} prompts in every row")
-    folder.mkdir(parents=True, exist_ok=True)
     for place, (name, images) in enumerate(rows):
         own = folder / f"{place}_{_file_name(name)}"
-        own.mkdir(exist_ok=True)
         for index, (prompt, frames) in enumerate(zip(prompts, images, strict=True)):
-            file = own / f"{index:03d}_{_file_name(prompt)}.png"
-            write_atomically(file, _png(_image(frames)))
-    shown = [(name, [_image(frames) for frames in row[:MAX_COLUMNS]]) for name, row in rows]
-    write_atomically(folder / SHEET, _png(_sheet(prompts[:MAX_COLUMNS], shown)))
-    return folder / SHEET
+            _write(own / f"{index:03d}_{_file_name(prompt)}.png", _image(frames))
+    return _write(folder / SHEET, _sheet(prompts[:MAX_COLUMNS], rows))
 
 
-def save_compared(
-    folder: Path, prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]
-) -> Path:
-    """Write the images of two rows or more beside each other as one JPEG, named by the last row.
+def keep_compared(folder: Path | None, prompts: Sequence[str], records: Path | None) -> Keep | None:
+    """What writes images of two rows below each other as one JPEG, named by the last row.
 
-    prompts, rows: as in `save_images`; the first MAX_COMPARED prompts are shown.
+    records: the file whose records name the image, by its path from that file on, so that both can
+    be moved together. None without a folder or records. The first MAX_COMPARED prompts are shown.
     """
-    shown = [(name, [_image(frames) for frames in row[:MAX_COMPARED]]) for name, row in rows]
-    content = io.BytesIO()
-    _sheet(prompts[:MAX_COMPARED], shown).save(content, "JPEG", quality=QUALITY)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"compared_{_file_name(rows[-1][0])}.jpg"
-    write_atomically(path, content.getvalue())
-    return path
+    if folder is None or records is None:
+        return None
+    shown = prompts[:MAX_COMPARED]
+
+    def keep(rows: Sequence[tuple[str, list[Tensor]]]) -> tuple[str, Sequence[str]]:
+        path = _write(folder / f"compared_{_file_name(rows[-1][0])}.jpg", _sheet(shown, rows))
+        place = os.path.relpath(path.resolve(), records.resolve().parent)
+        return Path(place).as_posix(), shown
+
+    return keep
 
 
-def _sheet(prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> Any:
+def _sheet(prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Any:
+    """A pillow image with the rows below each other and the images of these prompts beside."""
     from PIL import Image, ImageDraw
 
-    width, height = rows[0][1][0].size
+    height, width = rows[0][1][0].shape[-2:]
     zoom = SIDE / max(width, height)
     size = (max(1, round(width * zoom)), max(1, round(height * zoom)))
     across, down = size[0] + GAP, size[1] + GAP
@@ -235,26 +224,10 @@ def _sheet(prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) ->
         top = LINE + place * down
         shown = fitting(pen, name, LABEL - 2 * GAP)
         pen.text((GAP, top + size[1] // 2), shown, fill="black")
-        for column, image in enumerate(images):
-            fitted = image.resize(size, Image.Resampling.BICUBIC)
+        for column, frames in enumerate(images[: len(prompts)]):
+            fitted = _image(frames).resize(size, Image.Resampling.BICUBIC)
             sheet.paste(fitted, (LABEL + column * across, top))
     return sheet
-
-
-def keep_compared(folder: Path | None, prompts: Sequence[str], records: Path | None) -> Keep | None:
-    """What writes images of two rows to a folder, for records of that file; None without either.
-
-    The image is named by its path from the records file on, so that both can be moved together.
-    """
-    if folder is None or records is None:
-        return None
-
-    def keep(rows: Sequence[tuple[str, list[Tensor]]]) -> tuple[str, Sequence[str]]:
-        path = save_compared(folder, prompts, rows)
-        place = os.path.relpath(path.resolve(), records.resolve().parent)
-        return Path(place).as_posix(), prompts[:MAX_COMPARED]
-
-    return keep
 
 
 def score_images(first: Sequence[Any], second: Sequence[Any]) -> ImageScores:
@@ -266,10 +239,8 @@ def _as_tensor(images: Sequence[Any]) -> Tensor:
     """[n, 3, height, width] in [0, 1]."""
     if len({image.size for image in images}) != 1:
         raise ConfigError(f"expected images of one size, got {[i.size for i in images][:5]}")
-    width, height = images[0].size
-    bytes_of_all = bytearray(b"".join(image.convert("RGB").tobytes() for image in images))
-    values = torch.frombuffer(bytes_of_all, dtype=torch.uint8)
-    return values.view(len(images), height, width, 3).permute(0, 3, 1, 2).float() / 255
+    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
 def draw_side_by_side(first: Any, second: Any, captions: tuple[str, str]) -> Any:
@@ -308,10 +279,13 @@ def _image(frames: Tensor) -> Any:
     return Image.fromarray(rounded.permute(1, 2, 0).contiguous().numpy())
 
 
-def _png(image: Any) -> bytes:
+def _write(path: Path, image: Any) -> Path:
+    """Write a pillow image as its path's ending says, and make its folder."""
     content = io.BytesIO()
-    image.save(content, "PNG")
-    return content.getvalue()
+    image.save(content, "JPEG" if path.suffix == ".jpg" else "PNG", quality=QUALITY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content.getvalue())
+    return path
 
 
 def _file_name(text: str) -> str:

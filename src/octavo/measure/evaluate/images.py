@@ -3,14 +3,14 @@
 import gc
 import hashlib
 import inspect
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, cycle, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_
 from octavo.integrations.changes import Changes
 from octavo.integrations.embedded_models import ASSETS, SMALL_IMAGE_MODEL
-from octavo.measure import store
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.evaluate.image_scores import (
-    ImageScores,
     Keep,
     compare_images,
     keep_compared,
@@ -33,24 +31,14 @@ from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.tables import Table, filled_table
 from octavo.measure.rows import IMAGES, PLAIN, Row, parse_rows, plain_row
-from octavo.measure.run import Outcome, Participant, Records, Watch, run_whole, unwatched
+from octavo.measure.run import Outcome, Participant, Records, Watch, run_whole
+
+if TYPE_CHECKING:
+    from octavo.integrations.transformers.clip_score import ClipScorer
 
 DEFAULT_PROMPTS = ASSETS / "small_image_prompts.txt"
 DEFAULT_ROWS = ("fp8", "fp8+attention")  # after the first
 RESULTS = ("images", "frames", "video")  # what pipelines call what they have made
-
-
-class PromptScorer(Protocol):
-    """Tells how well images fit their prompts, such as CLIP does."""
-
-    @property
-    def name(self) -> str:
-        """What records call it."""
-        ...
-
-    def score(self, images: Tensor, prompts: Sequence[str]) -> Sequence[float]:
-        """A score for each pair; the more, the better."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,43 +91,43 @@ def evaluate(
     *,
     command: str,
     lpips: bool | None = None,
-    scorer: PromptScorer | None = None,
+    scorer: "ClipScorer | None" = None,
     keep: Keep | None = None,
     on_image: Callable[[str], None] = lambda row: None,
-    on_row: Callable[[Measurement, list[Tensor]], None] = lambda record, images: None,
+    on_images: Callable[[str, list[Tensor]], None] = lambda row, images: None,
+    records: Records | None = None,
 ) -> list[Measurement]:
     """One record for each row: how near its images are to the first row's.
 
     make_pipeline: makes a pipeline as it is loaded, for every row: linear layers in FP8 cannot be
-    restored. lpips: as in `compare_images`. keep: writes the images of every row after the first
-    beside the first row's, in a file that its record then names. on_image: is told a row's name
-    after each image. on_row: is given each record, and the row's images, [frames, 3, height, width]
-    a prompt.
+    restored. lpips: as in `compare_images`. scorer: tells how well images fit their prompts. keep:
+    writes the images of every row after the first beside the first row's, in a file that its record
+    then names. on_image: is told a row's name after each image. on_images: is given a row's name
+    and its images, [frames, 3, height, width] a prompt.
     """
-    if len({row.name for row in rows}) < max(2, len(rows)):
-        raise ConfigError(f"expected two different rows or more, got {[r.name for r in rows]}")
     if lpips:
         why_no_lpips(lpips)  # what must be there and is not raises before anything is drawn
     drawn: list[list[Tensor]] = []  # by the rows so far
 
-    def measure(work: "_Pipeline") -> Outcome:
-        name, pipe = work.row.name, work.pipe
-        first = drawn[0] if drawn else None
+    def measure(work: tuple[Any, Changes | None]) -> Outcome:
+        (pipe, changes), name = work, rows[len(drawn)].name
+        values: dict[str, float] = {}
         try:
             images = draw(pipe, job, on_image=partial(on_image, name))
-            scores = None
-            if first is not None:
-                scores = compare_images(torch.cat(images), torch.cat(first), lpips=lpips)
+            if drawn:
+                scores = compare_images(torch.cat(images), torch.cat(drawn[0]), lpips=lpips)
+                values = scores.values()
         except ConfigError as error:
             raise ConfigError(f"row {name}: {error}") from error
-        about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(work.changes)}
+        about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(changes)}
         if scorer is not None:
             about["clip_model"] = scorer.name
-        if keep is not None and first is not None:
-            path, prompts = keep([(rows[0].name, first), (name, images)])
+            values |= _prompt_values(scorer, images, job.prompts)
+        if keep is not None and drawn:
+            path, prompts = keep([(rows[0].name, drawn[0]), (name, images)])
             about |= {"picture": path, "picture_prompts": "; ".join(prompts)}
         drawn.append(images)
-        values = {**_score_values(scores), **_prompt_values(scorer, images, job.prompts)}
+        on_images(name, images)
         return Outcome(values, about, machine_of(pipe.device))
 
     participants = [
@@ -152,35 +140,30 @@ def evaluate(
         )
         for row in rows
     ]
-    records = Records(on_record=lambda record: on_row(record, drawn[-1]))
-    options = {"op": "images", "command": command, "row_key": "row"}
-    return run_whole(participants, measure, records, about={}, **options)
-
-
-@dataclass(frozen=True)
-class _Pipeline:
-    """A pipeline with a row's recipe, and what the recipe changed in it."""
-
-    row: Row
-    pipe: Any
-    changes: Changes | None
+    return run_whole(
+        participants, measure, records, op="images", command=command, about={}, row_key="row"
+    )
 
 
 @contextmanager
-def _open_pipeline(make_pipeline: Callable[[], Any], row: Row) -> Iterator[_Pipeline]:
+def _open_pipeline(
+    make_pipeline: Callable[[], Any], row: Row
+) -> Iterator[tuple[Any, Changes | None]]:
+    """A pipeline with a row's recipe, and what the recipe changed in it."""
     from octavo.integrations.diffusers.pipeline import check_plain
 
     gc.collect()  # the pipeline of the row before
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     pipe, recipe = make_pipeline(), row.recipe()
-    changes = None if recipe is None else apply_(pipe, recipe)
-    if recipe is None:
-        try:
-            check_plain(pipe)
-        except ConfigError as error:
-            raise ConfigError(f"row {row.name}: {error}") from error
-    yield _Pipeline(row, pipe, changes)
+    if recipe is not None:
+        yield pipe, apply_(pipe, recipe)
+        return
+    try:
+        check_plain(pipe)
+    except ConfigError as error:
+        raise ConfigError(f"row {row.name}: {error}") from error
+    yield pipe, None
 
 
 def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) -> list[Tensor]:
@@ -224,11 +207,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def is_small_image(model: str | None) -> bool:
-    """Whether a name is that of the small image model, or a folder holds one."""
-    return model is None or SMALL_IMAGE_MODEL.matches(model)
-
-
 def read_prompts(path: Path | None) -> tuple[str, ...]:
     """The lines of a file that are not blank; None is the list for the small image model."""
     try:
@@ -241,20 +219,11 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
     return prompts
 
 
-def choose_prompts(prompts: Sequence[str], num_images: int | None) -> tuple[str, ...]:
-    """So many prompts, from the first on and again once all are used; None is each once."""
-    if num_images is None:
-        return tuple(prompts)
-    if num_images < 1:
-        raise ConfigError(f"expected one image or more, got {num_images}")
-    return tuple(prompts[i % len(prompts)] for i in range(num_images))
-
-
-def run(request: ImageRequest, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+def run(request: ImageRequest, output: Path | None, watch: Watch) -> list[Measurement]:
     """Draw all rows; records go to the file `output`, and images to the request's folder."""
     from octavo.integrations.diffusers.load import load_pipeline
 
-    store.check_folder(output)
+    records = Records.of_file(output)
     request = replace(request, row=request.row or (plain_row(request.dtype), *DEFAULT_ROWS))
     rows, job = parse_image_rows(request.row, request.dtype), make_job(request)
     scorer, folder = None, request.save_pictures
@@ -264,14 +233,8 @@ def run(request: ImageRequest, output: Path | None, watch: Watch = unwatched) ->
         scorer = load_clip_scorer(request.clip)
     if folder is not None:  # before anything is drawn for it
         folder.mkdir(parents=True, exist_ok=True)
-    drawn: list[tuple[str, list[Tensor]]] = []
-    places = itertools.count(1)
-
-    def keep(record: Measurement, images: list[Tensor]) -> None:
-        drawn.append((str(record.case["row"]), images))
-        if output is not None:
-            store.append(output, [record])
-
+    drawn: dict[str, list[Tensor]] = {}
+    places = count(1)
     try:
         return evaluate(
             lambda: load_pipeline(request.model, torch_dtype(job.dtype), request.device),
@@ -282,24 +245,25 @@ def run(request: ImageRequest, output: Path | None, watch: Watch = unwatched) ->
             scorer=scorer,
             keep=keep_compared(folder, job.prompts, output),
             on_image=lambda name: watch(name, next(places), len(rows) * len(job.prompts)),
-            on_row=keep,
+            on_images=drawn.__setitem__,
+            records=records,
         )
     finally:
         if folder is not None and drawn:  # those of the rows before one that fails, too
-            save_images(folder, job.prompts, drawn)
+            save_images(folder, job.prompts, list(drawn.items()))
 
 
 def make_job(request: ImageRequest) -> ImageJob:
     """What every row of a request draws."""
-    if request.prompts is None and not request.prompt and not is_small_image(request.model):
+    is_small = request.model is None or SMALL_IMAGE_MODEL.matches(request.model)
+    if request.prompts is None and not request.prompt and not is_small:
         raise ConfigError(f"expected prompts for {request.model}, got none: --prompts FILE")
+    prompts = request.prompt or read_prompts(request.prompts)
     options = {name: getattr(request, name) for name in ("height", "width", "guidance_scale")}
     return ImageJob(
         model=request.model or "small-image",
         dtype=request.dtype,
-        prompts=choose_prompts(
-            request.prompt or read_prompts(request.prompts), request.num_pictures
-        ),
+        prompts=tuple(islice(cycle(prompts), request.num_pictures or len(prompts))),
         num_inference_steps=request.num_inference_steps,
         seed=request.seed,
         options={name: value for name, value in options.items() if value is not None},
@@ -355,25 +319,9 @@ def _frames(result: Any) -> Tensor:
     return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
 
 
-def _score_values(scores: ImageScores | None) -> dict[str, float]:
-    if scores is None:
-        return {}
-    values = {
-        "psnr_db": scores.mean_psnr_db,
-        "worst_psnr_db": min(scores.psnr_db),
-        "ssim": scores.mean_ssim,
-        "worst_ssim": min(scores.ssim),
-    }
-    if scores.lpips is not None and scores.mean_lpips is not None:
-        values |= {"lpips": scores.mean_lpips, "worst_lpips": max(scores.lpips)}
-    return values
-
-
 def _prompt_values(
-    scorer: PromptScorer | None, images: list[Tensor], prompts: Sequence[str]
+    scorer: "ClipScorer", images: list[Tensor], prompts: Sequence[str]
 ) -> dict[str, float]:
-    if scorer is None:
-        return {}
     pairs = zip(images, prompts, strict=True)
     found = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
     return {"clip_score": sum(found) / len(found), "worst_clip_score": min(found)}

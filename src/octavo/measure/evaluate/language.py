@@ -6,11 +6,11 @@ What a row's name means, and with which scales it runs; how a local model or a s
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -19,9 +19,9 @@ from octavo.calibration.observers import CalibrationSettings
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
 from octavo.errors import ConfigError, OctavoError
 from octavo.extras import need
-from octavo.integrations.apply import apply_, restore_
-from octavo.integrations.linear_twin import quantized_twin, split_linear
-from octavo.integrations.transformers.calibrate_text import observe_windows
+from octavo.integrations.apply import apply_, quantized_twin, restore_, split_linear
+from octavo.integrations.embedded_models import RETRIEVAL_MODEL
+from octavo.integrations.transformers.calibrate import observe_windows
 from octavo.integrations.transformers.text_model import (
     SMALL_MODEL,
     TextModel,
@@ -30,147 +30,141 @@ from octavo.integrations.transformers.text_model import (
 )
 from octavo.integrations.transformers.tokenizer import prepare_tokenizer
 from octavo.measure.bench.timing import machine_of as machine_at
-from octavo.measure.evaluate.requests import LanguageRequest, ServedRequest
+from octavo.measure.evaluate.answering import Content, answer_text
+from octavo.measure.evaluate.requests import LanguageRequest, NeedleRequest, ServedRequest
 from octavo.measure.records import Machine, Scalar
 from octavo.measure.rows import Row
 from octavo.measure.run import Participant, Progress, Watch
 from octavo.recipe import Recipe
 
-MAX_BODY = 300  # of an error's body, for a message
+MAX_BODY = 300  # characters of a server's answer in an error
+TIMEOUT_S = 3600.0  # of a request: a long prompt and its answer
 
-Message = Mapping[str, str]
 
-Item = TypeVar("Item")
-Ask = Callable[[Sequence[Item]], list[str]]  # the greedy answers to some items
+@dataclass(frozen=True)
+class Prompt:
+    """A text or chat to answer greedily; num_tokens: its length, for the progress."""
+
+    content: Content
+    max_tokens: int
+    num_tokens: int
+
+
+Ask = Callable[[Sequence[Prompt]], list[str]]  # the answers to some prompts
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a chat; is_cut: whether it ended because it was too long."""
+    """A server's or engine's answer; is_cut: whether it ended because it was too long."""
 
     text: str
     is_cut: bool = False
     num_tokens: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """A server, what a table calls it, and how it is asked.
+@dataclass(kw_only=True)
+class Client:
+    """A server, what a table calls it, and requests to it while it is entered.
 
-    model: None is the first one that the server names. concurrency: requests open at once.
+    concurrency: requests open at once.
     """
 
     url: str
     name: str
-    model: str | None = None
+    model: str = ""
     api_key: str | None = field(default=None, repr=False)
     concurrency: int = 4
-    timeout_s: float = 3600.0
 
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"expected a URL such as http://localhost:8000, got {self.url}")
-        if self.concurrency < 1:
-            raise ConfigError(f"expected 1 or more requests at once, got {self.concurrency}")
-
-    @staticmethod
-    def parse(text: str, **settings: Any) -> "Endpoint":
-        """URL, or NAME=URL; /v1 at its end may be left out."""
-        name, equals, url = text.partition("=")
-        if not equals or "/" in name:
-            name, url = text, text
-        return Endpoint(url=url.rstrip("/").removesuffix("/v1"), name=name, **settings)
-
-
-def endpoints(request: ServedRequest) -> tuple[Endpoint, ...]:
-    """The servers that take part; their key may be in the environment."""
-    key = request.api_key or env.API_KEY.read() or None
-    settings = {"model": request.served_model_name, "concurrency": request.max_concurrency}
-    return tuple(Endpoint.parse(url, api_key=key, **settings) for url in request.endpoint)
-
-
-class Client:
-    """Requests to an endpoint; a context that closes its connections."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __enter__(self) -> "Client":
         need("--endpoint", "httpx")
         import httpx
 
-        key = endpoint.api_key
-        self.endpoint = endpoint
-        self._http = httpx.Client(
-            base_url=endpoint.url,
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=endpoint.timeout_s,
-        )
-        self.model = ""
-
-    def __enter__(self) -> "Client":
-        try:
-            self.model = self.endpoint.model or str(self._ask("GET", "models")["data"][0]["id"])
-        except (LookupError, TypeError):
-            self._http.close()
-            raise OctavoError(f"expected a server with models at {self.endpoint.url}") from None
-        except OctavoError:
-            self._http.close()
-            raise
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def complete(self, text: str, max_tokens: int) -> str:
-        """The greedy continuation of a text."""
-        body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0}
-        answer = self._ask("POST", "completions", {"model": self.model, **body})
+    def first_model(self) -> str:
+        """The first model that the server names."""
         try:
-            return str(answer["choices"][0]["text"])
+            return str(self._ask("GET", "models")["data"][0]["id"])
         except (LookupError, TypeError):
-            raise self._unexpected(answer) from None
+            raise OctavoError(f"expected a server with models at {self.url}") from None
 
-    def reply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Reply:
-        """The answer to a chat with these fields of OpenAI's API, such as temperature."""
-        body = {"messages": [dict(m) for m in messages], **options}
-        answer = self._ask("POST", "chat/completions", {"model": self.model, **body})
+    def reply(self, content: Content, options: Mapping[str, Any]) -> Reply:
+        """The answer to a text or chat with these fields of OpenAI's API, such as temperature."""
+        if isinstance(content, str):
+            path, body = "completions", {"prompt": content, **options}
+        else:
+            path, body = "chat/completions", {"messages": list(map(dict, content)), **options}
+        found = self._ask("POST", path, {"model": self.model, **body})
         try:
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] or ""
-            tokens = (answer.get("usage") or {}).get("completion_tokens")
-            return Reply(str(text), choice.get("finish_reason") == "length", tokens)
+            choice = found["choices"][0]
+            text = choice["text"] if path == "completions" else choice["message"]["content"]
+            tokens = (found.get("usage") or {}).get("completion_tokens")
+            return Reply(str(text or ""), choice.get("finish_reason") == "length", tokens)
         except (AttributeError, LookupError, TypeError):
-            raise self._unexpected(answer) from None
+            raise OctavoError(
+                f"expected an answer with choices from {self.url}, got {str(found)[:MAX_BODY]}"
+            ) from None
 
-    def map(self, ask: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
-        """The answers to all items, in their order; as many at once as the endpoint says."""
-        with ThreadPoolExecutor(self.endpoint.concurrency) as pool:
-            return list(pool.map(ask, items))
-
-    def _unexpected(self, answer: Any) -> OctavoError:
-        return OctavoError(
-            f"expected an answer with choices from {self.endpoint.url}, got "
-            f"{str(answer)[:MAX_BODY]}"
-        )
+    def reply_all(
+        self,
+        asked: Sequence[tuple[Content, Mapping[str, Any]]],
+        on_reply: Callable[[int, Reply], None],
+    ) -> None:
+        """Ask as many at once as `concurrency`; on_reply: given the place of each as it comes."""
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            futures = {pool.submit(self.reply, *one): place for place, one in enumerate(asked)}
+            try:
+                for future in as_completed(futures):
+                    on_reply(futures[future], future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         import httpx
 
         try:
             response = self._http.request(method, f"/v1/{path}", json=body)
+            if response.status_code == 200:
+                return response.json()
+            problem = f"status {response.status_code}: {response.text[:MAX_BODY]}"
         except httpx.HTTPError as error:
-            raise OctavoError(
-                f"expected an answer from {self.endpoint.url}, got {type(error).__name__}: {error}"
-            ) from None
-        if response.status_code != 200:
-            raise OctavoError(
-                f"expected an answer from {self.endpoint.url}/v1/{path}, got status "
-                f"{response.status_code}: {response.text[:MAX_BODY]}"
-            )
-        try:
-            return response.json()
+            problem = f"{type(error).__name__}: {error}"
         except ValueError:
-            raise OctavoError(
-                f"expected JSON from {self.endpoint.url}, got {response.text[:MAX_BODY]}"
-            ) from None
+            problem = f"no JSON: {response.text[:MAX_BODY]}"
+        raise OctavoError(f"expected an answer from {self.url}/v1/{path}, got {problem}")
+
+
+def clients(request: ServedRequest) -> list[Client]:
+    """The servers that take part, each with the model that was named or else its first one.
+
+    A server is URL or NAME=URL, with or without /v1 at the end. Their key may be in the
+    environment. All servers answer here, before one has to work.
+    """
+    found = []
+    for text in request.endpoint:
+        name, equals, url = text.partition("=")
+        if not equals or "/" in name:
+            name, url = text, text
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"expected a URL such as http://localhost:8000, got {url}")
+        client = Client(
+            url=url.rstrip("/").removesuffix("/v1"),
+            name=name,
+            model=request.served_model_name or "",
+            api_key=request.api_key or env.API_KEY.read() or None,
+            concurrency=request.max_concurrency,
+        )
+        if not client.model:
+            with client:
+                client.model = client.first_model()
+        found.append(client)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +183,10 @@ class Keys:
     @staticmethod
     def of_row(row: Row) -> "Keys":
         """Those of a row."""
-        settings = row.kv_cache
-        if settings is None:
+        own = row.kv_cache
+        if own is None:
             return PLAIN_KEYS
-        return Keys(rotate_keys=settings.rotate_keys, center_keys=settings.center_keys)
+        return Keys(rotate_keys=own.rotate_keys, center_keys=own.center_keys)
 
     @property
     def num_passes(self) -> int:
@@ -209,9 +203,6 @@ PLAIN_KEYS = Keys()
 Scales = Mapping[Keys, ScaleSet]
 
 
-_FORMAT_NAMES = {"e4m3": "fp8", "e5m2": "fp8_e5m2"}
-
-
 def given_scales(request: LanguageRequest) -> dict[Keys, ScaleSet]:
     """Those of the request's file, none without one; ConfigError if a row cannot use them."""
     if request.scales is None:
@@ -221,29 +212,6 @@ def given_scales(request: LanguageRequest) -> dict[Keys, ScaleSet]:
     for row in request.rows_with_scales:
         choose_scales(row, given)
     return given
-
-
-def load_model(request: LanguageRequest) -> TextModel:
-    """The request's local model."""
-    name = None if request.model == SMALL_MODEL else request.model
-    return load_text_model(name, dtype=request.dtype, prompts=request.prompts)
-
-
-def local_rows(
-    request: LanguageRequest, text_model: TextModel, scales: Scales
-) -> list[tuple[Row, Row]]:
-    """Every row as it was asked for, and by the name of its records, with its scales."""
-    found = []
-    for row in request.parsed_rows:
-        chosen = choose_scales(row, scales)
-        recipe = row.recipe(None if chosen is None else chosen.to_dict())
-        named = row
-        if row.is_plain:
-            named = replace(row, name=text_model.dtype)
-        elif row.digest is None and row.kv_cache is not None:
-            named = replace(row, name=f"{_FORMAT_NAMES[row.kv_cache.format]} {row.name}")
-        found.append((row, named if recipe is None else named.using(recipe)))
-    return found
 
 
 def choose_scales(row: Row, scales: Scales) -> ScaleSet | None:
@@ -263,16 +231,19 @@ def choose_scales(row: Row, scales: Scales) -> ScaleSet | None:
 
 
 def calibrate_rows(
+    request: LanguageRequest,
     text_model: TextModel,
-    windows: Sequence[Tensor],
-    rows: Sequence[Row],
-    *,
-    data: str,
-    margin: float,
+    make_windows: Callable[[], tuple[str, Sequence[Tensor]]],
     watch: Watch,
 ) -> dict[Keys, ScaleSet]:
-    """Scales by these windows for all kinds of keys that the rows have."""
-    kinds = list(dict.fromkeys(map(Keys.of_row, rows)))
+    """Scales for every kind of keys among the request's rows; none if no row needs any.
+
+    make_windows: what records call the data, and windows of its tokens.
+    """
+    kinds = list(dict.fromkeys(map(Keys.of_row, request.rows_with_scales)))
+    if not kinds:
+        return {}
+    data, windows = make_windows()
     total = len(windows) * sum(keys.num_passes for keys in kinds)
     progress = Progress(watch, "calibrating", total)
     return {
@@ -281,7 +252,7 @@ def calibrate_rows(
             windows,
             keys,
             data=data,
-            margin=margin,
+            margin=request.margin,
             on_window=lambda num_windows: progress.add(),
         )
         for keys in kinds
@@ -326,6 +297,52 @@ def recipe_digest(recipe: Recipe | None, calibration: object = None) -> str | No
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def load_model(request: LanguageRequest) -> TextModel:
+    """The request's local model; the one of needles is the retrieval model if none is named."""
+    if isinstance(request, NeedleRequest) and not request.has_text:
+        load: Callable[..., TextModel] = RETRIEVAL_MODEL.load_module().load_retrieval_model
+        return load(dtype=request.dtype)
+    name = None if request.model == SMALL_MODEL else request.model
+    return load_text_model(name, dtype=request.dtype, prompts=request.prompts)
+
+
+def counting_tokenizer(request: ServedRequest, text_model: TextModel | None) -> Any:
+    """The local model's tokenizer, or the one that is named for servers; None without either."""
+    if text_model is not None:
+        return text_model.tokenizer
+    if request.tokenizer is None:
+        return None
+    return prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)
+
+
+def local_rows(
+    request: LanguageRequest, text_model: TextModel, scales: Scales
+) -> list[tuple[Row, Row]]:
+    """Every row as it was asked for, and by the name of its records, with its scales."""
+    found = []
+    for row in request.parsed_rows:
+        chosen = choose_scales(row, scales)
+        recipe = row.recipe(None if chosen is None else chosen.to_dict())
+        named = row
+        if row.is_plain:
+            named = replace(row, name=text_model.dtype)
+        elif row.digest is None and row.kv_cache is not None:
+            fmt = {"e4m3": "fp8", "e5m2": "fp8_e5m2"}[row.kv_cache.format]
+            named = replace(row, name=f"{fmt} {row.name}")
+        found.append((row, named if recipe is None else named.using(recipe)))
+    return found
+
+
+def machine_of(model: Any) -> Machine:
+    """The machine that a model runs on, with its GPU if it is on one."""
+    return machine_at(next(model.parameters()).device)
+
+
+def model_about(text_model: TextModel) -> dict[str, Scalar]:
+    """What records say of a local model."""
+    return {"model": text_model.name, "dtype": text_model.dtype, **text_model.prompts.about}
+
+
 @contextmanager
 def applied(model: Any, recipe: Recipe | None) -> Iterator[Any]:
     """The model as a recipe has it; afterwards `model` is as it was.
@@ -347,104 +364,83 @@ def applied(model: Any, recipe: Recipe | None) -> Iterator[Any]:
             restore_(model)
 
 
-def machine_of(model: Any) -> Machine:
-    """The machine that a model runs on, with its GPU if it is on one."""
-    return machine_at(next(model.parameters()).device)
-
-
 def local_participants(
-    request: LanguageRequest,
-    text_model: TextModel,
-    scales: Scales,
-    answer: Callable[[TextModel, Item], str],
-    *,
-    calibration: object,
-) -> list[Participant[Ask[Item]]]:
-    """Rows of a local model, each with its recipe applied for as long as it answers.
-
-    answer: a model's answer to one item. calibration: what scales that were calibrated here depend
-    on, for the digest of a recipe.
-    """
-    machine, prompts = machine_of(text_model.model), text_model.prompts.about
-    participants = []
-    for asked, row in local_rows(request, text_model, scales):
-        is_calibrated = asked.needs_scales and request.scales is None
-        digest = recipe_digest(row.recipe(), calibration if is_calibrated else None)
-        about: dict[str, Scalar] = {"model": text_model.name, "dtype": text_model.dtype}
-        about |= {"chunk": request.chunk or 0, **prompts}
-        if digest is not None:
-            about["recipe_digest"] = digest
-        participants.append(
-            Participant(
-                name=row.name,
-                impl="transformers",
-                about=about,
-                machine=machine,
-                open=partial(_open_local, text_model, row.recipe(), answer),
-            )
+    rows: Sequence[Row], model: Any, about: Mapping[str, Scalar]
+) -> list[Participant[Any]]:
+    """Rows of a model in this process, which has a row's recipe while the row is open."""
+    machine = machine_of(model)
+    return [
+        Participant(
+            name=row.name,
+            impl="transformers",
+            about=about,
+            machine=machine,
+            open=partial(applied, model, row.recipe()),
         )
-    return participants
-
-
-@contextmanager
-def _open_local(
-    text_model: TextModel, recipe: Recipe | None, answer: Callable[[TextModel, Item], str]
-) -> Iterator[Ask[Item]]:
-    with applied(text_model.model, recipe) as model:
-        own = replace(text_model, model=model)
-        yield lambda items: [answer(own, item) for item in items]
-
-
-def server_participants(
-    request: ServedRequest, answer: Callable[[Client, Item], str]
-) -> list[Participant[Ask[Item]]]:
-    """The servers; the machine of a record is the one that asked.
-
-    answer: a server's answer to one item.
-    """
-    participants = []
-    for endpoint in endpoints(request):
-        with Client(endpoint) as client:  # all servers are asked before one has to work
-            about: dict[str, Scalar] = {"model": client.model, "url": endpoint.url}
-        if request.tokenizer is not None:
-            about["tokenizer"] = request.tokenizer
-        participants.append(
-            Participant(
-                name=endpoint.name,
-                impl="http",
-                about=about,
-                machine=Machine.current(),
-                open=partial(_open_server, endpoint, answer),
-            )
-        )
-    return participants
-
-
-@contextmanager
-def _open_server(endpoint: Endpoint, answer: Callable[[Client, Item], str]) -> Iterator[Ask[Item]]:
-    with Client(endpoint) as client:
-        yield lambda items: client.map(partial(answer, client), items)
+        for row in rows
+    ]
 
 
 def participants(
     request: ServedRequest,
     text_model: TextModel | None,
     scales: Scales,
-    answer: Callable[[TextModel, Item], str],
-    reply: Callable[[Client, Item], str],
+    progress: Progress,
     *,
     calibration: object,
-) -> list[Participant[Ask[Item]]]:
-    """Rows of the local model that answer, or the servers that reply where there is none."""
+) -> list[Participant[Ask]]:
+    """Rows that answer greedily: the local model's, or servers where there is none.
+
+    The machine of a server's record is the one that asked. progress: counts tokens of prompts.
+    calibration: what scales that were calibrated here depend on, for the digest of a recipe.
+    """
     if text_model is None:
-        return server_participants(request, reply)
-    return local_participants(request, text_model, scales, answer, calibration=calibration)
+        tokenizer = {} if request.tokenizer is None else {"tokenizer": request.tokenizer}
+        return [
+            Participant(
+                name=client.name,
+                impl="http",
+                about={"model": client.model, "url": client.url, **tokenizer},
+                machine=Machine.current(),
+                open=partial(_open_server, client, progress),
+            )
+            for client in clients(request)
+        ]
+    about = {**model_about(text_model), "chunk": request.chunk or 0}
+    found = []
+    for asked, row in local_rows(request, text_model, scales):
+        is_calibrated = asked.needs_scales and request.scales is None
+        digest = recipe_digest(row.recipe(), calibration if is_calibrated else None)
+        own = about if digest is None else {**about, "recipe_digest": digest}
+        (one,) = local_participants([row], text_model.model, own)
+        found.append(replace(one, open=partial(_open_local, text_model, one, request, progress)))
+    return found
 
 
-def counting_tokenizer(request: ServedRequest, text_model: TextModel | None) -> Any:
-    """The local model's tokenizer, or the one that is named for servers; None without either."""
-    if text_model is not None:
-        return text_model.tokenizer
-    if request.tokenizer is None:
-        return None
-    return prepare_tokenizer(load_tokenizer(request.tokenizer), request.prompts)
+@contextmanager
+def _open_local(
+    text_model: TextModel, row: Participant[Any], request: ServedRequest, progress: Progress
+) -> Iterator[Ask]:
+    with row.open() as model:
+        own = replace(text_model, model=model)
+        answer = partial(answer_text, own, chunk=request.chunk or 2048, on_step=progress.add)
+        yield lambda prompts: [answer(one.content, max_tokens=one.max_tokens) for one in prompts]
+
+
+@contextmanager
+def _open_server(client: Client, progress: Progress) -> Iterator[Ask]:
+    def ask(prompts: Sequence[Prompt]) -> list[str]:
+        texts = [""] * len(prompts)
+
+        def keep(place: int, reply: Reply) -> None:
+            texts[place] = reply.text
+            progress.add(prompts[place].num_tokens)
+
+        greedy = [
+            (one.content, {"temperature": 0, "max_tokens": one.max_tokens}) for one in prompts
+        ]
+        client.reply_all(greedy, keep)
+        return texts
+
+    with client:
+        yield ask

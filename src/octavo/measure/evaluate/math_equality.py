@@ -9,14 +9,12 @@ import cmath
 import importlib.metadata
 import importlib.util
 import math
-import operator
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.extras import need
@@ -296,10 +294,18 @@ class _Evaluation:
         self._place += 1
         return token
 
-    def _sign(self) -> Fraction:
+    def _skip(self, token: str) -> bool:
+        """Whether this token came next, which is then behind us."""
+        is_next = self._peek() == token
+        self._place += is_next
+        return is_next
+
+    def _sign(self) -> int:
         """1 or -1, by the sign that comes next, if one does."""
-        has_sign = self._peek() in ("+", "-")
-        return Fraction(-1 if has_sign and self._take() == "-" else 1)
+        if self._skip("-"):
+            return -1
+        self._skip("+")
+        return 1
 
     def _sum(self) -> Value:
         self._depth += 1
@@ -307,33 +313,30 @@ class _Evaluation:
             raise NotAnExpression("too deep")
         found = self._product()
         while self._peek() in ("+", "-"):
-            found = _plus(found, _times(self._sign(), self._product()))
+            found += self._sign() * self._product()
         self._depth -= 1
         return found
 
     def _product(self) -> Value:
         if self._peek() in ("+", "-"):
-            return _times(self._sign(), self._product())
+            return self._sign() * self._product()
         found = self._power()
         while self._peek() and self._peek() not in ("+", "-", ")", "]", "}", ",", "|"):
-            if self._peek() in ("*", "/"):
-                operation = _times if self._take() == "*" else _over
-                found = operation(found, _times(self._sign(), self._power()))
+            if self._skip("/"):
+                found /= self._sign() * self._power()
+            elif self._skip("*"):
+                found *= self._sign() * self._power()
             elif self._peek()[0].isdigit() or self._peek()[0] == ".":
                 raise NotAnExpression("a number right after a factor")
             else:
-                found = _times(found, self._power())
+                found *= self._power()
         return found
 
     def _power(self) -> Value:
         base = self._atom()
-        while self._peek() == "!":
-            self._take()
+        while self._skip("!"):
             base = Fraction(math.factorial(_natural(base)))
-        if self._peek() != "^":
-            return base
-        self._take()
-        return _raised(base, self._argument())
+        return _raised(base, self._argument()) if self._skip("^") else base
 
     def _atom(self) -> Value:
         token = self._take()
@@ -351,11 +354,10 @@ class _Evaluation:
     def _named(self, token: str) -> Value:
         name = token.removeprefix("\\")
         if name == "frac":
-            return _over(self._argument(), self._argument())
+            return self._argument() / self._argument()
         if name == "sqrt":
             degree: Value = Fraction(2)
-            if self._peek() == "[":
-                self._take()
+            if self._skip("["):
                 degree = self._sum()
                 self._take("]")
             return _root(self._argument(), degree)
@@ -364,10 +366,7 @@ class _Evaluation:
         if name in _FUNCTIONS:
             return _FUNCTIONS[name](complex(self._function_argument()))
         if name == "log":
-            base: Value = Fraction(10)
-            if self._peek() == "_":
-                self._take()
-                base = self._argument()
+            base = self._argument() if self._skip("_") else Fraction(10)
             return cmath.log(complex(self._function_argument())) / cmath.log(complex(base))
         if name in _CONSTANTS:
             return _CONSTANTS[name]
@@ -382,7 +381,7 @@ class _Evaluation:
         sign, token = self._sign(), self._peek()
         if len(token) > 1 and token.isdigit():
             self._tokens[self._place : self._place + 1] = list(token)
-        return _times(sign, self._atom())
+        return sign * self._atom()
 
     def _function_argument(self) -> Value:
         if self._peek() == "^":
@@ -410,20 +409,6 @@ def _with_mixed_numbers(text: str) -> str:
     """3\\frac{1}{2} and 3 1/2 are sums."""
     text = re.sub(r"(?<![\w.}])(\d+)\s*(\\frac\{\d+\}\{\d+\}|\\frac\d\d)", r"(\1+\2)", text)
     return re.sub(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", text)
-
-
-def _exact_if_can(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
-    """An operation of two fractions, or else of two complex numbers."""
-
-    def compute(a: Value, b: Value) -> Value:
-        is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-        found: Value = operation(a, b) if is_exact else operation(complex(a), complex(b))
-        return found
-
-    return compute
-
-
-_plus, _times, _over = map(_exact_if_can, (operator.add, operator.mul, operator.truediv))
 
 
 def _raised(a: Value, b: Value) -> Value:

@@ -4,8 +4,8 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,24 @@ import torch
 
 from octavo.amounts import parse_tokens
 from octavo.brief import brief
+from octavo.calibration.rows import Row as FileRow
 from octavo.calibration.rows import parse_json
 from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.transformers.text_model import TextModel
-from octavo.integrations.transformers.tokenizer import chat_tokens
-from octavo.measure.evaluate.answering import answer_tokens, stop_tokens
+from octavo.integrations.transformers.tokenizer import chat_tokens, text_tokens
+from octavo.measure.evaluate.answering import Message
 from octavo.measure.evaluate.language import (
     Ask,
-    Client,
     Keys,
-    Message,
+    Prompt,
     calibrate_rows,
     counting_tokenizer,
     given_scales,
     load_model,
     participants,
 )
-from octavo.measure.evaluate.question_files import Line, read_files, read_split
+from octavo.measure.evaluate.question_files import read_rows
 from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
@@ -39,18 +39,17 @@ from octavo.measure.report.tables import Table, tokens_text
 from octavo.measure.run import (
     ALL,
     Outcome,
-    Participant,
     Progress,
     Records,
     Values,
     Watch,
     Workload,
     run_workload,
-    unwatched,
 )
 
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 SUFFIXES = (".jsonl", ".parquet")
+OF_ALL = ("score_percent", "score_standard_error_percent", "auc_percent", "recovery_percent")
 ROLES = ("assistant", "system", "user")
 
 _KINDS = ("poem", "riddle", "short story", "news report", "song", "letter", "speech", "recipe")
@@ -85,13 +84,8 @@ def load_questions(data: str, num_needles: int | None = None) -> list[Question]:
     """The questions of `data`; num_needles: only those with so many. ConfigError if none has."""
     if data == GENERATED:
         found = generated_questions()
-    elif (path := Path(data)).exists():
-        # Files of the data set lie in folders of 2, 4 and 8 needles.
-        found = [_question(line) for line in read_files(path, COLUMNS, SUFFIXES)]
-    else:
-        found = [_question(line) for line in read_split(data, "train", COLUMNS)]
-    if not found:
-        raise CheckpointError(f"expected questions in {data}, got none")
+    else:  # files of the data set lie in folders of 2, 4 and 8 needles
+        found = [_question(row) for row in read_rows(data, columns=COLUMNS, suffixes=SUFFIXES)]
     chosen = [q for q in found if num_needles in (None, q.num_needles)]
     if not chosen:
         there = ", ".join(map(str, sorted({q.num_needles for q in found})))
@@ -135,18 +129,18 @@ def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Q
     return Question(tuple(messages), prefix + needles[which], prefix, num_needles)
 
 
-def _question(line: Line) -> Question:
-    row, where = line
-    prompt = row["prompt"]
+def _question(row: FileRow) -> Question:
+    cells, where = row.content, row.where
+    prompt = cells["prompt"]
     messages = parse_json(prompt, f"{where}: prompt") if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise CheckpointError(f"{where}: expected messages in prompt, got {brief(messages)}")
-    texts = (row["answer"], row["random_string_to_prepend"])
+    texts = (cells["answer"], cells["random_string_to_prepend"])
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{where}: expected texts of answer and prefix, got {brief(texts)}")
     own = tuple({"role": m["role"], "content": m["content"]} for m in messages)
     try:
-        return Question(own, *texts, int(row["n_needles"]))
+        return Question(own, *texts, int(cells["n_needles"]))
     except (CheckpointError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from None
 
@@ -169,28 +163,28 @@ BUCKETS: tuple[int, ...] = tuple(2**power for power in range(11, 21))
 
 @dataclass(frozen=True)
 class Counted:
-    """A question with its prompt in tokens, and how many the true answer has."""
+    """A question, and how many tokens its prompt and the true answer have."""
 
     question: Question
-    tokens: tuple[int, ...] = field(repr=False)
+    num_prompt_tokens: int
     num_answer_tokens: int
 
     @property
     def num_tokens(self) -> int:
         """Of the prompt and the true answer."""
-        return len(self.tokens) + self.num_answer_tokens
+        return self.num_prompt_tokens + self.num_answer_tokens
 
     @property
-    def max_tokens(self) -> int:
-        """How long an answer may be."""
-        return self.num_answer_tokens + SLACK_TOKENS
+    def prompt(self) -> Prompt:
+        """What a row is asked."""
+        max_tokens = self.num_answer_tokens + SLACK_TOKENS
+        return Prompt(self.question.messages, max_tokens, self.num_prompt_tokens)
 
 
 def count_tokens(tokenizer: Any, question: Question) -> Counted:
     """A question as the tokenizer's chat template has it."""
-    tokens = chat_tokens(tokenizer, question.messages)
-    answer = tokenizer(question.answer, add_special_tokens=False, verbose=False)["input_ids"]
-    return Counted(question, tokens, len(answer))
+    answer = text_tokens(tokenizer, question.answer, add_special_tokens=False)
+    return Counted(question, len(chat_tokens(tokenizer, question.messages)), len(answer))
 
 
 def choose_questions(
@@ -199,17 +193,17 @@ def choose_questions(
     """The questions of each bucket by its end: those that fit, and the first so many of them."""
     buckets: dict[int, list[Counted]] = {}
     for one in questions:
-        if max_length is None or len(one.tokens) + one.max_tokens <= max_length:
+        if max_length is None or one.num_tokens + SLACK_TOKENS <= max_length:
             buckets.setdefault(bucket_of(one.num_tokens), []).append(one)
     if not buckets:
-        shortest = min(len(one.tokens) + one.max_tokens for one in questions)
+        shortest = min(one.num_tokens for one in questions) + SLACK_TOKENS
         raise ConfigError(
             f"expected questions of up to {max_length} tokens, the shortest has {shortest}"
         )
     return {end: buckets[end][:per_bucket] for end in sorted(buckets)}
 
 
-def run(request: MrcrRequest, output: Path | None, watch: Watch = unwatched) -> list[Measurement]:
+def run(request: MrcrRequest, output: Path | None, watch: Watch) -> list[Measurement]:
     """Ask every row; a record is in the file `output` as soon as its bucket is done."""
     records = Records.of_file(output, is_resumed=request.resume)
     scales = given_scales(request)  # before a model is loaded
@@ -221,41 +215,22 @@ def run(request: MrcrRequest, output: Path | None, watch: Watch = unwatched) -> 
         counted.append(count_tokens(tokenizer, question))
         counting.add()
     buckets = choose_questions(counted, limit, request.num_questions)
-    if text_model is not None and request.rows_with_scales and not scales:
+    if text_model is not None and not scales:
         scales = calibrate_on_chats(request, text_model, watch)
-
-    def reply(client: Client, one: Counted) -> str:
-        greedy = {"temperature": 0, "max_tokens": one.max_tokens}
-        found = client.reply(one.question.messages, greedy)
-        progress.add()
-        return found.text
-
-    def answer(own: TextModel, one: Counted) -> str:
-        tokens = answer_tokens(
-            own.model,
-            torch.tensor(one.tokens),
-            max_tokens=one.max_tokens,
-            chunk=request.chunk or 2048,
-            stop=stop_tokens(own),
-        )
-        progress.add()
-        return str(own.tokenizer.decode(tokens, skip_special_tokens=True))
-
+    num_rows = len(request.endpoint or request.parsed_rows)
+    progress = Progress(watch, "answering", num_rows * sum(map(_length, buckets.values())))
     calibration = ["generated chats", request.margin]
-    rows = participants(request, text_model, scales, answer, reply, calibration=calibration)
-    progress = Progress(watch, "answering", len(rows) * sum(map(len, buckets.values())))
-    return evaluate(
-        rows,
-        buckets,
-        about={
-            "data": request.data_name,
-            "num_needles": request.num_needles or ALL,
-            "max_length": limit or ALL,
-            "per_bucket": request.num_questions or ALL,
-        },
-        command=request.command,
-        records=records,
-        on_skip=progress.add,
+    about = {
+        "data": request.data_name,
+        "num_needles": request.num_needles or ALL,
+        "max_length": limit or ALL,
+        "per_bucket": request.num_questions or ALL,
+    }
+    return run_workload(
+        participants(request, text_model, scales, progress, calibration=calibration),
+        make_workload(buckets, about, request.command),
+        records,
+        on_skip=lambda bucket: progress.add(_length(buckets[int(bucket)])),
     )
 
 
@@ -263,17 +238,14 @@ def calibrate_on_chats(
     request: LanguageRequest, text_model: TextModel, watch: Watch
 ) -> dict[Keys, ScaleSet]:
     """Scales for the request's rows, by generated chats that nobody is asked about."""
-    chats = generated_questions(NUM_CHATS, seed=-1)
-    tokens = [chat_tokens(text_model.tokenizer, chat.messages) for chat in chats]
-    windows = [torch.tensor(one[:CHAT_LENGTH]) for one in tokens]
-    return calibrate_rows(
-        text_model,
-        windows,
-        request.rows_with_scales,
-        data=f"{len(windows)} generated chats of up to {CHAT_LENGTH} tokens",
-        margin=request.margin,
-        watch=watch,
-    )
+
+    def make_windows() -> tuple[str, list[torch.Tensor]]:
+        chats = generated_questions(NUM_CHATS, seed=-1)
+        tokens = [chat_tokens(text_model.tokenizer, chat.messages) for chat in chats]
+        data = f"{len(chats)} generated chats of up to {CHAT_LENGTH} tokens"
+        return data, [torch.tensor(one[:CHAT_LENGTH]) for one in tokens]
+
+    return calibrate_rows(request, text_model, make_windows, watch)
 
 
 def _limit(request: MrcrRequest, text_model: TextModel | None) -> int | None:
@@ -287,29 +259,22 @@ def _limit(request: MrcrRequest, text_model: TextModel | None) -> int | None:
     return asked or own
 
 
-def evaluate(
-    rows: Sequence[Participant[Ask[Counted]]],
-    buckets: Mapping[int, Sequence[Counted]],
-    *,
-    about: Mapping[str, Scalar],
-    command: str,
-    records: Records | None = None,
-    on_skip: Callable[[int], None] = lambda num_questions: None,
-) -> list[Measurement]:
-    """One record for each row and bucket, and one for all of a row, with its AUC.
+def make_workload(
+    buckets: Mapping[int, Sequence[Counted]], about: Mapping[str, Scalar], command: str
+) -> Workload[Ask, Scalar]:
+    """The scores of each bucket, and those of all questions with their AUC.
 
-    Every row after the first also has what it retains of the first. on_skip is told of the
-    questions of each bucket that the records have already.
+    Rows after the first also have what they retain of the first.
     """
     asked: dict[Scalar, Sequence[Counted]] = {end: some for end, some in buckets.items()}
     asked[ALL] = [one for some in buckets.values() for one in some]
 
-    def measure(ask: Ask[Counted], bucket: Scalar) -> Outcome:
-        pairs = zip(ask(asked[bucket]), asked[bucket], strict=True)
-        scores = [grade(text, one.question.answer, one.question.prefix) for text, one in pairs]
-        return Outcome(score_values(scores))
+    def measure(ask: Ask, bucket: Scalar) -> Outcome:
+        texts = ask([one.prompt for one in asked[bucket]])
+        pairs = zip(texts, (one.question for one in asked[bucket]), strict=True)
+        return Outcome(score_values([grade(text, q.answer, q.prefix) for text, q in pairs]))
 
-    workload = Workload(
+    return Workload(
         op="mrcr",
         command=command,
         cells={
@@ -320,7 +285,10 @@ def evaluate(
         compare=recovery,
         summary=(ALL, _values_of_all),
     )
-    return run_workload(rows, workload, records, on_skip=lambda cell: on_skip(len(asked[cell])))
+
+
+def _length(questions: Sequence[Counted]) -> int:
+    return sum(one.num_prompt_tokens for one in questions)
 
 
 def _digest(questions: Sequence[Counted]) -> str:
@@ -395,28 +363,20 @@ def _values_of_all(values: Mapping[Scalar, Values]) -> dict[str, float]:
 
 def mrcr_table(records: Sequence[Measurement]) -> Table:
     """One row for each recipe: scores by bucket, of all questions, AUC and recovery."""
-    names = list(dict.fromkeys(str(record.case["recipe"]) for record in records))
+    wholes = [record for record in records if record.case["bucket"] == ALL]
     ends = sorted({b for r in records if isinstance(b := r.case["bucket"], int)})
-    found = {(r.case["recipe"], r.case["bucket"]): r.values for r in records}
+    scores = {(r.case["recipe"], r.case["bucket"]): r.values["score_percent"] for r in records}
     rows = []
-    for name in names:
-        whole = found[name, ALL]
-        rows.append(
-            (
-                name,
-                *(found[name, end]["score_percent"] for end in ends),
-                whole["score_percent"],
-                whole.get("score_standard_error_percent"),
-                whole["auc_percent"],
-                whole.get("recovery_percent"),
-            )
-        )
-    first = records[0].case
+    for whole in wholes:
+        name = whole.case["recipe"]
+        by_bucket = [scores[name, end] for end in ends]
+        rows.append((name, *by_bucket, *map(whole.get, OF_ALL)))
+    first = wholes[0].case
     heads = [f"≤ {tokens_text(end)}" for end in ends]
     area = f"AUC@{tokens_text(ends[-1])}"
     return Table(
         caption=f"MRCR score (%): {first['model']}, {first['data']}, needles: "
-        f"{first['num_needles']}, {int(found[names[0], ALL]['num_questions'])} questions",
+        f"{first['num_needles']}, {int(wholes[0].values['num_questions'])} questions",
         header=("recipe", *heads, "all", "± s.e.", area, "recovery (%)"),
         rows=tuple(rows),
     )

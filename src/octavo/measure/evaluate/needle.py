@@ -2,27 +2,25 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import cycle, repeat
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from octavo.amounts import parse_tokens
-from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
-from octavo.integrations.transformers import retrieval_model
-from octavo.integrations.transformers.retrieval_model import load_retrieval_model
+from octavo.integrations.embedded_models import RETRIEVAL_MODEL
 from octavo.integrations.transformers.text_model import TextModel, read_text
 from octavo.integrations.transformers.tokenizer import text_tokens
 from octavo.kernels.device import default_device
-from octavo.measure.evaluate.answering import answer_text
 from octavo.measure.evaluate.language import (
     Ask,
-    Client,
-    Keys,
+    Prompt,
     calibrate_rows,
     counting_tokenizer,
     given_scales,
@@ -32,16 +30,7 @@ from octavo.measure.evaluate.language import (
 from octavo.measure.evaluate.requests import NeedleRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
-from octavo.measure.run import (
-    Outcome,
-    Participant,
-    Progress,
-    Records,
-    Watch,
-    Workload,
-    run_workload,
-    unwatched,
-)
+from octavo.measure.run import Outcome, Progress, Records, Watch, Workload, run_workload
 
 # Numbers of text haystacks: so many digits that none is guessed.
 NUMBERS = range(1_000_000, 10_000_000)
@@ -68,25 +57,6 @@ class NeedlePrompt:
         return self.answer in completion.replace(",", "")
 
 
-class Haystack(Protocol):
-    """Makes prompts; num_answer_tokens: as many as an answer needs."""
-
-    @property
-    def name(self) -> str:
-        """What records call it."""
-
-    @property
-    def about(self) -> dict[str, Scalar]:
-        """What records say of it: all that its prompts depend on beside their length and seed."""
-
-    @property
-    def num_answer_tokens(self) -> int:
-        """The most tokens of an answer."""
-
-    def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
-        """A prompt of `length` tokens with the needle at this depth, 0 its start and 1 its end."""
-
-
 def prompt_seed(seed: int, length: int, depth: float, repetition: int) -> int:
     """The seed of a prompt: another one for each, and the same for all rows."""
     return random.Random(f"{seed}, {length}, {depth:.6f}, {repetition}").randrange(2**31)
@@ -104,25 +74,26 @@ class PairHaystack:
 
     @property
     def about(self) -> dict[str, Scalar]:
-        """Every word but the needle's is one of many keys."""
+        """What records say of it: every word but the needle's is one of many keys."""
         return {"haystack": self.name, "num_keys": "all"}
 
     def make(self, length: int, depth: float, seed: int) -> NeedlePrompt:
-        """A prompt of `length` words, which are as many tokens."""
+        """A prompt of `length` words, which are as many tokens; depth: the needle's, 0 to 1."""
         _check(length, depth, shortest=5)
         draw = random.Random(seed)
-        keys, values = list(retrieval_model.KEYS), retrieval_model.VALUES
+        known = RETRIEVAL_MODEL.load_module()
+        keys, values = list(known.KEYS), known.VALUES
         key = keys.pop(draw.randrange(len(keys)))
         num_pairs = (length - 3) // 2
-        words = [retrieval_model.START]
+        words = [known.START]
         for other, value in zip(
             draw.choices(keys, k=num_pairs), draw.choices(values, k=num_pairs), strict=True
         ):
             words += (other, value)
         place = 1 + 2 * round(depth * (num_pairs - 1))
         words[place] = key
-        words += [retrieval_model.FILLER] * (length - 3 - 2 * num_pairs)
-        words += (retrieval_model.QUESTION, key)
+        words += [known.FILLER] * (length - 3 - 2 * num_pairs)
+        words += (known.QUESTION, key)
         return NeedlePrompt(" ".join(words), words[place + 1], is_one_word=True)
 
 
@@ -170,7 +141,10 @@ class TextHaystack:
         head = "Some places in this text have a secret number. Remember them."
         tail = f"\n\nThe secret number of the {asked}, as the text says, is"
         room = length - sum(map(self.count, (head, tail, *needles))) - self.num_keys
-        sentences = self._filler(draw, room, length)
+        source, sentences = self._sentences(draw), list[str]()
+        while room > 0 and len(sentences) <= length:
+            sentences.append(next(source))
+            room -= max(1, self.count(sentences[-1]))
         shares = [depth, *(draw.random() for _ in others)]
         while True:
             text = head + " " + " ".join(_hide(sentences, needles, shares)) + tail
@@ -185,22 +159,16 @@ class TextHaystack:
             while sentences and too_much > 0:
                 too_much -= self.count(sentences.pop())
 
-    def _filler(self, draw: random.Random, room: int, length: int) -> list[str]:
-        """Sentences of `room` tokens or a few more."""
-        found: list[str] = []
-        place = draw.randrange(len(self.filler)) if self.filler else 0
-        while room > 0:
-            if self.filler:
-                sentence = self.filler[place % len(self.filler)]
-                place += 1
-            else:
-                parts = (draw.choice(words) for words in (_WHO, _DID, _WHAT, _WHEN))
-                sentence = " ".join(parts) + "."
-            found.append(sentence)
-            room -= max(1, self.count(sentence))
-            if len(found) > length:
-                break
-        return found
+    def _sentences(self, draw: random.Random) -> Iterator[str]:
+        """Sentences to hide needles in, without end."""
+        if self.filler:
+            place = draw.randrange(len(self.filler))
+            return cycle(self.filler[place:] + self.filler[:place])
+        parts = (_WHO, _DID, _WHAT, _WHEN)
+        return (" ".join(map(draw.choice, words)) + "." for words in repeat(parts))
+
+
+Haystack = PairHaystack | TextHaystack
 
 
 def split_sentences(text: str) -> tuple[str, ...]:
@@ -220,10 +188,9 @@ def _statement(place: str, number: str) -> str:
 def _hide(sentences: Sequence[str], needles: Sequence[str], shares: Sequence[float]) -> list[str]:
     """The sentences with each needle after its share of them."""
     spots = [round(share * len(sentences)) for share in shares]
-    found: list[str] = []
-    for index in range(len(sentences) + 1):
-        found += [needle for needle, spot in zip(needles, spots, strict=True) if spot == index]
-        found += sentences[index : index + 1]
+    found = list(sentences)
+    for spot, needle in reversed(sorted(zip(spots, needles, strict=True), key=itemgetter(0))):
+        found.insert(spot, needle)
     return found
 
 
@@ -234,6 +201,7 @@ def _check(length: int, depth: float, shortest: int) -> None:
         raise ConfigError(f"expected a depth of 0 to 1, got {depth}")
 
 
+Cell = tuple[int, float]  # a length in tokens and a depth
 CALIBRATION_LENGTH, NUM_CALIBRATION_PROMPTS = 2048, 4
 
 
@@ -252,11 +220,9 @@ class Grid:
                 raise ConfigError(f"expected different {name}, got {list(numbers)}")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"expected depths of 0 to 1, got {list(self.depths)}")
-        if self.repetitions < 1:
-            raise ConfigError(f"expected one repetition or more, got {self.repetitions}")
 
     @property
-    def cells(self) -> list[tuple[int, float]]:
+    def cells(self) -> list[Cell]:
         """(length, depth) of every cell, short ones first."""
         return [(length, depth) for length in sorted(self.lengths) for depth in self.depths]
 
@@ -271,21 +237,26 @@ class Grid:
         return [haystack.make(length, depth, seed) for seed in seeds]
 
 
-def make_grid(request: NeedleRequest) -> Grid:
-    """The cells that a request asks for."""
+def make_grid(request: NeedleRequest, text_model: TextModel | None = None) -> Grid:
+    """The cells that a request asks for, of lengths that the model was made for."""
     own = "8k,16k,32k,64k,128k" if default_device().capability is not None else "512,1k,2k"
     is_retrieval = request.model is None and not request.endpoint
-    lengths = request.lengths or (own if is_retrieval else "1k,2k,4k,8k")
+    asked = request.lengths or (own if is_retrieval else "1k,2k,4k,8k")
+    lengths = tuple(map(parse_tokens, asked.split(",")))
+    limit = None if text_model is None else text_model.max_length
+    if text_model is not None and limit is not None:
+        if request.lengths is None:
+            lengths = tuple(length for length in lengths if length <= limit) or (limit,)
+        if max(lengths) > limit:
+            raise ConfigError(
+                f"expected lengths up to {limit}, for which {text_model.name} was made, got "
+                f"{max(lengths)}"
+            )
     try:
         depths = tuple(float(part) for part in request.depths.split(","))
     except ValueError:
         raise ConfigError(f"expected depths such as 0,0.5,1, got {request.depths!r}") from None
-    return Grid(
-        lengths=tuple(map(parse_tokens, lengths.split(","))),
-        depths=depths,
-        repetitions=request.repetitions,
-        seed=request.seed,
-    )
+    return Grid(lengths=lengths, depths=depths, repetitions=request.repetitions, seed=request.seed)
 
 
 def make_haystack(request: NeedleRequest, tokenizer: Any) -> Haystack:
@@ -293,12 +264,11 @@ def make_haystack(request: NeedleRequest, tokenizer: Any) -> Haystack:
     if not request.has_text:
         return PairHaystack()
 
-    @lru_cache(maxsize=4096)
     def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return len(text_tokens(tokenizer, text, add_special_tokens=False))
 
     return TextHaystack(
-        count=count,
+        count=lru_cache(maxsize=4096)(count),
         num_added=len(tokenizer("")["input_ids"]),
         num_keys=request.num_keys,
         filler=() if request.data is None else split_sentences(read_text(request.data)),
@@ -311,13 +281,10 @@ def calibration_of(request: NeedleRequest, grid: Grid) -> list[float]:
     return [request.margin, min(CALIBRATION_LENGTH, max(grid.lengths))]
 
 
-Asked = tuple[str, int]  # a prompt, and the most tokens of its answer
-
-
 def run(
     request: NeedleRequest,
     output: Path | None,
-    watch: Watch = unwatched,
+    watch: Watch,
     *,
     text_model: TextModel | None = None,
 ) -> list[Measurement]:
@@ -328,107 +295,58 @@ def run(
     records = Records.of_file(output, is_resumed=request.resume)
     scales, grid = given_scales(request), make_grid(request)  # before a model is loaded
     if not request.endpoint:
-        load = load_model if request.has_text else _load_retrieval_model
-        text_model = text_model or load(request)
-        grid = _fitted(grid, text_model, is_strict=request.lengths is not None)
+        text_model = text_model or load_model(request)
+        grid = make_grid(request, text_model)
     request = replace(request, lengths=",".join(map(str, grid.lengths)))
     haystack = make_haystack(request, counting_tokenizer(request, text_model))
-    if text_model is not None and request.rows_with_scales and not scales:
-        scales = _calibrate(request, text_model, grid, haystack, watch)
-
-    def reply(client: Client, asked: Asked) -> str:
-        found = client.complete(*asked)
-        progress.add(round(grid.num_tokens / (len(grid.cells) * grid.repetitions)))
-        return found
-
-    def answer(own: TextModel, asked: Asked) -> str:
-        text, max_tokens = asked
-        chunk = request.chunk or 2048
-        return answer_text(own, text, max_tokens=max_tokens, chunk=chunk, on_step=progress.add)
-
     calibration = calibration_of(request, grid)
-    rows = participants(request, text_model, scales, answer, reply, calibration=calibration)
-    progress = Progress(watch, "searching", len(rows) * grid.num_tokens)
-    return evaluate(
-        rows,
-        grid,
-        haystack,
-        command=request.command,
-        records=records,
-        on_skip=progress.add,
-    )
-
-
-def _load_retrieval_model(request: NeedleRequest) -> TextModel:
-    return load_retrieval_model(dtype=request.dtype)
-
-
-def evaluate(
-    rows: Sequence[Participant[Ask[Asked]]],
-    grid: Grid,
-    haystack: Haystack,
-    *,
-    command: str,
-    records: Records | None = None,
-    on_skip: Callable[[int], None] = lambda num_tokens: None,
-) -> list[Measurement]:
-    """One record for each row and cell, in this order.
-
-    found_percent is how many needles were found; every row after the first also has what it
-    retains of the first row's cell, if anything was found there. on_skip is told of the tokens of
-    each cell that the records have already.
-    """
-
-    def measure(ask: Ask[Asked], cell: tuple[int, float]) -> Outcome:
-        prompts = grid.prompts(haystack, *cell)
-        texts = ask([(prompt.text, haystack.num_answer_tokens) for prompt in prompts])
-        found = [p.is_found(text) for p, text in zip(prompts, texts, strict=True)]
-        return Outcome({**mean_values(found, "found"), "num_found": float(sum(found))})
-
-    def about(length: int, depth: float) -> dict[str, Scalar]:
-        numbers = {"repetitions": grid.repetitions, "seed": grid.seed}
-        return {**haystack.about, "length": length, "depth": depth, **numbers}
-
-    workload = Workload(
-        op="needle",
-        command=command,
-        cells={cell: about(*cell) for cell in grid.cells},
-        measure=measure,
-        compare=lambda own, first: recovery(own, first, "found"),
-    )
+    if text_model is not None and not scales:
+        make_windows = partial(_calibration_windows, text_model, haystack, int(calibration[1]))
+        scales = calibrate_rows(request, text_model, make_windows, watch)
+    num_rows = len(request.endpoint or request.parsed_rows)
+    progress = Progress(watch, "searching", num_rows * grid.num_tokens)
+    rows = participants(request, text_model, scales, progress, calibration=calibration)
     return run_workload(
-        rows, workload, records, on_skip=lambda cell: on_skip(cell[0] * grid.repetitions)
+        rows,
+        make_workload(grid, haystack, request.command),
+        records,
+        on_skip=lambda cell: progress.add(cell[0] * grid.repetitions),
     )
 
 
-def _fitted(grid: Grid, text_model: TextModel, *, is_strict: bool) -> Grid:
-    """The cells of lengths that the model was made for; is_strict: longer ones are an error."""
-    limit = text_model.max_length
-    if limit is not None and not is_strict:
-        fitting = tuple(length for length in grid.lengths if length <= limit)
-        grid = replace(grid, lengths=fitting or (limit,))
-    longest = max(grid.lengths)
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"expected lengths up to {limit}, for which {text_model.name} was made, got {longest}"
-        )
-    return grid
-
-
-def _calibrate(
-    request: NeedleRequest, text_model: TextModel, grid: Grid, haystack: Haystack, watch: Watch
-) -> dict[Keys, ScaleSet]:
-    """Static scales by prompts that are not searched, for all kinds of keys that rows have."""
-    length, count = int(calibration_of(request, grid)[1]), NUM_CALIBRATION_PROMPTS
+def _calibration_windows(
+    text_model: TextModel, haystack: Haystack, length: int
+) -> tuple[str, list[torch.Tensor]]:
+    """Prompts that are not searched."""
+    count = NUM_CALIBRATION_PROMPTS
     windows = []
     for i in range(count):
         prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
         windows.append(torch.tensor(text_tokens(text_model.tokenizer, prompt.text)))
-    return calibrate_rows(
-        text_model,
-        windows,
-        request.rows_with_scales,
-        data=f"{count} other haystacks ({haystack.name}) of {length} tokens",
-        margin=request.margin,
-        watch=watch,
+    return f"{count} other haystacks ({haystack.name}) of {length} tokens", windows
+
+
+def make_workload(grid: Grid, haystack: Haystack, command: str) -> Workload[Ask, Cell]:
+    """Every cell of a grid: found_percent is how many of its needles a row finds.
+
+    Rows after the first also have what they retain of the first row's cell, if anything was found
+    there.
+    """
+
+    def measure(ask: Ask, cell: Cell) -> Outcome:
+        prompts = grid.prompts(haystack, *cell)
+        texts = ask([Prompt(one.text, haystack.num_answer_tokens, cell[0]) for one in prompts])
+        found = [p.is_found(text) for p, text in zip(prompts, texts, strict=True)]
+        return Outcome({**mean_values(found, "found"), "num_found": float(sum(found))})
+
+    numbers = {"repetitions": grid.repetitions, "seed": grid.seed}
+    return Workload(
+        op="needle",
+        command=command,
+        cells={
+            (length, depth): {**haystack.about, "length": length, "depth": depth, **numbers}
+            for length, depth in grid.cells
+        },
+        measure=measure,
+        compare=lambda own, first: recovery(own, first, "found"),
     )

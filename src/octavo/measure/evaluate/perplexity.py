@@ -2,42 +2,31 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.calibration.scale_file import ScaleSet
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.decoder import counts_on_host, make_static_cache
 from octavo.integrations.transformers.text_model import TextModel, read_text
 from octavo.measure.evaluate.language import (
-    Keys,
-    applied,
     calibrate_rows,
     given_scales,
     load_model,
+    local_participants,
     local_rows,
-    machine_of,
+    model_about,
 )
 from octavo.measure.evaluate.requests import Count, PerplexityRequest
 from octavo.measure.evaluate.statistics import standard_error
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.report.tables import Table
-from octavo.measure.rows import Row
-from octavo.measure.run import (
-    Outcome,
-    Participant,
-    Progress,
-    Records,
-    Watch,
-    run_whole,
-    unwatched,
-)
+from octavo.measure.run import ALL, Outcome, Progress, Records, Watch, Workload, run_workload
 from octavo.ops.plan_decode import MAX_QUERY_TOKENS
 
 # Logits of so many tokens become losses at a time: their softmax needs a copy.
@@ -45,7 +34,7 @@ LOSS_ROWS = 128
 # Passes before the one that a CUDA graph holds: the first fills the cache, the next compiles.
 NUM_WARMUPS = 3
 
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK, DEFAULT_CONTEXT = 512, 8192
 
 Step = Callable[[int], None]  # told how many tokens are done
 
@@ -65,41 +54,21 @@ class Reading:
     count: Count = "later"
     batch: int = 1
 
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise ConfigError(f"expected a chunk of one token or more, got {self.chunk}")
-        if self.batch < 1:
-            raise ConfigError(f"expected a batch of one window or more, got {self.batch}")
-        if self.count not in get_args(Count):
-            expected = ", ".join(get_args(Count))
-            raise ConfigError(f"expected count to be one of {expected}, got {self.count!r}")
+    def passes(self, context: int) -> list[tuple[range, bool]]:
+        """The tokens of each pass over a window, and whether their predictions count.
 
-    def check(self, context: int) -> None:
-        """ConfigError unless a window of this many tokens has predictions that count."""
-        if context < 2 or not any(self._counted(chunk, context) for chunk in self.chunks(context)):
+        The last token predicts nothing and is not read. ConfigError if no prediction counts.
+        """
+        last = context - 1
+        chunks = [range(i, min(i + self.chunk, last)) for i in range(0, last, self.chunk)]
+        first = {"all": 0, "later": 1, "last": len(chunks) - 1}[self.count]
+        found = [(chunk, place >= first) for place, chunk in enumerate(chunks)]
+        if not any(is_counted for _, is_counted in found):
             raise ConfigError(
                 f"a chunk of {self.chunk} tokens leaves no predictions to count ({self.count}) in "
                 f"a context of {context}: use a smaller chunk, a longer context, or count all"
             )
-
-    def chunks(self, context: int) -> list[range]:
-        """The tokens of each pass over a window; the last one predicts nothing, and is not read."""
-        num_read = context - 1
-        starts = range(0, num_read, self.chunk)
-        return [range(start, min(start + self.chunk, num_read)) for start in starts]
-
-    def _counted(self, chunk: range, context: int) -> bool:
-        match self.count:
-            case "all":
-                return True
-            case "later":
-                return chunk.start > 0
-        return chunk.stop == context - 1
-
-    def passes(self, context: int) -> Iterator[tuple[range, bool]]:
-        """The chunks of a window, and whether their predictions count."""
-        for chunk in self.chunks(context):
-            yield chunk, self._counted(chunk, context)
+        return found
 
 
 def window_losses(
@@ -120,14 +89,14 @@ def window_losses(
 def _batch_losses(model: Any, windows: Tensor, reading: Reading, on_step: Step) -> list[float]:
     """The losses of windows [batch, context], read side by side."""
     batch, context = windows.shape
-    reading.check(context)
+    passes = reading.passes(context)
     tokens = windows.to(next(model.parameters()).device)
     # Short passes take as long as their launches: on a GPU all but the first are one graph.
     is_graph = tokens.is_cuda and reading.chunk <= MAX_QUERY_TOKENS
     reader = _Replays(model, batch, context, reading.chunk) if is_graph else _Passes(model)
     totals = torch.zeros(batch, dtype=torch.float64, device=tokens.device)
     num_counted = 0
-    for chunk, is_counted in reading.passes(context):
+    for chunk, is_counted in passes:
         logits = reader.read(tokens[:, chunk.start : chunk.stop], chunk.start, is_counted)
         if is_counted:
             totals += _losses(logits, tokens[:, chunk.start + 1 : chunk.stop + 1])
@@ -206,21 +175,18 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses).double().view(targets.shape).sum(1)
 
 
-DEFAULT_CONTEXT = 8192
-
-
 def _reading(request: PerplexityRequest, context: int) -> Reading:
     """How the request's windows of this many tokens are read."""
     chunk = min(DEFAULT_CHUNK, context // 2) if request.chunk is None else request.chunk
     reading = Reading(chunk=chunk, count=request.count, batch=request.batch_size)
-    reading.check(context)
+    reading.passes(context)
     return reading
 
 
 def run(
     request: PerplexityRequest,
     output: Path | None,
-    watch: Watch = unwatched,
+    watch: Watch,
     *,
     text_model: TextModel | None = None,
 ) -> list[Measurement]:
@@ -239,108 +205,76 @@ def run(
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     reading = _reading(request, context)
     windows = text_model.windows(text, context, request.num_windows)
-    if request.rows_with_scales and not scales:
-        scales = _calibrate(request, data, text_model, text, context, watch)
+    if not scales:
+        make_windows = partial(_calibration_windows, request, data, text_model, text, context)
+        scales = calibrate_rows(request, text_model, make_windows, watch)
     rows = [row for _, row in local_rows(request, text_model, scales)]
     progress = Progress(watch, "reading", len(rows) * len(windows) * (context - 1))
-    return evaluate(
-        text_model,
-        windows,
-        rows,
-        reading,
-        data=data.name,
-        command=request.command,
-        on_step=progress.add,
-        records=records,
+    return run_workload(
+        local_participants(rows, text_model.model, model_about(text_model)),
+        make_workload(windows, reading, data.name, request.command, progress.add),
+        records,
     )
 
 
-def evaluate(
-    text_model: TextModel,
-    windows: Sequence[Tensor],
-    rows: Sequence[Row],
-    reading: Reading,
-    *,
-    data: str,
-    command: str,
-    on_step: Step = lambda num_tokens: None,
-    records: Records | None = None,
-) -> list[Measurement]:
-    """One record for each row: the perplexity, and what is left of the first row's.
-
-    The model is left as it came. Every row after the first says `recovery_percent`, the first row's
-    perplexity over its own, with a standard error over the windows where there are two or more.
-    """
-    if not windows:
-        raise ConfigError("expected one window or more, got none")
-    reading.check(len(windows[0]))
-    losses: list[list[float]] = []  # of each row so far
-
-    def measure(model: Any) -> Outcome:
-        losses.append(window_losses(model, windows, reading, on_step))
-        return Outcome(_values(losses[-1], losses[0], len(losses) == 1))
-
-    machine = machine_of(text_model.model)
-    participants = [
-        Participant(
-            name=row.name,
-            impl="transformers",
-            about={"model": text_model.name, "dtype": text_model.dtype, **text_model.prompts.about},
-            machine=machine,
-            open=partial(applied, text_model.model, row.recipe()),
-        )
-        for row in rows
-    ]
-    about: dict[str, Scalar] = {"data": data, "context": len(windows[0]), "chunk": reading.chunk}
-    about |= {"count": reading.count, "num_windows": len(windows)}
-    return run_whole(participants, measure, records, op="perplexity", command=command, about=about)
-
-
-def _values(own: Sequence[float], first: Sequence[float], is_first: bool) -> dict[str, float]:
-    """Perplexities, and recoveries in percent; standard errors by the rule of the exponential."""
-    perplexity = _exp(statistics.fmean(own))
-    values = {"perplexity": perplexity}
-    if (error := standard_error(own)) is not None:
-        values["perplexity_standard_error"] = perplexity * error
-    if is_first:
-        return values
-    # Window by window: how hard a text is does not count, only what FP8 does to it.
-    more = [a - b for a, b in zip(own, first, strict=True)]
-    recovery = 100 * _exp(-statistics.fmean(more))
-    values |= {"recovery_percent": recovery, "perplexity_ratio": _exp(statistics.fmean(more))}
-    if (error := standard_error(more)) is not None:
-        values["recovery_standard_error_percent"] = recovery * error
-    return values
-
-
-def _exp(x: float) -> float:
-    return math.inf if x > 700 else math.exp(x)
-
-
-def _calibrate(
-    request: PerplexityRequest,
-    data: Path,
-    text_model: TextModel,
-    text: str,
-    context: int,
-    watch: Watch,
-) -> dict[Keys, ScaleSet]:
-    """Static scales from text that is not measured, for all kinds of keys that rows have."""
-    num_windows, source, start = request.calibration_windows, data, request.num_windows
+def _calibration_windows(
+    request: PerplexityRequest, data: Path, text_model: TextModel, text: str, context: int
+) -> tuple[str, list[Tensor]]:
+    """Text that is not measured."""
+    count, source, start = request.calibration_windows, data, request.num_windows
     if request.calibration_data is not None:
         source, start = request.calibration_data, 0
         text = read_text(source)
         if source.resolve() == data.resolve():
             raise ConfigError("expected --calibration-data to be another text than --data")
-    windows = text_model.windows(text, context, num_windows, start)
-    return calibrate_rows(
-        text_model,
-        windows,
-        request.rows_with_scales,
-        data=f"{source.name}, windows {start} to {start + num_windows - 1} of {context} tokens",
-        margin=request.margin,
-        watch=watch,
-    )
+    about = f"{source.name}, windows {start} to {start + count - 1} of {context} tokens"
+    return about, text_model.windows(text, context, count, start)
+
+
+def make_workload(
+    windows: Sequence[Tensor],
+    reading: Reading,
+    data: str,
+    command: str,
+    on_step: Step = lambda num_tokens: None,
+) -> Workload[Any, str]:
+    """The perplexity of each row, and what is left of the first row's.
+
+    Every row after the first says `recovery_percent`, the first row's perplexity over its own, with
+    a standard error over the windows where there are two or more.
+    """
+    losses: list[list[float]] = []  # of each row so far
+
+    def measure(model: Any, cell: str) -> Outcome:
+        losses.append(window_losses(model, windows, reading, on_step))
+        return Outcome(_values(losses[-1], losses[0], len(losses) == 1))
+
+    read: dict[str, Scalar] = {"data": data, "context": len(windows[0]), "chunk": reading.chunk}
+    cells = {ALL: {**read, "count": reading.count, "num_windows": len(windows)}}
+    return Workload(op="perplexity", command=command, cells=cells, measure=measure)
+
+
+def _values(own: Sequence[float], first: Sequence[float], is_first: bool) -> dict[str, float]:
+    """Perplexities, and recoveries in percent; standard errors by the rule of the exponential."""
+    values = _exponential(own, "perplexity", "perplexity_standard_error")
+    if is_first:
+        return values
+    # Window by window: how hard a text is does not count, only what FP8 does to it.
+    less = [b - a for a, b in zip(own, first, strict=True)]
+    retained = _exponential(less, "recovery_percent", "recovery_standard_error_percent")
+    more = _exp(-statistics.fmean(less))
+    return values | {name: 100 * x for name, x in retained.items()} | {"perplexity_ratio": more}
+
+
+def _exponential(numbers: Sequence[float], name: str, error_name: str) -> dict[str, float]:
+    """The exponential of the mean, and its standard error where there is one."""
+    whole = _exp(statistics.fmean(numbers))
+    error = standard_error(numbers)
+    return {name: whole} if error is None else {name: whole, error_name: whole * error}
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 700 else math.exp(x)
 
 
 def perplexity_table(records: Sequence[Measurement]) -> Table:

@@ -3,8 +3,7 @@
 Questions about charts have the form of HuggingFaceM4/ChartQA: the columns image, query and label, a
 list of accepted answers. They are read from a parquet or JSON Lines file, from a folder of either
 (of a clone of the data set: its root, or data in it), or by its name from the `datasets` hub. Where
-there are splits, it is always the one for tests. In JSON Lines, image is a path relative to the
-file.
+there are splits, it is the one for tests. In JSON Lines, image is a path relative to the file.
 """
 
 import csv
@@ -12,12 +11,12 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.brief import brief, list_names
-from octavo.calibration.rows import read_jsonl, read_parquet
+from octavo.calibration.rows import Row, read_jsonl, read_parquet
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import need
 from octavo.measure.evaluate.requests import GENERATED
@@ -27,112 +26,95 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_CELL = 10_000_000
 
 
-class Line(NamedTuple):
-    """A row of a data set by the names of its columns, and where it stands."""
+def read_rows(
+    data: str,
+    subset: str | None = None,
+    split: str | None = None,
+    *,
+    columns: tuple[str, ...] = (),
+    suffixes: tuple[str, ...] = SUFFIXES,
+    find_files: Callable[[Path], list[Path]] | None = None,
+) -> Iterator[Row]:
+    """The rows of a file, of all files of a folder, or of a data set of the hub, which are objects.
 
-    row: Mapping[str, Any]
-    where: str
-
-
-def read_lines(data: str, subset: str | None = None, split: str | None = None) -> Iterator[Line]:
-    """The rows of a path, or of a data set of the hub by its name.
-
-    subset, split: of a data set of the hub. Without a split it is the only one, or "test".
+    subset, split: of a data set of the hub. Without a split it is the only one, or "test". columns:
+    those that every row must have, which are then all that is read of parquet; () is any.
+    find_files: those of a folder; left out, all that are in it and in its folders. CheckpointError
+    if there are no rows.
     """
     path = Path(data)
     if not path.exists():
-        yield from _read_hub(data, subset, split)
+        rows = _read_hub(data, subset, split)
     elif subset is not None or split is not None:
         raise ConfigError(f"--subset and --split are for data sets of the hub, {data} is a path")
     else:
-        yield from read_files(path)
+        files = [path]
+        if path.is_dir():
+            files = find_files(path) if find_files else _all_files(path, suffixes)
+        rows = chain.from_iterable(_read_file(file, columns, suffixes) for file in files)
+    is_empty = True
+    for row in rows:
+        is_empty = False
+        if not isinstance(row.content, Mapping) or not all(c in row.content for c in columns):
+            got = list(row.content) if isinstance(row.content, Mapping) else brief(row.content)
+            expected = ", ".join(columns) or "an object"
+            raise CheckpointError(f"{row.where}: expected {expected}, got {got}")
+        yield row
+    if is_empty:
+        raise CheckpointError(f"expected questions in {data}, got none")
 
 
-def read_files(
-    path: Path, columns: tuple[str, ...] = (), suffixes: tuple[str, ...] = SUFFIXES
-) -> Iterator[Line]:
-    """The rows of a file, or of all such files of a folder and of the folders in it.
+def _all_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    files = sorted(file for file in folder.rglob("*") if file.suffix in suffixes)
+    if not files:
+        raise CheckpointError(f"expected {', '.join(suffixes)} files in {folder}, got none")
+    return files
 
-    columns: those that every row must have, which are then all that is read of parquet; () is any.
-    """
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
-        if not files:
-            raise CheckpointError(f"expected {', '.join(suffixes)} files in {path}, got none")
-        for file in files:
-            yield from read_files(file, columns, suffixes)
-        return
+
+def _read_file(path: Path, columns: tuple[str, ...], suffixes: tuple[str, ...]) -> Iterator[Row]:
     if path.suffix not in suffixes:
         raise ConfigError(f"expected a folder, or a file of {', '.join(suffixes)}, got {path.name}")
     match path.suffix:
         case ".csv":
-            rows: Iterator[tuple[Any, ...]] = _read_csv(path)
+            return _read_csv(path)
         case ".jsonl":
-            rows = read_jsonl(path)
-        case _:
-            rows = read_parquet(path, columns=columns)
-    for row, where, *_ in rows:
-        yield _check(row, where, columns)
+            return read_jsonl(path)
+    return read_parquet(path, columns=columns)
 
 
-def read_split(name: str, split: str, columns: tuple[str, ...] = ()) -> Iterator[Line]:
-    """A split of a data set by its name, streamed from the hub or found in its cache."""
-    for number, row in enumerate(_load_dataset(name, split=split), 1):
-        yield _check(row, f"{name}: row {number}", columns)
-
-
-def _check(row: Any, where: str, columns: tuple[str, ...]) -> Line:
-    if not isinstance(row, Mapping) or not all(name in row for name in columns):
-        got = list(row) if isinstance(row, Mapping) else brief(row)
-        expected = ", ".join(columns) or "an object"
-        raise CheckpointError(f"{where}: expected {expected}, got {got}")
-    return Line(row, where)
-
-
-def _read_csv(path: Path) -> Iterator[tuple[Any, str]]:
+def _read_csv(path: Path) -> Iterator[Row]:
     before = csv.field_size_limit(MAX_CELL)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file, strict=True), 1):
-                if None in row or None in row.values():
+            for number, cells in enumerate(csv.DictReader(file, strict=True), 1):
+                if None in cells or None in cells.values():
                     raise CheckpointError(
                         f"{path}: row {number}: expected a cell for each column, got others"
                     )
-                yield row, f"{path}: row {number}"
+                yield Row(cells, f"{path}: row {number}", path.parent)
     except (csv.Error, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: expected a csv file in UTF-8: {error}") from None
     finally:
         csv.field_size_limit(before)
 
 
-def _read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Line]:
-    found = _load_dataset(name, subset)
+def _read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Row]:
+    need(f"{name} is not a path here; loading it as a data set", "datasets")
+    import datasets  # type: ignore[import-untyped]
+
+    try:
+        found = datasets.load_dataset(name, subset, streaming=True)
+    except Exception as error:  # datasets raises whatever its network stack does
+        raise UnsupportedError(
+            f"expected a path or a data set that can be loaded, got {name!r}: {error}"
+        ) from None
     chosen = split or ("test" if "test" in found or len(found) != 1 else next(iter(found)))
     if chosen not in found:
         raise ConfigError(
             f"{name}: expected --split, one of {list_names(list(found))}, got {chosen!r}"
         )
-    for number, row in enumerate(found[chosen], 1):
-        yield Line(row, f"{name}: row {number}")
-
-
-def _load_dataset(name: str, *words: str | None, **options: str) -> Any:
-    need(f"{name} is not a path here; loading it as a data set", "datasets")
-    import datasets  # type: ignore[import-untyped]
-
-    try:
-        return datasets.load_dataset(name, *words, **options, streaming=True)
-    except Exception as error:  # datasets raises whatever its network stack does
-        raise UnsupportedError(
-            f"expected a path or a data set that can be loaded, got {name!r}: {error}"
-        ) from None
-
-
-def unique_names(names: list[str]) -> list[str]:
-    """The names of questions, if all have one of their own; else their numbers, from 1 on."""
-    if all(names) and len(set(names)) == len(names):
-        return names
-    return [str(number) for number in range(1, len(names) + 1)]
+    for number, content in enumerate(found[chosen], 1):
+        yield Row(content, f"{name}: row {number}")
 
 
 CHART_COLUMNS = ("image", "query", "label")
@@ -166,75 +148,61 @@ def load_chart_questions(
 
     generate: makes so many questions.
     """
-    if num_questions < 1:
-        raise ConfigError(f"expected one question or more, got {num_questions}")
     if data == GENERATED:
         return generate(num_questions)
-    questions = list(islice(_read_charts(data), num_questions))
-    if not questions:
-        raise CheckpointError(f"expected questions in {data}, got none")
-    return questions
+    rows = read_rows(
+        data, columns=CHART_COLUMNS, suffixes=CHART_SUFFIXES, find_files=_files_of_test_split
+    )
+    return [_chart_question(row) for row in islice(rows, num_questions)]
 
 
-def _read_charts(data: str) -> Iterator[ChartQuestion]:
-    path = Path(data)
-    if not path.exists():
-        for line in read_split(data, "test", CHART_COLUMNS):
-            yield _chart_question(line, Path())
-        return
-    for file in _find_files(path) if path.is_dir() else [path]:
-        for line in read_files(file, CHART_COLUMNS, CHART_SUFFIXES):
-            yield _chart_question(line, file.parent)
+def _files_of_test_split(folder: Path) -> list[Path]:
+    """The files of a folder, or of data in it; only those for tests if their names are of splits.
 
-
-def _find_files(folder: Path) -> list[Path]:
-    """The files of a folder, or of data in it; of those of several splits, the ones for tests."""
-    for place in (folder, folder / "data"):
-        if place.is_dir():
-            files = sorted(file for file in place.iterdir() if file.suffix in CHART_SUFFIXES)
-            if files:
-                return _of_test_split(files)
-    raise CheckpointError(f"expected *.parquet or *.jsonl files in {folder} or its data, got none")
-
-
-def _of_test_split(files: list[Path]) -> list[Path]:
-    """All files, unless their names are of splits, as in train-00000-of-00003.parquet."""
-    splits = [re.split(r"[-_.]", file.name)[0].lower() for file in files]
-    if not set(splits) & OTHER_SPLITS:
+    Such a name is train-00000-of-00003.parquet.
+    """
+    places = [place for place in (folder, folder / "data") if place.is_dir()]
+    found = (sorted(f for f in place.iterdir() if f.suffix in CHART_SUFFIXES) for place in places)
+    files = next(filter(None, found), None)
+    if files is None:
+        raise CheckpointError(
+            f"expected *.parquet or *.jsonl files in {folder} or its data, got none"
+        )
+    splits = {file: re.split(r"[-_.]", file.name)[0].lower() for file in files}
+    if OTHER_SPLITS.isdisjoint(splits.values()):
         return files
-    found = [file for file, split in zip(files, splits, strict=True) if split == "test"]
-    if not found:
+    chosen = [file for file in files if splits[file] == "test"]
+    if not chosen:
         names = ", ".join(file.name for file in files[:3])
         raise CheckpointError(
             f"expected files of the test split (test-*.parquet) in {files[0].parent}, got {names}: "
             "name the file to read"
         )
-    return found
+    return chosen
 
 
-def _chart_question(line: Line, folder: Path) -> ChartQuestion:
-    row, where = line
-    label = row["label"]
+def _chart_question(row: Row) -> ChartQuestion:
+    label = row.content["label"]
     answers = (label,) if isinstance(label, str) else tuple(label or ())
     try:
-        return ChartQuestion(_image(row["image"], folder), row["query"], answers)
+        image = _image(row.content["image"], row.folder or Path())
+        return ChartQuestion(image, row.content["query"], answers)
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{row.where}: {error}") from None
 
 
 def _image(value: Any, folder: Path) -> Any:
     """A pillow image out of one, its bytes, the `datasets` form of them, or a path."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    if isinstance(value, Image.Image):
-        return value
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+    if isinstance(value, Image.Image):
+        return value
+    if not isinstance(value, bytes | str):
+        raise CheckpointError(f"expected an image or the path of one, got {brief(value)}")
     try:
-        if isinstance(value, bytes):
-            return Image.open(io.BytesIO(value)).convert("RGB")
-        if isinstance(value, str):
-            return Image.open(folder / value).convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
+        return Image.open(source).convert("RGB")
+    except (OSError, Image.DecompressionBombError) as error:
         raise CheckpointError(f"expected an image: {error}") from None
-    raise CheckpointError(f"expected an image or the path of one, got {brief(value)}")

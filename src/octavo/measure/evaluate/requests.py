@@ -14,8 +14,7 @@ from octavo.measure.records import Scalar
 from octavo.measure.rows import LANGUAGE, Row, parse_rows
 from octavo.measure.run import command_line
 
-GENERATED = "generated"
-BASELINE = "baseline"
+GENERATED, BASELINE = "generated", "baseline"
 DEFAULT_ROWS = (BASELINE, "tensor", "head", "token")
 # Of the retrieval model, which needs no calibration. One-level sums take minutes on a CPU.
 RETRIEVAL_ROWS, CPU_ROWS = (BASELINE, "unit+promote=none", "unit"), (BASELINE, "unit")
@@ -143,7 +142,7 @@ class PerplexityRequest(LanguageRequest):
         if self.data is None:
             raise ConfigError("expected a text to read, got none: --data FILE, any file in UTF-8")
         super().__post_init__()
-        _check_least(self, context=2, num_windows=1, calibration_windows=1)
+        _check_least(self, context=2, num_windows=1, calibration_windows=1, chunk=1, batch_size=1)
         if self.scales is not None and self.calibration_data is not None:
             raise ConfigError("expected --scales or --calibration-data, got both")
 
@@ -183,6 +182,7 @@ class ServedRequest(LanguageRequest):
             raise ConfigError("--recipe is for a model; a server runs what it was started with")
         if self.tokenizer and not self.endpoint:
             raise ConfigError("--tokenizer is for --endpoint: a model has its own")
+        _check_least(self, max_concurrency=1)
         super().__post_init__()
 
     @property
@@ -228,15 +228,15 @@ class NeedleRequest(ServedRequest):
             raise ConfigError(f"--data is a text to hide needles in, for {wanted}")
         if self.prompts != PromptSettings() and not self.has_text:
             raise ConfigError(f"--add-bos is for {wanted}")
-        _check_least(self, num_keys=1, chunk=5)
+        _check_least(self, num_keys=1, chunk=5, repetitions=1)
         super().__post_init__()
 
     @property
     def has_text(self) -> bool:
         """Whether prompts are texts; the retrieval model has words of its own."""
-        from octavo.integrations.transformers.retrieval_model import NAME
+        from octavo.integrations.embedded_models import RETRIEVAL_MODEL as OWN
 
-        return self.tokenizer is not None if self.endpoint else self.model not in (None, NAME)
+        return self.tokenizer is not None if self.endpoint else self.model not in (None, OWN.name)
 
     @property
     def row_names(self) -> tuple[str, ...]:
@@ -338,7 +338,7 @@ class ChoiceRequest(ChatRequest):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_least(self, num_questions=1, repetitions=1, max_tokens=1, num_pages=1)
-        _check_least(self, max_concurrency=1, temperature=0, top_k=0)
+        _check_least(self, temperature=0, top_k=0)
         if self.endpoint and self.prompts != PromptSettings():
             raise ConfigError("--add-bos and --chat-template are for a model; a server has its own")
 

@@ -3,11 +3,8 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-
-from octavo.errors import ConfigError
 
 Scores = Sequence[Sequence[bool]]  # of each question its repetitions
 NUM_RESAMPLES = 10_000
@@ -72,10 +69,7 @@ def paired_recovery(own: Scores, first: Scores) -> dict[str, float]:
     ours = [statistics.fmean(some) for some in own]
     theirs = [statistics.fmean(some) for some in first]
     whole = statistics.fmean(theirs)
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    values = {"difference_percent": 100 * statistics.fmean(differences)}
-    if (error := standard_error(differences)) is not None:
-        values["difference_standard_error_percent"] = 100 * error
+    values = mean_values([a - b for a, b in zip(ours, theirs, strict=True)], "difference")
     if whole == 0:
         return values
     share = statistics.fmean(ours) / whole
@@ -86,38 +80,24 @@ def paired_recovery(own: Scores, first: Scores) -> dict[str, float]:
     return values
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The mean difference of two rows of scores and its 95 % confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether the interval leaves zero out: the rows differ."""
-        return self.low > 0 or self.high < 0
-
-
 def paired_difference(
-    scores: Sequence[float], baseline: Sequence[float], *, seed: int = 0
-) -> Difference:
-    """How much `scores` exceed `baseline` on the same questions, by a paired bootstrap.
+    own: Sequence[float], first: Sequence[float], *, seed: int = 0
+) -> dict[str, float]:
+    """How much a row's scores exceed the first one's, in points, by a paired bootstrap.
 
+    The bounds are those of the 95 % confidence interval; `is_different` if it leaves zero out.
     Questions are drawn with replacement 10,000 times, both rows together: what they have in
     common, such as hard questions, does not blur the difference.
     """
-    if len(scores) != len(baseline) or not len(scores):
-        raise ConfigError(
-            f"expected scores of the same questions, got {len(scores)} and {len(baseline)}"
-        )
-    gaps = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    if not np.isfinite(gaps).all():
-        raise ConfigError("expected finite scores, got NaN or infinity among them")
+    gaps = 100 * (np.asarray(own, dtype=np.float64) - np.asarray(first, dtype=np.float64))
     # Few values occur: how often each is drawn is multinomial, which needs no index per question.
     values, counts = np.unique(gaps, return_counts=True)
     rng = np.random.default_rng(seed)
     drawn = rng.multinomial(len(gaps), counts / len(gaps), size=NUM_RESAMPLES)
     low, high = np.quantile(drawn @ values / len(gaps), [0.025, 0.975])
-    return Difference(float(gaps.mean()), float(low), float(high))
+    return {
+        "difference_points": float(gaps.mean()),
+        "difference_low_points": float(low),
+        "difference_high_points": float(high),
+        "is_different": float(low > 0 or high < 0),
+    }

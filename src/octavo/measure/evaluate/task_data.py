@@ -11,15 +11,15 @@ makes small questions, and problems of arithmetic.
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from string import ascii_uppercase
-from typing import Any, TypeVar
+from typing import Any
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError
-from octavo.measure.evaluate.language import Message
-from octavo.measure.evaluate.question_files import Line, read_lines, unique_names
+from octavo.measure.evaluate.answering import Message
+from octavo.measure.evaluate.question_files import read_rows
 from octavo.measure.evaluate.requests import GENERATED
 
 NUM_GENERATED = 24
@@ -31,59 +31,84 @@ _TRADES = ("baker", "smith", "miller", "weaver", "tanner", "potter", "cooper", "
 _NAMES = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Iris", "Jonas")
 
 
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A question as it is asked once, in its repetition, and the true answer.
+
+    letters: of the options, if there are some.
+    """
+
+    question: str
+    repetition: int
+    messages: tuple[Message, ...] = field(repr=False)
+    answer: str
+    letters: str = ""
+
+
 @dataclass(frozen=True)
-class ChoiceQuestion:
-    """A question, its right option and the wrong ones."""
+class Question:
+    """A problem and its answer, or a question, its right option and the wrong ones."""
 
     name: str
     text: str
-    right: str
-    wrong: tuple[str, ...]
+    answer: str
+    wrong: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        options = [self.right, *self.wrong]
-        if not self.text.strip() or not all(option.strip() for option in options):
-            raise CheckpointError("expected a question and options with words in them")
-        if not 2 <= len(options) <= len(ascii_uppercase):
-            raise CheckpointError(
-                f"expected 2 to {len(ascii_uppercase)} options, got {len(options)}"
-            )
+        if not all(text.strip() for text in (self.text, self.answer, *self.wrong)):
+            raise CheckpointError("expected a question and answers with words in them")
+
+    def item(self, repetition: int, seed: int = 0) -> Item:
+        """The question as it is asked; options are in an order of this repetition and seed."""
+        if not self.wrong:
+            told = "Reason step by step, and put your final answer within \\boxed{}."
+            return Item(self.name, repetition, _chat(f"{self.text}\n\n{told}"), self.answer)
+        options = [self.answer, *self.wrong]
+        order = list(range(len(options)))
+        random.Random(f"{seed}, {self.name}, {repetition}").shuffle(order)
+        letters = ascii_uppercase[: len(options)]
+        lines = [f"{letter}) {options[i]}" for letter, i in zip(letters, order, strict=True)]
+        text = (
+            f"{self.text}\n\n" + "\n".join(lines) + "\n\n"
+            "Think step by step, and then choose one of the options. The last line of your "
+            f"response must be 'Answer: X' without quotes, where X is one of {', '.join(letters)}."
+        )
+        return Item(self.name, repetition, _chat(text), letters[order.index(0)], letters)
 
 
-@dataclass(frozen=True)
-class Shuffled:
-    """A question as it is asked: options in an order, and the letter of the right one."""
-
-    messages: tuple[Message, ...]
-    letter: str
-    letters: str
+def _chat(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
 
 
-def shuffle_options(question: ChoiceQuestion, repetition: int, seed: int) -> Shuffled:
-    """The options in an order of this repetition, the same for a seed."""
-    options = [question.right, *question.wrong]
-    order = list(range(len(options)))
-    random.Random(f"{seed}, {question.name}, {repetition}").shuffle(order)
-    letters = ascii_uppercase[: len(options)]
-    lines = [f"{letter}) {options[i]}" for letter, i in zip(letters, order, strict=True)]
-    text = (
-        f"{question.text}\n\n" + "\n".join(lines) + "\n\n"
-        "Think step by step, and then choose one of the options. The last line of your response "
-        f"must be 'Answer: X' without quotes, where X is one of {', '.join(letters)}."
-    )
-    return Shuffled(({"role": "user", "content": text},), letters[order.index(0)], letters)
+def _load(
+    data: str,
+    subset: str | None,
+    split: str | None,
+    make: Callable[[Mapping[str, Any]], Question],
+) -> list[Question]:
+    """The questions of a path or a data set of the hub; numbers are names if some are missing."""
+    found = []
+    for row in read_rows(data, subset, split):
+        try:
+            found.append(make(row.content))
+        except CheckpointError as error:
+            raise CheckpointError(f"{row.where}: {error}") from None
+    names = [question.name for question in found]
+    if all(names) and len(set(names)) == len(names):
+        return found
+    return [replace(one, name=str(number)) for number, one in enumerate(found, 1)]
 
 
 def load_choice_questions(
     data: str, subset: str | None = None, split: str | None = None
-) -> list[ChoiceQuestion]:
+) -> list[Question]:
     """The questions of `data`: "generated", a path or a data set of the hub."""
     if data == GENERATED:
         return generated_choice_questions()
-    return _load(data, subset, split, _choice_question)
+    return _load(data, subset, split, lambda row: _gpqa(row) if RIGHT in row else _listed(row))
 
 
-def generated_choice_questions(count: int = NUM_GENERATED, seed: int = 0) -> list[ChoiceQuestion]:
+def generated_choice_questions(count: int = NUM_GENERATED, seed: int = 0) -> list[Question]:
     """Questions about facts that they tell themselves, the same ones for a seed."""
     found = []
     for number in range(count):
@@ -96,19 +121,11 @@ def generated_choice_questions(count: int = NUM_GENERATED, seed: int = 0) -> lis
         )
         text = f"Four people live in {town}. {facts} Who is the {trades[asked]} of {town}?"
         wrong = tuple(name for i, name in enumerate(names) if i != asked)
-        found.append(ChoiceQuestion(f"generated-{number + 1}", text, names[asked], wrong))
+        found.append(Question(f"generated-{number + 1}", text, names[asked], wrong))
     return found
 
 
-def _choice_question(line: Line) -> ChoiceQuestion:
-    row, where = line
-    try:
-        return _gpqa(row) if RIGHT in row else _listed(row)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-def _gpqa(row: Mapping[str, Any]) -> ChoiceQuestion:
+def _gpqa(row: Mapping[str, Any]) -> Question:
     wrong = [row.get(f"{WRONG}{number}") for number in (1, 2, 3)]
     texts = [row.get("Question"), row[RIGHT], *wrong]
     if not all(isinstance(text, str) for text in texts):
@@ -117,10 +134,10 @@ def _gpqa(row: Mapping[str, Any]) -> ChoiceQuestion:
         )
     question, right, *others = (str(text).strip() for text in texts)
     name = row.get("Record ID")
-    return ChoiceQuestion(str(name or ""), question, right, tuple(others))
+    return Question(str(name or ""), question, right, tuple(others))
 
 
-def _listed(row: Mapping[str, Any]) -> ChoiceQuestion:
+def _listed(row: Mapping[str, Any]) -> Question:
     text, answer = row.get("question"), row.get("answer")
     options = row.get("choices", row.get("options"))
     if not isinstance(text, str) or not isinstance(options, list) or answer is None:
@@ -130,6 +147,8 @@ def _listed(row: Mapping[str, Any]) -> ChoiceQuestion:
         )
     if not all(isinstance(option, str) for option in options):
         raise CheckpointError(f"expected texts in choices, got {brief(options)}")
+    if not 2 <= len(options) <= len(ascii_uppercase):
+        raise CheckpointError(f"expected 2 to {len(ascii_uppercase)} options, got {len(options)}")
     if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha():
         place = ascii_uppercase.find(answer.strip().upper())
     elif isinstance(answer, int) and not isinstance(answer, bool):
@@ -143,92 +162,63 @@ def _listed(row: Mapping[str, Any]) -> ChoiceQuestion:
     texts = [option.strip() for option in options]
     wrong = tuple(option for i, option in enumerate(texts) if i != place)
     name = row.get("question_id", row.get("id"))
-    return ChoiceQuestion("" if name is None else str(name), text.strip(), texts[place], wrong)
-
-
-@dataclass(frozen=True)
-class MathQuestion:
-    """A problem and its answer, in LaTeX or as a number."""
-
-    name: str
-    text: str
-    answer: str
-
-    def __post_init__(self) -> None:
-        if not self.text.strip() or not self.answer.strip():
-            raise CheckpointError("expected a problem and an answer with something in them")
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The problem as it is asked."""
-        text = f"{self.text}\n\nReason step by step, and put your final answer within \\boxed{{}}."
-        return ({"role": "user", "content": text},)
+    return Question("" if name is None else str(name), text.strip(), texts[place], wrong)
 
 
 def load_math_questions(
     data: str, subset: str | None = None, split: str | None = None
-) -> list[MathQuestion]:
+) -> list[Question]:
     """The problems of `data`: "generated", a path or a data set of the hub."""
     if data == GENERATED:
         return generated_math_questions()
     return _load(data, subset, split, _math_question)
 
 
-def generated_math_questions(count: int = NUM_GENERATED, seed: int = 0) -> list[MathQuestion]:
+def generated_math_questions(count: int = NUM_GENERATED, seed: int = 0) -> list[Question]:
     """Arithmetic of five kinds by turns, the same problems for a seed."""
-    kinds = (_sum, _product, _fraction, _remainder, _share)
     return [
-        MathQuestion(
-            f"generated-{number + 1}",
-            *kinds[number % len(kinds)](random.Random(f"{seed}, {number}")),
-        )
-        for number in range(count)
+        Question(f"generated-{i + 1}", *_problem(i % 5, random.Random(f"{seed}, {i}")))
+        for i in range(count)
     ]
 
 
-def _sum(draw: random.Random) -> tuple[str, str]:
-    a, b, c = draw.randint(10, 99), draw.randint(10, 99), draw.randint(2, 9)
-    return f"What is ${a} + {b} - {c}$?", str(a + b - c)
-
-
-def _product(draw: random.Random) -> tuple[str, str]:
-    a, b = draw.randint(12, 99), draw.randint(3, 99)
-    return f"What is ${a} \\times {b}$?", f"{a * b:,}"
-
-
-def _fraction(draw: random.Random) -> tuple[str, str]:
-    a, b, c, d = draw.randint(1, 5), draw.randint(6, 9), draw.randint(1, 5), draw.randint(6, 9)
-    total = Fraction(a, b) + Fraction(c, d)
-    text = f"What is $\\frac{{{a}}}{{{b}}} + \\frac{{{c}}}{{{d}}}$, as a fraction or a number?"
-    if total.denominator == 1:
-        return text, str(total)
-    return text, f"\\frac{{{total.numerator}}}{{{total.denominator}}}"
-
-
-def _remainder(draw: random.Random) -> tuple[str, str]:
-    a, b = draw.randint(100, 999), draw.randint(3, 19)
-    return f"What is the remainder when {a} is divided by {b}?", str(a % b)
-
-
-def _share(draw: random.Random) -> tuple[str, str]:
-    percent, whole = 5 * draw.randint(1, 19), 20 * draw.randint(2, 50)
+def _problem(kind: int, draw: random.Random) -> tuple[str, str]:
+    """A problem of one of five kinds, and its answer."""
+    between = draw.randint
+    match kind:
+        case 0:
+            a, b, c = between(10, 99), between(10, 99), between(2, 9)
+            return f"What is ${a} + {b} - {c}$?", str(a + b - c)
+        case 1:
+            a, b = between(12, 99), between(3, 99)
+            return f"What is ${a} \\times {b}$?", f"{a * b:,}"
+        case 2:
+            a, b, c, d = between(1, 5), between(6, 9), between(1, 5), between(6, 9)
+            text = (
+                f"What is $\\frac{{{a}}}{{{b}}} + \\frac{{{c}}}{{{d}}}$, as a fraction or a number?"
+            )
+            total = Fraction(a, b) + Fraction(c, d)
+            if total.denominator == 1:
+                return text, str(total)
+            return text, f"\\frac{{{total.numerator}}}{{{total.denominator}}}"
+        case 3:
+            a, b = between(100, 999), between(3, 19)
+            return f"What is the remainder when {a} is divided by {b}?", str(a % b)
+    percent, whole = 5 * between(1, 19), 20 * between(2, 50)
     return f"What is {percent}\\% of {whole}?", str(percent * whole // 100)
 
 
-def _math_question(line: Line) -> MathQuestion:
-    row = {str(name).strip().lower().replace(" ", "_"): value for name, value in line.row.items()}
-    try:
-        text = next((row[name] for name in TEXTS if row.get(name)), None)
-        answer = _answer(row)
-        if not isinstance(text, str) or answer is None:
-            raise CheckpointError(
-                "expected problem or question, and answer or a solution with a \\boxed one, "
-                f"got {brief(sorted(row))}"
-            )
-        name = next((row[name] for name in NAMES if row.get(name) is not None), "")
-        return MathQuestion(str(name), text.strip(), answer.strip())
-    except CheckpointError as error:
-        raise CheckpointError(f"{line.where}: {error}") from None
+def _math_question(cells: Mapping[str, Any]) -> Question:
+    row = {str(name).strip().lower().replace(" ", "_"): value for name, value in cells.items()}
+    text = next((row[name] for name in TEXTS if row.get(name)), None)
+    answer = _answer(row)
+    if not isinstance(text, str) or answer is None:
+        raise CheckpointError(
+            "expected problem or question, and answer or a solution with a \\boxed one, "
+            f"got {brief(sorted(row))}"
+        )
+    name = next((row[name] for name in NAMES if row.get(name) is not None), "")
+    return Question(str(name), text.strip(), answer.strip())
 
 
 def _answer(row: Mapping[str, Any]) -> str | None:
@@ -240,20 +230,6 @@ def _answer(row: Mapping[str, Any]) -> str | None:
         return found
     solution = row.get("solution")
     return last_boxed(solution) if isinstance(solution, str) else None
-
-
-AnyQuestion = TypeVar("AnyQuestion", "ChoiceQuestion", "MathQuestion")
-
-
-def _load(
-    data: str, subset: str | None, split: str | None, read: Callable[[Line], AnyQuestion]
-) -> list[AnyQuestion]:
-    """The questions of a path or a data set of the hub, each with a name of its own."""
-    found = [read(line) for line in read_lines(data, subset, split)]
-    if not found:
-        raise CheckpointError(f"expected questions in {data}, got none")
-    names = unique_names([question.name for question in found])
-    return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
 
 
 _COMMAND = r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|mathsf)\s*\{[ \t$(*]*"

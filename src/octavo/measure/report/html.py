@@ -1,4 +1,4 @@
-"""Sections, and pages of them: one HTML file that needs nothing else, or Markdown.
+"""Pages of sections: one HTML file that needs nothing else, or Markdown.
 
 Styles, data, plots, images and plotly.js are inside the HTML file. A record's `picture` is a path
 from its records file to a JPEG or PNG. Records may come from others, and a page is passed on: only
@@ -9,8 +9,9 @@ import base64
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,11 +19,9 @@ from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.measure.records import Machine, Measurement, utc_now
-from octavo.measure.report.plots import Figure
-from octavo.measure.report.tables import Key, Table, filled_table, grouped, newest, to_markdown
+from octavo.measure.report.sections import Link, Section
+from octavo.measure.report.tables import to_markdown
 from octavo.version import __version__
-
-Rows = Sequence[Measurement]
 
 IMAGE, IMAGE_PROBLEM = "picture", "picture_problem"  # names in a record's case
 MAX_BYTES = 16 * 2**20
@@ -30,44 +29,6 @@ _TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
 _STARTS = {"image/jpeg": b"\xff\xd8\xff", "image/png": b"\x89PNG\r\n\x1a\n"}
 _URL = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/]+={0,2}")
 _PROJECT = (".git", "pyproject.toml")  # what the folder of a project has
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sheet:
-    """A wide image as a data URL, a sentence about it, and words in its place: what is on it."""
-
-    caption: str
-    alt: str
-    url: str
-
-
-@dataclass(frozen=True)
-class Link:
-    """A sentence that leads to the section with this title."""
-
-    text: str
-    to: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading, what to say about it (paragraphs between blank lines), and what it shows.
-
-    headline: its result in one sentence, for a summary. links: to other sections of the page.
-    """
-
-    title: str
-    text: str = ""
-    headline: str = ""
-    links: tuple[Link, ...] = ()
-    figures: tuple[Figure, ...] = ()
-    tables: tuple[Table, ...] = ()
-    sheets: tuple[Sheet, ...] = ()
-
-    @property
-    def paragraphs(self) -> list[str]:
-        """The text, cut at blank lines."""
-        return [part.strip() for part in self.text.split("\n\n") if part.strip()]
 
 
 def describe(machine: Machine) -> str:
@@ -84,22 +45,17 @@ def with_images(records: Sequence[Measurement], file: Path) -> list[Measurement]
 
     Where one cannot be shown, its record keeps the path, and says why under `picture_problem`.
     """
-    urls: dict[str, str] = {}
+    read = cache(lambda name: image_url(name, file))
     found = []
     for record in records:
         name = record.case.get(IMAGE)
-        if name is None or is_image_url(name):
-            found.append(record)
-            continue
-        case = dict(record.case)
-        try:
-            path = str(name)
-            if path not in urls:
-                urls[path] = image_url(path, file)
-            case[IMAGE] = urls[path]
-        except ConfigError as error:
-            case[IMAGE_PROBLEM] = str(error)
-        found.append(replace(record, case=case))
+        if name is not None and not is_image_url(name):
+            try:
+                seen = {IMAGE: read(str(name))}
+            except ConfigError as error:
+                seen = {IMAGE_PROBLEM: str(error)}
+            record = replace(record, case={**record.case, **seen})
+        found.append(record)
     return found
 
 
@@ -144,20 +100,12 @@ def _project(folder: Path) -> Path:
     return folder
 
 
-def write_report(
-    sections: Sequence[Section],
-    path: str | os.PathLike[str],
-    *,
-    title: str = "octavo report",
-    summary: str = "",
-    machines: Sequence[Machine] = (),
-    commands: Sequence[str] = (),
-) -> None:
+def write_report(sections: Sequence[Section], path: str | os.PathLike[str], **about: Any) -> None:
     """Write the page in one step: a reader sees the old page or the new one, never half of it.
 
-    machines: what the numbers were measured on. commands: what repeats the measurements.
+    about: the title and what else `render` takes.
     """
-    page = render(sections, title=title, summary=summary, machines=machines, commands=commands)
+    page = render(sections, **about)
     write_atomically(path, page.encode("utf-8", "backslashreplace"))
 
 
@@ -174,7 +122,10 @@ def render(
     machines: Sequence[Machine] = (),
     commands: Sequence[str] = (),
 ) -> str:
-    """The page as text; every string that is given is escaped."""
+    """The page as text; every string that is given is escaped.
+
+    machines: what the numbers were measured on. commands: what repeats the measurements.
+    """
     check_packages()
     import jinja2
     from plotly.offline import get_plotlyjs
@@ -244,81 +195,3 @@ def _markdown_link(link: Link) -> str:
     """A link in a list, to the anchor that a heading has on GitHub."""
     anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
     return f"- [{link.text.replace('[', '(').replace(']', ')')}](#{anchor})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A part of a page by description: a section for each machine and value of `by`.
-
-    Texts have names of `by` and {machine} in braces, or are functions of the rows.
-
-    Attributes:
-        ops: The ops whose records it shows.
-        needs: The names that a record must have to be shown.
-        by: What the records of a section have in common.
-        rows: What tells the rows of a section apart; of records that are alike the newest counts.
-            A function chooses the rows by itself.
-        caption: Of the table.
-        columns: Of the table; those that no row fills are left out.
-        heads: Words over columns in place of their usual ones.
-        tables: Makes other tables than the one of `columns`.
-        headline: The result in one sentence, for the summary.
-    """
-
-    ops: tuple[str, ...]
-    needs: tuple[str, ...]
-    by: tuple[str, ...] = ("model",)
-    rows: tuple[str, ...] | Callable[[Rows], Rows] = ()
-    title: str | Callable[[Rows], str]
-    text: str | Callable[[Rows], str] = ""
-    caption: str | Callable[[Rows], str] = ""
-    columns: tuple[str, ...] = ()
-    heads: Mapping[str, str] = field(default_factory=dict)
-    tables: Callable[[Rows], Iterable[Table]] | None = None
-    headline: Callable[[Rows], str] = lambda rows: ""
-    figures: Callable[[Rows], Iterable[Figure]] = lambda rows: ()
-    sheets: Callable[[Rows], Iterable[Sheet]] = lambda rows: ()
-
-    def make(self, records: Rows) -> list[Section]:
-        """The sections of all of these records."""
-        return [self._section(key, own) for key, own in grouped(records, *self.by).items()]
-
-    def missing_names(self, record: Measurement) -> list[str]:
-        """The names that a record would need to be shown."""
-        return [name for name in self.needs if record.get(name) is None]
-
-    def _section(self, key: Key, records: Rows) -> Section:
-        rows = self.rows(records) if callable(self.rows) else newest(records, *self.rows)
-        names = dict(zip(("machine", *self.by), key, strict=True))
-        title, text, caption = (
-            said(rows) if callable(said) else said.format_map(names)
-            for said in (self.title, self.text, self.caption)
-        )
-        if self.tables is None:
-            table = filled_table(rows, caption=caption, columns=self.columns, heads=self.heads)
-        return Section(
-            title=title,
-            text=text,
-            headline=self.headline(rows),
-            figures=tuple(self.figures(rows)),
-            tables=(table,) if self.tables is None else tuple(self.tables(rows)),
-            sheets=tuple(self.sheets(rows)),
-        )
-
-
-def best_row(
-    value: str, sentence: str, choose: Callable[..., Measurement] = max
-) -> Callable[[Rows], str]:
-    """A headline about the row with the largest value, of those that are compared with another.
-
-    sentence: with names of the row's case and values, and {baseline}, in braces.
-    """
-
-    def headline(rows: Rows) -> str:
-        compared = [row for row in rows if row.baseline is not None and value in row.values]
-        if not compared:
-            return ""
-        best = choose(compared, key=lambda row: row.values[value])
-        return sentence.format_map({**best.case, **best.values, "baseline": best.baseline})
-
-    return headline

@@ -7,17 +7,9 @@ import shlex
 from collections.abc import Iterable
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import (
-    IMAGE,
-    IMAGE_PROBLEM,
-    Kind,
-    Rows,
-    Sheet,
-    best_row,
-    is_image_url,
-)
-from octavo.measure.report.plots import Figure, Point, points
+from octavo.measure.report.html import IMAGE, IMAGE_PROBLEM, is_image_url
 from octavo.measure.report.quality import recovers
+from octavo.measure.report.sections import Kind, Rows, Sheet, best_row, dots
 
 _PSNR = ("psnr_db", "worst_psnr_db")
 _MAX_PROMPTS = 12  # that a caption names
@@ -55,22 +47,6 @@ def _chart_text(rows: Rows) -> str:
     )
 
 
-def _chart_figures(rows: Rows) -> Iterable[Figure]:
-    compared = [
-        Point(str(row.case["recipe"]), middle, ends["high"] - middle, middle - ends["low"])
-        for row in rows
-        if (middle := row.values.get("difference_points")) is not None
-        for ends in [{end: row.values[f"difference_{end}_points"] for end in ("low", "high")}]
-    ]
-    if compared:
-        yield points(
-            {"difference": compared},
-            caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are "
-            "right as often. Bars are intervals of 95 %.",
-            value_title="difference (points)",
-        )
-
-
 def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
     """Charts of records with images as data URLs (`with_images`), each image once."""
     names = ", ".join(dict.fromkeys(str(row.case["recipe"]) for row in rows))
@@ -88,12 +64,27 @@ CHARTQA = Kind(
     title="Questions about charts: {model}, {data}, {machine}",
     text=_chart_text,
     headline=recovers("chart questions"),
-    figures=_chart_figures,
+    figures=dots(
+        "difference_points",
+        caption="Relaxed accuracy of each recipe less that of the baseline; at 0 both are right as "
+        "often. Bars are intervals of 95 %.",
+        title="difference (points)",
+        reach=lambda values: (
+            values["difference_high_points"] - values["difference_points"],
+            values["difference_points"] - values["difference_low_points"],
+        ),
+        series=lambda row: "difference",
+    ),
     sheets=_chart_sheets,
     caption="Charts, by recipe",
     columns=(
-        *("recipe", "relaxed_accuracy_percent", "exact_match_percent", "recovery_percent"),
-        *("difference_points", "difference_low_points", "difference_high_points"),
+        "recipe",
+        "relaxed_accuracy_percent",
+        "exact_match_percent",
+        "recovery_percent",
+        "difference_points",
+        "difference_low_points",
+        "difference_high_points",
     ),
 )
 
@@ -113,18 +104,15 @@ def _image_text(rows: Rows) -> str:
     return "\n\n".join(said)
 
 
-def _image_figures(rows: Rows) -> Iterable[Figure]:
-    some = []
-    for row in _scored(rows):
-        mean, worst = (row.values[name] for name in _PSNR)
-        some.append(Point(str(row.case["row"]), mean, 0.0, mean - worst))
-    if some:
-        yield points(
-            {"PSNR": some},
-            caption="Mean PSNR over the images of each row; higher is better. Bars reach down to "
-            "the worst image.",
-            value_title="PSNR (dB)",
-        )
+_PSNR_DOTS = dots(
+    "psnr_db",
+    caption="Mean PSNR over the images of each row; higher is better. Bars reach down to the worst "
+    "image.",
+    title="PSNR (dB)",
+    reach=lambda values: (0.0, values["psnr_db"] - values["worst_psnr_db"]),
+    name="row",
+    series=lambda row: "PSNR",
+)
 
 
 def _image_sheets(rows: Rows) -> Iterable[Sheet]:
@@ -177,11 +165,18 @@ IMAGES = Kind(
         "{model}: the worst image has {worst_psnr_db:.1f} dB PSNR against {baseline}, with {row}.",
         min,
     ),
-    figures=_image_figures,
+    figures=lambda rows: _PSNR_DOTS(_scored(rows)),
     sheets=_image_sheets,
     caption="Images, by row",
     columns=(
-        *("row", "psnr_db", "worst_psnr_db", "ssim", "worst_ssim", "lpips", "worst_lpips"),
-        *("clip_score", "worst_clip_score"),
+        "row",
+        "psnr_db",
+        "worst_psnr_db",
+        "ssim",
+        "worst_ssim",
+        "lpips",
+        "worst_lpips",
+        "clip_score",
+        "worst_clip_score",
     ),
 )

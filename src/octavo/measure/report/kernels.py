@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows
 from octavo.measure.report.plots import Figure, Trace, axes, guide_line, log_ticks, markers
+from octavo.measure.report.sections import Kind, Rows
 from octavo.measure.report.tables import Cell, Table, format_column, label, machine_name
 
 OWN_IMPLS = frozenset({"cuda", "gluon", "octavo", "reference", "selected", "triton"})
@@ -23,18 +23,23 @@ _SIZES = ("shape", "causal", "rotary", "bias", "load_s")
 _VARIANTS = ("scales", "scaling", "granularity")
 # What they are compared with is a copy of the same bytes, not the same work in BF16.
 _COPIES = ("append_kv", "quantize", "quantize_qkv")
-_KINDS = ("octavo FP8", "others FP8", "octavo BF16", "others BF16")
+_BF16 = ("octavo BF16", "others BF16")
+_KINDS = ("octavo FP8", "others FP8", *_BF16)
 
 
 @dataclass(frozen=True)
 class Roof:
-    """The best rates of a GPU; FP8's is None where it has no FP8 products."""
+    """The most that a GPU does in a second; FP8's is None where it has no FP8 products."""
 
     gpu: str
     gb_per_s: float
     bf16_tflops: float
     fp8_tflops: float | None
     source: str
+
+    def tflops(self, operands: str) -> float:
+        """Of "BF16" or "FP8"; FP8 of a GPU without it is that of BF16, which it would become."""
+        return (self.fp8_tflops or self.bf16_tflops) if operands == "FP8" else self.bf16_tflops
 
 
 @dataclass
@@ -45,20 +50,19 @@ class _Size:
     variant: str
     fastest: dict[str, Measurement] = field(default_factory=dict)
 
-    def add(self, record: Measurement) -> None:
-        kind = _kind(record)
-        best = self.fastest.get(kind)
-        if best is None or record.values["median_ms"] < best.values["median_ms"]:
-            self.fastest[kind] = record
-
-    def ms(self, *kinds: str) -> float | None:
-        times = [self.fastest[k].values["median_ms"] for k in kinds if k in self.fastest]
-        return min(times, default=None)
+    def best(self, *kinds: str) -> Measurement | None:
+        """The fastest of these kinds; None if there is none."""
+        found = [self.fastest[kind] for kind in kinds if kind in self.fastest]
+        return min(found, key=_ms, default=None)
 
     def over(self, *kinds: str) -> float | None:
         """How many times faster octavo's FP8 is than the fastest of these kinds."""
-        own, other = self.ms("octavo FP8"), self.ms(*kinds)
-        return None if own is None or other is None else other / own
+        own, other = self.best("octavo FP8"), self.best(*kinds)
+        return None if own is None or other is None else _ms(other) / _ms(own)
+
+
+def _ms(record: Measurement) -> float:
+    return record.values["median_ms"]
 
 
 def kernel_kinds(roofs: Sequence[Roof] = ()) -> list[Kind]:
@@ -104,7 +108,7 @@ def _by_op(rows: Rows) -> dict[str, list[_Size]]:
 def _headline(rows: Rows) -> str:
     said = []
     for op, sizes in _by_op(rows).items():
-        gains = [gain for size in sizes if (gain := size.over("octavo BF16", "others BF16"))]
+        gains = [gain for size in sizes if (gain := size.over(*_BF16))]
         if gains and op not in _COPIES:
             least, most = f"{min(gains):.2f}", f"{max(gains):.2f}"
             times = most if least == most else f"{least} to {most}"
@@ -113,17 +117,18 @@ def _headline(rows: Rows) -> str:
 
 
 def _sizes(records: Sequence[Measurement]) -> list[_Size]:
+    """The sizes with their variants; BF16 has none, and is of all variants of its size."""
     found: dict[tuple[str, str], _Size] = {}
-    for record in records:
-        if _kind(record).endswith("FP8"):
-            key = _size_name(record), _variant(record)
-            found.setdefault(key, _Size(*key)).add(record)
-    for record in records:
-        if _kind(record).endswith("BF16"):
-            name = _size_name(record)
+    for record in sorted(records, key=lambda record: _kind(record) in _BF16):
+        kind, name, variant = _kind(record), _size_name(record), _variant(record)
+        same = []
+        if kind in _BF16:
+            variant = ""
             same = [size for size in found.values() if size.name == name]
-            for size in same or [found.setdefault((name, ""), _Size(name, ""))]:
-                size.add(record)
+        for size in same or [found.setdefault((name, variant), _Size(name, variant))]:
+            best = size.fastest.setdefault(kind, record)
+            if _ms(record) < _ms(best):
+                size.fastest[kind] = record
     return list(found.values())
 
 
@@ -133,13 +138,12 @@ def _kind(record: Measurement) -> str:
 
 
 def _size_name(record: Measurement) -> str:
-    words = [str(record.case["shape"])]
-    for name in _SIZES[1:]:
-        value = record.case.get(name)
-        if value is True:
-            words.append(name)
-        elif value is not None and value is not False:
-            words.append("under load" if name == "load_s" else f"{name} {value}")
+    shape, *others = ((name, record.case.get(name)) for name in _SIZES)
+    words = [str(shape[1])]
+    for name, value in others:
+        if value is not None and value is not False:
+            plain = "under load" if name == "load_s" else f"{name} {value}"
+            words.append(name if value is True else plain)
     return ", ".join(words)
 
 
@@ -184,20 +188,22 @@ def _figure(op: str, sizes: Sequence[_Size], roof: Roof | None) -> Figure:
     )
 
 
-def _place(record: Measurement, is_roofline: bool) -> tuple[float | None, float | None]:
-    if is_roofline:
-        return record.values["flops"] / record.values["bytes"], record.tflops
-    return record.values.get("bytes", 0.0) / 1e6 or None, record.gb_per_s
-
-
 def _trace(kind: str, number: int, sizes: Sequence[_Size], is_roofline: bool) -> Trace:
     """The points of a kind, of those sizes whose place is known."""
-    own = [(size, size.fastest[kind]) for size in sizes if kind in size.fastest]
-    places = [(size, record, *_place(record, is_roofline)) for size, record in own]
-    drawn = [(s, r, x, y) for s, r, x, y in places if x is not None and y is not None]
-    trace = markers(kind, number, [x for *_, x, _ in drawn], [y for *_, y in drawn])
-    trace["text"] = [escape(f"{_who(record)}, {size.name}") for size, record, *_ in drawn]
-    return trace | {"hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>"}
+    x, y, text = [], [], []
+    for size in sizes:
+        if (record := size.fastest.get(kind)) is None:
+            continue
+        num_bytes, speed = record.values.get("bytes", 0.0), record.gb_per_s
+        place = num_bytes / 1e6
+        if is_roofline:
+            place, speed = record.values["flops"] / num_bytes, record.tflops
+        if place and speed is not None:
+            x.append(place)
+            y.append(speed)
+            text.append(escape(f"{_who(record)}, {size.name}"))
+    trace = markers(kind, number, x, y)
+    return trace | {"text": text, "hovertemplate": "%{text}<br>%{y:.4g}<extra></extra>"}
 
 
 def _roof_lines(roof: Roof, data: Sequence[Trace], is_roofline: bool) -> list[Trace]:
@@ -222,28 +228,37 @@ def _table(op: str, sizes: Sequence[_Size]) -> Table:
     is_product = any(record.tflops for size in sizes for record in size.fastest.values())
     unit = "TFLOP/s" if is_product else "GB/s"
     has_variants = any(size.variant for size in sizes)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for size in sizes:
-        cells: list[Cell] = [size.name, *([size.variant or None] if has_variants else [])]
-        bf16 = [size.fastest[kind] for kind in _KINDS[2:] if kind in size.fastest]
-        best = [*(size.fastest.get(kind) for kind in _KINDS[:2])]
-        best.append(min(bf16, key=lambda r: r.values["median_ms"]) if bf16 else None)
-        for record in best:
-            cells.append(None if record is None else _cell(record, is_product))
-        cells += [size.ms("octavo FP8"), size.over("octavo BF16", "others BF16")]
-        cells.append(size.over("others FP8"))
-        rows.append(tuple(cells))
+        own, others, bf16 = (size.best(*kinds) for kinds in (_KINDS[:1], _KINDS[1:2], _BF16))
+        rows.append(
+            (
+                size.name,
+                *([size.variant or None] if has_variants else []),
+                *(_cell(record, is_product) for record in (own, others, bf16)),
+                None if own is None else _ms(own),
+                size.over(*_BF16),
+                size.over("others FP8"),
+            )
+        )
     return Table(
         caption=f"{label(op)}: the fastest of each kind in {unit}, and octavo's FP8 over them",
         header=(
-            *("size", *(["scales"] if has_variants else [])),
-            *("octavo FP8", "others FP8", "BF16", "octavo FP8 (ms)"),
-            *("over BF16 (×)", "over others' FP8 (×)"),
+            "size",
+            *(["scales"] if has_variants else []),
+            "octavo FP8",
+            "others FP8",
+            "BF16",
+            "octavo FP8 (ms)",
+            "over BF16 (×)",
+            "over others' FP8 (×)",
         ),
         rows=tuple(rows),
     )
 
 
-def _cell(record: Measurement, is_product: bool) -> str | None:
+def _cell(record: Measurement | None, is_product: bool) -> str | None:
+    if record is None:
+        return None
     speed = record.tflops if is_product else record.gb_per_s
     return None if speed is None else f"{format_column([speed])[0]}, {_who(record)}"

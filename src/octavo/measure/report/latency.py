@@ -5,7 +5,7 @@ fits had intervals are shown like new ones.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -15,10 +15,8 @@ import numpy as np
 from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows, Section
 from octavo.measure.report.plots import (
     Figure,
-    Trace,
     axes,
     error_bars,
     guide,
@@ -26,20 +24,20 @@ from octavo.measure.report.plots import (
     markers,
     wrapped,
 )
+from octavo.measure.report.sections import Kind, Rows, Section
 from octavo.measure.report.tables import (
     Cell,
     Table,
     format_column,
+    grouped,
     machine_name,
     newest,
     tokens_text,
 )
 
 # Records of one section have these in common: the model, the engine and the batch.
-SAME = (
-    *("model", "dtype", "layers", "compile", "cuda_graphs", "page_size", "max_num_batched_tokens"),
-    *("batch_size", "output_len"),
-)
+ENGINE = ("model", "dtype", "layers", "compile", "cuda_graphs")
+SAME = (*ENGINE, "page_size", "max_num_batched_tokens", "batch_size", "output_len")
 _MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
 _FAR = 1.5  # a break-even beyond so many of the longest input is told in words only
@@ -47,18 +45,20 @@ _FAR = 1.5  # a break-even beyond so many of the longest input is told in words 
 
 @dataclass(frozen=True)
 class Metric:
-    """A time that grows with the input: what is fitted to it, and how its fits are compared."""
+    """A time that grows with the input: what is fitted to it, and how that is written.
+
+    scales: 1e6 for a term in units of a millionth. is_log: whether its axes are logarithmic.
+    """
 
     name: str
     words: str
     shape: str
-    num_terms: int
     fit: Callable[[Rows], Any]
-    terms: Callable[[Any], list[str]]
-    ratio: Callable[[Any, Any], fits.Ratio]
+    scales: tuple[float, ...]
     break_even: Callable[[Any, Any], fits.BreakEven]
     header: tuple[str, ...]
     caption: str
+    is_log: bool
 
 
 def fit_itl(records: Rows) -> fits.Line:
@@ -85,33 +85,24 @@ ITL = Metric(
     name="itl",
     words="Time between tokens",
     shape="line",
-    num_terms=2,
     fit=fit_itl,
-    terms=lambda line: [
-        with_interval(line.intercept, line.interval("intercept")),
-        with_interval(line.slope * 1e6, line.interval("slope"), 1e6),
-    ],
-    ratio=fits.slope_ratio,
+    scales=(1, 1e6),
     break_even=fits.break_even,
     header=("intercept (ms)", "slope (µs per 1k tokens)", "slope ratio"),
     caption="ITL over the context: intercept + slope · tokens; in brackets intervals of 95 %",
+    is_log=False,
 )
 TTFT = Metric(
     name="ttft",
     words="Time to the first token",
     shape="curve",
-    num_terms=3,
     fit=fit_ttft,
-    terms=lambda curve: [
-        with_interval(curve.constant, curve.interval("constant")),
-        with_interval(curve.linear * 1e3, curve.interval("linear"), 1e3),
-        with_interval(curve.square * 1e6, curve.interval("square"), 1e6),
-    ],
-    ratio=fits.square_ratio,
+    scales=(1, 1e3, 1e6),
     break_even=fits.curve_break_even,
     header=("c (ms)", "b (ms per 1k tokens)", "a (ms per 1k tokens, squared)", "ratio of a"),
     caption="TTFT over the input: a · tokens² + b · tokens + c; in brackets intervals of 95 %. The "
     "break-even is of the curves, between the lengths that were measured",
+    is_log=True,
 )
 
 
@@ -134,7 +125,7 @@ class Row:
 
     def fit(self, metric: Metric) -> Any:
         """What is fitted to a metric; None with fewer lengths than that has terms."""
-        return metric.fit(self.records) if len(self.records) >= metric.num_terms else None
+        return metric.fit(self.records) if len(self.records) >= len(metric.scales) else None
 
     def break_even(self, metric: Metric) -> fits.BreakEven | None:
         """Where the fits of this row and its baseline cross; None unless both have one."""
@@ -149,13 +140,11 @@ def rows_of(records: Rows) -> list[Row]:
     of the same length the newest counts. It is compared with the other row of the same command, if
     there is one.
     """
-    runs: dict[tuple[str, str], dict[int, Measurement]] = {}
-    for record in records:
-        run = runs.setdefault((str(record.case["row"]), record.command), {})
-        length = int(record.case["input_len"])
-        if length not in run or record.date >= run[length].date:
-            run[length] = record
-    by_length = {key: tuple(run[n] for n in sorted(run)) for key, run in runs.items()}
+    runs = grouped(newest(records, "row", "command", "input_len"), "row", "command")
+    by_length = {
+        (str(name), str(command)): tuple(sorted(own, key=lambda r: int(r.case["input_len"])))
+        for (_, name, command), own in runs.items()
+    }
     # Another command may have measured at another time, with other settings: no row mixes two.
     chosen: dict[str, tuple[Measurement, ...]] = {}
     for (name, _), own in by_length.items():
@@ -223,15 +212,14 @@ def _text(records: Rows) -> str:
     return "\n\n".join([about, *_notes(rows_of(records))])
 
 
-def _tables(records: Rows) -> list[Table]:
-    tables = [_table(rows_of(records), metric) for metric in (ITL, TTFT)]
-    return [table for table in tables if table.rows]
-
-
 LATENCY = Kind(
     ops=("latency",),
     needs=(
-        *("model", "row", "input_len", "output_len", "batch_size"),
+        "model",
+        "row",
+        "input_len",
+        "output_len",
+        "batch_size",
         *(f"{which}_{of}_ms" for of in ("itl", "ttft") for which in ("median", "p10", "p90")),
     ),
     by=SAME,
@@ -239,8 +227,10 @@ LATENCY = Kind(
     title=lambda rows: f"Latency over the input length: {_model(rows)}, {machine_name(rows[0])}",
     text=_text,
     headline=_headline,
-    figures=lambda rows: (_itl_figure(rows_of(rows)), _ttft_figure(rows_of(rows))),
-    tables=_tables,
+    figures=lambda rows: [_figure(rows_of(rows), metric) for metric in (ITL, TTFT)],
+    tables=lambda rows: [
+        table for metric in (ITL, TTFT) if (table := _table(rows_of(rows), metric)).rows
+    ],
 )
 
 
@@ -272,16 +262,19 @@ def _table(rows: Sequence[Row], metric: Metric) -> Table:
     """The fit of each row: its terms with intervals, ratios, and where it breaks even."""
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
-        own = row.fit(metric)
-        if own is None:
+        if (own := row.fit(metric)) is None:
             continue
+        terms = [
+            with_interval(value * scale, own.interval(term), scale)
+            for term, value, scale in zip(own.TERMS, own.terms, metric.scales, strict=True)
+        ]
         ratio: Cell = None
         even: Cell = None
         if (found := row.break_even(metric)) is not None and row.baseline is not None:
-            share = metric.ratio(own, row.baseline.fit(metric))
+            share = fits.last_term_ratio(own, row.baseline.fit(metric))
             ratio = with_interval(share.value, share.interval)
             even = f"{found}{_range_text(found.interval)}"
-        cells.append((row.name, *metric.terms(own), ratio, own.residual, even))
+        cells.append((row.name, *terms, ratio, own.residual, even))
     header = ("row", *metric.header, "left (ms)", "break-even")
     return Table(caption=metric.caption, header=header, rows=tuple(cells))
 
@@ -308,82 +301,56 @@ def _range_text(interval: fits.Interval | None) -> str:
     return f" (95 %: {interval.low:,.0f} to {interval.high:,.0f})"
 
 
-def _itl_figure(rows: Sequence[Row]) -> Figure:
-    longest = max(max(row.lengths) for row in rows)
-    half = float(rows[0].records[0].case["output_len"]) / 2
-    data, layout = _drawn(rows, ITL, lambda row: [0.0, float(longest)], half)
-    for name, at in _crossings(rows, ITL):
-        if 0 < at < _FAR * longest:
-            _mark(layout, at - half, name, at, is_right=at > longest / 2)
-    caption = _caption(rows, ITL) + _said(rows, ITL)
-    return Figure(caption=caption, data=tuple(data), layout=layout)
-
-
-def _ttft_figure(rows: Sequence[Row]) -> Figure:
-    data, layout = _drawn(
-        rows,
-        TTFT,
-        lambda row: np.geomspace(min(row.lengths), max(row.lengths), _NUM_DRAWN).tolist(),
-    )
+def _figure(rows: Sequence[Row], metric: Metric) -> Figure:
+    """Medians with percentiles, the fits, and a mark where a row crosses its baseline."""
     lengths = sorted({length for row in rows for length in row.lengths})
-    ticks = _ticks(lengths)
-    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": list(map(tokens_text, ticks))}
-    medians = [value for row in rows for value in row.values("median_ttft_ms")]
-    layout["yaxis"] |= {"type": "log"} | log_ticks(medians)
-    middle = math.sqrt(lengths[0] * lengths[-1])
-    for name, at in _crossings(rows, TTFT):
-        _mark(layout, at, name, at, is_right=at > middle)
-    caption = _caption(rows, TTFT)
-    if said := _said(rows, TTFT):
-        caption += f" By the curves, between the lengths that were measured:{said}"
-    return Figure(caption=caption, data=tuple(data), layout=layout)
-
-
-def _drawn(
-    rows: Sequence[Row], metric: Metric, places: Callable[[Row], list[float]], shift: float = 0.0
-) -> tuple[list[Trace], dict[str, Any]]:
-    """Medians with percentiles, the fitted curves, and the axes; shift: of the lengths in fits."""
-    data = []
-    for series, row in enumerate(rows):
-        low, middle, high = (
-            row.values(f"{which}_{metric.name}_ms") for which in ("p10", "median", "p90")
-        )
-        trace = markers(escape(row.name), series, row.lengths, middle)
-        trace["error_y"] = error_bars(
-            [end - at for end, at in zip(high, middle, strict=True)],
-            [at - end for end, at in zip(low, middle, strict=True)],
-        )
-        data.append(trace | {"legendgroup": escape(row.name)})
-        if (fitted := row.fit(metric)) is not None:
-            x = places(row)
-            curve: Trace = {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"{escape(row.name)}, fitted",
-            }
-            curve |= {"x": x, "y": [fitted.at(one + shift) for one in x], "hoverinfo": "skip"}
-            curve |= {"showlegend": False, "legendgroup": escape(row.name)}
-            data.append(curve | {"meta": {"series": series}})
+    shortest, longest = lengths[0], lengths[-1]
+    # Lines are over the context, which grows by half of the tokens that come.
+    shift = 0.0 if metric.is_log else float(rows[0].records[0].case["output_len"]) / 2
+    data = [
+        trace
+        for series, row in enumerate(rows)
+        for trace in _traces(row, series, metric, longest, shift)
+    ]
     layout = axes("input length (tokens)", f"{metric.name.upper()} (ms)")
-    for axis in layout.values():
-        axis["type"] = "linear"
-    return data, layout | {"showlegend": len(rows) > 1, "shapes": [], "annotations": []}
+    layout |= {"showlegend": len(rows) > 1, "shapes": [], "annotations": []}
+    for axis in ("xaxis", "yaxis"):
+        layout[axis]["type"] = "log" if metric.is_log else "linear"
+    middle = longest / 2
+    if metric.is_log:
+        middle = math.sqrt(shortest * longest)
+        ticks = _ticks(lengths)
+        layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(tokens_text, ticks))}
+        medians = [value for row in rows for value in row.values(f"median_{metric.name}_ms")]
+        layout["yaxis"] |= log_ticks(medians)
+    for row in rows:
+        even = row.break_even(metric)
+        at = None if even is None else even.crossing
+        if at is not None and (metric.is_log or 0 < at < _FAR * longest):
+            _mark(layout, at - shift, row.name, at, is_right=at > middle)
+    return Figure(caption=_caption(rows, metric), data=tuple(data), layout=layout)
 
 
-def _crossings(rows: Sequence[Row], metric: Metric) -> list[tuple[str, float]]:
-    """The rows that cross their baseline, and where."""
-    pairs = ((row.name, row.break_even(metric)) for row in rows)
-    found = [(name, even.crossing) for name, even in pairs if even is not None]
-    return [(name, at) for name, at in found if at is not None]
-
-
-def _said(rows: Sequence[Row], metric: Metric) -> str:
-    """A sentence for each row that is compared, with a blank before it."""
-    return "".join(
-        f" {row.name} is {found} than {row.baseline.name}{_range_text(found.interval)}."
-        for row in rows
-        if row.baseline is not None and (found := row.break_even(metric)) is not None
+def _traces(
+    row: Row, series: int, metric: Metric, longest: int, shift: float
+) -> Iterator[dict[str, Any]]:
+    """The points of a row with their percentiles, and its fit; shift: of the lengths in fits."""
+    low, middle, high = (
+        row.values(f"{which}_{metric.name}_ms") for which in ("p10", "median", "p90")
     )
+    group = {"legendgroup": escape(row.name)}
+    error_y = error_bars(np.subtract(high, middle).tolist(), np.subtract(middle, low).tolist())
+    points = markers(escape(row.name), series, row.lengths, middle)
+    yield points | {"error_y": error_y} | group
+    if (fitted := row.fit(metric)) is None:
+        return
+    x = [0.0, float(longest)]
+    if metric.is_log:
+        x = np.geomspace(row.lengths[0], row.lengths[-1], _NUM_DRAWN).tolist()
+    y = [fitted.at(one + shift) for one in x]
+    curve = {"type": "scatter", "mode": "lines", "name": f"{escape(row.name)}, fitted"} | group
+    style = {"hoverinfo": "skip", "showlegend": False, "meta": {"series": series}}
+    yield {**curve, **style, "x": x, "y": y}
 
 
 def _ticks(lengths: Sequence[int]) -> list[int]:
@@ -396,12 +363,20 @@ def _ticks(lengths: Sequence[int]) -> list[int]:
 
 
 def _caption(rows: Sequence[Row], metric: Metric) -> str:
+    """What is drawn, and a sentence for each row that is compared."""
     has_fit = any(row.fit(metric) is not None for row in rows)
     fitted = f", with the {metric.shape} fitted to each row" if has_fit else ""
-    return (
+    caption = (
         f"{metric.words} over the input length; lower is better. Medians{fitted}; bars reach from "
         "the 10th to the 90th percentile."
     )
+    said = [
+        f"{row.name} is {found} than {row.baseline.name}{_range_text(found.interval)}."
+        for row in rows
+        if row.baseline is not None and (found := row.break_even(metric)) is not None
+    ]
+    within = ["By the curves, between the lengths that were measured:"] if metric.is_log else []
+    return " ".join([caption, *(within if said else []), *said])
 
 
 def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:

@@ -2,13 +2,13 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows
-from octavo.measure.report.plots import Figure, Point, bars, lines, name_bars, points, titled
-from octavo.measure.report.tables import Table, newest, pivot
+from octavo.measure.report.plots import Figure, bars, lines, name_bars
+from octavo.measure.report.sections import Kind, Rows, dots, plot
+from octavo.measure.report.tables import Cell, Table, grouped, newest, pivot
 
 _RELATIVE_ERROR = "relative RMS error (1 = the result)"
 _TENSORS = ("q", "k", "v")
@@ -26,6 +26,14 @@ _STATISTICS = {
         "SQNR (dB)",
     ),
 }
+# Of all layers of a kind: value of a record -> which of them the table shows.
+_EXTREMES: Mapping[str, Callable[..., float | None]] = {
+    "amax": max,
+    "lowest_amax": min,
+    "spread": max,
+    "headroom": min,
+    "sqnr_db": min,
+}
 _NUM_BARS = 12  # layers of the plot of sensitivity, the largest errors
 
 
@@ -33,18 +41,14 @@ def average(records: Rows, over: str) -> list[Measurement]:
     """One row for all records that differ only in the case `over`, with the mean of each value."""
     groups: dict[tuple[object, ...], list[Measurement]] = {}
     for record in records:
-        rest = {name: value for name, value in record.case.items() if name != over}
-        groups.setdefault((record.op, record.impl, *rest.items()), []).append(record)
+        case = {name: value for name, value in record.case.items() if name != over}
+        key = record.op, record.impl, *case.items()
+        groups.setdefault(key, []).append(replace(record, case=case))
     return [
         replace(
-            group[0],
-            case={name: value for name, value in group[0].case.items() if name != over},
-            values={
-                name: statistics.fmean(record.values[name] for record in group)
-                for name in group[0].values
-            },
+            own[0], values={n: statistics.fmean(r.values[n] for r in own) for n in own[0].values}
         )
-        for group in groups.values()
+        for own in groups.values()
     ]
 
 
@@ -65,18 +69,6 @@ def _choices(records: Rows) -> Rows:
     ]
 
 
-def _quantization_figures(rows: Rows) -> Iterable[Figure]:
-    series: dict[str, list[Point]] = {}
-    for row in rows:
-        point = Point(str(row.case["tensor"]), row.values["sqnr_db"])
-        series.setdefault(str(row.case["choice"]), []).append(point)
-    yield points(
-        series,
-        caption="SQNR of each tensor, by format and granularity; higher is better",
-        value_title="SQNR (dB)",
-    )
-
-
 QUANTIZATION = Kind(
     ops=("quantize_error",),
     needs=("layer", "tensor", "format", "granularity", "sqnr_db"),
@@ -85,15 +77,15 @@ QUANTIZATION = Kind(
     text="Signal to quantization noise in dB, the mean over the captured layers; 6 dB more means "
     "half the error. e4m3 has one more bit of mantissa than e5m2. Finer scales help only as far as "
     "a few large values set the scale of many small ones.",
-    figures=_quantization_figures,
+    figures=dots(
+        "sqnr_db",
+        caption="SQNR of each tensor, by format and granularity; higher is better",
+        title="SQNR (dB)",
+        name="tensor",
+        series=lambda row: str(row.case["choice"]),
+    ),
     tables=_table_of("SQNR in dB by format and granularity", "choice", "tensor", "sqnr_db"),
 )
-
-
-def _attention_figures(rows: Rows) -> Iterable[Figure]:
-    caption = "Relative RMS error of each layer, against float64; lower is better"
-    figure = lines(rows, caption=caption, x="layer", y="relative_rms", series="recipe")
-    yield titled(figure, "layer (number)", _RELATIVE_ERROR)
 
 
 def _errors_by_layer(what: str) -> Callable[[Rows], list[Table]]:
@@ -108,7 +100,15 @@ ATTENTION = Kind(
     title="Attention in FP8, layer by layer: {model}, {machine}",
     text="Relative error of causal attention against float64, layer by layer: q, k, v and P in FP8 "
     "with two-level accumulation, beside BF16.",
-    figures=_attention_figures,
+    figures=plot(
+        lines,
+        "layer (number)",
+        _RELATIVE_ERROR,
+        caption="Relative RMS error of each layer, against float64; lower is better",
+        x="layer",
+        y="relative_rms",
+        series="recipe",
+    ),
     tables=_errors_by_layer("Attention"),
 )
 
@@ -141,27 +141,11 @@ def _needles(records: Rows) -> Rows:
 
 
 def _needles_headline(rows: Rows) -> str:
-    lost = [
-        int(row.case["length"])
-        for row in rows
-        if (row.case["accumulation"], row.case["needle"]) == ("one-level", "lost")
-    ]
+    one_level = [row for row in rows if row.case["accumulation"] == "one-level"]
+    lost = [int(row.case["length"]) for row in one_level if row.case["needle"] == "lost"]
     if not lost:
         return ""
     return f"A needle among {min(lost):,} keys is lost with one-level accumulation."
-
-
-def _needles_figures(rows: Rows) -> Iterable[Figure]:
-    figure = lines(
-        rows,
-        caption="Relative error against float64, by number of keys; lower is better",
-        x="length",
-        y="relative_rms",
-        series="accumulation",
-        log_x=True,
-        log_y=True,
-    )
-    yield titled(figure, "keys (number)", _RELATIVE_ERROR)
 
 
 ACCUMULATION = Kind(
@@ -174,7 +158,17 @@ ACCUMULATION = Kind(
     "with an H200. A needle lies in the middle of a haystack whose values cancel: with one level "
     "the haystack's sum stands still, never cancels, and buries the needle.",
     headline=_needles_headline,
-    figures=_needles_figures,
+    figures=plot(
+        lines,
+        "keys (number)",
+        _RELATIVE_ERROR,
+        caption="Relative error against float64, by number of keys; lower is better",
+        x="length",
+        y="relative_rms",
+        series="accumulation",
+        log_x=True,
+        log_y=True,
+    ),
     tables=_table_of(
         "Is the needle found, by the number of keys?", "accumulation", "length", "needle"
     ),
@@ -184,9 +178,9 @@ ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION)
 
 def _calibration_figures(rows: Rows) -> Iterable[Figure]:
     short = _with_short_names(rows)
-    for value, (_, said, title) in _STATISTICS.items():
-        figure = bars(short, caption=said, x="layer", y=value, series="tensor")
-        yield titled(figure, "layer", title)
+    for value, (_, caption, title) in _STATISTICS.items():
+        drawn = plot(bars, "layer", title, caption=caption, x="layer", y=value, series="tensor")
+        yield from drawn(short)
 
 
 CALIBRATION = Kind(
@@ -214,20 +208,17 @@ PIPELINE = Kind(
 
 def calibration_table(records: Rows) -> Table:
     """One row per layer: amax, headroom and SQNR of its q, k and v."""
-    layers: dict[object, dict[object, Measurement]] = {}
+    layers: dict[str, dict[str, Measurement]] = {}
     for record in records:
-        layers.setdefault(record.get("layer"), {})[record.get("tensor")] = record
-    heads = [f"{tensor} {head}" for head, *_ in _STATISTICS.values() for tensor in _TENSORS]
+        layers.setdefault(str(record.get("layer")), {})[str(record.get("tensor"))] = record
     rows = []
     for layer, tensors in layers.items():
-        cells = [
-            tensors[tensor].get(value) if tensor in tensors else None
-            for value in _STATISTICS
-            for tensor in _TENSORS
-        ]
+        found = [tensors.get(tensor) for tensor in _TENSORS]
+        cells = [None if r is None else r.get(value) for value in _STATISTICS for r in found]
         num_passes = max(int(r.values["num_passes"]) for r in tensors.values())
         num_nonfinite = sum(int(r.values["num_nonfinite"]) for r in tensors.values())
-        rows.append((str(layer), *cells, num_passes, num_nonfinite))
+        rows.append((layer, *cells, num_passes, num_nonfinite))
+    heads = (f"{tensor} {head}" for head, *_ in _STATISTICS.values() for tensor in _TENSORS)
     header = ("layer", *heads, "passes", "not finite")
     return Table(caption="What calibration saw", header=header, rows=tuple(rows))
 
@@ -243,30 +234,19 @@ def _with_short_names(records: Rows) -> list[Measurement]:
 
 def pipeline_table(records: Rows) -> Table:
     """One row for each kind of layer and tensor: the extremes of all layers of that kind."""
-    groups: dict[tuple[str, str], list[Mapping[str, float]]] = {}
-    for record in records:
-        key = str(record.get("group")), str(record.get("tensor"))
-        groups.setdefault(key, []).append(record.values)
-
-    def all_of(values: Sequence[Mapping[str, float]], name: str) -> list[float]:
-        return [x[name] for x in values if name in x]
-
-    rows = tuple(
-        (
-            *(group, tensor, len(values), max(all_of(values, "amax"))),
-            min(all_of(values, "lowest_amax"), default=None),
-            max(all_of(values, "spread"), default=None),
-            *(min(all_of(values, "headroom")), min(all_of(values, "sqnr_db"))),
-            int(min(all_of(values, "num_passes"))),
-        )
-        for (group, tensor), values in groups.items()
-    )
+    rows: list[tuple[Cell, ...]] = []
+    for (_, group, tensor), own in grouped(records, "group", "tensor").items():
+        # Of the sizes that only some layers have, those that are there.
+        values = {name: [r.values[name] for r in own if name in r.values] for name in _EXTREMES}
+        extremes = (of(values[name], default=None) for name, of in _EXTREMES.items())
+        num_passes = min(int(record.values["num_passes"]) for record in own)
+        rows.append((str(group), str(tensor), len(own), *extremes, num_passes))
     return Table(
         caption="What calibration saw, by kind of layer; spread: the highest amax of a step over "
         "the lowest, in one layer",
         header=("layer", "tensor", "layers", "amax", "lowest", "spread ×")
         + ("headroom ×", "SQNR dB", "passes"),
-        rows=rows,
+        rows=tuple(rows),
     )
 
 

@@ -1,14 +1,15 @@
 """One page from records alone: which part shows which records, and which records none shows."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from octavo.errors import ConfigError
 from octavo.measure.records import Machine, Measurement
 from octavo.measure.report import images, layers, quality, speed
-from octavo.measure.report.html import Kind, Link, Section
 from octavo.measure.report.kernels import Roof, kernel_kinds
 from octavo.measure.report.latency import LATENCY
+from octavo.measure.report.sections import Kind, Link, Section
 from octavo.measure.report.tables import MISSING, Table
 
 UNKNOWN = "no section for this op"
@@ -21,11 +22,26 @@ REASONS = {
 def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
     return (
-        *(LATENCY, speed.THROUGHPUT, speed.SERVE, speed.ENCODER, speed.DIFFUSION, speed.GENERATE),
+        LATENCY,
+        speed.THROUGHPUT,
+        speed.SERVE,
+        speed.ENCODER,
+        speed.DIFFUSION,
+        speed.GENERATE,
         *kernel_kinds(roofs),
-        *(quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1),
-        *(quality.TEXTS, images.IMAGES, layers.SENSITIVITY, layers.CALIBRATION),
-        *(layers.PIPELINE, *layers.ERRORS, speed.ADVICE, speed.COMPARED_ADVICE),
+        quality.PERPLEXITY,
+        images.CHARTQA,
+        quality.NEEDLE,
+        quality.MRCR,
+        quality.PASS_AT_1,
+        quality.TEXTS,
+        images.IMAGES,
+        layers.SENSITIVITY,
+        layers.CALIBRATION,
+        layers.PIPELINE,
+        *layers.ERRORS,
+        speed.ADVICE,
+        speed.COMPARED_ADVICE,
     )
 
 
@@ -48,11 +64,10 @@ def report_sections(
     shown: dict[int, list[Measurement]] = {}
     hidden: dict[str, list[Measurement]] = {}
     for record in (*records, *compared):
-        if record.op not in by_op:
+        number, part = by_op.get(record.op, (0, None))
+        if part is None:
             hidden.setdefault(REASONS.get(record.op, UNKNOWN), []).append(record)
-            continue
-        number, part = by_op[record.op]
-        if missing := part.missing_names(record):
+        elif missing := part.missing_names(record):
             hidden.setdefault(f"without {', '.join(missing)}", []).append(record)
         else:
             shown.setdefault(number, []).append(record)
@@ -60,20 +75,20 @@ def report_sections(
     made = _numbered(made)
     sections = [*_summary(made), *made, _sources(records)]
     if hidden or notes:
-        sections.append(_not_shown(hidden, notes))
+        counts = Counter((r.op, r.impl, why) for why, some in hidden.items() for r in some)
+        sections.append(_not_shown(counts, notes))
     return sections
 
 
 def _numbered(sections: Sequence[Section]) -> list[Section]:
     """The sections with titles of their own, which links lead to: the second of a title is (2)."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     found = []
     for section in sections:
-        title = section.title
-        counts[title] = counts.get(title, 0) + 1
-        if counts[title] > 1:
-            section = replace(section, title=f"{title} ({counts[title]})")
-        found.append(section)
+        counts[section.title] += 1
+        number = counts[section.title]
+        title = section.title if number == 1 else f"{section.title} ({number})"
+        found.append(replace(section, title=title))
     return found
 
 
@@ -98,54 +113,40 @@ def _sources(records: Sequence[Measurement]) -> Section:
             machines.append(record.machine)
         machine = f"M{machines.index(record.machine) + 1}"
         groups.setdefault((record.op, machine, record.command), []).append(record.date)
-    rows = []
-    for (op, machine, command), dates in groups.items():
-        first, last = min(dates), max(dates)
-        until = last if last != first else MISSING
-        rows.append((op, machine, len(dates), first, until, command))
     commands = Table(
         caption="Commands that repeat the measurements",
         header=("op", "machine", "records", "first", "last", "command"),
-        rows=tuple(rows),
+        rows=tuple(
+            (op, machine, len(dates), first, last if last != first else MISSING, command)
+            for (op, machine, command), dates in groups.items()
+            for first, last in [(min(dates), max(dates))]
+        ),
+    )
+    packages = list(dict.fromkeys(name for machine in machines for name in machine.versions))
+    versions = Table(
+        caption="Machines, with the versions of the software on them",
+        header=("machine", "GPU", "CPU", "system", "Python", *packages),
+        rows=tuple(
+            (f"M{number}", m.gpu, m.cpu, m.platform, m.python, *map(m.versions.get, packages))
+            for number, m in enumerate(machines, 1)
+        ),
     )
     return Section(
         title="Machines, versions and commands",
         text="Every number of this page is in a record, and every record has the command that "
         "repeats it. FOLDER stands for a folder of packages of others, where a command has one.",
-        tables=(_machine_table(machines), commands),
+        tables=(versions, commands),
     )
 
 
-def _machine_table(machines: Sequence[Machine]) -> Table:
-    packages = list(dict.fromkeys(name for machine in machines for name in machine.versions))
-    return Table(
-        caption="Machines, with the versions of the software on them",
-        header=("machine", "GPU", "CPU", "system", "Python", *packages),
-        rows=tuple(
-            (
-                *(f"M{number}", machine.gpu, machine.cpu, machine.platform, machine.python),
-                *(machine.versions.get(name) for name in packages),
-            )
-            for number, machine in enumerate(machines, 1)
-        ),
-    )
-
-
-def _not_shown(records: Mapping[str, Sequence[Measurement]], notes: Sequence[str]) -> Section:
-    """Records that no section shows: reason -> records. notes: what else is missing, and why."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for reason, some in records.items():
-        for record in some:
-            key = record.op, record.impl, reason
-            counts[key] = counts.get(key, 0) + 1
+def _not_shown(hidden: Counter[tuple[str, str, str]], notes: Sequence[str]) -> Section:
+    """Records that no section shows, by op, impl and reason. notes: what else is missing."""
     table = Table(
         caption="Records that are not shown",
         header=("op", "impl", "records", "why"),
-        rows=tuple((op, impl, num, why) for (op, impl, why), num in counts.items()),
+        rows=tuple((op, impl, number, why) for (op, impl, why), number in hidden.items()),
     )
     intro = "What was read and has no place above; octavo report --csv writes all of it."
     return Section(
-        title="Not shown",
-        text="\n\n".join([intro, *notes]),
-        tables=(table,) if counts else (),
+        title="Not shown", text="\n\n".join([intro, *notes]), tables=(table,) if hidden else ()
     )

@@ -50,18 +50,11 @@ def bars(
     records: Sequence[Measurement], *, caption: str, x: str, y: str, series: str = "impl"
 ) -> Figure:
     """Groups of bars: one group per value of `x`, one colour per value of `series`."""
-    traces: list[Trace] = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": [_text(at) for at, _ in some],
-            "y": [value for _, value in some],
-            "texttemplate": "%{y:.3g}",
-            "textposition": "outside",
-            "cliponaxis": False,
-        }
-        for name, some in _series(records, x, y, series).items()
-    ]
+    style = {"texttemplate": "%{y:.3g}", "textposition": "outside", "cliponaxis": False}
+    traces: list[Trace] = []
+    for name, some in _series(records, x, y, series).items():
+        x_y = {"x": [_text(at) for at, _ in some], "y": [value for _, value in some]}
+        traces.append({"type": "bar", "name": name, **x_y, **style})
     layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
     layout["xaxis"]["type"], layout["yaxis"]["type"] = "category", "linear"
     values = [value for trace in traces for value in trace["y"] if value is not None]

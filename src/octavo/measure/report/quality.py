@@ -2,11 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows
-from octavo.measure.report.plots import Figure, Point, axes, points
+from octavo.measure.report.plots import Figure, axes
+from octavo.measure.report.sections import Kind, Rows, dots, either_side
 from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
 # From lost to found: told apart without colors by their lightness, and by the numbers in them.
@@ -16,7 +16,7 @@ _SCORE, _SCORE_ERROR = "score_percent", "score_standard_error_percent"
 _PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
 
 
-def recovery_headline(model: str, what: str, rows: Rows) -> str:
+def recovery_headline(what: str, rows: Rows) -> str:
     """What the rows recover, in one sentence: the least and the most of them; "" if none does."""
     found = sorted(
         (r.values[_RECOVERY], str(r.case["recipe"])) for r in rows if _RECOVERY in r.values
@@ -24,33 +24,15 @@ def recovery_headline(model: str, what: str, rows: Rows) -> str:
     if not found:
         return ""
     (low, worst), (high, best) = found[0], found[-1]
-    first = machine_name(rows[0])
+    model, machine = rows[0].case["model"], machine_name(rows[0])
     if len(found) == 1:
-        return f"{model}, {what}: {worst} recovers {low:.1f} % ({first})."
-    return (
-        f"{model}, {what}: recipes recover {low:.1f} % ({worst}) to {high:.1f} % ({best}), {first}."
-    )
+        return f"{model}, {what}: {worst} recovers {low:.1f} % ({machine})."
+    about = f"{low:.1f} % ({worst}) to {high:.1f} % ({best}), {machine}"
+    return f"{model}, {what}: recipes recover {about}."
 
 
 def recovers(what: str) -> Callable[[Rows], str]:
-    return lambda rows: recovery_headline(str(rows[0].case["model"]), what, rows)
-
-
-def _points(
-    rows: Rows,
-    value: str,
-    error: str,
-    series: Callable[[Measurement], str],
-    name: str = "recipe",
-) -> dict[str, list[Point]]:
-    """A point of each row that has this value, with its error on both sides, by their series."""
-    found: dict[str, list[Point]] = {}
-    for row in rows:
-        if value in row.values:
-            reach = row.values.get(error, 0.0)
-            point = Point(str(row.case[name]), row.values[value], reach, reach)
-            found.setdefault(series(row), []).append(point)
-    return found
+    return lambda rows: recovery_headline(what, rows)
 
 
 def _windows(records: Rows) -> Rows:
@@ -59,18 +41,9 @@ def _windows(records: Rows) -> Rows:
     return [row for runs in grouped(records, *same).values() for row in newest(runs, "recipe")]
 
 
-def _perplexity_figures(rows: Rows) -> Iterable[Figure]:
-    def read(row: Measurement) -> str:
-        context = f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once"
-        return f"{context}, against {row.baseline}"
-
-    if series := _points(rows, _RECOVERY, _RECOVERY_ERROR, read):
-        yield points(
-            series,
-            caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as "
-            "good as the baseline. Bars are one standard error over the windows of text.",
-            value_title="recovery (%)",
-        )
+def _read(row: Measurement) -> str:
+    context = f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once"
+    return f"{context}, against {row.baseline}"
 
 
 PERPLEXITY = Kind(
@@ -82,22 +55,28 @@ PERPLEXITY = Kind(
     "at once. A recipe is compared with the baseline on the same windows, so that its standard "
     "error is much smaller than that of the perplexity.",
     headline=recovers("perplexity"),
-    figures=_perplexity_figures,
+    figures=dots(
+        _RECOVERY,
+        caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as good "
+        "as the baseline. Bars are one standard error over the windows of text.",
+        title="recovery (%)",
+        reach=either_side(_RECOVERY_ERROR),
+        series=_read,
+    ),
     caption="Perplexity, by recipe",
     columns=(
-        *("data", "context", "chunk", "num_windows", "recipe", "perplexity"),
-        *("perplexity_standard_error", "perplexity_ratio", _RECOVERY, _RECOVERY_ERROR),
+        "data",
+        "context",
+        "chunk",
+        "num_windows",
+        "recipe",
+        "perplexity",
+        "perplexity_standard_error",
+        "perplexity_ratio",
+        _RECOVERY,
+        _RECOVERY_ERROR,
     ),
 )
-
-
-def _mrcr_figures(rows: Rows) -> Iterable[Figure]:
-    yield points(
-        _points(rows, _SCORE, _SCORE_ERROR, lambda row: str(row.case["recipe"]), name="bucket"),
-        caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
-        "are one standard error.",
-        value_title="score (%)",
-    )
 
 
 MRCR = Kind(
@@ -108,12 +87,26 @@ MRCR = Kind(
     title="Long conversations (MRCR): {model}, {data}, {machine}",
     text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
     headline=lambda rows: recovery_headline(
-        str(rows[0].case["model"]), "MRCR", [row for row in rows if row.case["bucket"] == "all"]
+        "MRCR", [row for row in rows if row.case["bucket"] == "all"]
     ),
-    figures=_mrcr_figures,
+    figures=dots(
+        _SCORE,
+        caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
+        "are one standard error.",
+        title="score (%)",
+        reach=either_side(_SCORE_ERROR),
+        name="bucket",
+        series=lambda row: str(row.case["recipe"]),
+    ),
     caption="MRCR, by recipe",
     columns=(
-        *("recipe", "bucket", "num_questions", _SCORE, _SCORE_ERROR, "auc_percent", _RECOVERY),
+        "recipe",
+        "bucket",
+        "num_questions",
+        _SCORE,
+        _SCORE_ERROR,
+        "auc_percent",
+        _RECOVERY,
     ),
 )
 
@@ -134,28 +127,43 @@ def _pass_title(rows: Rows) -> str:
     return f"{about}, {_asked(rows)}, {machine_name(first)}"
 
 
-def _pass_figures(rows: Rows) -> Iterable[Figure]:
-    yield points(
-        _points(rows, _SCORE, _SCORE_ERROR, lambda row: "pass@1"),
+def _pass_recovery(rows: Rows) -> str:
+    first = next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
+    return (
+        f"Recovery of each recipe: its pass@1 in that of {first}, of the same questions; 100 % is "
+        "as good. Bars are one standard error."
+    )
+
+
+_PASS_FIGURES = (
+    dots(
+        _SCORE,
         caption="pass@1 of each recipe: the share of right answers; higher is better. Bars are one "
         "standard error over questions and repetitions.",
-        value_title="pass@1 (%)",
-    )
-    if recovered := _points(rows, _RECOVERY, _RECOVERY_ERROR, lambda row: "recovery"):
-        first = next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
-        yield points(
-            recovered,
-            caption=f"Recovery of each recipe: its pass@1 in that of {first}, of the same "
-            "questions; 100 % is as good. Bars are one standard error.",
-            value_title="recovery (%)",
-        )
-
-
+        title="pass@1 (%)",
+        reach=either_side(_SCORE_ERROR),
+        series=lambda row: "pass@1",
+    ),
+    dots(
+        _RECOVERY,
+        caption=_pass_recovery,
+        title="recovery (%)",
+        reach=either_side(_RECOVERY_ERROR),
+        series=lambda row: "recovery",
+    ),
+)
 PASS_AT_1 = Kind(
     ops=("choice", "math"),
     needs=("model", "data", "recipe", "score_percent", "num_questions", "repetitions"),
     by=(
-        *("op", "model", "data", "subset", "split", "num_questions", "repetitions", "temperature"),
+        "op",
+        "model",
+        "data",
+        "subset",
+        "split",
+        "num_questions",
+        "repetitions",
+        "temperature",
         "max_tokens",
     ),
     rows=("recipe",),
@@ -167,15 +175,22 @@ PASS_AT_1 = Kind(
         "by question, so that its standard error is smaller. Unparsed are answers without one "
         "that could be read, cut those that reached the limit of tokens."
     ),
-    headline=lambda rows: recovery_headline(
-        str(rows[0].case["model"]), _PASS_WORDS[rows[0].op].lower(), rows
-    ),
-    figures=_pass_figures,
+    headline=lambda rows: recovery_headline(_PASS_WORDS[rows[0].op].lower(), rows),
+    figures=lambda rows: [figure for figures in _PASS_FIGURES for figure in figures(rows)],
     caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
     columns=(
-        *("recipe", _SCORE, _SCORE_ERROR, "repetition_standard_error_percent", _RECOVERY),
-        *(_RECOVERY_ERROR, "difference_percent", "difference_standard_error_percent"),
-        *("num_answers", "num_unparsed", "num_cut", "mean_answer_tokens"),
+        "recipe",
+        _SCORE,
+        _SCORE_ERROR,
+        "repetition_standard_error_percent",
+        _RECOVERY,
+        _RECOVERY_ERROR,
+        "difference_percent",
+        "difference_standard_error_percent",
+        "num_answers",
+        "num_unparsed",
+        "num_cut",
+        "mean_answer_tokens",
     ),
     heads={_SCORE: "pass@1 (%)"},
 )

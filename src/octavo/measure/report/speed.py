@@ -6,7 +6,7 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
-from octavo.measure.report.html import Kind, Rows, best_row
+from octavo.measure.report.latency import ENGINE
 from octavo.measure.report.plots import (
     Figure,
     axes,
@@ -17,7 +17,8 @@ from octavo.measure.report.plots import (
     titled,
     wrapped,
 )
-from octavo.measure.report.tables import Table, machine_name, newest, tokens_text
+from octavo.measure.report.sections import Kind, Rows, best_row
+from octavo.measure.report.tables import Cell, Table, machine_name, newest, tokens_text
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
@@ -105,8 +106,14 @@ DIFFUSION = _step(
     size=_diffusion_size,
     x_title="inputs",
     columns=(
-        *("size", "recipe", "attention", "median_ms", "speedup", "relative_rms"),
-        *("weight_bytes_ratio", "peak_bytes_ratio"),
+        "size",
+        "recipe",
+        "attention",
+        "median_ms",
+        "speedup",
+        "relative_rms",
+        "weight_bytes_ratio",
+        "peak_bytes_ratio",
     ),
 )
 GENERATE = _step(
@@ -122,11 +129,8 @@ GENERATE = _step(
 
 def _throughput_text(rows: Rows) -> str:
     case = rows[0].case
-    words = {
-        "num_prompts": "requests",
-        "input_len": "tokens of a prompt",
-        "output_len": "tokens of an answer",
-    }
+    words = {"num_prompts": "requests"}
+    words |= {"input_len": "tokens of a prompt", "output_len": "tokens of an answer"}
     load = [f"{case[n]:,} {word}" for n, word in words.items() if isinstance(case.get(n), int)]
     batch = case.get("max_concurrency") or case.get("max_num_seqs") or "all"
     return (
@@ -135,20 +139,19 @@ def _throughput_text(rows: Rows) -> str:
     )
 
 
-def _throughput_figures(rows: Rows) -> Iterable[Figure]:
-    yield name_bars(
-        {str(row.case["row"]): row.values["output_throughput"] for row in rows},
-        caption="Output tokens per second of all requests together, by row; higher is better.",
-        value_title="output (tokens/s)",
-    )
-
-
 THROUGHPUT = Kind(
     ops=("throughput",),
     needs=("model", "row", "output_throughput"),
-    by=(  # the model, the engine and the workload
-        *("model", "dtype", "layers", "compile", "cuda_graphs", "data", "num_prompts", "input_len"),
-        *("output_len", "range_ratio", "max_concurrency", "max_num_seqs", "max_num_batched_tokens"),
+    by=(
+        *ENGINE,
+        "data",
+        "num_prompts",
+        "input_len",
+        "output_len",
+        "range_ratio",
+        "max_concurrency",
+        "max_num_seqs",
+        "max_num_batched_tokens",
     ),
     rows=("row",),
     title="Throughput: {model}, {machine}",
@@ -158,11 +161,22 @@ THROUGHPUT = Kind(
         "{model}: {output_throughput_gain:.2f} times the output tokens per second with {row}, "
         "against {baseline}.",
     ),
-    figures=_throughput_figures,
+    figures=lambda rows: [
+        name_bars(
+            {str(row.case["row"]): row.values["output_throughput"] for row in rows},
+            caption="Output tokens per second of all requests together, by row; higher is better.",
+            value_title="output (tokens/s)",
+        )
+    ],
     caption="Throughput, by row",
     columns=(
-        *("row", "output_throughput", "total_token_throughput", "output_throughput_gain"),
-        *("median_ttft_ms", "median_tpot_ms", "relative_rms"),
+        "row",
+        "output_throughput",
+        "total_token_throughput",
+        "output_throughput_gain",
+        "median_ttft_ms",
+        "median_tpot_ms",
+        "relative_rms",
     ),
 )
 SERVE = Kind(
@@ -173,9 +187,18 @@ SERVE = Kind(
     "them at once.",
     caption="Served requests, by run",
     columns=(
-        *("server_options", "request_rate", "max_concurrency", "num_prompts"),
-        *("request_throughput", "output_throughput", "request_goodput", "median_ttft_ms"),
-        *("p99_ttft_ms", "median_tpot_ms", "median_itl_ms", "p99_itl_ms"),
+        "server_options",
+        "request_rate",
+        "max_concurrency",
+        "num_prompts",
+        "request_throughput",
+        "output_throughput",
+        "request_goodput",
+        "median_ttft_ms",
+        "p99_ttft_ms",
+        "median_tpot_ms",
+        "median_itl_ms",
+        "p99_itl_ms",
     ),
 )
 
@@ -229,7 +252,13 @@ COMPARED_ADVICE = Kind(
     figures=_advice_figures,
     caption="Speed-ups over BF16, predicted without the model's own records, and measured",
     columns=(
-        *("model", "what", "row", "predicted_speedup", "measured_speedup", "error_percent", "note"),
+        "model",
+        "what",
+        "row",
+        "predicted_speedup",
+        "measured_speedup",
+        "error_percent",
+        "note",
     ),
 )
 
@@ -265,17 +294,21 @@ def _advised_headline(rows: Rows) -> str:
     return f"Advice for {_advised(rows)}: {'; '.join(faster)}." if faster else ""
 
 
-def _advised_tables(rows: Rows) -> Iterable[Table]:
-    yield Table(
+def _advised_tables(rows: Rows) -> list[Table]:
+    expected = Table(
         caption="What to expect of the recipe",
         header=("what", "BF16", "recipe", "speed-up (×)"),
         rows=tuple(map(_expected, rows)),
     )
-    yield Table(
-        caption="The recipe (recipe.toml)",
-        header=("setting", "value"),
-        rows=tuple(_settings(str(rows[0].case["recipe"]))),
+    text = str(rows[0].case["recipe"])
+    try:
+        settings = _flat(tomllib.loads(text)) or [("nothing is quantized", "")]
+    except tomllib.TOMLDecodeError:  # of a record that somebody wrote by hand
+        settings = [("recipe", text)]
+    recipe = Table(
+        caption="The recipe (recipe.toml)", header=("setting", "value"), rows=tuple(settings)
     )
+    return [expected, recipe]
 
 
 ADVICE = Kind(
@@ -290,33 +323,24 @@ ADVICE = Kind(
 )
 
 
-def _expected(record: Measurement) -> tuple[str | float | None, ...]:
-    what, values = str(record.case["what"]), record.values
-    unit = next((unit for unit in ("ms", "bytes", "count") if f"before_{unit}" in values), None)
-    if unit is None:
-        return (what, None, None, None)
-    before, after = (_amount(values[f"{which}_{unit}"], unit) for which in ("before", "after"))
-    return (what, before, after, values.get("speedup"))
+def _expected(record: Measurement) -> tuple[Cell, ...]:
+    values = record.values
+    unit = next((unit for unit in _AMOUNTS if f"before_{unit}" in values), None)
+    before, after = (
+        unit and _AMOUNTS[unit](values[f"{which}_{unit}"]) for which in ("before", "after")
+    )
+    return str(record.case["what"]), before, after, unit and values.get("speedup")
 
 
-def _amount(number: float, unit: str) -> str:
-    if unit == "count":
-        return f"{number:,.0f}"
-    if unit == "bytes":
-        return f"{number / 1e9:,.2f} GB"
-    return f"{number:,.0f} ms" if number >= 100 else f"{number:.2f} ms"
+_AMOUNTS: dict[str, Callable[[float], str]] = {
+    "ms": lambda ms: f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.2f} ms",
+    "bytes": lambda number: f"{number / 1e9:,.2f} GB",
+    "count": lambda number: f"{number:,.0f}",
+}
 
 
 def _lines(text: object) -> list[str]:
     return [line for line in str(text or "").splitlines() if line]
-
-
-def _settings(recipe: str) -> list[tuple[str, str]]:
-    """A recipe's TOML as pairs of a dotted name and a value."""
-    try:
-        return _flat(tomllib.loads(recipe)) or [("nothing is quantized", "")]
-    except tomllib.TOMLDecodeError:  # of a record that somebody wrote by hand
-        return [("recipe", recipe)]
 
 
 def _flat(table: dict[str, object], start: str = "") -> list[tuple[str, str]]:

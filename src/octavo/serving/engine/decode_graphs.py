@@ -113,11 +113,11 @@ class DecodeGraphs:
             width = min(table.shape[1], self._table.shape[1])
             self._table[: len(chunks), :width].copy_(table[:, :width])
 
-    def _step(self, size: int) -> Step:
-        """A step of this size that reads what `_write` has written."""
+    def _compute(self, size: int) -> Tensor:
+        """The logits of a step of this size that reads what `_write` has written."""
         ids, positions, slots, lengths = self._numbers[:, :size]
         nothing = self._numbers[0, :0]
-        return Step(
+        step = Step(
             storage=self._storage,
             ids=ids.long(),
             positions=positions.long(),
@@ -129,9 +129,6 @@ class DecodeGraphs:
             max_seqlen=0,
             num_cached_tokens=0,
         )
-
-    def _compute(self, size: int) -> Tensor:
-        step = self._step(size)
         return self._model.forward(step.ids, step.positions, step.rows, step)
 
     def _capture(self, size: int) -> tuple[Callable[[], Any], Tensor]:

@@ -11,25 +11,23 @@ import torch
 
 from octavo.cache.pages import PageAllocator
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.integrations.apply import apply_
-from octavo.integrations.linear_twin import quantized_twin, split_linear
+from octavo.integrations.apply import apply_, quantized_twin, split_linear
+from octavo.integrations.transformers.decoder_layers import brings_kv_scales
 from octavo.integrations.transformers.engine_images import (
-    FAMILIES,
+    SERVED,
     EngineImages,
     PromptImages,
     check_places,
 )
 from octavo.integrations.transformers.engine_model import EngineModel
-from octavo.integrations.transformers.kv_scales import brings_kv_scales
-from octavo.integrations.transformers.served_model import load_served_model
+from octavo.integrations.transformers.text_model import load_served_model
 from octavo.integrations.transformers.tokenizer import PromptSettings, prepare_tokenizer
 from octavo.recipe import Recipe
-from octavo.serving.engine.describe_precision import describe_engine
 from octavo.serving.engine.image_store import ImageError, ImageStore
-from octavo.serving.engine.passes import Pass, Passes, open_chunks
+from octavo.serving.engine.precision import describe_engine
 from octavo.serving.engine.request import Delta, FinishReason, Request, Stats
-from octavo.serving.engine.runner import Runner
-from octavo.serving.engine.sampler import Sampled, Sampler
+from octavo.serving.engine.runner import Pass, Runner
+from octavo.serving.engine.sampler import Sampled
 from octavo.serving.engine.saturation_totals import SaturationTotals
 from octavo.serving.engine.scheduler import Batch, Scheduler
 from octavo.serving.engine.sequence import Sequence
@@ -40,14 +38,6 @@ from octavo.serving.engine.text import Texts, TextStream
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
-class _Answer:
-    """The text of an open request, and its place in its grammar; None if it has none."""
-
-    stream: TextStream | None = None
-    grammar: Any = None
-
-
 class Engine:
     """Many requests, one forward pass at a time; one thread owns it.
 
@@ -55,7 +45,8 @@ class Engine:
     end an answer (EOS, stop_token_ids, those of a stop text) are among its tokens, without text.
     tokenizer: as transformers' are; None if prompts are tokens and nobody needs text.
     image_processor: as transformers' are, for prompts with images; None refuses them.
-    precision: what is in FP8.
+    precision: what is in FP8. eos_tokens: those that end an answer, as the model has them. model:
+    with the engine's attention until the engine is closed.
     """
 
     def __init__(
@@ -67,9 +58,8 @@ class Engine:
         model_name: str = "model",
         image_processor: Any = None,
     ) -> None:
-        self._images: EngineImages | None = None
-        if image_processor is not None:
-            self._images = EngineImages(model.model, image_processor)
+        has_images = image_processor is not None
+        self._images = EngineImages(model.model, image_processor) if has_images else None
         spec = model.cache_spec(settings.page_size)
         if settings.compile:
             model.compile()
@@ -79,7 +69,8 @@ class Engine:
         self.settings = dataclasses.replace(settings, max_context=self.max_context)
         self.model_name, self.tokenizer = model_name, tokenizer
         self._texts = None if tokenizer is None else Texts(tokenizer)
-        self._model = model
+        self._model, self.model = model, model.model
+        self.eos_tokens = tuple(sorted(model.eos_tokens))
         self._allocator = PageAllocator(num_pages, spec.page_size)
         self._scheduler = Scheduler(self._allocator, self.settings)
         store = None if self._images is None else ImageStore(self._images)
@@ -92,12 +83,7 @@ class Engine:
                 max_context=self.max_context,
                 is_required=settings.cuda_graphs is True,
             )
-        sampler = Sampler(model.vocab_size, model.device, eos_tokens=sorted(model.eos_tokens))
-        self._passes: Passes | None = Passes(
-            self._scheduler, self._runner, sampler, lambda s: self._answers[s.request_id].grammar
-        )
         self._seeds = random.Random(settings.seed)
-        self._answers: dict[str, _Answer] = {}
         self._ahead: Pass | None = None
         self._ended: list[Delta] = []  # by abort and close: for the next step
         self._num_completion_tokens = self._num_finished = self._num_steps = 0
@@ -108,24 +94,14 @@ class Engine:
         return self._scheduler.has_work or bool(self._ended)
 
     @property
-    def eos_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer, as the model has them."""
-        return tuple(sorted(self._model.eos_tokens))
-
-    @property
     def has_graphs(self) -> bool:
-        """Whether decode steps run by CUDA graphs."""
+        """Whether decode steps are replayed from CUDA graphs."""
         return self._runner is not None and self._runner.graphs is not None
 
     @property
     def has_images(self) -> bool:
         """Whether prompts may have images."""
         return self._images is not None
-
-    @property
-    def model(self) -> Any:
-        """The model, with the engine's attention until it is closed."""
-        return self._model.model
 
     def prepare_images(self, prompt: AnySequence[int], images: Iterable[Any]) -> PromptImages:
         """Images as a request may have them, with the whole prompt as `tokens`.
@@ -147,25 +123,21 @@ class Engine:
         if self._images is None:
             raise UnsupportedError(
                 f"expected a prompt of text, got images: {self.model_name} came without an image "
-                f"processor, or is none of the models they are read for ({', '.join(FAMILIES)})"
+                f"processor, or is none of the models they are read for ({', '.join(SERVED)})"
             )
         return self._images
 
-    def check(self, request: Request) -> None:
-        """Raise ConfigError or UnsupportedError for a request that can never run here."""
-        self._check(self._prepare(request))
+    def check(self, request: Request) -> Request:
+        """The request as it will run, with its images prepared.
 
-    def _prepare(self, request: Request) -> Request:
-        """The request with its images as the model takes them."""
-        images: Any = request.images
-        if isinstance(images, PromptImages) or len(images) == 0:
-            return request
-        prepared = self.prepare_images(request.prompt, images)
-        return dataclasses.replace(request, prompt=prepared.tokens, images=prepared)
-
-    def _check(self, request: Request) -> None:
+        ConfigError or UnsupportedError if it never can.
+        """
         if self._runner is None:
             raise ConfigError("expected an engine that is open, got one that was closed")
+        images: Any = request.images
+        if not isinstance(images, PromptImages) and len(images):
+            prepared = self.prepare_images(request.prompt, images)
+            request = dataclasses.replace(request, prompt=prepared.tokens, images=prepared)
         name, sampling = request.request_id, request.sampling
         if self._images is not None:
             check_places(request.prompt, request.images, self._images.image_token, name)
@@ -176,10 +148,8 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError(f"request {name}: stop texts need a tokenizer, got none")
-        for what, tokens in (
-            ("tokens", request.prompt),
-            ("tokens in logit_bias", [token for token, _ in sampling.logit_bias]),
-        ):
+        biased = [token for token, _ in sampling.logit_bias]
+        for what, tokens in (("tokens", request.prompt), ("tokens in logit_bias", biased)):
             low, high = min(tokens, default=0), max(tokens, default=0)
             if low < 0 or high >= self._model.vocab_size:
                 raise ConfigError(
@@ -187,20 +157,18 @@ class Engine:
                     f"{low if low < 0 else high}"
                 )
         self._scheduler.check(request)
+        return request
 
     def add(self, request: Request) -> None:
         """Queue a request; CapacityError if the queue is full, else as `check`."""
-        request = self._prepare(request)
-        self._check(request)
-        own = request.sampling.seed
-        seed = self._seeds.getrandbits(63) if own is None else own
-        answer = _Answer()
+        request = self.check(request)
+        sampling = request.sampling
+        grammar = None if sampling.grammar is None else sampling.grammar.start()
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        sequence = self._scheduler.add(request, seed=seed)
+        sequence.grammar = grammar
         if self._texts is not None:
-            answer.stream = TextStream(self._texts, request.sampling.stop)
-        if request.sampling.grammar is not None:
-            answer.grammar = request.sampling.grammar.start()
-        self._scheduler.add(request, seed=seed)
-        self._answers[request.request_id] = answer
+            sequence.stream = TextStream(self._texts, sampling.stop)
 
     def warm_up(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> None:
         """Capture all CUDA graphs now, if steps run by them; progress: over their batch sizes."""
@@ -211,29 +179,31 @@ class Engine:
         """End a request; its last Delta comes with the next step. Unknown ids are ignored."""
         sequence = self._scheduler.abort(request_id)
         if sequence is not None:
-            self._ended.append(self._end(sequence))
+            self._ended.append(self._delta(sequence))
 
     def step(self) -> list[Delta]:
         """What one forward pass added to its requests; [] if there is nothing to do.
 
-        Where it can be, the pass after it is under way when this returns. A pass that fails ends
-        its requests, and no others, with finish_reason "error"; a vision tower that fails ends the
-        one whose images it was for. A GPU in an unknown state fails the engine: that error is
-        raised.
+        Where possible, the pass after it is under way when this returns. A pass that fails ends its
+        requests, and no others, with finish_reason "error"; a vision tower that fails ends the one
+        whose images it was for. A GPU in an unknown state fails the engine: that error is raised.
         """
         deltas, self._ended = self._ended, []
         under_way, self._ahead = self._ahead, None
-        if under_way is not None and not under_way.open_chunks:
+        if under_way is not None and not under_way.batch.open_chunks:
             under_way = None  # all have ended without it
         batch = self._scheduler.schedule() if under_way is None else under_way.batch
         if not batch.chunks:
             return deltas
-        assert self._passes is not None  # closed, no request is open
+        runner = self._runner
+        assert runner is not None  # closed, no request is open
         self._num_steps += 1
         try:
-            under_way = self._passes.begin(batch) if under_way is None else under_way
-            ahead = self._passes.begin_next(under_way)
-            tokens = self._passes.read(under_way)
+            under_way = runner.begin(batch) if under_way is None else under_way
+            ahead = None
+            if runner.can_begin_next(under_way) and (next := self._scheduler.schedule_ahead(batch)):
+                ahead = runner.begin_next(under_way, next)
+            tokens = runner.read(under_way)
         except torch.AcceleratorError:
             raise
         except ImageError as error:
@@ -242,9 +212,8 @@ class Engine:
         except Exception as error:
             logger.exception("a forward pass of %d tokens failed", batch.num_tokens)
             message = f"{type(error).__name__}: {error}"
-            left = open_chunks(batch)
-            return deltas + [self._fail(chunk.sequence, message) for chunk in left]
-        batch = Batch(open_chunks(batch))
+            return deltas + [self._fail(chunk.sequence, message) for chunk in batch.open_chunks]
+        batch = Batch(batch.open_chunks)
         known = [one.token if isinstance(one, Sampled) else None for one in tokens]
         self._scheduler.advance(batch, known)
         # Not before: interrupted while it waits for tokens, the step is taken again.
@@ -289,47 +258,39 @@ class Engine:
             self.abort(sequence.request_id)
         self._ahead = None
         if self._runner is not None:
-            self._runner = self._passes = None
+            self._runner = None
             self._model.close()
 
     def _note(self, sequence: Sequence, sampled: Sampled) -> Delta:
         """What a new token adds to its request, and whether it ends it."""
         self._num_completion_tokens += 1
         sampling, token = sequence.request.sampling, sampled.token
-        answer, text = self._answers[sequence.request_id], ""
+        stream, grammar, text = sequence.stream, sequence.grammar, ""
         is_end = token in sampling.stop_token_ids
         is_end |= not sampling.ignore_eos and token in self._model.eos_tokens
         is_stopped = False
-        if answer.stream is not None and not is_end:
-            delta = answer.stream.add([token])
-            text, is_stopped = delta.text, delta.is_stopped
+        if stream is not None and not is_end:
+            text, is_stopped = stream.add([token])
         reason: FinishReason | None = None
-        if is_end or is_stopped or (answer.grammar is not None and answer.grammar.is_finished):
+        if is_end or is_stopped or (grammar is not None and grammar.is_finished):
             reason = "stop"
         elif sequence.num_output_tokens >= sampling.max_tokens:
             reason = "length"
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-            if answer.stream is not None:
-                text += answer.stream.finish()
         logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
         return self._delta(sequence, (token,), text, logprobs=logprobs)
 
     def _fail(self, sequence: Sequence, error: str) -> Delta:
         self._scheduler.finish(sequence, "error")
-        return self._end(sequence, error)
-
-    def _end(self, sequence: Sequence, error: str | None = None) -> Delta:
-        """The last Delta of a request that ends without another token."""
-        stream = self._answers[sequence.request_id].stream
-        text = "" if stream is None else stream.finish()
-        return self._delta(sequence, (), text, error=error)
+        return self._delta(sequence, error=error)
 
     def _delta(
-        self, sequence: Sequence, tokens: tuple[int, ...], text: str, **others: Any
+        self, sequence: Sequence, tokens: tuple[int, ...] = (), text: str = "", **others: Any
     ) -> Delta:
+        """What is new of a request: if it has finished, with the text that was waiting."""
         if sequence.finish_reason is not None:
-            del self._answers[sequence.request_id]
+            text += "" if sequence.stream is None else sequence.stream.finish()
             self._num_finished += 1
             if self._runner is not None and self._runner.images is not None:
                 self._runner.images.forget(sequence.request_id)
@@ -369,10 +330,10 @@ def load_engine(
     name = getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__
     is_own, given = False, tokenizer
     if model is None or isinstance(model, str):
-        loaded = load_served_model(model, dtype=dtype, device=device, prompts=prompts)
+        loaded, own = load_served_model(model, dtype=dtype, device=device, prompts=prompts)
         model, name = loaded.model, loaded.name
         tokenizer = loaded.tokenizer if given is None else given
-        image_processor = loaded.image_processor if image_processor is None else image_processor
+        image_processor = own if image_processor is None else image_processor
         is_own = True
     elif dtype != "auto" or device is not None:
         raise ConfigError("dtype and device are for a model by name, got one that is loaded")

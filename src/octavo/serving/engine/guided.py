@@ -5,8 +5,9 @@ needs no other package (xgrammar needs transformers and triton, outlines-core ha
 grammars). It maps a tokenizer's pieces to bytes, and refuses a schema that it cannot enforce.
 """
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 # A weak model writes spaces for ever where any number of them may stand.
 WHITESPACE = r"[ \n\t\r]{0,16}"
-OBJECT = {"type": "object"}
+# Keywords that say more about the same value, with one schema, several, or several by name.
+SAME_VALUE = ("$ref", "allOf", "anyOf", "oneOf", "then", "else", "dependentSchemas")
+# Keywords with schemas of the value's parts.
+PARTS = ("items", "prefixItems", "properties", "patternProperties", "additionalProperties")
+DEFINITIONS = ("$defs", "definitions")
+SAYS_OTHERWISE = ("additionalProperties", "unevaluatedProperties")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,24 +56,15 @@ class Grammar:
         Up to 16 spaces or line ends may stand between two parts. A schema that cannot be enforced
         to the letter is a ConfigError that names what is in the way.
         """
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"expected a JSON schema, got no JSON: {error}") from error
-        if not isinstance(schema, Mapping):
-            raise ConfigError(f"expected a JSON schema as an object, got {type(schema).__name__}")
         strict: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
         try:
-            text = _llguidance().LLMatcher.grammar_from_json_schema(dict(schema), overrides=strict)
+            found: Any = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(found, Mapping):
+                raise TypeError(f"{type(found).__name__} in place of an object")
+            text = _llguidance().LLMatcher.grammar_from_json_schema(dict(found), overrides=strict)
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"expected a JSON schema, got {error}") from error
         return cls._make("JSON schema", text, tokenizer, eos_tokens)
-
-    @classmethod
-    def json_object(cls, tokenizer: Any, *, eos_tokens: Sequence[int] | None = None) -> Self:
-        """Any JSON object."""
-        return cls.from_json_schema(OBJECT, tokenizer, eos_tokens=eos_tokens)
 
     @classmethod
     def from_regex(
@@ -108,14 +105,14 @@ class Grammar:
         library = _llguidance()
         vocabulary = _vocabulary(tokenizer, tuple(eos_tokens))
         limits = library.LLParserLimits(verbose_errors=False)
-        is_error, messages = library.LLMatcher.validate_grammar_with_warnings(
+        # A warning is a part that it would leave out.
+        _, messages = library.LLMatcher.validate_grammar_with_warnings(
             text, vocabulary, limits=limits
         )
-        if is_error or messages:  # a warning is a part that it would leave out
-            raise ConfigError(f"expected a {what} that can be enforced, got {'; '.join(messages)}")
         matcher = library.LLMatcher(vocabulary, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ConfigError(f"expected a {what} that can be enforced, got {matcher.get_error()}")
+        if matcher.is_error() or messages:
+            problem = "; ".join(messages) or matcher.get_error()
+            raise ConfigError(f"expected a {what} that can be enforced, got {problem}")
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():  # a schema that is nothing but a reference to itself, for instance
@@ -162,29 +159,23 @@ def tool_call_schema(tools: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The schema of {"name": one of the tools, "arguments": what its own schema accepts}."""
     if not tools:
         raise ConfigError("expected one tool or more, got none")
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": _moved(arguments, f"#/anyOf/{index}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for index, (name, arguments) in enumerate(tools.items())
-    ]
+    calls = []
+    for index, (name, schema) in enumerate(tools.items()):
+        arguments = _moved(schema, f"#/anyOf/{index}/properties/arguments")
+        call: dict[str, Any] = {"properties": {"name": {"const": name}, "arguments": arguments}}
+        call |= {"required": ["name", "arguments"], "additionalProperties": False}
+        calls.append({"type": "object", **call})
     return {"anyOf": calls}
 
 
 def _moved(schema: Any, to: str) -> Any:
     """A schema whose references to its own parts still hold when it is a part itself."""
     match schema:
-        case {"$ref": str(reference)} if reference.startswith("#"):
-            rest = {key: _moved(value, to) for key, value in schema.items() if key != "$ref"}
-            return {"$ref": to + reference[1:], **rest}
         case Mapping():
-            return {key: _moved(value, to) for key, value in schema.items()}
+            moved = {key: _moved(value, to) for key, value in schema.items()}
+            if str(moved.get("$ref", "")).startswith("#"):
+                moved["$ref"] = to + moved["$ref"][1:]
+            return moved
         case list():
             return [_moved(value, to) for value in schema]
     return schema
@@ -210,3 +201,76 @@ def _llguidance() -> Any:
     import llguidance
 
     return llguidance
+
+
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with additionalProperties false wherever an object declares properties.
+
+    Objects that say themselves what else they may have stay as they are, and so do those whose
+    properties are declared in several places (allOf, a $ref beside properties): each place would
+    forbid what the others declare.
+    """
+    closed: dict[str, Any] = copy.deepcopy(dict(schema))
+    found: dict[int, tuple[dict[str, Any], bool]] = {}
+    _find_shared(closed, closed, False, found)
+    for one, is_shared in found.values():
+        if not is_shared and "properties" in one and not one.keys() & set(SAYS_OTHERWISE):
+            one["additionalProperties"] = False
+    return closed
+
+
+def _find_shared(
+    schema: Any, root: Any, is_part: bool, found: dict[int, tuple[dict[str, Any], bool]]
+) -> None:
+    """Note, by id, whether a schema is one of several that declare the properties of an object."""
+    if not isinstance(schema, dict):
+        return
+    same = list(_schemas(schema, SAME_VALUE, root))
+    num_places = ("properties" in schema) + sum(_declares(one, root, set()) for one in same)
+    # Alternatives exclude each other, unless something is declared beside them.
+    is_choice = list(schema.keys() & {"properties", *SAME_VALUE}) in (["anyOf"], ["oneOf"])
+    is_several = is_part or (num_places > 1 and not is_choice)
+    if id(schema) in found and found[id(schema)][1] in (True, is_several):
+        return
+    found[id(schema)] = schema, is_several
+    for one in same:
+        _find_shared(one, root, is_several, found)
+    for one in _schemas(schema, (*PARTS, *DEFINITIONS), root):
+        _find_shared(one, root, False, found)
+
+
+def _declares(schema: Any, root: Any, seen: set[int]) -> bool:
+    """Whether a schema has properties, its own or of others that it refers to."""
+    if not isinstance(schema, Mapping) or id(schema) in seen:  # a $ref may lead back
+        return False
+    seen.add(id(schema))
+    same = _schemas(schema, SAME_VALUE, root)
+    return "properties" in schema or any(_declares(one, root, seen) for one in same)
+
+
+def _schemas(schema: Mapping[str, Any], keywords: tuple[str, ...], root: Any) -> Iterator[Any]:
+    """The schemas below these keywords."""
+    for keyword in keywords:
+        match schema.get(keyword):
+            case str(reference):
+                yield _target(reference, root)
+            case list(several):
+                yield from several
+            case Mapping() as found:
+                is_one = keyword in ("items", "additionalProperties", "then", "else")
+                yield from [found] if is_one else found.values()
+
+
+def _target(reference: str, root: Any) -> Any:
+    """What a $ref in the same document points to; None if it is not there."""
+    found = root if reference.startswith("#") else None
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        match found:
+            case Mapping():
+                found = found.get(name)
+            case list() if name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            case _:
+                return None
+    return found

@@ -1,20 +1,25 @@
 """What a caller asks for in pictures, and what it gets back: no tensors."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from octavo.brief import brief
+from pydantic import Field
+
 from octavo.errors import ConfigError
+from octavo.settings import checked
 
 MAX_SIDE = 2**16
 # What `ImageSampling` says about all pipelines in the same words; extra_args has the others.
 OWN_ARGS = frozenset({"prompt", "generator", "output_type", "return_dict", "callback_on_step_end"})
+Side = Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
+Number = Annotated[int, Field(strict=True, ge=1, le=10_000)]
+Length = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+Guidance = Annotated[float, Field(strict=True, ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked
 class ImageSampling:
     """How images or videos are drawn; names are those of diffusers.
 
@@ -35,61 +40,27 @@ class ImageSampling:
         extra_args: Other arguments of the pipeline, by their names there.
     """
 
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
+    num_inference_steps: Number | None = None
+    guidance_scale: Guidance | None = None
+    true_cfg_scale: Guidance | None = None
     negative_prompt: str | None = None
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    max_sequence_length: int | None = None
-    num_images_per_prompt: int = 1
-    seed: int | None = None
-    extra_args: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    height: Side | None = None
+    width: Side | None = None
+    num_frames: Length | None = None
+    max_sequence_length: Length | None = None
+    num_images_per_prompt: Number = 1
+    seed: Seed | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limits = {
-            "num_inference_steps": 10_000,
-            "height": MAX_SIDE,
-            "width": MAX_SIDE,
-            "num_frames": 2**20,
-            "max_sequence_length": 2**20,
-            "num_images_per_prompt": 10_000,
-        }
-        for name, high in limits.items():
-            if getattr(self, name) is not None or name == "num_images_per_prompt":
-                _check_integer(name, getattr(self, name), 1, high)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("guidance_scale", "true_cfg_scale"):
-            _check_scale(name, getattr(self, name))
-        if not isinstance(self.negative_prompt, str | None):
-            raise ConfigError(
-                f"expected negative_prompt, a text, got {brief(self.negative_prompt)}"
-            )
-        fields = set(type(self).__dataclass_fields__)
-        if taken := sorted(self.extra_args.keys() & (fields | OWN_ARGS)):
+        if taken := sorted(self.extra_args.keys() & ({*vars(self)} | OWN_ARGS)):
             raise ConfigError(f"extra_args: expected names of no other field, got {taken[0]!r}")
 
     def options(self) -> dict[str, Any]:
         """What is not left to the pipeline, by the names of its arguments."""
         apart = ("num_images_per_prompt", "seed", "extra_args")
-        names = [name for name in type(self).__dataclass_fields__ if name not in apart]
-        asked = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {**asked, **self.extra_args}
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ConfigError(f"expected {name}, an integer in [{low}, {high}], got {brief(value)}")
-
-
-def _check_scale(name: str, value: object) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise ConfigError(f"expected {name}, a finite number of 0 or more, got {brief(value)}")
+        said = {key: x for key, x in vars(self).items() if x is not None and key not in apart}
+        return {**said, **self.extra_args}
 
 
 def nth_seed(seed: int, index: int) -> int:

@@ -34,11 +34,6 @@ class ImageStore:
         self._images = images
         self._kept: dict[str, dict[int, ImageFeatures]] = {}
 
-    @property
-    def num_kept(self) -> int:
-        """Requests whose embeddings are kept."""
-        return len(self._kept)
-
     def make_pass(self, batch: Batch, positions: Tensor) -> ImagePass | None:
         """What a batch has of images; None if nothing. positions: of its tokens, one part each."""
         if not any(chunk.has_images for chunk in batch.chunks):
@@ -46,15 +41,18 @@ class ImageStore:
         three = positions.expand(3, -1).clone()
         places: list[int] = []
         features: list[ImageFeatures] = []
-        first = 0
+        first = 0  # the place in the pass of the chunk's first token
         for chunk in batch.chunks:
             if chunk.has_images:
                 images: PromptImages = chunk.sequence.request.images
                 own = images.positions_of(chunk.start, chunk.stop)
                 three[:, first : first + chunk.num_tokens] = own.to(positions.device)
-                for start, stop, rows in self._features(chunk, images):
-                    places += range(first + start, first + stop)
-                    features.append(rows)
+                kept = self._features(chunk, images)
+                for index, span in enumerate(images.spans):
+                    start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
+                    if start < stop:
+                        places += range(first + start - chunk.start, first + stop - chunk.start)
+                        features.append(kept[index].rows(start - span.start, stop - span.start))
             first += chunk.num_tokens
         joined = _join(features) if features else None
         return ImagePass(
@@ -71,33 +69,23 @@ class ImageStore:
         """Drop what is kept for a request, if anything."""
         self._kept.pop(request_id, None)
 
-    def _features(self, chunk: Chunk, images: PromptImages) -> list[tuple[int, int, ImageFeatures]]:
-        """For each image in a chunk: the tokens, counted from the chunk's first, and theirs."""
-        spans = dict(enumerate(images.spans))
-        inside = [i for i, s in spans.items() if s.start < chunk.stop and s.stop > chunk.start]
-        kept = self._kept.setdefault(chunk.sequence.request_id, {}) if inside else {}
+    def _features(self, chunk: Chunk, images: PromptImages) -> dict[int, ImageFeatures]:
+        """The features of a request's images, of those in the chunk at least."""
+        kept = self._kept.get(chunk.sequence.request_id, {})
+        later = [i for i, s in enumerate(images.spans) if s.stop > chunk.start]
+        inside = [i for i in later if images.spans[i].start < chunk.stop]
         if any(index not in kept for index in inside):
-            missing = [i for i, s in spans.items() if s.stop > chunk.start and i not in kept]
-            made = self._encode(chunk.sequence, images, missing)
-            kept.update(zip(missing, made, strict=True))
-        found = []
-        for index in inside:
-            span = spans[index]
-            start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
-            rows = kept[index].rows(start - span.start, stop - span.start)
-            found.append((start - chunk.start, stop - chunk.start, rows))
-        return found
-
-    def _encode(
-        self, sequence: Sequence, images: PromptImages, which: list[int]
-    ) -> list[ImageFeatures]:
-        try:
-            return self._images.encode(images, which)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            message = f"its images failed in the vision tower: {type(error).__name__}: {error}"
-            raise ImageError(sequence, message) from error
+            missing = [index for index in later if index not in kept]
+            try:
+                made = self._images.encode(images, missing)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                message = f"its images failed in the vision tower: {type(error).__name__}: {error}"
+                raise ImageError(chunk.sequence, message) from error
+            kept = {**kept, **dict(zip(missing, made, strict=True))}
+            self._kept[chunk.sequence.request_id] = kept
+        return kept
 
 
 def _join(features: list[ImageFeatures]) -> ImageFeatures:

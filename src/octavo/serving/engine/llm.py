@@ -1,7 +1,8 @@
 """octavo.LLM: answers to a list of prompts."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,7 +43,9 @@ class LLM:
         chat_template: str | Path | None = None,
     ) -> None:
         self.engine = load_engine(
-            *(model, recipe, settings),
+            model,
+            recipe,
+            settings,
             tokenizer=tokenizer,
             image_processor=image_processor,
             dtype=dtype,
@@ -73,18 +76,21 @@ class LLM:
         stats = self.engine.stats()
         if stats.num_running or stats.num_waiting:
             raise ConfigError("expected an engine without open requests, got some: step it first")
-        for request in requests:
-            self.engine.check(request)
         deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+        num_tokens = 0
         try:
-            with _progress(len(requests), show_progress) as advance:
+            bar = _progress_bar()
+            with bar if show_progress else nullcontext():
+                task = bar.add_task("answers", total=len(requests), num_tokens=0)
                 for delta in self._run(requests):
                     if delta.request_id not in deltas:
                         continue  # the end of one that an earlier call gave up
                     if delta.finish_reason == "error":
                         raise OctavoError(f"request {delta.request_id} failed: {delta.error}")
                     deltas[delta.request_id].append(delta)
-                    advance(int(delta.finish_reason is not None), len(delta.tokens))
+                    num_tokens += len(delta.tokens)
+                    is_done = delta.finish_reason is not None
+                    bar.update(task, advance=is_done, num_tokens=num_tokens)
         except BaseException:
             for request in requests:
                 self.engine.abort(request.request_id)
@@ -116,39 +122,27 @@ class LLM:
             name = f"llm-{self._num_requests}"
             self._num_requests += 1
             found, images = _parts(prompt)
-            tokens = self._tokens(found)
-            prepared = self.engine.prepare_images(tokens, images) if len(images) else None
-            requests.append(
-                Request(
-                    request_id=name,
-                    prompt=tokens if prepared is None else prepared.tokens,
-                    sampling=own,
-                    images=() if prepared is None else prepared,
-                )
+            request = Request(
+                request_id=name, prompt=self._tokens(found), sampling=own, images=images
             )
+            requests.append(self.engine.check(request))
         return requests
 
     def _tokens(self, prompt: Any) -> tuple[int, ...]:
         """The tokens of a text, of tokens or of messages."""
-        is_chat = not isinstance(prompt, str) and any(isinstance(x, Mapping) for x in prompt)
-        if not isinstance(prompt, str) and not is_chat:
+        is_text = isinstance(prompt, str)
+        if not is_text and not any(isinstance(message, Mapping) for message in prompt):
             return tuple(prompt)
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
+        if self.engine.tokenizer is None:
             raise ConfigError("expected prompts of tokens, got a text and no tokenizer for it")
-        return chat_tokens(tokenizer, prompt) if is_chat else text_tokens(tokenizer, prompt)
+        return (text_tokens if is_text else chat_tokens)(self.engine.tokenizer, prompt)
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
         """What the engine has to say until all have ended; the queue is never full."""
-        waiting = iter(requests)
-        room = self.engine.settings.max_queue
-        is_more = True
-        while is_more or self.engine.has_work:
-            while is_more and self.engine.stats().num_waiting < room:
-                request = next(waiting, None)
-                is_more = request is not None
-                if request is not None:
-                    self.engine.add(request)
+        waiting = deque(requests)
+        while waiting or self.engine.has_work:
+            while waiting and self.engine.stats().num_waiting < self.engine.settings.max_queue:
+                self.engine.add(waiting.popleft())
             yield from self.engine.step()
 
 
@@ -163,22 +157,10 @@ def _parts(prompt: Prompt) -> tuple[Any, Sequence[Any]]:
     return prompt["prompt"], prompt.get("images", ())
 
 
-@contextmanager
-def _progress(num_requests: int, is_shown: bool) -> Iterator[Any]:
+def _progress_bar() -> Any:
     """How many answers and tokens there are so far, on the terminal."""
-    if not is_shown:
-        yield lambda num_finished, num_tokens: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    total_tokens = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn()) as bar:
-        task = bar.add_task("answers", total=num_requests)
-
-        def advance(num_finished: int, num_tokens: int) -> None:
-            nonlocal total_tokens
-            total_tokens += num_tokens
-            bar.update(task, advance=num_finished, description=f"answers, {total_tokens} tokens")
-
-        yield advance
+    text = "{task.description}, {task.fields[num_tokens]} tokens"
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns)

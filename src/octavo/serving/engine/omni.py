@@ -3,8 +3,7 @@
 import random
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,19 @@ from octavo.integrations.diffusers.call import (
     takes_lists,
     watched,
 )
-from octavo.integrations.diffusers.load import SMALL_IMAGE, load_pipeline
-from octavo.integrations.diffusers.pipeline import TRANSFORMER, find_components
-from octavo.integrations.diffusers.quantization_config import make_recipe
+from octavo.integrations.diffusers.load import load_pipeline
+from octavo.integrations.diffusers.pipeline import TRANSFORMER, find_components, make_recipe
 from octavo.integrations.diffusers.step_cache import check_step_cache, use_step_cache_
+from octavo.integrations.embedded_models import SMALL_IMAGE_MODEL
 from octavo.recipe import Recipe
-from octavo.serving.engine.describe_precision import describe_linear, dtype_word
 from octavo.serving.engine.image_request import ImageResult, ImageSampling, nth_seed
-from octavo.serving.engine.precision import LayerPrecision, Precision
+from octavo.serving.engine.precision import Precision, describe_layers, describe_linear
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES = ("bfloat16", "float16", "float32")
 NAN_WARNING = "invalid value encountered in cast"
 
 
-@dataclass(frozen=True)
-class _Picture:
-    """One picture or video to draw: its prompt's place, its prompt and its seed."""
-
-    place: int
-    prompt: str
-    seed: int
+Frames = tuple[Any, ...]
 
 
 class Omni:
@@ -81,7 +69,11 @@ class Omni:
             raise ConfigError(f"expected max_batch_size of 1 or more, got {max_batch_size}")
         if cache_config is not None and cache_backend is None:
             raise ConfigError("cache_config: expected a cache_backend with it, got none")
-        config = _one_config(quantization, quantization_config)
+        if quantization not in (None, "fp8"):
+            raise ConfigError(f"quantization: expected 'fp8' or None, got {brief(quantization)}")
+        if quantization is not None and quantization_config is not None:
+            raise ConfigError("expected quantization or quantization_config, got both")
+        config = quantization_config if quantization is None else quantization
         if recipe is not None and not (config is attention is scales is None):
             raise ConfigError("expected a recipe or quantization, attention and scales, got both")
         self.pipe, self.model_name = _load(model, dtype, device)
@@ -126,36 +118,48 @@ class Omni:
         if not texts or not all(isinstance(text, str) for text in texts):
             raise ConfigError(f"expected one prompt or more, each a text, got {brief(prompts)}")
         self.check(sampling)
-        pictures = _pictures(texts, sampling)
-        batches = list(self._batches(pictures))
-        steps = _StepCount(on_step, len(batches))
-        made: list[tuple[_Picture, tuple[Any, ...]]] = []
-        seconds = dict.fromkeys(range(len(texts)), 0.0)
-        for batch in batches:
-            start_s = time.perf_counter()
-            made += zip(batch, self._call(batch, sampling, steps), strict=True)
-            for place in {picture.place for picture in batch}:
+        seeds = [_seeds(sampling) for _ in texts]
+        pictures = [(place, seed) for place, own in enumerate(seeds) for seed in own]
+        size = (self._max_batch_size or len(pictures)) if self._takes_lists else 1
+        steps = _StepCount(on_step, num_batches=-(-len(pictures) // size))
+        drawn: list[list[Frames]] = [[] for _ in texts]
+        seconds = [0.0] * len(texts)
+        for first in range(0, len(pictures), size):
+            start_s, batch = time.perf_counter(), pictures[first : first + size]
+            own = [texts[place] for place, _ in batch]
+            frames = self._call(own, [seed for _, seed in batch], sampling, steps)
+            for (place, _), one in zip(batch, frames, strict=True):
+                drawn[place].append(one)
+            for place in {place for place, _ in batch}:
                 seconds[place] += time.perf_counter() - start_s
             steps.end_batch()
-        _check_size([frames[0] for _, frames in made], sampling)
-        return [
-            _result(place, text, made, seconds[place], steps) for place, text in enumerate(texts)
-        ]
-
-    def _batches(self, pictures: Sequence[_Picture]) -> Iterator[Sequence[_Picture]]:
-        size = (self._max_batch_size or len(pictures)) if self._takes_lists else 1
-        for start in range(0, len(pictures), size):
-            yield pictures[start : start + size]
+        _check_size([frames[0] for found in drawn for frames in found], sampling)
+        results = []
+        for place, (text, found) in enumerate(zip(texts, drawn, strict=True)):
+            is_picture = all(len(frames) == 1 for frames in found)
+            result = ImageResult(
+                prompt=text,
+                images=tuple(frames[0] for frames in found) if is_picture else (),
+                frames=() if is_picture else tuple(found),
+                seeds=seeds[place],
+                seconds=seconds[place],
+                num_steps=steps.per_batch,
+            )
+            results.append(result)
+        return results
 
     def _call(
-        self, batch: Sequence[_Picture], sampling: ImageSampling, steps: "_StepCount"
-    ) -> list[tuple[Any, ...]]:
+        self,
+        prompts: list[str],
+        seeds: list[int],
+        sampling: ImageSampling,
+        steps: "_StepCount",
+    ) -> list[Frames]:
         options = sampling.options()
         # On the CPU: a seed then means the same noise on every device.
-        generators = [torch.Generator().manual_seed(picture.seed) for picture in batch]
-        prompts = [picture.prompt for picture in batch]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         if "negative_prompt" in options and self._takes_lists:
-            options["negative_prompt"] = [options["negative_prompt"]] * len(batch)
+            options["negative_prompt"] = [options["negative_prompt"]] * len(prompts)
         try:
             with watched(self.pipe, steps), warnings.catch_warnings():
                 # Pillow has no NaN: where a picture's pixels become bytes, numpy warns.
@@ -176,17 +180,16 @@ class Omni:
                 "dtype, or quantize less"
             ) from error
         except torch.OutOfMemoryError as error:
-            size = f"{len(batch)} pictures at once"
             raise CapacityError(
-                f"expected memory for {size}, got none: ask for fewer or smaller ones, or set "
-                f"max_batch_size ({error})"
+                f"expected memory for {len(prompts)} pictures at once, got none: ask for fewer or "
+                f"smaller ones, or set max_batch_size ({error})"
             ) from error
         except (TypeError, ValueError) as error:
             if steps.num_in_batch:
                 raise
             # Before the first step: the pipeline has looked at its arguments, and at no more.
             raise ConfigError(f"{type(self.pipe).__name__}: {error}") from error
-        return results_of(output, len(batch))
+        return results_of(output, len(prompts))
 
 
 class _StepCount:
@@ -194,9 +197,7 @@ class _StepCount:
 
     def __init__(self, on_step: OnStep | None, num_batches: int) -> None:
         self._on_step, self._num_batches = on_step, num_batches
-        self.num_in_batch = 0
-        self.per_batch = 0
-        self._num_before = 0
+        self.num_in_batch = self.per_batch = self._num_before = 0
 
     def __call__(self, num_done: int, total: int) -> None:
         self.num_in_batch = num_done
@@ -209,23 +210,13 @@ class _StepCount:
         self.num_in_batch = 0
 
 
-def _one_config(
-    quantization: str | None, config: str | Mapping[str, Any] | None
-) -> str | Mapping[str, Any] | None:
-    if quantization is not None and quantization != "fp8":
-        raise ConfigError(f"quantization: expected 'fp8' or None, got {brief(quantization)}")
-    if quantization is not None and config is not None:
-        raise ConfigError("expected quantization or quantization_config, got both")
-    return config if quantization is None else quantization
-
-
 def _load(model: Any, dtype: str | None, device: str | None) -> tuple[Any, str]:
     """The pipeline and its name."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"expected a dtype, one of {', '.join(DTYPES)}, got {brief(dtype)}")
     if model is None or isinstance(model, str | Path):
-        chosen = DTYPES[dtype or "bfloat16"]
-        return load_pipeline(model, chosen, device), SMALL_IMAGE if model is None else str(model)
+        name = SMALL_IMAGE_MODEL.name if model is None else str(model)
+        return load_pipeline(name, getattr(torch, dtype or "bfloat16"), device), name
     if not callable(model):
         raise ConfigError(
             f"expected a model's name, its folder or a pipeline of diffusers, got {brief(model)}"
@@ -239,57 +230,31 @@ def _load(model: Any, dtype: str | None, device: str | None) -> tuple[Any, str]:
 
 def _describe(pipe: Any, changes: Changes | None) -> Precision:
     """What of a pipeline is in FP8: attention of its transformers, linear layers of all models."""
-    components, num_fp8 = find_components(pipe), 0
-    others: dict[str, str] = {}
+    components = find_components(pipe)
+    dtypes: dict[str, torch.dtype | None] = {}
     for component in (name for name in components if name.startswith(TRANSFORMER)):
         model: Any = components[component]
         found = {*attention_layers.find_layers(model), *attention_layers.find_others(model)}
-        fp8 = found & set(changes.layers.get(f"{component}.attention", ()) if changes else ())
-        num_fp8 += len(fp8)
-        others |= {f"{component}.{name}": dtype_word(model.dtype) for name in sorted(found - fp8)}
-    attention = LayerPrecision(kind="attention", num_fp8=num_fp8, others=others)
-    linear = describe_linear(components)
+        fp8 = changes.layers.get(f"{component}.attention", ()) if changes else ()
+        own = {name: None if name in fp8 else model.dtype for name in sorted(found)}
+        dtypes |= {f"{component}.{name}": dtype for name, dtype in own.items()}
+    attention, linear = describe_layers("attention", dtypes), describe_linear(components)
     return Precision(tuple(kind for kind in (attention, linear) if kind.num_layers))
 
 
-def _pictures(texts: Sequence[str], sampling: ImageSampling) -> list[_Picture]:
-    pictures = []
-    for place, text in enumerate(texts):
-        # Not torch's: whoever seeds that for weights would get the same pictures again and again.
-        first = random.SystemRandom().getrandbits(32) if sampling.seed is None else sampling.seed
-        for index in range(sampling.num_images_per_prompt):
-            pictures.append(_Picture(place, text, nth_seed(first, index)))
-    return pictures
+def _seeds(sampling: ImageSampling) -> tuple[int, ...]:
+    """The seeds of a prompt's pictures."""
+    # Not torch's: whoever seeds that for weights would get the same pictures again and again.
+    first = random.SystemRandom().getrandbits(32) if sampling.seed is None else sampling.seed
+    return tuple(nth_seed(first, index) for index in range(sampling.num_images_per_prompt))
 
 
 def _check_size(firsts: Sequence[Any], sampling: ImageSampling) -> None:
     """Raise if the pipeline has rounded what was asked for."""
-    for asked, side, name in (
-        (sampling.width, 0, "width"),
-        (sampling.height, 1, "height"),
-    ):
-        got = {image.size[side] for image in firsts}
+    for asked, name in ((sampling.width, "width"), (sampling.height, "height")):
+        got = {getattr(image, name) for image in firsts}
         if asked is not None and got != {asked}:
             raise UnsupportedError(
                 f"{name}: expected {asked} pixels, got {sorted(got)[0]} from the pipeline: ask for "
                 "that, or another multiple of what it can draw"
             )
-
-
-def _result(
-    place: int,
-    text: str,
-    made: Sequence[tuple[_Picture, tuple[Any, ...]]],
-    seconds: float,
-    steps: _StepCount,
-) -> ImageResult:
-    own = [(picture, frames) for picture, frames in made if picture.place == place]
-    is_picture = all(len(frames) == 1 for _, frames in own)
-    return ImageResult(
-        prompt=text,
-        images=tuple(frames[0] for _, frames in own) if is_picture else (),
-        frames=() if is_picture else tuple(frames for _, frames in own),
-        seeds=tuple(picture.seed for picture, _ in own),
-        seconds=seconds,
-        num_steps=steps.per_batch,
-    )

@@ -1,18 +1,24 @@
 """What a caller asks the engine for, and what it gets back: no tensors."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from octavo.errors import ConfigError
+from octavo.settings import Count, checked
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 MAX_BIAS, MAX_BIASES = 100, 300  # OpenAI's range, vLLM's number of tokens
+FromZero = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked
 class Sampling:
     """How the next tokens are chosen, and when to stop; names and defaults as in OpenAI's API.
 
@@ -24,19 +30,19 @@ class Sampling:
     the answer must follow, None for anything (`guided`).
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    stop: tuple[str, ...] = ()
+    max_tokens: Count = 16
+    min_tokens: FromZero = 0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: FromZero = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    logit_bias: Annotated[tuple[tuple[int, Bias], ...], Field(max_length=MAX_BIASES)] = ()
+    seed: Seed | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Any = None
@@ -47,36 +53,18 @@ class Sampling:
         counts = self.presence_penalty != 0 or self.frequency_penalty != 0
         return counts or self.repetition_penalty != 1
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether some tokens are too unlikely to be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, 1, math.inf)
-        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check("temperature", self.temperature, 0, math.inf)
-        _check("top_p", self.top_p, 0, 1, excludes_low=True)
-        _check("top_k", self.top_k, 0, math.inf)
-        _check("min_p", self.min_p, 0, 1)
-        _check("presence_penalty", self.presence_penalty, -2, 2)
-        _check("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check("repetition_penalty", self.repetition_penalty, 0, math.inf, excludes_low=True)
-        for token, bias in self.logit_bias:
-            _check(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
-        if len(self.logit_bias) > MAX_BIASES:
-            message = f"expected logit_bias for at most {MAX_BIASES} tokens"
-            raise ConfigError(f"{message}, got {len(self.logit_bias)}")
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"expected min_tokens up to max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
         if len(dict(self.logit_bias)) < len(self.logit_bias):
             raise ConfigError("expected one logit_bias for each token, got two for one of them")
-        if self.seed is not None:
-            _check("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if any(not text for text in self.stop):
-            raise ConfigError("expected stop texts of one character or more, got an empty one")
-
-
-def _check(name: str, value: float, low: float, high: float, *, excludes_low: bool = False) -> None:
-    is_inside = low < value <= high if excludes_low else low <= value <= high
-    if not is_inside or math.isinf(value):
-        opening = "(" if excludes_low else "["
-        raise ConfigError(f"expected {name} in {opening}{low}, {high}], got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,15 +171,15 @@ class Completion:
 
 def gather(deltas: Sequence[Delta]) -> Completion:
     """The answer that the deltas of one request add up to; the last one must have ended it."""
-    if not deltas or deltas[-1].finish_reason is None:
+    last = deltas[-1] if deltas else None
+    if last is None or last.finish_reason is None:
         raise ConfigError("expected all deltas of a request that has finished, got fewer")
-    last = deltas[-1]
     logprobs = [one for delta in deltas for one in delta.logprobs or ()]
     return Completion(
         request_id=last.request_id,
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         text="".join(delta.text for delta in deltas),
-        finish_reason=last.finish_reason,  # type: ignore[arg-type]  # not None, as checked
+        finish_reason=last.finish_reason,
         usage=last.usage,
         logprobs=tuple(logprobs) if last.logprobs is not None or logprobs else None,
         error=last.error,

@@ -20,13 +20,13 @@ decides a cut is an order or a sum of integers, which no batch and no order of s
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError
 from octavo.serving.engine.request import Sampling, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -68,29 +68,6 @@ class SamplerRow(NamedTuple):
         return len(self.output) + self.num_pending
 
 
-class Draws:
-    """Tokens on the device, and all that is told about them on its way to the host.
-
-    tokens: int64 [rows].
-    """
-
-    def __init__(self, values: Tensor, rows: Sequence[SamplerRow]) -> None:
-        self.tokens, self.rows = values[: len(rows)], rows
-        self._event: torch.cuda.Event | None = None
-        self._host = values
-        if values.is_cuda:
-            self._host = values.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def values(self) -> list[int]:
-        """What came to the host; waits for it, and for nothing that was queued later."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[int] = self._host.tolist()
-        return values
-
-
 class Sampled(NamedTuple):
     """A token, and its log-probability if its row asked for one."""
 
@@ -98,21 +75,24 @@ class Sampled(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
-class LogitsError(OctavoError):
-    """Rows that no token can be drawn from; the others have theirs.
+Reason = str  # why a row gets no token
 
-    reasons: a sentence for each such row. sampled: what `sample` would have returned, None in the
-    place of these rows.
-    """
 
-    def __init__(self, reasons: dict[int, str], sampled: list[Sampled | None]) -> None:
-        self.reasons, self.sampled = reasons, sampled
-        super().__init__("; ".join(f"row {row}: {reason}" for row, reason in reasons.items()))
+class Draws:
+    """Tokens on the device, int64 [rows], and what is told of them on its way to the host."""
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The indices of the rows that have no token."""
-        return tuple(self.reasons)
+    def __init__(self, values: Tensor, rows: Sequence[SamplerRow]) -> None:
+        self.tokens, self.rows = values[: len(rows)], rows
+        self._host, self._event = values, None
+        if values.is_cuda:
+            self._host, self._event = values.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> Tensor:
+        """What came to the host; waits for it, and for nothing that was queued later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
 
 
 class Sampler:
@@ -132,132 +112,114 @@ class Sampler:
         self._steps = (steps * _signed(GOLDEN)).to(self.device)  # (token + 1) * GOLDEN
         self._prompts: dict[int, tuple[Sequence[int], Tensor]] = {}
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled | Reason]:
         """One token for each row of logits [len(rows), vocab_size].
 
         Log-probabilities are those of the model itself, before biases, penalties, masks and
-        temperature. A row with NaN, inf or no token left raises LogitsError for itself alone: the
-        error has the other rows' tokens.
+        temperature. A row with NaN, inf or no token left has a sentence in place of its token.
         """
         return self.read(self.draw(logits, rows)) if rows else []
 
     def draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Draws:
         """As `sample`, for `read` to tell later; nothing here waits for the device."""
+        return Draws(self._enqueue(logits, rows), rows)
+
+    def read(self, draws: Draws) -> list[Sampled | Reason]:
+        """The tokens of a draw; waits for them."""
+        values, num_rows = draws.values(), len(draws.rows)
+        tokens, state = values[: 2 * num_rows].view(2, num_rows).tolist()
+        found: list[Sampled | Reason] = [
+            Sampled(token) if why == OK else REASONS[why]
+            for token, why in zip(tokens, state, strict=True)
+        ]
+        asking = self._asking(draws.rows)
+        if not asking:
+            return found
+        columns = values[2 * num_rows :].view(len(asking), -1)
+        num_top = columns.shape[1] // 2
+        ids = columns[:, 1 : 1 + num_top].tolist()
+        numbers = columns.to(torch.int32).view(torch.float32).tolist()
+        for place, index in enumerate(asking):
+            own, tops = numbers[place][0], numbers[place][1 + num_top :]
+            best = zip(ids[place], tops[: draws.rows[index].sampling.logprobs], strict=False)
+            possible = tuple((token, logprob) for token, logprob in best if logprob > -math.inf)
+            if state[index] == OK:
+                logprobs = TokenLogprobs(tokens[index], own, possible)
+                found[index] = Sampled(tokens[index], logprobs)
+        return found
+
+    def _enqueue(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+        """Everything that `read` needs, as one int64 tensor; nothing here waits for the device."""
         if not rows or logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
                 f"expected logits [{len(rows)}, {self.vocab_size}] of one row or more, got "
                 f"{list(logits.shape)}"
             )
-        return Draws(self._enqueue(logits, rows), rows)
-
-    def read(self, draws: Draws) -> list[Sampled]:
-        """The tokens of a draw, or its LogitsError."""
-        return self._read(draws.values(), draws.rows)
-
-    def _enqueue(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-        """Everything that `_read` needs, as one int64 tensor; nothing here waits for the device."""
         if self._prompts:
             in_use = {id(row.prompt) for row in rows}
             self._prompts = {key: entry for key, entry in self._prompts.items() if key in in_use}
-        greedy = [index for index, row in enumerate(rows) if row.sampling.temperature == 0]
-        highest: Tensor | None = None
-        if len(greedy) in (0, len(rows)):
-            scores = self._edit(logits, rows)
-            tokens, peaks = self._choose(scores, rows)
-            highest = peaks if scores is logits else None
-        else:
-            tokens = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-            peaks = torch.zeros(len(rows), dtype=torch.float32, device=self.device)
-            random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-            for indices in (greedy, random):
-                where = self._ints(indices)
-                chosen = [rows[index] for index in indices]
-                scores = self._edit(logits.index_select(0, where), chosen)
-                tokens[where], peaks[where] = self._choose(scores, chosen)
-        is_finite = (logits.amax(dim=-1) if highest is None else highest).isfinite()
+        scores = self._edit(logits, rows)
+        peaks, tokens = scores.max(dim=-1)  # the first of equals
+        random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        if len(random) == len(rows):
+            tokens = self._draw(scores, peaks, rows)
+        elif random:
+            where = self._ints(random)
+            chosen = [rows[index] for index in random]
+            tokens[where] = self._draw(scores[where], peaks[where], chosen)
+        is_finite = (peaks if scores is logits else logits.amax(dim=-1)).isfinite()
         state = torch.where(peaks == -math.inf, NOTHING_LEFT, OK)
         state = torch.where(is_finite, state, NOT_FINITE)
         return torch.cat([tokens, state, *self._logprobs(logits, tokens, rows)])
 
-    def _choose(self, scores: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, Tensor]:
-        """Tokens of rows that are all greedy or all not, and their highest scores, float32."""
-        peak, tokens = scores.max(dim=-1)  # the first of equals
-        if rows[0].sampling.temperature > 0:
-            tokens = self._draw(scores, peak, rows)
-        return tokens, peak.float()
-
-    def _read(self, values: list[int], rows: Sequence[SamplerRow]) -> list[Sampled]:
-        num_rows = len(rows)
-        tokens, state = values[:num_rows], values[num_rows : 2 * num_rows]
-        sampled: list[Sampled] = [Sampled(token) for token in tokens]
-        asking = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if asking:
-            own = _floats(values[2 * num_rows : 2 * num_rows + len(asking)])
-            num_top = self._num_top(rows)
-            rest = values[2 * num_rows + len(asking) :]
-            ids, tops = rest[: len(rest) // 2], _floats(rest[len(rest) // 2 :])
-        for place, index in enumerate(asking):
-            first = place * num_top
-            last = first + min(rows[index].sampling.logprobs or 0, num_top)
-            top = zip(ids[first:last], tops[first:last], strict=True)
-            possible = tuple((token, logprob) for token, logprob in top if logprob > -math.inf)
-            logprobs = TokenLogprobs(tokens[index], own[place], possible)
-            sampled[index] = Sampled(tokens[index], logprobs)
-        reasons = {index: REASONS[why] for index, why in enumerate(state) if why != OK}
-        if reasons:
-            others = [None if index in reasons else one for index, one in enumerate(sampled)]
-            raise LogitsError(reasons, others)
-        return sampled
-
     def _edit(self, scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Scores after biases, penalties and masks: the same tensor without any, else a copy."""
-        with_repetition, with_counts, forbidden, masked = [], [], [], []
+        penalized, masked = [], []
         biased: list[tuple[int, int, float]] = []  # (row, token, bias)
+        forbidden: list[tuple[int, int]] = []  # (row, token)
         for i, row in enumerate(rows):
             sampling = row.sampling
             if sampling.logit_bias:
                 biased += [(i, token, bias) for token, bias in sampling.logit_bias]
-            if sampling.repetition_penalty != 1:
-                with_repetition.append(i)
-            if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
-                with_counts.append(i)
+            if sampling.has_penalty:
+                penalized.append(i)
             if row.position < sampling.min_tokens:
-                forbidden += [(i, token) for token in self._ends(sampling)]
+                ends = (*self.eos_tokens, *sampling.stop_token_ids)
+                forbidden += [(i, token) for token in ends if 0 <= token < self.vocab_size]
             if row.allowed is not None:
                 masked.append(i)
-        if not (biased or with_repetition or with_counts or forbidden or masked):
+        if not (biased or penalized or forbidden or masked):
             return scores
         scores = scores.to(torch.float32, copy=True)
         if biased:
             of_rows, tokens, biases = zip(*biased, strict=True)
             scores[self._ints(of_rows), self._ints(tokens)] += self._column(biases)[:, 0]
-        if with_repetition:
-            where = self._ints(with_repetition)
-            has_seen = self._has_seen([rows[i] for i in with_repetition])
-            penalty = self._column([rows[i].sampling.repetition_penalty for i in with_repetition])
-            part = scores[where]
-            weighed = torch.where(part > 0, part / penalty, part * penalty)
-            scores[where] = torch.where(has_seen, weighed, part)
-        if with_counts:
-            where = self._ints(with_counts)
-            chosen = [rows[i] for i in with_counts]
-            counts = self._counts([row.output for row in chosen])
-            frequency = self._column([row.sampling.frequency_penalty for row in chosen])
-            presence = self._column([row.sampling.presence_penalty for row in chosen])
-            scores[where] -= frequency * counts + presence * (counts > 0)
+        if penalized:
+            where = self._ints(penalized)
+            scores[where] = self._penalized(scores[where], [rows[i] for i in penalized])
         if forbidden:
             lines, ids = self._ints([list(column) for column in zip(*forbidden, strict=True)])
             scores[lines, ids] = -math.inf
         if masked:
             where = self._ints(masked)
-            is_allowed = self._is_allowed([rows[i].allowed for i in masked])
+            is_allowed = self._is_allowed(
+                [mask for row in rows if (mask := row.allowed) is not None]
+            )
             scores[where] = scores[where].masked_fill(~is_allowed, -math.inf)
         return scores
 
-    def _ends(self, sampling: Sampling) -> list[int]:
-        """Tokens that would end the row."""
-        ids = (*self.eos_tokens, *sampling.stop_token_ids)
-        return [token for token in ids if 0 <= token < self.vocab_size]
+    def _penalized(self, scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+        """Scores after all penalties; what a row does not ask for leaves its scores as they are."""
+        counts = self._counts([row.output for row in rows])
+        settings = [row.sampling for row in rows]
+        if any(one.repetition_penalty != 1 for one in settings):
+            has_seen = self._in_prompts(rows) | (counts > 0)
+            penalty = self._column([one.repetition_penalty for one in settings])
+            weighed = torch.where(scores > 0, scores / penalty, scores * penalty)
+            scores = torch.where(has_seen, weighed, scores)
+        frequency = self._column([one.frequency_penalty for one in settings])
+        presence = self._column([one.presence_penalty for one in settings])
+        return scores - (frequency * counts + presence * (counts > 0))
 
     def _counts(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """How often each token is in each text: float32 [len(texts), vocab]."""
@@ -274,8 +236,8 @@ class Sampler:
             counts.index_put_((flat,), torch.ones((), device=self.device), accumulate=True)
         return counts.view(len(texts), self.vocab_size)
 
-    def _has_seen(self, rows: Sequence[SamplerRow]) -> Tensor:
-        """Whether each token is in the row's prompt or output: bool [len(rows), vocab].
+    def _in_prompts(self, rows: Sequence[SamplerRow]) -> Tensor:
+        """Whether each token is in the row's prompt: bool [len(rows), vocab].
 
         A prompt may be long and is the same in every step: what it has is kept while it is asked
         for. Only tuples are, for a list may change; holding them keeps their ids from others.
@@ -287,36 +249,36 @@ class Sampler:
             if isinstance(row.prompt, tuple):
                 self._prompts[id(row.prompt)] = entry
             prompts.append(entry[1])
-        return torch.stack(prompts) | (self._counts([row.output for row in rows]) > 0)
+        return torch.stack(prompts)
 
-    def _is_allowed(self, masks: Sequence[Tensor | None]) -> Tensor:
+    def _is_allowed(self, masks: list[Tensor]) -> Tensor:
         """Masks of any kind and length as bool [len(masks), vocab]."""
         is_allowed = torch.zeros(len(masks), self.vocab_size, dtype=torch.bool, device=self.device)
-        given = [mask for mask in masks if mask is not None]
-        if all(mask.dtype == torch.int32 and mask.shape == given[0].shape for mask in given):
-            words = self._put(torch.stack(given))
-            bits = (words[:, :, None] >> torch.arange(32, device=self.device)) & 1
-            packed = bits.flatten(1)[:, : self.vocab_size].bool()
-            is_allowed[:, : packed.shape[1]] = packed
-            return is_allowed
-        for line, mask in enumerate(given):
+        # As a grammar makes them, they are moved together.
+        are_alike = all(x.dtype == torch.int32 and x.shape == masks[0].shape for x in masks)
+        for place, mask in enumerate([torch.stack(masks)] if are_alike else masks):
+            line = is_allowed if are_alike else is_allowed[place, None]
+            bits = self._put(mask)
             if mask.dtype == torch.int32:
-                is_allowed[line] = self._is_allowed([mask])[0]
-            elif mask.dtype == torch.bool and mask.ndim == 1:
-                part = self._put(mask[: self.vocab_size])
-                is_allowed[line, : part.shape[0]] = part
-            else:
+                bits = (bits[..., None] >> torch.arange(32, device=self.device)) & 1
+                bits = bits.flatten(-2)
+            elif mask.dtype != torch.bool or mask.ndim != 1:
                 raise ConfigError(
                     f"expected allowed as bool [vocab] or int32 [vocab / 32], got {mask.dtype} "
                     f"{list(mask.shape)}"
                 )
+            bits = bits[..., : self.vocab_size].bool()
+            line[:, : bits.shape[-1]] = bits
         return is_allowed
 
     def _draw(self, scores: Tensor, peak: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """A token for each row of scores with a temperature above 0."""
-        temperature = self._column([_clamped(row.sampling.temperature) for row in rows])
+        temperatures = [row.sampling.temperature for row in rows]
+        temperature = self._column(
+            [min(max(one, MIN_TEMPERATURE), MAX_TEMPERATURE) for one in temperatures]
+        )
         scaled = (scores.float() - peak.float()[:, None]) / temperature  # the likeliest one has 0
-        cut = [index for index, row in enumerate(rows) if _has_cut(row.sampling)]
+        cut = [index for index, row in enumerate(rows) if row.sampling.has_cut]
         if cut:
             where = self._ints(cut)
             part = scaled if len(cut) == len(rows) else scaled[where]
@@ -328,16 +290,13 @@ class Sampler:
         """The lowest score that top_k, top_p and min_p leave: float32 [len(settings), 1]."""
         min_p = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in settings]
         threshold = self._column(min_p)
-        for has_top_p in (False, True):
-            lines = [
-                line
-                for line, one in enumerate(settings)
-                if (one.top_p < 1) == has_top_p and (one.top_p < 1 or one.top_k > 0)
-            ]
-            if lines:
-                where = self._ints(lines)
-                least = self._top(scaled[where], [settings[line] for line in lines], has_top_p)
-                threshold[where] = torch.maximum(threshold[where], least)
+        with_top_p = [line for line, one in enumerate(settings) if one.top_p < 1]
+        others = [line for line, one in enumerate(settings) if one.top_p == 1 and one.top_k > 0]
+        for lines in filter(None, (others, with_top_p)):
+            where = self._ints(lines)
+            chosen = [settings[line] for line in lines]
+            least = self._top(scaled[where], chosen, has_top_p=lines is with_top_p)
+            threshold[where] = torch.maximum(threshold[where], least)
         return threshold
 
     def _top(self, scaled: Tensor, settings: Sequence[Sampling], has_top_p: bool) -> Tensor:
@@ -372,11 +331,14 @@ class Sampler:
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, rows: Sequence[SamplerRow]
-    ) -> tuple[Tensor, ...]:
-        """Bits of the tokens' own log-probabilities, the best tokens, bits of theirs; all flat."""
-        asking = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+    ) -> Iterator[Tensor]:
+        """For each row that asks, its own log-probability, the best tokens, and theirs; flat.
+
+        Log-probabilities are float32, seen as integers.
+        """
+        asking = self._asking(rows)
         if not asking:
-            return ()
+            return
         where = self._ints(asking)
         raw = logits[where].float()
         normalizer = raw.logsumexp(dim=-1, keepdim=True)
@@ -385,14 +347,16 @@ class Sampler:
         bits = (raw + 0.0).view(torch.int32)
         order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
         order += self.vocab_size - 1 - torch.arange(self.vocab_size, device=self.device)
-        best = order.topk(self._num_top(rows), dim=-1).values
+        num_top = min(max(rows[index].sampling.logprobs or 0 for index in asking), self.vocab_size)
+        best = order.topk(num_top, dim=-1).values
         ids = self.vocab_size - 1 - (best & 0xFFFFFFFF)
         top = raw.gather(1, ids) - normalizer
-        return _bits(own), ids.flatten(), _bits(top)
+        yield torch.cat([own.view(torch.int32), ids, top.view(torch.int32)], dim=1).flatten()
 
-    def _num_top(self, rows: Sequence[SamplerRow]) -> int:
-        """How many alternatives are read for each row that asks for log-probabilities."""
-        return min(max(row.sampling.logprobs or 0 for row in rows), self.vocab_size)
+    @staticmethod
+    def _asking(rows: Sequence[SamplerRow]) -> list[int]:
+        """The rows that ask for log-probabilities."""
+        return [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return self._put(torch.tensor(values, dtype=torch.int64))
@@ -426,20 +390,3 @@ def _mix_(values: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
-
-
-def _clamped(temperature: float) -> float:
-    return min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
-
-
-def _has_cut(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int32).flatten().long()
-
-
-def _floats(bits: Sequence[int]) -> list[float]:
-    values: list[float] = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
-    return values

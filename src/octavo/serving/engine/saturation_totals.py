@@ -2,10 +2,10 @@
 
 import torch
 
-from octavo.integrations.linear_saturation import find_counters
+from octavo.integrations.linear import find_counters
 from octavo.integrations.transformers.engine_model import EngineModel
 from octavo.integrations.transformers.saturation import find_counting
-from octavo.layers.host_copy import HostCopy
+from octavo.layers.saturation import HostCopy
 from octavo.serving.engine.request import Saturated
 
 
@@ -29,17 +29,16 @@ class SaturationTotals:
 
     @torch.inference_mode()
     def _begin(self) -> None:
-        layers = [layer.saturated for layer in find_counting(self._model.model).values()]
+        layers = [layer.saturated.double() for layer in find_counting(self._model.model).values()]
         # Layers that are one product share a counter.
         counters = {id(one): one for one in find_counters(self._model.model).values()}.values()
-        if not layers and not counters:
-            return
-        inputs = [one.counts[0] for one in counters if one.counts is not None]
-        zeros = torch.zeros(2, dtype=torch.float64, device=self._model.device)
-        both = torch.stack(layers).sum(0).double() if layers else zeros
-        linear = torch.stack(inputs).sum(0, keepdim=True) if inputs else zeros[:1]
-        num_checked = sum(one.num_values for one in counters) if counters else None
-        self._pending = (HostCopy(torch.cat((both, linear))), bool(layers), num_checked)
+        inputs = [one.counts[:1] for one in counters if one.counts is not None]
+        if layers or counters:
+            none = torch.zeros(1, dtype=torch.float64, device=self._model.device)
+            both = torch.stack(layers).sum(0) if layers else none.expand(2)
+            linear = torch.stack(inputs).sum(0) if inputs else none
+            num_checked = sum(one.num_values for one in counters) if counters else None
+            self._pending = (HostCopy(torch.cat((both, linear))), bool(layers), num_checked)
 
     def _take(self) -> None:
         if self._pending is None or not self._pending[0].is_ready:

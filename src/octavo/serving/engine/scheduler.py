@@ -23,34 +23,7 @@ from octavo.cache.pages import ROOT_HASH, PageAllocator
 from octavo.errors import CapacityError, ConfigError
 from octavo.serving.engine.request import FinishReason, Request
 from octavo.serving.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerSettings:
-    """How much runs at once.
-
-    max_num_seqs: requests that run. max_num_batched_tokens: tokens of one forward pass; longer
-    prompts are computed in several. max_queue: requests that may wait. max_context: tokens of a
-    prompt and its answer together; None is what all pages hold. enable_prefix_caching: whether
-    full pages are kept and found by prompts that begin alike.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_queue: int = 1024
-    max_context: int | None = None
-    enable_prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "max_context"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ConfigError(f"expected {name} of 1 or more, got {size}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"expected max_num_batched_tokens of max_num_seqs ({self.max_num_seqs}) or more, "
-                f"so that every running request gets a token, got {self.max_num_batched_tokens}"
-            )
+from octavo.serving.engine.settings import EngineSettings
 
 
 class Chunk(NamedTuple):
@@ -102,6 +75,11 @@ class Batch:
         """The sequences that get a token, in order."""
         return tuple([chunk.sequence for chunk in self.chunks if chunk.samples])
 
+    @property
+    def open_chunks(self) -> tuple[Chunk, ...]:
+        """Those of sequences that have not ended since the batch was made."""
+        return tuple([chunk for chunk in self.chunks if chunk.sequence.state == "running"])
+
 
 class Scheduler:
     """The line of requests, and the pages they hold.
@@ -109,13 +87,11 @@ class Scheduler:
     waiting, running: both by arrival, and all that run came before all that wait.
     """
 
-    def __init__(self, allocator: PageAllocator, settings: SchedulerSettings) -> None:
+    def __init__(self, allocator: PageAllocator, settings: EngineSettings) -> None:
         self.allocator, self.settings = allocator, settings
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
         self._open: dict[str, Sequence] = {}
         self._num_arrived = 0
 
@@ -271,11 +247,9 @@ class Scheduler:
         # First those that need one, few of many: the loop below changes `running`.
         short = [s for s in self.running if len(s.tokens) > len(s.pages) * size]
         for sequence in short:
-            if sequence.state != "running":
-                continue
             missing = self._num_pages(sequence.num_tokens) - len(sequence.pages)
             # Its own pages count as well: the last in the line preempts itself.
-            while self.allocator.num_free < missing and sequence.state == "running":
+            while sequence.state == "running" and self.allocator.num_free < missing:
                 self._preempt(self.running[-1])
                 was_preempted = True
             if sequence.state == "running":
@@ -292,19 +266,23 @@ class Scheduler:
     @property
     def _is_full(self) -> bool:
         """Whether nobody can be let in, whoever it is."""
-        # A page for each that runs, or the newcomer would soon have to give its own back.
-        reserve = len(self.running)
-        return reserve >= self.settings.max_num_seqs or self.allocator.num_free <= reserve
+        return len(self.running) >= self.settings.max_num_seqs or not self._has_pages(1)
+
+    def _has_pages(self, num_pages: int) -> bool:
+        """Whether a newcomer can have so many pages, and leaves one for each that may need one."""
+        left, size = self.allocator.num_free - num_pages, self.allocator.page_size
+        if left < 0 or left >= len(self.running):
+            return left >= 0
+        return left >= sum(len(s.pages) * size < s.max_computed for s in self.running)
 
     def _admit(self) -> Sequence | None:
         """Let the first that waits run, if there is room for it; None if not."""
         if not self.waiting or self._is_full:
             return None
-        reserve = len(self.running)
         sequence = self.waiting[0]
         matched = self._match(sequence)
         missing = self._num_pages(sequence.num_tokens) - len(matched)
-        if self.allocator.num_free < missing + reserve:
+        if not self._has_pages(missing):
             self.allocator.free(matched)
             return None
         self.waiting.popleft()
@@ -316,7 +294,7 @@ class Scheduler:
         if sequence.num_cached is None:
             sequence.begun_s = time.perf_counter()
             sequence.num_cached = sequence.num_computed
-            self.prompt_tokens += sequence.num_prompt_tokens
+            self.prompt_tokens += len(sequence.request.prompt)
             self.cached_tokens += sequence.num_cached
         return sequence
 
@@ -325,27 +303,27 @@ class Scheduler:
         if not self.settings.enable_prefix_caching:
             return []
         num_pages = (sequence.num_tokens - 1) // self.allocator.page_size
-        self._hash(sequence, num_pages)
-        return self.allocator.match_prefix(sequence.hashes[:num_pages])
+        return self.allocator.match_prefix(self._hashes(sequence, num_pages))
 
     def _publish(self, sequence: Sequence) -> None:
         """Make its full pages findable."""
         if not self.settings.enable_prefix_caching:
             return
         num_full = sequence.num_computed // self.allocator.page_size
-        self._hash(sequence, num_full)
+        hashes = self._hashes(sequence, num_full)
         for index in range(sequence.num_published, num_full):
-            self.allocator.publish(sequence.pages[index], sequence.hashes[index])
+            self.allocator.publish(sequence.pages[index], hashes[index])
         sequence.num_published = num_full
 
-    def _hash(self, sequence: Sequence, num_pages: int) -> None:
-        """Have the hashes of its first pages."""
+    def _hashes(self, sequence: Sequence, num_pages: int) -> list[bytes]:
+        """The hashes of its first pages."""
         size = self.allocator.page_size
         for index in range(len(sequence.hashes), num_pages):
             start, stop = index * size, (index + 1) * size
             parent = sequence.hashes[-1] if sequence.hashes else ROOT_HASH
             tokens, salt = sequence.tokens[start:stop], sequence.salt(start, stop)
             sequence.hashes += self.allocator.page_hashes(tokens, salt, parent)
+        return sequence.hashes[:num_pages]
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(sequence.pages)

@@ -2,41 +2,35 @@
 
 from array import array
 from collections.abc import Sequence as AnySequence
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from octavo.serving.engine.request import FinishReason, Request, Usage
+from octavo.serving.engine.text import TextStream
 
 State = Literal["waiting", "running", "finished"]
-
-
-class Span(Protocol):
-    """The tokens of an image, from start to before stop, and the hash of what it shows."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def digest(self) -> bytes: ...
 
 
 class Sequence:
     """A request's tokens and pages; no tensors.
 
     tokens: of the prompt and the answer; output: of the answer alone, so far. arrival: its place
-    among all requests, first come first served. seed: what its samples are drawn by. spans: where
-    its images are, with the hash of each; image_start, image_stop: from the first to the last of
-    them, both 0 without. Tokens in between have positions of three parts, those before have their
-    index, and those after it their index + position_offset.
-    num_computed: how many tokens have their keys and values in pages. num_cached: how many of the
-    prompt others had filled when it first ran. begun_s: when that was, by time.perf_counter().
-    hashes: of its full pages, as far as they were
+    among all requests, first come first served. seed: what its samples are drawn by. stream: makes
+    its text; grammar: its place in what it must follow; None if it has none. spans: where its
+    images are, with the hash of each; image_start, image_stop: from the first to the last of them,
+    both 0 without. Tokens in between have positions of three parts, those before have their index,
+    and those after it their index + position_offset. num_computed: how many tokens have their keys
+    and values in pages. num_cached: how many of the prompt others had filled when it first ran.
+    begun_s: when that was, by time.perf_counter(). hashes: of its full pages, as far as they were
     needed; the first num_published of them can be found.
     """
 
+    stream: TextStream | None = None
+    grammar: Any = None
+
     def __init__(self, request: Request, arrival: int, *, seed: int = 0) -> None:
         self.request, self.arrival, self.seed = request, arrival, seed
-        self.spans: AnySequence[Span] = getattr(request.images, "spans", ())
+        self.request_id = request.request_id
+        self.spans: AnySequence[Any] = getattr(request.images, "spans", ())
         self.image_start = self.spans[0].start if self.spans else 0
         self.image_stop = self.spans[-1].stop if self.spans else 0
         self.position_offset: int = getattr(request.images, "offset", 0)
@@ -52,19 +46,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
 
     @property
-    def request_id(self) -> str:
-        """The request's own."""
-        return self.request.request_id
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and those generated so far."""
         return len(self.tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
 
     @property
     def num_output_tokens(self) -> int:
@@ -77,10 +61,15 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def max_computed(self) -> int:
+        """Tokens that are computed at most: the last one of an answer is not."""
+        return len(self.request.prompt) + self.request.sampling.max_tokens - 1
+
+    @property
     def usage(self) -> Usage:
         """Tokens so far, as the caller counts them."""
         return Usage(
-            prompt_tokens=self.num_prompt_tokens,
+            prompt_tokens=len(self.request.prompt),
             completion_tokens=self.num_output_tokens,
             cached_tokens=self.num_cached or 0,
         )

@@ -32,14 +32,13 @@ def choose_num_pages(
     running requests could ever use is never taken.
     """
     if settings.num_pages is not None:
-        num_pages = settings.num_pages
-    else:
-        is_cuda = model.device.type == "cuda"
-        num_bytes = _free_bytes(model, spec, settings, images) if is_cuda else CPU_CACHE_BYTES
-        num_pages = spec.num_pages_in(num_bytes)
-        context = settings.max_context or model.max_context
-        if context is not None:
-            num_pages = min(num_pages, settings.max_num_seqs * spec.num_pages_for(context))
+        return settings.num_pages
+    is_cuda = model.device.type == "cuda"
+    num_bytes = _free_bytes(model, spec, settings, images) if is_cuda else CPU_CACHE_BYTES
+    num_pages = spec.num_pages_in(num_bytes)
+    context = settings.max_context or model.max_context
+    if context is not None:
+        num_pages = min(num_pages, settings.max_num_seqs * spec.num_pages_for(context))
     if num_pages < 1:
         raise CapacityError(
             f"expected room for one page of {spec.bytes_per_page} bytes, got none: use a smaller "

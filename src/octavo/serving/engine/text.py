@@ -5,12 +5,9 @@ many tokenizers write a space before every word but the first. So the newest tok
 together with the last ones whose text was complete, and what is new in that is their text.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
-
-from octavo.errors import ConfigError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has four bytes at most: of more tokens than this, some are no part of any.
@@ -20,15 +17,10 @@ NUM_KEPT_TEXTS = 2**15
 
 
 class TextDelta(NamedTuple):
-    """What tokens added to a text; num_tokens_kept is None until a stop text came.
-
-    num_tokens_kept: how many tokens of the answer the text before the stop text needs. The last of
-    them may reach into it.
-    """
+    """What tokens added to a text, and whether a stop text has ended it."""
 
     text: str
     is_stopped: bool = False
-    num_tokens_kept: int | None = None
 
 
 class TextStream:
@@ -43,16 +35,10 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        if any(not text for text in stop):
-            raise ConfigError("expected stop texts of one character or more, got an empty one")
         self._decoder = _Decoder(tokenizer if isinstance(tokenizer, Texts) else Texts(tokenizer))
         self._stop = tuple(stop)
         self._held = ""  # decoded, but perhaps the beginning of a stop text
-        self._num_shown = 0  # characters before `held`
-        self._num_tokens = 0
-        # (characters of the text, tokens it took) at the end of each piece that `held` reaches into
-        self._ends: deque[tuple[int, int]] = deque([(0, 0)])
-        self._stopped: TextDelta | None = None
+        self._is_stopped = False
 
     def add(self, tokens: Sequence[int]) -> TextDelta:
         """The text that these tokens make certain; nothing more after a stop text."""
@@ -60,54 +46,34 @@ class TextStream:
             return TextDelta("".join(map(self._decoder.add, tokens)))
         shown = ""
         for token in tokens:
-            if self._stopped:
-                break
-            self._num_tokens += 1
-            shown += self._show(self._decoder.add(token))
-        if self._stopped:
-            return TextDelta(shown, True, self._stopped.num_tokens_kept)
-        return TextDelta(shown)
+            if not self._is_stopped:
+                shown += self._show(self._decoder.add(token))
+        return TextDelta(shown, self._is_stopped)
 
     def finish(self) -> str:
         """The text that was waiting: no more tokens will come."""
-        if self._stopped:
-            return ""
-        shown = self._show(self._decoder.finish())
-        if not self._stopped:
-            shown += self._held
-        self._held = ""
-        return shown
+        shown = "" if self._is_stopped else self._show(self._decoder.finish())
+        held, self._held = self._held, ""
+        return shown + held
 
     def _show(self, text: str) -> str:
         """What can be shown of the text so far, `text` being its newest part."""
-        if not text or not self._stop:
-            return text
-        self._held += text
-        num_decoded = self._num_shown + len(self._held)
-        self._ends.append((num_decoded, self._num_tokens))
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) != -1]
+        held = self._held + text
+        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) != -1]
         if found:
-            _, num_shown = min(found)
-            self._stopped = TextDelta("", True, self._tokens_of(self._num_shown + num_shown))
-        else:
-            num_shown = len(self._held) - self._num_undecided()
-        shown, self._held = self._held[:num_shown], self._held[num_shown:]
-        self._num_shown += num_shown
-        while len(self._ends) > 1 and self._ends[0][0] < self._num_shown:
-            self._ends.popleft()
-        return shown
+            self._held, self._is_stopped = "", True
+            return held[: min(found)[1]]
+        num_shown = len(held) - self._num_undecided(held)
+        self._held = held[num_shown:]
+        return held[:num_shown]
 
-    def _num_undecided(self) -> int:
+    def _num_undecided(self, text: str) -> int:
         """How many of the last characters may be the beginning of a stop text."""
-        longest = min(max((len(stop) for stop in self._stop), default=1) - 1, len(self._held))
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
-
-    def _tokens_of(self, num_characters: int) -> int:
-        """The fewest tokens whose text has this many characters."""
-        return next(count for end, count in self._ends if end >= num_characters)
 
 
 class Texts:
@@ -119,7 +85,11 @@ class Texts:
     def __init__(self, tokenizer: Any) -> None:
         # What transformers' fast tokenizers wrap decodes faster, and cleans no spaces up.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
-        self._special = _special_tokens(self._tokenizer)
+        if hasattr(self._tokenizer, "get_added_tokens_decoder"):
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._special = frozenset(token for token, entry in added.items() if entry.special)
+        else:
+            self._special = frozenset(getattr(self._tokenizer, "all_special_ids", ()))
         self.piece = lru_cache(NUM_KEPT_TEXTS)(self._piece)
         self.is_silent = lru_cache(NUM_KEPT_TEXTS)(self._is_silent)
 
@@ -164,21 +134,18 @@ class _Decoder:
         self._waiting.append(token)
         text = self._decode(self._context + self._waiting)
         if text.endswith(REPLACEMENT):
-            return self._give(len(text.rstrip(REPLACEMENT)), text) + self._forget()
-        new = self._give(len(text), text)
+            return self._give(text.rstrip(REPLACEMENT)) + self._forget()
+        new = self._give(text)
         self._context, self._waiting = self._waiting, []
         return new
 
     def finish(self) -> str:
         """What was left: the beginning of a character, as U+FFFD."""
-        if not self._waiting:
-            return ""
-        text = self._decode(self._context + self._waiting)
-        return self._give(len(text), text)
+        return self._give(self._decode(self._context + self._waiting)) if self._waiting else ""
 
-    def _give(self, until: int, text: str) -> str:
-        new = text[self._num_done : until]
-        self._num_done = max(self._num_done, until)
+    def _give(self, text: str) -> str:
+        new = text[self._num_done :]
+        self._num_done = max(self._num_done, len(text))
         return new
 
     def _forget(self) -> str:
@@ -199,10 +166,3 @@ class _Decoder:
                 self._num_done = max(self._num_done - len(first), 0)
                 return new
         return ""
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[int]:
-    if hasattr(tokenizer, "get_added_tokens_decoder"):
-        added = tokenizer.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
-    return frozenset(getattr(tokenizer, "all_special_ids", ()))

@@ -9,12 +9,10 @@ and its size are checked.
 import asyncio
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import socket
 from collections.abc import Collection
-from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,15 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo.brief import brief
-from octavo.serving.server.api_error import (
-    ApiError,
-    bad_request,
-    late,
-    server_error,
-    too_many_connections,
-    unread,
-)
-from octavo.serving.server.async_engine import RequestThread
+from octavo.serving.server.api_error import ApiError, bad_request, failure
+from octavo.serving.server.async_engine import RequestThread, Slot
 from octavo.serving.server.metrics import Metrics, RequestRecord, choose_id
 from octavo.serving.server.settings import ServerSettings
 
@@ -54,40 +45,54 @@ MAX_TINY_CHUNKS = 256  # of less than 256 bytes, in a slice
 
 
 class ArrivingBody:
-    """Counts what comes of a request's body, and refuses more than the settings allow."""
+    """`receive` that counts what comes of a request's body; an HTTPException if it is too much.
 
-    def __init__(self, settings: ServerSettings, headers: Headers) -> None:
-        self._settings = settings
-        self._num_bytes = self._num_values = 0
-        self.num_charged = 0  # of the bytes that large bodies may have together
-        self.is_whole = False
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > settings.max_body_bytes:
-            raise ApiError(413, self._too_large, code="body_too_large")
+    FastAPI hands such an exception on, and makes a 400 of others.
+    """
 
-    @property
-    def _too_large(self) -> str:
-        return f"expected a body of at most {self._settings.max_body_bytes} bytes, got more"
+    def __init__(
+        self, gate: "Gate", receive: Receive, record: RequestRecord, slot: Slot | None
+    ) -> None:
+        self._gate, self._receive = gate, receive
+        self._record, self._slot = record, slot
+        self._num_bytes = self._num_values = self._num_charged = 0
+        self._is_whole = False
 
-    @property
-    def num_large_bytes(self) -> int:
-        """The bytes so far of a large body, 0 of another: small ones are not limited in sum."""
-        return self._num_bytes if self._num_bytes > LARGE_BODY_BYTES else 0
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._is_whole:
+            self._record.left()  # FastAPI makes a 400 of it
+        self._add(message.get("body", b""))
+        self._is_whole = self._is_whole or not message.get("more_body", False)
+        if self._is_whole and self._slot is not None:
+            self._slot.is_whole = True
+        return message
 
-    def add(self, message: Message) -> None:
-        """Count a part; an HTTPException, which FastAPI hands on, if it is too much."""
-        part: bytes = message.get("body", b"")
-        self.is_whole = self.is_whole or not message.get("more_body", False)
+    def _add(self, part: bytes) -> None:
+        settings = self._gate.settings
         self._num_bytes += len(part)
-        if self._num_bytes > self._settings.max_body_bytes:
-            raise HTTPException(413, self._too_large)
+        if self._num_bytes > settings.max_body_bytes:
+            raise HTTPException(413, _too_large(settings))
         # Many tiny values take a parser far more time and memory than one long text does.
         self._num_values += sum(map(part.count, (b",", b"[", b"{")))
-        most = self._settings.max_body_values
+        most = settings.max_body_values
         if self._num_values > most:
-            raise HTTPException(
-                413, f"expected at most {most:,} commas and brackets in a body, got more"
-            )
+            message = f"expected at most {most:,} commas and brackets in a body, got more"
+            raise HTTPException(413, message)
+        if self._num_bytes > LARGE_BODY_BYTES:  # small ones are not limited in sum
+            self.charge(self._num_bytes)
+            if self._gate.num_large_bytes > settings.max_open_body_bytes:
+                retry = {"Retry-After": str(settings.retry_after_s)}
+                raise HTTPException(429, "too many large requests are open: try later", retry)
+
+    def charge(self, num_bytes: int) -> None:
+        """Hold so many of the bytes that large bodies may have together, and no others."""
+        self._gate.num_large_bytes += num_bytes - self._num_charged
+        self._num_charged = num_bytes
+
+
+def _too_large(settings: ServerSettings) -> str:
+    return f"expected a body of at most {settings.max_body_bytes} bytes, got more"
 
 
 class Gate:
@@ -98,17 +103,11 @@ class Gate:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        metrics: Metrics,
-        slots: RequestThread,
+        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, slots: RequestThread
     ) -> None:
-        self.app = app
-        self._settings = settings
-        self._slots = slots
-        self._num_large_bytes = 0  # of all large bodies of open requests
-        self._metrics = metrics
+        self.app, self.settings = app, settings
+        self.num_large_bytes = 0  # of all large bodies of open requests
+        self._slots, self._metrics = slots, metrics
         self._keys = [key.encode() for key in settings.api_keys]
         names = ("localhost", socket.gethostname(), *settings.allowed_hosts)
         self._hosts = frozenset(name.lower().removesuffix(".") for name in names)
@@ -121,9 +120,8 @@ class Gate:
         record = RequestRecord(
             choose_id(headers.get("x-request-id")), scope["method"], scope["path"], self._metrics
         )
-        at_end = ExitStack()  # what the request holds until it has ended, however it ends
         state: dict[str, Any] = scope.setdefault("state", {})
-        state.update(record=record, at_end=at_end)
+        state["record"] = record
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -133,31 +131,40 @@ class Gate:
             await send(message)
 
         try:
-            _check_framing(headers)
-            self._check_host(headers.get("host"))
-            self._check_key(scope["path"], headers)
-            await self._admit(scope, headers, receive, send_with_id, record)
+            self._check(scope["path"], headers)
+            await self._admit(scope, receive, send_with_id, record)
         except ApiError as error:
-            await self._refuse(error, record, scope, receive, send_with_id)
+            await _refuse(error, record, scope, receive, send_with_id)
         except asyncio.CancelledError:  # a server that is made to end at once
             record.outcome = record.outcome or "aborted"
             raise
         except Exception as error:
             logger.exception("request %s failed", record.request_id)
-            failure = server_error(f"{type(error).__name__}: {error}", "internal_error")
-            await self._refuse(failure, record, scope, receive, send_with_id)
+            internal = failure(error, "internal_error")
+            await _refuse(internal, record, scope, receive, send_with_id)
         finally:
-            at_end.close()
             route: Any = scope.get("route")
             record.route = getattr(route, "path", record.route)
             if CLOSED in state:
                 record.closed(state[CLOSED])
             record.end()
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        if not self._keys or path in OPEN_PATHS:
-            return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+    def _check(self, path: str, headers: Headers) -> None:
+        """ApiError for a request that needs no slot to be refused."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy in front may take the other one (smuggling).
+            message = "expected Content-Length or Transfer-Encoding, got both: send one of them"
+            raise bad_request(message, code="ambiguous_length")
+        if not self._keys:
+            self._check_host(headers.get("host"))
+        elif path not in OPEN_PATHS:
+            self._check_key(headers.get("authorization", ""))
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.settings.max_body_bytes:
+            raise ApiError(413, _too_large(self.settings), "body_too_large")
+
+    def _check_key(self, authorization: str) -> None:
+        scheme, _, given = authorization.partition(" ")
         # Every key is compared, in constant time: the answer tells nothing about them.
         matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
@@ -165,24 +172,23 @@ class Gate:
                 401,
                 "expected an API key of this server as 'Authorization: Bearer KEY', got another "
                 "one or none",
-                code="invalid_api_key",
+                "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
     def _check_host(self, given: str | None) -> None:
-        """Refuse names that are not this server's, unless a key protects it.
+        """Refuse names that are not this server's; only for a server that no key protects.
 
         A web page can point its own name at this machine (DNS rebinding) and would then be of the
         same origin as the server: a browser lets it ask, and read the answers.
         """
-        if self._keys or given is None or self._is_ours(given):
-            return
-        message = (
-            f"expected a Host that is an IP address, localhost or a name of this server, got "
-            f"{brief(given)}: start the server with --allowed-host NAME for each name that its "
-            "clients use, or with --api-key"
-        )
-        raise ApiError(403, message, code="host_not_allowed")
+        if given is not None and not self._is_ours(given):
+            message = (
+                f"expected a Host that is an IP address, localhost or a name of this server, got "
+                f"{brief(given)}: start the server with --allowed-host NAME for each name that its "
+                "clients use, or with --api-key"
+            )
+            raise ApiError(403, message, "host_not_allowed")
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -195,55 +201,30 @@ class Gate:
         return True
 
     async def _admit(
-        self, scope: Scope, headers: Headers, receive: Receive, send: Send, record: RequestRecord
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
     ) -> None:
         """Let the application have the request, in a slot and in time if it asks for work."""
-        body = ArrivingBody(self._settings, headers)
         if scope["method"] != "POST":
-            await self.app(scope, self._limited(body, receive, record), send)
+            await self.app(scope, ArrivingBody(self, receive, record, None), send)
             return
-        try:
-            async with self._slots.slot() as record.clock:
-                await self.app(scope, self._limited(body, receive, record), send)
-        finally:
-            self._num_large_bytes -= body.num_charged
-
-    def _limited(self, body: ArrivingBody, receive: Receive, record: RequestRecord) -> Receive:
-        """`receive` that stops at the first part of a body that is too much."""
-
-        async def receive_limited() -> Message:
-            message = await receive()
-            if message["type"] == "http.disconnect" and not body.is_whole:
-                record.left()  # FastAPI makes a 400 of it
-            body.add(message)
-            if body.is_whole and record.clock is not None:
-                self._slots.has_arrived(record.clock)
-            self._num_large_bytes += body.num_large_bytes - body.num_charged
-            body.num_charged = body.num_large_bytes
-            if self._num_large_bytes > self._settings.max_open_body_bytes:
-                retry = {"Retry-After": str(self._settings.retry_after_s)}
-                raise HTTPException(429, "too many large requests are open: try later", retry)
-            return message
-
-        return receive_limited
-
-    async def _refuse(
-        self, error: ApiError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        record.failed(error)
-        if record.status is not None:
-            return  # half an answer is out; the connection ends with it
-        headers = {"connection": "close", **error.headers}
-        await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
+        async with self._slots.slot() as slot:
+            record.slot = slot
+            body = ArrivingBody(self, receive, record, slot)
+            slot.at_end.callback(body.charge, 0)
+            await self.app(scope, body, send)
 
 
-def _check_framing(headers: Headers) -> None:
-    """Refuse a body of two lengths: a proxy in front may take the other one (smuggling)."""
-    if "content-length" in headers and "transfer-encoding" in headers:
-        raise bad_request(
-            "expected Content-Length or Transfer-Encoding, got both: send one of them",
-            code="ambiguous_length",
-        )
+async def _refuse(
+    error: ApiError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+) -> None:
+    record.failed(error)
+    if record.status is None:  # else half an answer is out; the connection ends with it
+        await error_response(error, connection="close")(scope, receive, send)
+
+
+def error_response(error: ApiError, **headers: str) -> JSONResponse:
+    """What a client gets to read."""
+    return JSONResponse(error.body(), error.status, {**headers, **error.headers})
 
 
 class LimitedProtocol(H11Protocol):
@@ -260,9 +241,11 @@ class LimitedProtocol(H11Protocol):
         self._is_parsing = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.limits.max_connections:
+        if (num_open := len(self.connections)) >= self.limits.max_connections:
             self.transport = transport
-            self._refuse(too_many_connections(len(self.connections), self.limits.retry_after_s))
+            message = f"{num_open} connections are open, which is all this server takes: try later"
+            retry_s = self.limits.retry_after_s
+            self._refuse(ApiError(503, message, "too_many_connections", retry_after_s=retry_s))
             return
         super().connection_made(transport)
         # Writing counts as paused while anything is unsent, not only above 64 KiB: the last bytes
@@ -288,7 +271,7 @@ class LimitedProtocol(H11Protocol):
             return
         if len(TINY_CHUNK.findall(part)) > MAX_TINY_CHUNKS:
             message = "expected a body in chunks of a useful size, got tiny ones"
-            self._refuse(ApiError(400, message, code="invalid_http"))
+            self._refuse(ApiError(400, message, "invalid_http"))
             return
         super().data_received(part)
         self._watch()
@@ -323,7 +306,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, f"expected an HTTP/1.1 request: {msg}", code="invalid_http"))
+        self._refuse(ApiError(400, f"expected an HTTP/1.1 request: {msg}", "invalid_http"))
 
     def abort(self, error: ApiError) -> None:
         """End the connection at once, whatever is unsent."""
@@ -338,11 +321,9 @@ class LimitedProtocol(H11Protocol):
             return
         self._owed = owed
         _cancel(self._arriving)
-        if owed is None:
-            return
-        if state is h11.IDLE:
+        if owed is not None and state is h11.IDLE:
             self._start_clock("headers", self.limits.header_timeout_s)
-        elif state is h11.SEND_BODY:
+        elif owed is not None and state is h11.SEND_BODY:
             self._start_clock("body", self.limits.body_timeout_s)
 
     def _start_clock(self, part: str, timeout_s: float) -> None:
@@ -352,26 +333,29 @@ class LimitedProtocol(H11Protocol):
         if self.flow.read_paused:  # the application reads slowly: the client is not to blame
             self._start_clock(part, timeout_s)
             return
-        self._refuse(late(part, timeout_s))
+        message = f"expected the {part} of a request within {timeout_s:g} s, got a part or nothing"
+        self._refuse(ApiError(408, message, "request_late"))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer with an error, unless an answer has begun, and close the connection."""
         self._tell_request(error)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_answer(error))
+            response = error_response(error, connection="close")
+            status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()
+            lines = [status, *(b"%b: %b" % header for header in response.raw_headers), b"", b""]
+            self.transport.write(b"\r\n".join(lines) + bytes(response.body))
         self.transport.close()
 
     def _watch_reader(self) -> None:
-        num_unsent = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(
-            self.limits.send_timeout_s, self._end_reader, num_unsent
-        )
+        num_unsent, timeout_s = self.transport.get_write_buffer_size(), self.limits.send_timeout_s
+        self._sending = self.loop.call_later(timeout_s, self._end_reader, num_unsent)
 
     def _end_reader(self, num_unsent: int) -> None:
         if num_unsent - self.transport.get_write_buffer_size() >= MIN_READ_BYTES:
             self._watch_reader()
             return
-        self.abort(unread(self.limits.send_timeout_s))
+        message = f"the client read nothing of its answer for {self.limits.send_timeout_s:g} s"
+        self.abort(ApiError(408, message, "answer_unread"))
 
     def _tell_request(self, error: ApiError) -> None:
         """Leave the reason for the request's record: to the application, the client has left."""
@@ -387,11 +371,3 @@ def limited_protocol(settings: ServerSettings) -> type[LimitedProtocol]:
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-def _answer(error: ApiError) -> bytes:
-    body = json.dumps(error.body()).encode()
-    headers = {"content-type": "application/json", "content-length": len(body), **error.headers}
-    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,31 +1,24 @@
 """Answers in OpenAI's words: content and tool calls, in whole bodies or the chunks of a stream."""
 
 import copy
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
-from octavo.serving.engine.request import Completion, Delta, TokenLogprobs, Usage
+from octavo.serving.engine.request import Completion, Delta, Request, TokenLogprobs, Usage
 
 Json = dict[str, Any]
 AnswerKind = Literal["chat.completion", "text_completion"]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-@dataclass(frozen=True)
-class CallPiece:
-    """A part of a tool call; the first one of a call carries its id and name."""
-
-    index: int
-    arguments: str
-    call_id: str | None = None
-    name: str | None = None
-
-
-Piece = str | CallPiece
+TokenText = Callable[[int], str]
+# Content, or a part of a tool call as a stream has it; the first one of a call has its id and name.
+Piece = str | Json
 
 
 class MessageReader:
@@ -45,10 +38,6 @@ class MessageReader:
         return []
 
 
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
 class NamedCallReader(MessageReader):
     """All of it is the arguments of one function, as guided decoding has made it."""
 
@@ -59,9 +48,9 @@ class NamedCallReader(MessageReader):
 
     def feed(self, text: str) -> list[Piece]:
         if self._is_started:
-            return [CallPiece(0, text)] if text else []
+            return [{"index": 0, "function": {"arguments": text}}] if text else []
         self._is_started = True
-        return [CallPiece(0, text, _new_id(), self._name)]
+        return [_new_call(0, self._name, text)]
 
     def finish(self) -> list[Piece]:
         return self.feed("")
@@ -141,7 +130,13 @@ def _overlap(text: str, tag: str) -> int:
     return next((length for length in lengths if text.endswith(tag[:length])), 0)
 
 
-def parse_call(text: str, index: int) -> CallPiece | None:
+def _new_call(index: int, name: str, arguments: str) -> Json:
+    call_id = f"call_{uuid.uuid4().hex[:24]}"
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": call_id, "type": "function", "function": function}
+
+
+def parse_call(text: str, index: int) -> Json | None:
     """The whole call in {"name": …, "arguments": …}, or None."""
     try:
         call: Any = json.loads(text)
@@ -152,46 +147,20 @@ def parse_call(text: str, index: int) -> CallPiece | None:
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    written = json.dumps(arguments, ensure_ascii=False)
-    return CallPiece(index, written, _new_id(), call["name"])
+    return _new_call(index, call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-class TokenTexts:
-    """The text of single tokens, for logprobs; half a character is shown as U+FFFD."""
+def token_texts(tokenizer: Any) -> TokenText:
+    """Tells the text of single tokens, for logprobs; half a character is shown as U+FFFD.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)  # the event loop's own
-        self._known: dict[int, str] = {}
-
-    def __getitem__(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._tokenizer.decode([token])
-        return self._known[token]
-
-    def learn(self, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Look up the texts of tokens now: another thread may not use the tokenizer later."""
-        for one in logprobs or ():
-            for token in (one.token, *(token for token, _ in one.top)):
-                self[token]
-
-    def bytes_of(self, token: int) -> list[int] | None:
-        """The UTF-8 of a token; None where it is only a part of a character."""
-        text = self[token]
-        return None if "\ufffd" in text else list(text.encode())
+    What it has told once, any thread may ask again.
+    """
+    own = copy.deepcopy(tokenizer)  # of the event loop
+    return cache(lambda token: own.decode([token]))
 
 
-def usage_body(usage: Usage) -> Json:
-    """Counts of tokens."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-class Writer:
-    """Writes the choices of one answer, whole or as a stream; a writer is used once.
+class Job:
+    """What one HTTP request asks of the engine, and how its answer is written; used once.
 
     kind: OpenAI's name of the answer. choices: by the engine's request, in the order of their
     index; num_per_prompt of them in a row answer the same prompt.
@@ -199,54 +168,64 @@ class Writer:
 
     def __init__(
         self,
-        answer_id: str,
         kind: AnswerKind,
         model: str,
-        choices: Mapping[str, "Choice"],
-        num_per_prompt: int = 1,
+        requests: Sequence[Request],
+        choices: Sequence["ChatChoice | TextChoice"],
+        *,
+        num_per_prompt: int,
+        has_usage_chunk: bool,
     ) -> None:
-        self.answer_id, self._kind = answer_id, kind
+        self.requests, self.has_usage_chunk = requests, has_usage_chunk
+        self.answer_id = requests[0].request_id
+        self._kind = kind
         self._chunk_kind = "chat.completion.chunk" if kind == "chat.completion" else kind
-        self._fields = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._fields = {"id": self.answer_id, "created": int(time.time()), "model": model}
         self._choices = choices
-        self._indices = {request_id: index for index, request_id in enumerate(choices)}
+        self._indices = {one.request_id: index for index, one in enumerate(requests)}
         self._num_per_prompt = num_per_prompt
         self._usages = [Usage(prompt_tokens=0, completion_tokens=0)] * len(choices)
-        self._total = Usage(prompt_tokens=0, completion_tokens=0)
 
-    def count(self, delta: Delta) -> Usage:
-        """Note a delta's tokens; the usage of all choices so far, each prompt counted once."""
-        index = self._indices[delta.request_id]
-        old, new, total = self._usages[index], delta.usage, self._total
-        counts_prompt = index % self._num_per_prompt == 0
-        # Not summed again: a step has a delta for each of up to 128 choices.
-        self._total = Usage(
-            prompt_tokens=total.prompt_tokens
-            + counts_prompt * (new.prompt_tokens - old.prompt_tokens),
-            completion_tokens=total.completion_tokens
-            + (new.completion_tokens - old.completion_tokens),
-            cached_tokens=total.cached_tokens
-            + counts_prompt * (new.cached_tokens - old.cached_tokens),
+    @property
+    def is_small(self) -> bool:
+        """Whether the whole answer is written in no time; thousands of logprobs take a second."""
+        return len(self.requests) < 8 and self.requests[0].sampling.logprobs is None
+
+    def note(self, delta: Delta) -> None:
+        """Note the tokens of a choice so far."""
+        self._usages[self._indices[delta.request_id]] = delta.usage
+
+    def usage(self) -> Usage:
+        """The tokens of all choices so far, each prompt counted once."""
+        prompts = self._usages[:: self._num_per_prompt]
+        return Usage(
+            prompt_tokens=sum(one.prompt_tokens for one in prompts),
+            completion_tokens=sum(one.completion_tokens for one in self._usages),
+            cached_tokens=sum(one.cached_tokens for one in prompts),
         )
-        self._usages[index] = new
-        return self._total
+
+    def _usage_body(self) -> Json:
+        usage = self.usage()
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
 
     def opening(self) -> list[Json]:
         """What a stream begins with."""
-        return [
-            self._chunk(request_id, part)
-            for request_id, choice in self._choices.items()
-            for part in choice.opening()
-        ]
+        found = [choice.opening() for choice in self._choices]
+        return [self._chunk(index, part) for index, part in enumerate(found) if part is not None]
 
     def chunks(self, delta: Delta) -> list[Json]:
         """What a stream adds for a delta."""
-        parts = self._choices[delta.request_id].chunks(delta)
-        return [self._chunk(delta.request_id, part) for part in parts]
+        index = self._indices[delta.request_id]
+        return [self._chunk(index, part) for part in self._choices[index].chunks(delta)]
 
     def usage_chunk(self) -> Json:
         """The chunk after the last one, for those who asked for it."""
-        usage = usage_body(self._total)
+        usage = self._usage_body()
         return {**self._fields, "object": self._chunk_kind, "choices": [], "usage": usage}
 
     def content(self, completions: Sequence[Completion]) -> bytes:
@@ -254,33 +233,35 @@ class Writer:
 
         Choice by choice: the encoder of a large document lets no other thread run.
         """
-        fields = {**self._fields, "object": self._kind, "usage": usage_body(self._total)}
-        both = zip(self._choices.values(), completions, strict=True)
+        fields = {**self._fields, "object": self._kind, "usage": self._usage_body()}
+        both = zip(self._choices, completions, strict=True)
         choices = [_json({"index": i, **choice.whole(one)}) for i, (choice, one) in enumerate(both)]
         return b'%s, "choices": [%s]}' % (_json(fields)[:-1], b", ".join(choices))
 
-    def _chunk(self, request_id: str, part: Json) -> Json:
-        choice = {"index": self._indices[request_id], **part}
-        return {**self._fields, "object": self._chunk_kind, "choices": [choice]}
+    def _chunk(self, index: int, part: Json) -> Json:
+        choices = [{"index": index, **part}]
+        return {**self._fields, "object": self._chunk_kind, "choices": choices}
 
 
 class ChatChoice:
     """A choice of chat.completion and chat.completion.chunk; like any other it is written once."""
 
-    def __init__(self, texts: TokenTexts, reader: MessageReader) -> None:
-        self._texts = texts
-        self._reader = reader
+    def __init__(self, text_of: TokenText, reader: MessageReader) -> None:
+        self._text_of, self._reader = text_of, reader
 
-    def opening(self) -> list[Json]:
+    def opening(self) -> Json | None:
         """What a stream begins with."""
-        return [self._part({"role": "assistant", "content": ""})]
+        return self._part({"role": "assistant", "content": ""})
 
     def chunks(self, delta: Delta) -> list[Json]:
         """What a stream adds for a delta."""
         pieces = self._reader.feed(delta.text)
         if delta.finish_reason is not None:
             pieces += self._reader.finish()
-        found = [self._part(_piece_delta(piece)) for piece in pieces]
+        found = [
+            self._part({"content": one} if isinstance(one, str) else {"tool_calls": [one]})
+            for one in pieces
+        ]
         if delta.logprobs:
             # They belong to the tokens of this step; text that waits for more comes without.
             found = found or [self._part({})]
@@ -291,18 +272,23 @@ class ChatChoice:
 
     def whole(self, completion: Completion) -> Json:
         """The whole choice at once."""
-        pieces = self._reader.feed(completion.text) + self._reader.finish()
         message: Json = {"role": "assistant", "content": None, "refusal": None}
-        content = "".join(piece for piece in pieces if isinstance(piece, str))
-        calls = _whole_calls(pieces)
+        calls: list[Json] = []
+        content = ""
+        for piece in self._reader.feed(completion.text) + self._reader.finish():
+            if isinstance(piece, str):
+                content += piece
+            elif "id" in piece:
+                calls.append({key: value for key, value in piece.items() if key != "index"})
+            else:
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
         if content or not calls:
             message["content"] = content
         if calls:
             message["tool_calls"] = calls
-        logprobs = completion.logprobs
         return {
             "message": message,
-            "logprobs": None if logprobs is None else self._logprobs(logprobs),
+            "logprobs": self._logprobs(completion.logprobs),
             "finish_reason": self._finish_reason(completion.finish_reason),
         }
 
@@ -312,7 +298,9 @@ class ChatChoice:
     def _finish_reason(self, of_engine: str) -> str:
         return self._reader.finish_reason if of_engine == "stop" else of_engine
 
-    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> Json:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
+        if logprobs is None:
+            return None
         content = [
             {
                 **self._token(one.token, one.logprob),
@@ -323,11 +311,10 @@ class ChatChoice:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> Json:
-        return {
-            "token": self._texts[token],
-            "logprob": _finite(logprob),
-            "bytes": self._texts.bytes_of(token),
-        }
+        text = self._text_of(token)
+        # A part of a character has no text of its own.
+        utf8 = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": utf8}
 
 
 class TextChoice:
@@ -336,12 +323,12 @@ class TextChoice:
     echo: the prompt's text if the answer is to begin with it.
     """
 
-    def __init__(self, texts: TokenTexts, echo: str = "") -> None:
-        self._texts, self._echo = texts, echo
+    def __init__(self, text_of: TokenText, echo: str = "") -> None:
+        self._text_of, self._echo = text_of, echo
         self._offset = 0
 
-    def opening(self) -> list[Json]:
-        return [self._choice(self._echo, None, None)] if self._echo else []
+    def opening(self) -> Json | None:
+        return self._choice(self._echo, None, None) if self._echo else None
 
     def chunks(self, delta: Delta) -> list[Json]:
         if not (delta.text or delta.logprobs or delta.finish_reason):
@@ -353,70 +340,32 @@ class TextChoice:
         return self._choice(text, completion.logprobs, completion.finish_reason)
 
     def _choice(
-        self,
-        text: str,
-        logprobs: tuple[TokenLogprobs, ...] | None,
-        finish_reason: str | None,
+        self, text: str, logprobs: Sequence[TokenLogprobs] | None, finish_reason: str | None
     ) -> Json:
         written = None if logprobs is None else self._logprobs(logprobs)
         return {"text": text, "logprobs": written, "finish_reason": finish_reason}
 
-    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> Json:
-        texts = [self._texts[one.token] for one in logprobs]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
-        tops = [
-            {self._texts[token]: _finite(value) for token, value in reversed(one.top)} or None
-            for one in logprobs
-        ]
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> Json:
+        texts = [self._text_of(one.token) for one in logprobs]
+        offsets = list(itertools.accumulate(map(len, texts), initial=self._offset))
+        self._offset = offsets.pop()
         return {
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": [_best_first(top) for top in tops],
+            "top_logprobs": [self._top(one.top) for one in logprobs],
             "text_offset": offsets,
         }
 
-
-Choice = ChatChoice | TextChoice
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+        # Written worst first: of tokens with the same text the likeliest one stays.
+        found = {self._text_of(token): _finite(value) for token, value in reversed(top)}
+        return dict(sorted(found.items(), key=lambda item: -item[1])) or None
 
 
 def _json(document: Json) -> bytes:
     return json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _best_first(top: dict[str, float] | None) -> dict[str, float] | None:
-    # Written worst first: of tokens with the same text the likeliest one stays.
-    return None if top is None else dict(sorted(top.items(), key=lambda item: -item[1]))
-
-
 def _finite(logprob: float) -> float:
     # JSON has no infinity; OpenAI writes -9999.0 for what cannot come.
     return max(logprob, -9999.0)
-
-
-def _piece_delta(piece: Piece) -> Json:
-    return {"content": piece} if isinstance(piece, str) else {"tool_calls": [_call(piece)]}
-
-
-def _call(piece: CallPiece) -> Json:
-    function: Json = {"arguments": piece.arguments}
-    if piece.call_id is None:
-        return {"index": piece.index, "function": function}
-    function = {"name": piece.name, **function}
-    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
-
-
-def _whole_calls(pieces: list[Piece]) -> list[Json]:
-    calls: list[Json] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            continue
-        if piece.call_id is not None:
-            call = _call(piece)
-            del call["index"]
-            calls.append(call)
-        else:
-            calls[piece.index]["function"]["arguments"] += piece.arguments
-    return calls

@@ -4,87 +4,60 @@ from collections.abc import Mapping
 from typing import Any
 
 CLIENT_LEFT_STATUS = 499  # nginx's number: nobody reads the answer, but logs and metrics do
+# The error's type by its status; that of others is invalid_request_error.
+KINDS = {
+    408: "timeout_error",
+    429: "rate_limit_error",
+    CLIENT_LEFT_STATUS: "cancelled",
+    500: "server_error",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
-    """A request that ends without an answer, and what its caller is told."""
+    """A request that ends without an answer, and what its caller is told.
+
+    retry_after_s: when the caller may try again; 5 s if the server is unavailable.
+    """
 
     def __init__(
         self,
         status: int,
         message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
         code: str | None = None,
+        *,
+        param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(status, message)  # with which pickle makes it again in another process
         self.status, self.message = status, message
-        self.kind, self.param, self.code = kind, param, code
+        self.param, self.code = param, code
         self.headers = dict(headers or {})
+        if retry_after_s is not None or status == 503:
+            self.headers["Retry-After"] = str(retry_after_s or 5)
 
     def __str__(self) -> str:
         return self.message
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI writes it."""
-        fields = {"message": self.message, "type": self.kind}
-        return {"error": {**fields, "param": self.param, "code": self.code}}
+        kind = KINDS.get(self.status, "invalid_request_error")
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The request itself is wrong: the same again would fail again."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, code, param=param)
 
 
-def too_many_requests(message: str, retry_after_s: int) -> ApiError:
-    """There is no room now."""
-    headers = {"Retry-After": str(retry_after_s)}
-    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
-
-
-def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
-    """The server takes no requests: it ends, its engine has failed, or there is no room."""
-    headers = {"Retry-After": str(retry_after_s)}
-    return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
-
-
-def server_error(message: str, code: str = "engine_error") -> ApiError:
+def failure(error: BaseException, code: str = "engine_error") -> ApiError:
     """A failure that is not the caller's."""
-    return ApiError(500, message, kind="server_error", code=code)
-
-
-def timed_out(timeout_s: float) -> ApiError:
-    """The request took longer than the server allows one."""
-    message = f"expected an answer within {timeout_s:g} s, which this server allows; ask for less"
-    return ApiError(504, message, kind="timeout_error", code="request_timeout")
-
-
-def late(part: str, timeout_s: float) -> ApiError:
-    """The client took too long to send a part of its request."""
-    message = f"expected the {part} of a request within {timeout_s:g} s, got a part or nothing"
-    return ApiError(408, message, kind="timeout_error", code="request_late")
-
-
-def made_way() -> ApiError:
-    """The client was slow to send its request, and others needed the room."""
-    message = "the request was not complete when others needed its place: send it at once"
-    return ApiError(408, message, kind="timeout_error", code="request_late")
-
-
-def unread(timeout_s: float) -> ApiError:
-    """The client has stopped reading its answer."""
-    message = f"the client read nothing of its answer for {timeout_s:g} s"
-    return ApiError(408, message, kind="timeout_error", code="answer_unread")
-
-
-def too_many_connections(num_open: int, retry_after_s: int) -> ApiError:
-    """There is no room for another connection now."""
-    message = f"{num_open} connections are open, which is all this server takes: try later"
-    return unavailable(message, "too_many_connections", retry_after_s)
+    return ApiError(500, f"{type(error).__name__}: {error}", code)
 
 
 def client_left() -> ApiError:
     """Nobody is there to read the answer."""
-    return ApiError(CLIENT_LEFT_STATUS, "the client has left", kind="cancelled", code="cancelled")
+    return ApiError(CLIENT_LEFT_STATUS, "the client has left", "cancelled")

@@ -8,177 +8,184 @@ to loop). A request that was submitted ends exactly once: with its last delta, o
 import asyncio
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from octavo.errors import CapacityError, OctavoError
-from octavo.serving.engine.precision import Precision
 from octavo.serving.engine.request import Delta, GrammarFailure, Request, Stats
-from octavo.serving.server.api_error import (
-    ApiError,
-    bad_request,
-    made_way,
-    server_error,
-    timed_out,
-    too_many_requests,
-    unavailable,
-)
+from octavo.serving.server.api_error import ApiError, bad_request, failure
 from octavo.serving.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from octavo.serving.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 SATURATION_EVERY_S = 5.0
 THREAD_END_S = 10.0
+DRAIN_POLL_S = 0.02
 NO_LIMIT_S = 1e9
 PATIENCE_S = 2.0  # with a body that has not come while others need its place
-MADE_WAY = -math.inf
-ENDED_FIRST = "the server has ended before the answer did"
+
+
+def aborted() -> ApiError:
+    """The server did not wait for the answer."""
+    return ApiError(503, "the server has ended before the answer did", "aborted")
+
+
+class Slot:
+    """The place of a request in the server, from its arrival to its end, and the time it has."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.at_end = ExitStack()  # what the request holds until it has ended, however it ends
+        self.is_whole = False  # all of the request is here
+        self.since_s = time.monotonic()
+        self._deadline = asyncio.get_running_loop().time() + (timeout_s or NO_LIMIT_S)
+        self._clock: asyncio.Timeout | None = None
+        message = f"expected an answer within {timeout_s or NO_LIMIT_S:g} s, which this server"
+        self._error = ApiError(504, f"{message} allows; ask for less", "request_timeout")
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Inside, the calling task alone ends with an ApiError at the deadline."""
+        self.stop()
+        self._clock = clock = asyncio.timeout_at(self._deadline)
+        try:
+            async with clock:
+                yield
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise self._error from None
+        finally:
+            self._clock = None
+
+    def end(self, error: ApiError) -> None:
+        """End the task now, with this error, if it has a deadline."""
+        if self._clock is not None and not self._clock.expired():
+            self._error, self._deadline = error, 0.0
+            self._clock.reschedule(0.0)
+
+    def stop(self) -> None:
+        """Lift the deadline: the answer is there."""
+        if self._clock is not None and not self._clock.expired():
+            self._clock.reschedule(None)
+            self._clock = None
 
 
 class RequestThread(ABC):
     """What the event loop knows of the thread; `_run` alone is the thread's.
 
-    A request holds a slot from its arrival to the end of its answer, whatever happens in between.
     worker: what does the work, as errors say it. A subclass keeps `_open`, the requests that the
-    thread has, and calls `_note_idle` when one has gone.
+    thread has.
     """
 
     _open: Collection[Any]
 
-    def __init__(self, settings: ServerSettings, *, worker: str, thread_name: str) -> None:
+    def __init__(self, settings: ServerSettings, worker: str) -> None:
         self.settings = settings
         self.problem: str | None = None  # why the worker has failed for good
         self.is_closing = False
         self._has_ended = False
         self._worker = worker
-        self._clocks: set[asyncio.Timeout] = set()  # one for each slot in use
-        # Of requests that are not whole, the oldest first: since when.
-        self._arriving: dict[asyncio.Timeout, float] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._slots: list[Slot] = []  # the oldest first
+        self._can_wait = True
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"octavo-{worker}", daemon=True)
 
     @property
     def num_open(self) -> int:
         """Requests that have come in and have not ended."""
-        return max(len(self._open), len(self._clocks))
+        return max(len(self._open), len(self._slots))
 
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[asyncio.Timeout]:
-        """Inside, a request counts as open and its clock runs; ApiError if there is no room for it.
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[Slot]:
+        """Inside, a request counts as open and its time runs; ApiError if there is no room for it.
 
-        The clock ends it with an ApiError: in time, or when the server ends. Whoever watches over
-        the request from then on stops the clock: `clock.reschedule(None)`. Until `has_arrived` it
-        holds one of half the slots: if they are in use, the oldest one makes way for a new one.
+        Those that are not whole get half of the slots: the oldest one makes way for a new one,
+        unless it has just come.
         """
-        if len(self._arriving) >= max(1, self.settings.max_open // 2):
-            self._end_slowest()
-        self.check_open()
-        clock = asyncio.timeout(self.settings.timeout_s or NO_LIMIT_S)
-        self._clocks.add(clock)
-        self._arriving[clock] = time.monotonic()
-        self._idle.clear()
+        arriving = [slot for slot in self._slots if not slot.is_whole]
+        is_half = len(arriving) >= max(1, self.settings.max_open // 2)
+        if is_half and time.monotonic() - arriving[0].since_s > PATIENCE_S:
+            message = "the request was not complete when others needed its place: send it at once"
+            arriving[0].end(ApiError(408, message, "request_late"))
+        self.check_works()
+        if self.is_closing:
+            message = "the server is ending and takes no new requests"
+            raise ApiError(503, message, "shutting_down")
+        self.check_room(self.num_open)
+        slot = Slot(self.settings.timeout_s)
+        self._slots.append(slot)
         try:
-            async with clock:
-                yield clock
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            if self._has_ended:
-                raise unavailable(ENDED_FIRST, "aborted") from None
-            if self._arriving.get(clock) == MADE_WAY:
-                raise made_way() from None
-            raise timed_out(self.settings.timeout_s or NO_LIMIT_S) from None
+            with slot.at_end:
+                async with slot.limit():
+                    yield slot
         finally:
-            self._clocks.discard(clock)
-            self._arriving.pop(clock, None)
-            self._note_idle()
-
-    def _end_slowest(self) -> None:
-        """End the oldest of the requests that are not whole, unless it has just come."""
-        oldest, since_s = next(iter(self._arriving.items()))
-        if time.monotonic() - since_s > PATIENCE_S:
-            self._arriving[oldest] = MADE_WAY
-            _end_now(oldest)
-
-    def has_arrived(self, clock: asyncio.Timeout) -> None:
-        """Note that all of a request is here; its slot is its own from then on."""
-        self._arriving.pop(clock, None)
+            self._slots.remove(slot)
 
     def start(self) -> None:
         """Start the thread; its results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def _note_idle(self) -> None:
-        if not self._open and not self._clocks:
-            self._idle.set()
-
-    def check_open(self) -> None:
-        """ApiError if a request would be refused now, whatever it asks for."""
-        self.check_works()
-        if self.is_closing:
-            raise unavailable("the server is ending and takes no new requests", "shutting_down")
-        self.check_room(self.num_open)
-
     def check_works(self) -> None:
         """ApiError if the worker has failed or has ended."""
         if self.problem is not None:
-            raise unavailable(f"the {self._worker} has failed: {self.problem}", "engine_failed")
+            message = f"the {self._worker} has failed: {self.problem}"
+            raise ApiError(503, message, "engine_failed")
         if self._has_ended:
-            raise unavailable("the server has ended", "shutting_down")
+            raise ApiError(503, "the server has ended", "shutting_down")
 
     def check_room(self, num_open: int, num_new: int = 1) -> None:
         """ApiError if so many open requests leave no room for the new ones."""
         max_open = self.settings.max_open
         if num_new > max_open:
-            raise bad_request(
-                f"{num_new} choices exceed the {max_open} that this server answers at once: ask "
-                "for fewer"
-            )
+            message = f"{num_new} choices exceed the {max_open} that this server answers at once"
+            raise bad_request(f"{message}: ask for fewer")
         if num_open + num_new > max_open:
-            raise too_many_requests(
+            raise self._full(
                 f"{num_open} of at most {max_open} requests are open, which leaves no room for "
-                f"{num_new} more: try later",
-                self.settings.retry_after_s,
+                f"{num_new} more: try later"
             )
+
+    def _full(self, message: str) -> ApiError:
+        return ApiError(429, message, "queue_full", retry_after_s=self.settings.retry_after_s)
 
     async def drain(self, grace_s: float) -> bool:
         """Take no new requests and wait for the open ones; whether all of them ended in time."""
         self.is_closing = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+        end_s = time.monotonic() + grace_s
+        while self.num_open and self._can_wait and time.monotonic() < end_s:
+            await asyncio.sleep(DRAIN_POLL_S)
         return not self.num_open
 
     def stop_waiting(self) -> None:
         """Make `drain` return now, whatever is open."""
-        self._idle.set()
+        self._can_wait = False
 
-    async def _end_thread(self, ask: Callable[[], None]) -> None:
-        """Wait for the thread's end, after asking for it, if it runs; but only once."""
+    async def close(self) -> None:
+        """End the thread; requests that are still open end with an error."""
+        self.is_closing = True
         if self._has_ended:
             return
         self._has_ended = True
-        for clock in self._clocks:
-            if clock.when() is not None:
-                _end_now(clock)
+        for slot in self._slots:
+            slot.end(aborted())
         if self._thread.is_alive():
-            ask()
+            self._commands.put(None)
             await asyncio.to_thread(self._thread.join, THREAD_END_S)
 
     @abstractmethod
-    async def close(self) -> None:
-        """End the thread; requests that are still open end with an error."""
-
-    @abstractmethod
     def _run(self) -> None:
-        """The thread."""
+        """The thread; a command that is None ends it."""
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         """Called in the thread: let the event loop call this."""
@@ -188,64 +195,31 @@ class RequestThread(ABC):
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _end_now(clock: asyncio.Timeout) -> None:
-    if not clock.expired():
-        clock.reschedule(0.0)
-
-
-class Engine(Protocol):
-    """What the server asks of an engine; one thread calls it, what is about images any."""
-
-    model_name: str
-    max_context: int
-    tokenizer: Any
-    precision: Precision
-
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def has_images(self) -> bool: ...
-    def count_image_tokens(self, width: int, height: int) -> int | None: ...
-    def choose_image_reduction(self, width: int, height: int, factors: Iterable[int]) -> int: ...
-    def prepare_images(self, prompt: Sequence[int], images: Iterable[Any]) -> Any: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def step(self) -> list[Delta]: ...
-    def stats(self) -> Stats: ...
-    def read_saturation(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Answer:
-    """The deltas of requests that belong together: `async with` it, `async for` over it.
+    """The deltas of requests that belong together: `async for` over it.
 
-    It ends with the last of its requests, or with the first error of one. Leaving it before its end
-    aborts them all.
+    It ends with the last of its requests, or with the first error of one.
     """
 
-    def __init__(self, owner: "AsyncEngine", request_ids: Sequence[str]) -> None:
-        loop = asyncio.get_running_loop()
-        self.request_ids = tuple(request_ids)
-        self.admitted: asyncio.Future[None] = loop.create_future()
-        self.timer: asyncio.TimerHandle | None = None
-        self._owner = owner
-        self._items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
-        self._num_left = len(self.request_ids)
+    def __init__(self, requests: Sequence[Request], slot: Slot | None) -> None:
+        self.slot = slot
+        self.request_ids = tuple(request.request_id for request in requests)
+        # First None, when the engine has the requests, then what they became; an error is the last.
+        self.items: asyncio.Queue[Delta | ApiError | None] = asyncio.Queue()
+        self._num_left = len(requests)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
         return self._num_left == 0
 
-    def put(self, item: Delta | ApiError) -> None:
-        """Hand on what came; a finish reason is a request's last one, an error the answer's."""
-        self._items.put_nowait(item)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._owner.cancel(self)
+    async def get(self) -> Any:
+        """What comes next; ApiError if it is one."""
+        item = await self.items.get()
+        if isinstance(item, ApiError):
+            self._num_left = 0
+            raise item
+        return item
 
     def __aiter__(self) -> Self:
         return self
@@ -253,55 +227,47 @@ class Answer:
     async def __anext__(self) -> Delta:
         if self.is_over:
             raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, ApiError):
-            self._num_left = 0
-            raise item
-        if item.finish_reason is not None:
+        delta: Delta = await self.get()
+        if delta.finish_reason is not None:
             self._num_left -= 1
-        return item
+        return delta
 
 
 class AsyncEngine(RequestThread):
     """Requests of many coroutines for one engine."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        super().__init__(settings, worker="engine", thread_name="octavo-engine")
+    def __init__(self, engine: "Engine", settings: ServerSettings) -> None:
+        super().__init__(settings, "engine")
         self.engine = engine
         self.last_stats = engine.stats()
         self._saturation_due_s = 0.0
         self._open: dict[str, Answer] = {}
-        self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
 
-    async def submit(self, *requests: Request, deadline: float | None = None) -> Answer:
+    @asynccontextmanager
+    async def submit(self, *requests: Request, slot: Slot | None = None) -> AsyncIterator[Answer]:
         """Give requests to the engine, all of them or none; ApiError if one is refused.
 
-        deadline: when they must have ended, by the event loop's clock. None counts the settings'
-        timeout from now. What came in before the server began to end is still taken.
+        What came in before the server began to end is still taken. What has not ended when the
+        caller leaves is aborted. slot: its deadline is lifted with the last token, however long
+        that takes to send.
         """
         self.check_works()
         self.check_room(len(self._open), len(requests))
-        assert self._loop is not None, "start() comes first"
-        answer = Answer(self, [request.request_id for request in requests])
+        answer = Answer(requests, slot)
         if known := self._open.keys() & answer.request_ids:
-            raise server_error(f"request {min(known)} is open already")
+            raise ApiError(500, f"request {min(known)} is open already", "engine_error")
         self._open.update(dict.fromkeys(answer.request_ids, answer))
-        self._idle.clear()
-        self._commands.put(lambda: self._add(requests, answer))
-        if self.settings.timeout_s is not None:
-            at = self._loop.time() + self.settings.timeout_s if deadline is None else deadline
-            answer.timer = self._loop.call_at(at, self._time_out, answer)
+        self._commands.put(partial(self._add, requests, answer))
         try:
-            await answer.admitted
-        except BaseException:  # refused, or the caller was cancelled while it waited
-            self.cancel(answer)
-            raise
-        return answer
+            await answer.get()
+            yield answer
+        finally:
+            self._cancel(answer)
 
-    def cancel(self, answer: Answer) -> None:
+    def _cancel(self, answer: Answer) -> None:
         """Abort what is still open of an answer that nobody waits for any more."""
-        if request_ids := self._forget(answer, answer.request_ids):
-            self._commands.put(lambda: self._call(self._abort, request_ids))
+        if request_ids := [one for one in answer.request_ids if self._open.pop(one, None)]:
+            self._commands.put(partial(self._call, self._abort, request_ids))
 
     def ask_for_saturation(self) -> None:
         """Have the engine read its counters of saturated values, at most every 5 s.
@@ -311,46 +277,20 @@ class AsyncEngine(RequestThread):
         now_s = time.monotonic()
         if self._thread.is_alive() and now_s >= self._saturation_due_s:
             self._saturation_due_s = now_s + SATURATION_EVERY_S
-            self._commands.put(lambda: self._call(self.engine.read_saturation))
+            self._commands.put(partial(self._call, self.engine.read_saturation))
 
     async def close(self) -> None:
-        """End the thread; requests that are still open end with an error."""
-        self.is_closing = True
-        await self._end_thread(lambda: self._commands.put(lambda: False))
-        self._end_all(unavailable(ENDED_FIRST, "aborted"))
+        await super().close()
+        self._end_all(aborted())
 
     def _end_all(self, error: ApiError) -> None:
-        for answer in list(self._open.values()):
+        for answer in dict.fromkeys(self._open.values()):
             self._end(answer, error)
 
     def _end(self, answer: Answer, error: ApiError) -> None:
-        """End an answer with an error, unless it has ended; its other requests are aborted."""
-        if not any(request_id in self._open for request_id in answer.request_ids):
-            return
-        self.cancel(answer)
-        if not answer.admitted.done():
-            answer.admitted.set_exception(error)
-        else:
-            answer.put(error)
-
-    def _forget(self, answer: Answer, request_ids: Sequence[str]) -> list[str]:
-        """Close these requests of an answer; those of them that were open."""
-        closed = [one for one in request_ids if self._open.pop(one, None) is not None]
-        is_over = not any(one in self._open for one in answer.request_ids)
-        if is_over and answer.timer is not None:
-            answer.timer.cancel()
-        self._note_idle()
-        return closed
-
-    def _time_out(self, answer: Answer) -> None:
-        assert self.settings.timeout_s is not None
-        self._end(answer, timed_out(self.settings.timeout_s))
-
-    def _admit(self, answer: Answer, error: ApiError | None) -> None:
-        if error is not None:
-            self._end(answer, error)
-        elif not answer.admitted.done():
-            answer.admitted.set_result(None)
+        """End an answer with an error; its other requests are aborted."""
+        self._cancel(answer)
+        answer.items.put_nowait(error)
 
     def _deliver(self, deltas: list[Delta], stats: Stats) -> None:
         self.last_stats = stats
@@ -361,16 +301,17 @@ class AsyncEngine(RequestThread):
                 case "error":
                     self._end(answer, _failure(delta.error or "the engine failed"))
                 case "abort":
-                    self._end(answer, unavailable(delta.error or ENDED_FIRST, "aborted"))
-                case None:
-                    answer.put(delta)
-                case _:
-                    self._forget(answer, [delta.request_id])
-                    answer.put(delta)
+                    self._end(answer, aborted())
+                case reason:
+                    answer.items.put_nowait(delta)
+                    if reason is not None:
+                        del self._open[delta.request_id]
+                        if answer.slot and not self._open.keys() & answer.request_ids:
+                            answer.slot.stop()
 
     def _fail(self, error: BaseException) -> None:
         self.problem = f"{type(error).__name__}: {error}"
-        self._end_all(server_error(f"the engine has failed: {self.problem}", "engine_failed"))
+        self._end_all(ApiError(500, f"the engine has failed: {self.problem}", "engine_failed"))
 
     # Below: the engine's thread.
 
@@ -392,49 +333,47 @@ class AsyncEngine(RequestThread):
                 command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:
                 return True
-            if not command():
+            if command is None:
                 return False
+            command()
             del command  # it has the request, and with it its images
 
     def _step(self) -> None:
         deltas = self.engine.step()
         self._post(self._deliver, deltas, self.engine.stats())
 
-    def _add(self, requests: Sequence[Request], answer: Answer) -> bool:
-        error = None
-        for num_added, request in enumerate(requests):
-            error = self._try_to_add(request)
-            if error is not None:
-                for one in requests[:num_added]:
-                    self.engine.abort(one.request_id)
-                break
-        self._post(self._admit, answer, error)
-        return True
-
-    def _try_to_add(self, request: Request) -> ApiError | None:
+    def _add(self, requests: Sequence[Request], answer: Answer) -> None:
+        num_added = 0
         try:
-            self.engine.add(request)
-        except CapacityError as error:
-            return too_many_requests(str(error), self.settings.retry_after_s)
-        except OctavoError as error:
-            return bad_request(str(error))
+            for request in requests:
+                self.engine.add(request)
+                num_added += 1
         except Exception as error:
-            logger.exception("request %s could not be added", request.request_id)
-            return server_error(f"{type(error).__name__}: {error}")
-        return None
+            added, refused = answer.request_ids[:num_added], answer.request_ids[num_added]
+            self._abort(added)
+            self._post(self._end, answer, self._refusal(refused, error))
+        else:
+            self._post(answer.items.put_nowait, None)
+
+    def _refusal(self, request_id: str, error: Exception) -> ApiError:
+        if isinstance(error, CapacityError):
+            return self._full(str(error))
+        if isinstance(error, OctavoError):
+            return bad_request(str(error))
+        logger.error("request %s could not be added", request_id, exc_info=error)
+        return failure(error)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.engine.abort(request_id)
 
-    def _call(self, function: Callable[..., None], *args: Any) -> bool:
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
         # An aborted request frees its pages at once; the page at / shows it without another step.
         self._post(self._deliver, [], self.engine.stats())
-        return True
 
 
 def _failure(error: str) -> ApiError:
     if isinstance(error, GrammarFailure):
         return bad_request(f"this JSON schema cannot be followed: {error}", code="schema_too_large")
-    return server_error(error)
+    return ApiError(500, error, "engine_error")

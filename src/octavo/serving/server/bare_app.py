@@ -3,10 +3,9 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from importlib import resources
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -19,10 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive
 
 from octavo.brief import brief
-from octavo.serving.server.admission import Gate
+from octavo.serving.server.admission import Gate, error_response
 from octavo.serving.server.api_error import ApiError, bad_request, client_left
 from octavo.serving.server.async_engine import RequestThread
-from octavo.serving.server.metrics import CONTENT_TYPE, Metrics, RequestRecord
+from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
 from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__
@@ -30,9 +29,6 @@ from octavo.version import __version__
 T = TypeVar("T")
 STATUSES = (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in STATUSES}
-# Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
-PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-PAGE_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 NUM_PROBLEMS_SHOWN = 3
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 429: "queue_full"}
 # Routes of OpenAI's that clients ask for and that no server of ours has.
@@ -43,19 +39,40 @@ NOT_SUPPORTED = {
 
 
 class BaseServer(ABC):
-    """What an application serves: a thread that answers, with its settings, metrics and models."""
+    """What an application serves: a model by its names, and the thread that answers.
 
-    settings: ServerSettings
-    metrics: Metrics
+    page: the name of the page's files. about_model: what /v1/models adds. A subclass sets `engine`,
+    the thread, and `metrics`.
+    """
+
     engine: RequestThread
-    models: "ServedModels"
+    metrics: Metrics
+    page = "page"
+    # Nothing from elsewhere: the page works without a network, and cannot be made to speak to one.
+    page_policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
     failed = "engine failed"  # how /health begins if the thread's worker has failed
+
+    def __init__(self, settings: ServerSettings, model_name: str, **about_model: Any) -> None:
+        self.settings = settings
+        self.model_names = settings.model_names or (model_name,)  # the first is in answers
+        self._about_model = {"created": int(time.time()), "owned_by": "octavo", **about_model}
 
     def status(self) -> tuple[int, str]:
         """(HTTP status, word) of /health."""
         if self.engine.problem is not None:
             return 503, f"{self.failed}: {self.engine.problem}"
         return (503, "shutting down") if self.engine.is_closing else (200, "ok")
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError unless the model is one that is served here; None is the one we have."""
+        if name is not None and name not in self.model_names:
+            message = f"expected a model served here ({', '.join(self.model_names)}), got {name!r}"
+            raise ApiError(404, message, "model_not_found", param="model")
+
+    def model_entry(self, name: str) -> dict[str, Any]:
+        """A model as OpenAI describes it."""
+        self.check_model(name)
+        return {"id": name, "object": "model", **self._about_model}
 
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
@@ -70,12 +87,8 @@ class BaseServer(ABC):
         await self.engine.close()
 
 
-def make_app(server: BaseServer, page: Mapping[str, str], policy: str = PAGE_POLICY) -> FastAPI:
-    """The application of a server; its lifespan starts and ends the server's thread.
-
-    page: the files of this package to serve, by their paths. policy: of their content.
-    """
-    settings = server.settings
+def make_app(server: BaseServer) -> FastAPI:
+    """The application of a server; its lifespan starts and ends the server's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -88,9 +101,13 @@ def make_app(server: BaseServer, page: Mapping[str, str], policy: str = PAGE_POL
         title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.server = server
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(RequestValidationError, _invalid)
+    for kind, handler in (
+        (ApiError, _api_error),
+        (HTTPException, _http_exception),
+        (RequestValidationError, _invalid),
+    ):
+        app.add_exception_handler(kind, handler)
+    settings = server.settings
     app.add_middleware(Gate, settings=settings, metrics=server.metrics, slots=server.engine)
     if settings.cors_origins:
         app.add_middleware(
@@ -101,15 +118,26 @@ def make_app(server: BaseServer, page: Mapping[str, str], policy: str = PAGE_POL
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     server.add_routes(app)
-    server.models.add_routes(app)
-    _add_status_routes(app, server)
-    for path, name in page.items():
-        _add_page(app, path, name, policy)
+    _add_common_routes(app, server)
+    _add_page(app, "/", "text/html", server.page_policy, f"{server.page}.html")
+    scripts = ("common.js", f"{server.page}.js")
+    _add_page(app, "/page.js", "text/javascript", server.page_policy, *scripts)
+    _add_page(app, "/page.css", "text/css", server.page_policy, "page.css")
     return app
 
 
-def _add_status_routes(app: FastAPI, server: BaseServer) -> None:
-    @app.get("/health", responses={503: {"description": "It answers nobody."}})
+def _add_common_routes(app: FastAPI, server: BaseServer) -> None:
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> dict[str, Any]:
+        """The names under which the model can be asked."""
+        return {"object": "list", "data": [server.model_entry(x) for x in server.model_names]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return server.model_entry(name)
+
+    @app.get("/health", responses={503: {"description": "Not accepting requests."}})
     async def health() -> JSONResponse:
         """Whether requests are answered."""
         status, word = server.status()
@@ -131,15 +159,15 @@ def _add_status_routes(app: FastAPI, server: BaseServer) -> None:
         return server.numbers()
 
 
-def _add_page(app: FastAPI, path: str, name: str, policy: str) -> None:
-    """Serve a file of this package under this path."""
-    content = resources.files("octavo.serving.server").joinpath(name).read_bytes()
-    media_type = f"{PAGE_KINDS[Path(name).suffix]}; charset=utf-8"
+def _add_page(app: FastAPI, path: str, media_type: str, policy: str, *names: str) -> None:
+    """Serve files of this package, one behind the other, under this path."""
+    folder = resources.files("octavo.serving.server")
+    content = b"".join(folder.joinpath(name).read_bytes() for name in names)
     headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
 
     @app.get(path, include_in_schema=False)
     async def respond() -> Response:
-        return Response(content, media_type=media_type, headers=headers)
+        return Response(content, media_type=f"{media_type}; charset=utf-8", headers=headers)
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -164,22 +192,16 @@ async def _disconnect(receive: Receive) -> None:
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    record: RequestRecord = request.state.record
-    record.failed(error)
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+    request.state.record.failed(error)
+    return error_response(error)
 
 
 async def _http_exception(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 404 and request.url.path.startswith("/v1/"):
-        return await _api_error(request, _unknown_route(request))
-    refusal = ApiError(
-        error.status_code,
-        str(error.detail),
-        kind="rate_limit_error" if error.status_code == 429 else "invalid_request_error",
-        code=CODES.get(error.status_code),
-        headers=error.headers,
-    )
+    status = error.status_code
+    refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
+    if status == 404 and request.url.path.startswith("/v1/"):
+        refusal = _unknown_route(request)
     return await _api_error(request, refusal)
 
 
@@ -193,7 +215,7 @@ def _unknown_route(request: HttpRequest) -> ApiError:
         for method in sorted(route.methods or ())
     ]
     code = "not_supported" if path in NOT_SUPPORTED else "not_found"
-    return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code=code)
+    return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code)
 
 
 async def _invalid(request: HttpRequest, error: Exception) -> Response:
@@ -221,34 +243,3 @@ def _problem(problem: Any) -> str:
             return f"{place}: {problem['ctx']['error']}"
     expected = problem["msg"].replace("Input should be", "expected")
     return f"{place or 'body'}: {expected}, got {brief(problem['input'])}"
-
-
-class ServedModels:
-    """One model by its names, the first of which answers carry; about: what /v1/models adds."""
-
-    def __init__(self, names: tuple[str, ...], **about: Any) -> None:
-        self.names = names
-        self._about = {"created": int(time.time()), "owned_by": "octavo", **about}
-
-    def check(self, name: str | None) -> None:
-        """ApiError unless the model is one that is served here; none at all is the one we have."""
-        if name is not None and name not in self.names:
-            message = f"expected a model served here ({', '.join(self.names)}), got {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def add_routes(self, app: FastAPI) -> None:
-        """OpenAI's two routes."""
-
-        @app.get("/v1/models", responses=ERRORS)
-        async def models() -> dict[str, Any]:
-            """The names under which the model can be asked."""
-            return {"object": "list", "data": [self._entry(name) for name in self.names]}
-
-        @app.get("/v1/models/{name:path}", responses=ERRORS)
-        async def model(name: str) -> dict[str, Any]:
-            """One of them."""
-            self.check(name)
-            return self._entry(name)
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", **self._about}

@@ -8,21 +8,20 @@ import hashlib
 import json
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from octavo.errors import OctavoError
-from octavo.serving.engine.closed_schema import close_objects
-from octavo.serving.engine.guided import Grammar, tool_call_schema
+from octavo.serving.engine.guided import Grammar, close_objects, tool_call_schema
 from octavo.serving.server.api_error import bad_request
 from octavo.serving.server.prompts import MAX_DEPTH, Prompts, json_size
-from octavo.serving.server.schema import ChatRequest, NamedTool, ResponseFormat, Tool
+from octavo.serving.server.schema import ChatRequest, JsonSchema, NamedTool, ResponseFormat, Tool
 from octavo.serving.server.workers import WorkerError, Workers, yield_to_others
 
 Schema = dict[str, Any]
+Followed = Schema | tuple[Tool, ...]  # what an answer must be: a value, or a call of one of these
 MakeGrammar = Callable[[Schema], Any]
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}  # OpenAI's meaning of no parameters
 # The time to compile grows with the square of the properties.
@@ -35,17 +34,15 @@ NUM_KEPT = 64
 
 def format_schema(asked: ResponseFormat | None) -> Schema | None:
     """What an answer must be by its response_format; None for any text."""
-    if asked is None or asked.type == "text":
-        if asked is not None and asked.json_schema is not None:
-            message = "expected type 'json_schema' beside json_schema, got 'text'"
-            raise bad_request(message, "response_format")
-        return None
-    if asked.type == "json_object":
-        return {"type": "object"}
-    if asked.json_schema is None:
-        message = "expected json_schema with type 'json_schema', got none"
-        raise bad_request(message, "response_format")
-    return asked.json_schema.schema_
+    match asked:
+        case None | ResponseFormat(type="text", json_schema=None):
+            return None
+        case ResponseFormat(type="json_object"):
+            return {"type": "object"}
+        case ResponseFormat(type="json_schema", json_schema=JsonSchema(schema_=schema)):
+            return schema
+    found = "none" if asked.json_schema is None else f"type {asked.type!r}"
+    raise bad_request(f"expected json_schema with its type, got {found}", "response_format")
 
 
 def forced_tools(body: ChatRequest) -> tuple[Tool, ...]:
@@ -82,9 +79,9 @@ def _parameters(tools: Sequence[Tool]) -> dict[str, Schema]:
     return {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
 
 
-def check_size(asked: Schema | Sequence[Tool] | None, param: str) -> int:
+def check_size(asked: Followed, param: str) -> int:
     """The characters of a schema; ApiError if it is larger or deeper than this server compiles."""
-    schema = asked if asked is None or isinstance(asked, dict) else _parameters(asked)
+    schema = asked if isinstance(asked, dict) else _parameters(asked)
     num_chars, num_properties, depth = json_size(schema)
     for what, found, limit in (
         ("levels", depth, MAX_DEPTH),
@@ -97,17 +94,12 @@ def check_size(asked: Schema | Sequence[Tool] | None, param: str) -> int:
     return num_chars
 
 
-class GuidedGrammars:
-    """Makes the grammars of one model's answers; pickle takes it to other processes."""
-
-    def __init__(self, engine: Any) -> None:
-        self._tokenizer = engine.tokenizer
-        # The model's own: a tokenizer may name another end, or none. It must know them, though.
-        own = getattr(engine, "eos_tokens", ())
-        self._eos_tokens = [token for token in own if token < len(self._tokenizer)] or None
-
-    def __call__(self, schema: Schema) -> Grammar:
-        return Grammar.from_json_schema(schema, self._tokenizer, eos_tokens=self._eos_tokens)
+def guided_grammars(engine: Any) -> MakeGrammar:
+    """Makes the grammars of a model's answers; pickle takes it to other processes."""
+    # The model's own: a tokenizer may name another end, or none. It must know them, though.
+    own = getattr(engine, "eos_tokens", ())
+    ends = [token for token in own if token < len(engine.tokenizer)] or None
+    return partial(Grammar.from_json_schema, tokenizer=engine.tokenizer, eos_tokens=ends)
 
 
 class GrammarCache:
@@ -120,32 +112,29 @@ class GrammarCache:
     def __init__(self, make: MakeGrammar, workers: Workers) -> None:
         self._make, self._workers = make, workers
         self._thread = ThreadPoolExecutor(1, "octavo-grammars", initializer=yield_to_others)
-        self._kept: OrderedDict[bytes, tuple[Any, float]] = OrderedDict()  # and until when
+        self._kept: dict[bytes, tuple[Any, float]] = {}  # and until when; the last used last
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def get(self, asked: Schema | tuple[Tool, ...], param: str) -> Any:
-        """The grammar of a schema, or of a call of one of the tools.
-
-        ApiError for a schema that is too large or cannot be followed.
-        """
+    async def get(self, asked: Followed, param: str) -> Any:
+        """The grammar to follow; ApiError for a schema that is too large or cannot be followed."""
         num_chars = check_size(asked, param)
         written = json.dumps(["call", _parameters(asked)] if isinstance(asked, tuple) else asked)
         key = hashlib.sha256(written.encode()).digest()
-        found, until = self._kept.get(key, (None, 0.0))
-        if time.monotonic() >= until:
+        found, until_s = self._kept.pop(key, (None, 0.0))
+        if time.monotonic() >= until_s:
             found, keep_s = await self._try(asked, num_chars)
-            self._kept[key] = found, time.monotonic() + keep_s
-        self._kept.move_to_end(key)
-        while len(self._kept) > NUM_KEPT:
-            self._kept.popitem(last=False)
+            until_s = time.monotonic() + keep_s
+        self._kept[key] = found, until_s  # behind all others
+        if len(self._kept) > NUM_KEPT:
+            del self._kept[next(iter(self._kept))]
         if isinstance(found, str):
             raise bad_request(f"this JSON schema cannot be followed: {found}", param)
         return found
 
-    async def _try(self, asked: Schema | tuple[Tool, ...], num_chars: int) -> tuple[Any, float]:
+    async def _try(self, asked: Followed, num_chars: int) -> tuple[Any, float]:
         """(the grammar or why there is none, for how many seconds that holds)."""
         run = self._workers.run
         try:
@@ -158,32 +147,20 @@ class GrammarCache:
             return str(error) or type(error).__name__, math.inf
 
 
-@dataclass(frozen=True)
 class WorkerTools:
-    """What tasks in a worker process use."""
+    """What tasks in a worker process use; made there."""
 
-    prompts: Prompts
-    make_grammar: MakeGrammar
-
-
-@dataclass(frozen=True)
-class WorkerSetUp:
-    """Makes the tools of a worker process from what pickle can take there."""
-
-    tokenizer: Any
-    max_context: int
-    make_grammar: MakeGrammar
-
-    def __call__(self) -> WorkerTools:
-        return WorkerTools(Prompts(self.tokenizer, self.max_context), self.make_grammar)
+    def __init__(self, tokenizer: Any, max_context: int, make_grammar: MakeGrammar) -> None:
+        self.prompts = Prompts(tokenizer, max_context)
+        self.make_grammar = make_grammar
 
 
-def call_prompts(tools: WorkerTools, method: str, args: Any, kwargs: Any) -> Any:
+def call_prompts(tools: WorkerTools, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a method of `Prompts` in a worker process."""
-    return getattr(tools.prompts, method)(*args, **kwargs)
+    return method(tools.prompts, *args, **kwargs)
 
 
-def try_schema(tools: WorkerTools, asked: Schema | tuple[Tool, ...]) -> Schema:
+def try_schema(tools: WorkerTools, asked: Followed) -> Schema:
     """The schema to follow, whose grammar was made in this worker to see that it can be made."""
     schema = call_schema(asked) if isinstance(asked, tuple) else asked
     tools.make_grammar(schema)

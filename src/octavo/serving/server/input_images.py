@@ -15,15 +15,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from octavo.brief import brief
 from octavo.errors import OctavoError
 from octavo.serving.server.api_error import ApiError, bad_request, client_left
-from octavo.serving.server.async_engine import Engine
 from octavo.serving.server.settings import ImageLimits
 from octavo.serving.server.workers import WaitingRoom, yield_to_others
+
+if TYPE_CHECKING:
+    from octavo.serving.engine.engine import Engine
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 PARAM = "messages"
@@ -54,25 +56,13 @@ class ImageFile:
         """Of the whole image."""
         return self.width * self.height
 
-    @property
-    def num_pixels_to_decode(self) -> int:
-        """How many pixels there are in memory while it is decoded: WebP's decoder has four of each.
-
-        A pixel is 4 bytes, or 1 without colour.
-        """
-        return self.num_pixels * (4 if self.format == "WEBP" else 1)
-
 
 def read_file(url: str, limits: ImageLimits) -> ImageFile:
     """The file that a URL means; ApiError if it is not allowed, too large or no image."""
     scheme = url[:10].partition(":")[0].lower()
-    match scheme:
-        case "data":
-            data = _from_data_url(url, limits)
-        case "http" | "https":
-            data = _fetch(url, limits)
-        case _:
-            raise refused(f"expected a data:, http: or https: URL, got {brief(url)}")
+    if scheme not in ("data", "http", "https"):
+        raise refused(f"expected a data:, http: or https: URL, got {brief(url)}")
+    data = _from_data_url(url, limits) if scheme == "data" else _fetch(url, limits)
     with _opened(data, limits) as image:
         return ImageFile(data, image.format, *image.size)
 
@@ -113,26 +103,21 @@ def refused(message: str) -> ApiError:
     return bad_request(f"image_url: {message}", PARAM, "invalid_image")
 
 
-def _too_many_pixels(limits: ImageLimits, found: str) -> ApiError:
-    return refused(f"expected at most {limits.max_pixels} pixels, got {found}")
-
-
-def _too_large(limits: ImageLimits) -> ApiError:
-    return refused(f"expected at most {limits.max_bytes} bytes, got more")
+def _check_bytes(num_bytes: int, limits: ImageLimits) -> None:
+    if num_bytes > limits.max_bytes:
+        raise refused(f"expected at most {limits.max_bytes} bytes, got more")
 
 
 def _from_data_url(url: str, limits: ImageLimits) -> bytes:
     header, comma, payload = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise refused(f"expected data:image/…;base64,…, got {brief(url)}")
-    if len(payload) > limits.max_bytes * 2:  # base64 takes 4/3, line breaks some more
-        raise _too_large(limits)
+    _check_bytes(len(payload) // 2, limits)  # base64 takes 4/3, line breaks some more
     try:
         data = base64.b64decode(payload.encode().translate(None, BLANKS), validate=True)
     except (binascii.Error, ValueError) as error:
         raise refused(f"expected base64, got something else: {error}") from None
-    if len(data) > limits.max_bytes:
-        raise _too_large(limits)
+    _check_bytes(len(data), limits)
     return data
 
 
@@ -162,8 +147,7 @@ def _fetch(url: str, limits: ImageLimits) -> bytes:
             # One read of the socket at a time: a host that drips cannot pass the deadline.
             while chunk := response.read1(CHUNK_BYTES):
                 data += chunk
-                if len(data) > limits.max_bytes:
-                    raise _too_large(limits)
+                _check_bytes(len(data), limits)
                 if time.monotonic() > deadline:
                     raise TimeoutError("too slow")
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -179,18 +163,19 @@ def _opened(data: bytes, limits: ImageLimits) -> Iterator[Any]:
     except ImportError:
         raise refused("this server cannot read images: it has no pillow") from None
 
+    expected = f"expected at most {limits.max_pixels} pixels"
     untyped: Any = Image
     untyped.core.set_block_size(BLOCK_BYTES)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_pixels:
-                raise _too_many_pixels(limits, f"{width}x{height}")
+                raise refused(f"{expected}, got {width}x{height}")
             yield image
     except ApiError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_many_pixels(limits, "far more") from None
+        raise refused(f"{expected}, got far more") from None
     # Decoders raise whatever a damaged file leads them to.
     except Exception as error:
         formats = ", ".join(FORMATS)
@@ -218,18 +203,18 @@ class PixelBudget(WaitingRoom):
         return Hold(self, num_pixels)
 
 
+@dataclass
 class Hold:
     """Pixels of a budget in somebody's hands."""
 
-    def __init__(self, budget: PixelBudget, num_pixels: int) -> None:
-        self._budget = budget
-        self.num_pixels = num_pixels
+    budget: PixelBudget
+    num_pixels: int
 
     def shrink(self, num_pixels: int) -> None:
         """Keep at most so many of them and give back the rest."""
         surplus = max(0, self.num_pixels - num_pixels)
         self.num_pixels -= surplus
-        self._budget.leave(surplus)
+        self.budget.leave(surplus)
 
     def release(self) -> None:
         """Give back what is left; a second call gives back nothing."""
@@ -244,7 +229,7 @@ class ImageReader:
     and those that the model sees until it ends.
     """
 
-    def __init__(self, engine: Engine, limits: ImageLimits) -> None:
+    def __init__(self, engine: "Engine", limits: ImageLimits) -> None:
         self._engine = engine  # only what any thread may call
         self._limits = limits
         self.budget = PixelBudget(limits.max_server_pixels)
@@ -302,11 +287,12 @@ class ImageReader:
 
         at_end: closed when the request has ended; gives back the pixels.
         """
-        loop = asyncio.get_running_loop()
-        num_pixels = sum(file.num_pixels_to_decode for file in files)
+        # WebP's decoder has four of each. A pixel is 4 bytes, or 1 without colour.
+        num_pixels = sum(file.num_pixels * (4 if file.format == "WEBP" else 1) for file in files)
         hold = await self.budget.hold(min(num_pixels, self.budget.size))
         is_left = threading.Event()
         work = self._executor.submit(self._prepare, prompt, files, is_left)
+        loop = asyncio.get_running_loop()
         try:
             prepared = await asyncio.wrap_future(work)
         except BaseException:

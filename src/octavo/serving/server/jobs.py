@@ -4,14 +4,15 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, OctavoError
+from octavo.serving.engine.image_request import nth_seed
 from octavo.serving.engine.request import Request, Sampling
 from octavo.serving.server.answers import (
     CLOSING,
@@ -19,34 +20,25 @@ from octavo.serving.server.answers import (
     AnyCallReader,
     AutoCallReader,
     ChatChoice,
-    Choice,
+    Job,
     MessageReader,
     NamedCallReader,
     TextChoice,
-    TokenTexts,
-    Writer,
+    token_texts,
 )
 from octavo.serving.server.api_error import bad_request
-from octavo.serving.server.async_engine import Engine
-from octavo.serving.server.bare_app import ServedModels
 from octavo.serving.server.guidance import (
+    Followed,
     GrammarCache,
     MakeGrammar,
-    Schema,
-    WorkerSetUp,
+    WorkerTools,
     call_prompts,
     check_size,
     forced_tools,
     format_schema,
 )
 from octavo.serving.server.input_images import ImageReader
-from octavo.serving.server.prompts import (
-    Prompts,
-    chat_size,
-    image_urls,
-    listed_prompts,
-    num_chars,
-)
+from octavo.serving.server.prompts import Prompts, chat_size, image_urls, listed_prompts, num_chars
 from octavo.serving.server.schema import (
     MAX_CHOICES,
     ChatRequest,
@@ -59,61 +51,45 @@ from octavo.serving.server.schema import (
 from octavo.serving.server.settings import ServerSettings
 from octavo.serving.server.workers import LARGE, WorkerError, Workers
 
+if TYPE_CHECKING:
+    from octavo.serving.engine.engine import Engine
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+ID_PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 NUM_WORKERS = 2
 ENCODE_S = 60.0
 MAX_ECHO_CHARS = 4 * 2**20
-# Fields whose names and values are Sampling's own.
-SAME_NAMES = (
-    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "seed", "ignore_eos", "min_tokens"),
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one HTTP request asks of the engine, and how the answer is written.
-
-    requests: one for each choice, in the order of their index.
-    """
-
-    requests: tuple[Request, ...]
-    writer: Writer
-    is_stream: bool
-    has_usage_chunk: bool
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the whole answer is written in no time; thousands of logprobs take a second."""
-        return len(self.requests) < 8 and self.requests[0].sampling.logprobs is None
+# Fields whose names and values are Sampling's own; the others are converted.
+SAME_NAMES = SamplingFields.model_fields.keys() & Sampling.__dataclass_fields__.keys()
+SAME_NAMES -= {"max_tokens", "top_k", "logit_bias", "stop", "stop_token_ids"}
 
 
 class Jobs:
     """Makes jobs; slow work (templates, tokens, images, grammars) stays off the event loop.
 
     Short prompts are encoded in a thread, within milliseconds; long ones, and grammars, in worker
-    processes, which are killed if the client leaves.
+    processes, which are killed if the client leaves. model_name: of answers to requests that name
+    no model.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         settings: ServerSettings,
         make_grammar: MakeGrammar,
-        models: ServedModels,
+        model_name: str,
     ) -> None:
-        self._models = models
-        self._settings = settings
+        self._settings, self._model_name = settings, model_name
         self._max_context = engine.max_context
         self._engine = engine  # only what any thread may call
         self.images = ImageReader(engine, settings.images)
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
-        self.token_texts = TokenTexts(engine.tokenizer)
+        self.text_of = token_texts(engine.tokenizer)
         # One thread: a tokenizer is not to be used by two.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
-        set_up = WorkerSetUp(engine.tokenizer, engine.max_context, make_grammar)
+        set_up = partial(WorkerTools, engine.tokenizer, engine.max_context, make_grammar)
         self._workers = Workers(NUM_WORKERS, set_up, preload=type(engine.tokenizer).__module__)
         self._make_grammar = make_grammar
         self._grammars = GrammarCache(make_grammar, self._workers)
@@ -140,82 +116,65 @@ class Jobs:
         self._workers.close()
         self._grammars.close()
 
-    async def chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
-        """The job of a chat completion; at_end: what is to be done when its request has ended."""
-        self._models.check(body.model)
-        forced = forced_tools(body)
-        schema: Schema | tuple[Tool, ...] | None = format_schema(body.response_format)
-        if schema is not None and body.tools and body.tool_choice != "none":
-            raise bad_request(
-                f"response_format {body.response_format and body.response_format.type!r} together "
-                "with tools is not supported: set tool_choice to 'none' or leave one out",
-                "response_format",
-            )
-        schema, param = (forced, "tools") if forced else (schema, "response_format")
-        check_size(schema, param)  # first: tools are part of the prompt, too
+    async def make(self, body: ChatRequest | CompletionRequest, at_end: ExitStack) -> Job:
+        """The job of a request; at_end: what is to be done when the request has ended."""
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        if isinstance(body, ChatRequest):
+            return await self._chat(body, at_end)
+        return await self._completion(body)
+
+    async def _chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
+        forced, schema = forced_tools(body), format_schema(body.response_format)
+        _check_chat(body, is_guided=schema is not None)
+        followed: Followed | None = forced or schema
+        param = "tools" if forced else "response_format"
+        if followed is not None:
+            check_size(followed, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
-        is_auto = bool(tools) and not forced  # an answer that may make one call ends behind it
         prompt = await self._chat_tokens(body.messages, tools, is_forced=bool(forced))
-        prepared: Any = ()
+        images: Any = ()
         if files:
-            prepared = await self.images.prepare(prompt, files, at_end)
-            prompt = prepared.tokens
-        if body.top_logprobs and not body.logprobs:
-            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        max_tokens = self._max_tokens(
-            _asked_tokens(body), len(prompt), self._max_context, "messages"
-        )
-        sampling = await self._sampling(
-            body,
-            max_tokens=max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            schema=schema,
-            param=param,
-            more_stops=(CLOSING,) if is_auto and body.parallel_tool_calls is False else (),
-        )
-        requests = _requests("chatcmpl", body, [(prompt, max_tokens)], sampling, prepared)
-        choices = [ChatChoice(self.token_texts, _reader(body, len(forced))) for _ in requests]
-        return self._job(body, "chat.completion", requests, choices)
+            images = await self.images.prepare(prompt, files, at_end)
+            prompt = images.tokens
+        asked = body.max_tokens or body.max_completion_tokens
+        max_tokens = self._max_tokens(asked, len(prompt), self._max_context, "messages")
+        # An answer that may make one call ends behind it.
+        is_one = bool(tools) and not forced and body.parallel_tool_calls is False
+        sampling = await self._sampling(body, followed, param, (CLOSING,) if is_one else ())
+        sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+        choices = [ChatChoice(self.text_of, _reader(body, forced)) for _ in range(body.n or 1)]
+        prompts = [(prompt, max_tokens)]
+        return self._job("chat.completion", body, prompts, sampling, choices, images)
 
-    async def completion(self, body: CompletionRequest) -> Job:
-        """The job of a completion."""
-        self._models.check(body.model)
+    async def _completion(self, body: CompletionRequest) -> Job:
         given = listed_prompts(body)
-        _check_choices(body, len(given))
+        _check_completion(body, len(given))
         schema = format_schema(body.response_format)
         for one in given:
             self._prompts.check_length(len(one), "prompt")
         prompts, echoes = [], []
         for one in given:
-            tokens = await self._encoded("of_completion", len(one), one)
+            tokens = await self._encoded(len(one), Prompts.of_completion, one)
             most = self._max_tokens(
                 body.max_tokens, len(tokens), DEFAULT_COMPLETION_TOKENS, "prompt"
             )
             prompts.append((tokens, most))
-            echo = ""
-            if body.echo and isinstance(one, str):
-                echo = one
-            elif body.echo:
-                echo = await self._encoded("decode", len(tokens), tokens)
+            echo = one if body.echo else ""
+            if not isinstance(echo, str):
+                echo = await self._encoded(len(tokens), Prompts.decode, tokens)
             echoes += [echo] * (body.n or 1)
         if sum(map(len, echoes)) > MAX_ECHO_CHARS:
             message = f"the prompt, once for each choice, exceeds {MAX_ECHO_CHARS:,} characters"
             raise bad_request(f"echo: {message}", "echo")
-        sampling = await self._sampling(
-            body,
-            max_tokens=prompts[0][1],
-            logprobs=body.logprobs,
-            schema=schema,
-            param="response_format",
-        )
-        requests = _requests("cmpl", body, prompts, sampling)
-        choices = [TextChoice(self.token_texts, echo) for echo in echoes]
-        return self._job(body, "text_completion", requests, choices)
+        sampling = await self._sampling(body, schema, "response_format")
+        sampling["logprobs"] = body.logprobs
+        choices = [TextChoice(self.text_of, echo) for echo in echoes]
+        return self._job("text_completion", body, prompts, sampling, choices)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
-        self._models.check(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("expected either prompt or messages, got both or neither")
         if body.messages is not None:
@@ -227,12 +186,12 @@ class Jobs:
             prompt = body.prompt or ""
             self._prompts.check_length(len(prompt), "prompt")
             options = {"param": "prompt", "add_special_tokens": body.add_special_tokens}
-            tokens = await self._encoded("encode", len(prompt), prompt, **options)
+            tokens = await self._encoded(len(prompt), Prompts.encode, prompt, **options)
         return {"count": len(tokens), "max_model_len": self._max_context, "tokens": list(tokens)}
 
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         """The text of tokens."""
-        return {"prompt": await self._encoded("decode", len(tokens), tokens)}
+        return {"prompt": await self._encoded(len(tokens), Prompts.decode, tokens)}
 
     async def _chat_tokens(
         self, messages: Sequence[Message], tools: Sequence[Tool], **options: bool
@@ -240,52 +199,56 @@ class Jobs:
         """The tokens of a conversation; options: of `Prompts.of_chat`."""
         self._prompts.check_length(num_chars(messages), "messages")
         size = chat_size(messages, tools)
-        tokens: tuple[int, ...] = await self._encoded("of_chat", size, messages, tools, **options)
+        tokens: tuple[int, ...] = await self._encoded(
+            size, Prompts.of_chat, messages, tools, **options
+        )
         return tokens
 
     def _job(
         self,
-        body: SamplingFields,
         kind: AnswerKind,
-        requests: Sequence[Request],
-        choices: Sequence[Choice],
+        body: SamplingFields,
+        prompts: Sequence[tuple[tuple[int, ...], int]],
+        sampling: dict[str, Any],
+        choices: Sequence[ChatChoice | TextChoice],
+        images: Any = (),
     ) -> Job:
-        if body.stream_options is not None and not body.stream:
-            raise bad_request("stream_options needs stream: true", "stream_options")
+        """The job of n requests for each prompt (its tokens, its max_tokens), one for each choice.
+
+        Choice i of a prompt has the seed `seed + i`: choices differ, and come again with the seed.
+        """
+        first, requests = f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}", list[Request]()
+        for (prompt, max_tokens), i in product(prompts, range(body.n or 1)):
+            seed = None if body.seed is None else nth_seed(body.seed, i)
+            name = f"{first}-{len(requests)}" if requests else first
+            try:
+                own = Sampling(**sampling | {"max_tokens": max_tokens, "seed": seed})
+                one = Request(request_id=name, prompt=prompt, sampling=own, images=images)
+            except ConfigError as error:
+                raise bad_request(str(error)) from None
+            requests.append(one)
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        name = body.model or self._models.names[0]
-        by_id = {one.request_id: choice for one, choice in zip(requests, choices, strict=True)}
-        writer = Writer(requests[0].request_id, kind, name, by_id, body.n or 1)
-        return Job(tuple(requests), writer, is_stream=bool(body.stream), has_usage_chunk=has_usage)
+        model, n = body.model or self._model_name, body.n or 1
+        return Job(kind, model, requests, choices, num_per_prompt=n, has_usage_chunk=has_usage)
 
     async def _sampling(
         self,
         body: SamplingFields,
-        *,
-        max_tokens: int,
-        logprobs: int | None,
-        schema: Schema | tuple[Tool, ...] | None,
+        followed: Followed | None,
         param: str,
         more_stops: tuple[str, ...] = (),
-    ) -> Sampling:
-        grammar = None if schema is None else await self._grammars.get(schema, param)
-        given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+    ) -> dict[str, Any]:
+        """The fields of Sampling that both kinds of requests have in common."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        try:
-            return Sampling(
-                max_tokens=max_tokens,
-                logprobs=logprobs,
-                top_k=max(body.top_k or 0, 0),  # vLLM writes -1 for all
-                logit_bias=tuple(
-                    (int(token), bias) for token, bias in (body.logit_bias or {}).items()
-                ),
-                stop=(*stop, *more_stops),
-                stop_token_ids=tuple(body.stop_token_ids or ()),
-                grammar=grammar,
-                **given,
-            )
-        except ConfigError as error:
-            raise bad_request(str(error)) from None
+        biases = (body.logit_bias or {}).items()
+        return {
+            **body.model_dump(include=SAME_NAMES, exclude_none=True),
+            "top_k": max(body.top_k or 0, 0),  # vLLM writes -1 for all
+            "logit_bias": tuple((int(token), bias) for token, bias in biases),
+            "stop": (*stop, *more_stops),
+            "stop_token_ids": tuple(body.stop_token_ids or ()),
+            "grammar": None if followed is None else await self._grammars.get(followed, param),
+        }
 
     def _max_tokens(
         self, asked: int | None, num_prompt: int, default: int, prompt_param: str
@@ -305,7 +268,9 @@ class Jobs:
             raise bad_request(f"{message}; got {asked}", "max_tokens")
         return asked or min(default, room, limit or room)
 
-    async def _encoded(self, method: str, size: int, /, *args: Any, **kwargs: Any) -> Any:
+    async def _encoded(
+        self, size: int, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """What a method of `Prompts` returns; size: about the characters that it looks at."""
         if size > LARGE:
             call = (call_prompts, method, args, kwargs)
@@ -314,18 +279,27 @@ class Jobs:
             except WorkerError as error:
                 raise bad_request(f"the prompt could not be encoded: {error}") from None
         loop = asyncio.get_running_loop()
-        function = partial(getattr(self._prompts, method), *args, **kwargs)
+        function = partial(method, self._prompts, *args, **kwargs)
         return await loop.run_in_executor(self._executor, function)
 
 
-def _asked_tokens(body: ChatRequest) -> int | None:
-    asked = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(asked) > 1:
-        raise bad_request("expected max_tokens or max_completion_tokens, got both", "max_tokens")
-    return asked.pop() if asked else None
+def _check_chat(body: ChatRequest, *, is_guided: bool) -> None:
+    """ApiError for fields that contradict each other."""
+    if is_guided and body.tools and body.tool_choice != "none":
+        raise bad_request(
+            f"response_format {body.response_format and body.response_format.type!r} together "
+            "with tools is not supported: set tool_choice to 'none' or leave one out",
+            "response_format",
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
+        message = "expected max_tokens or max_completion_tokens, got both"
+        raise bad_request(message, "max_tokens")
 
 
-def _check_choices(body: CompletionRequest, num_prompts: int) -> None:
+def _check_completion(body: CompletionRequest, num_prompts: int) -> None:
+    """ApiError for fields that contradict each other, and for too many choices."""
     n = body.n or 1
     if body.best_of not in (None, n):
         raise bad_request(
@@ -349,42 +323,15 @@ def _check_choices(body: CompletionRequest, num_prompts: int) -> None:
         )
 
 
-def _requests(
-    kind: str,
-    body: SamplingFields,
-    prompts: Sequence[tuple[tuple[int, ...], int]],
-    sampling: Sampling,
-    images: Any = (),
-) -> list[Request]:
-    """A request for each choice, n for each prompt (its tokens, its max_tokens).
-
-    Choice i of a prompt has the seed `seed + i`: choices differ, and come again with the seed.
-    """
-    first, requests = f"{kind}-{uuid.uuid4().hex}", list[Request]()
-    try:
-        for prompt, max_tokens in prompts:
-            for i in range(body.n or 1):
-                seed = None if body.seed is None else (body.seed + i + 2**63) % 2**64 - 2**63
-                own = replace(sampling, max_tokens=max_tokens, seed=seed)
-                name = f"{first}-{len(requests)}" if requests else first
-                requests.append(
-                    Request(request_id=name, prompt=prompt, sampling=own, images=images)
-                )
-    except ConfigError as error:
-        raise bad_request(str(error)) from None
-    return requests
-
-
-def _reader(body: ChatRequest, num_forced: int) -> MessageReader:
+def _reader(body: ChatRequest, forced: Sequence[Tool]) -> MessageReader:
     """How the answer's text is read: as content, as the call it was forced to be, or as both."""
     if not body.tools or body.tool_choice == "none":
         return MessageReader()
-    if num_forced == 0:
+    if not forced:
         return AutoCallReader()
-    if num_forced > 1:
+    if len(forced) > 1:
         return AnyCallReader()
     # OpenAI says "stop" after a call that was asked for by name.
-    (tool,) = forced_tools(body)
     return NamedCallReader(
-        tool.function.name, "tool_calls" if body.tool_choice == "required" else "stop"
+        forced[0].function.name, "tool_calls" if body.tool_choice == "required" else "stop"
     )

@@ -1,15 +1,13 @@
 """What a server tells of its requests: counts and times for Prometheus, and a log line for each."""
 
-import asyncio
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, repeat
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -23,9 +21,9 @@ from prometheus_client.core import CounterMetricFamily as Total  # its series en
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from octavo.serving.engine.precision import Precision
-from octavo.serving.engine.request import Delta, Saturated, Usage
+from octavo.serving.engine.request import Delta, Usage
 from octavo.serving.server.api_error import CLIENT_LEFT_STATUS, ApiError
-from octavo.serving.server.async_engine import AsyncEngine
+from octavo.serving.server.async_engine import AsyncEngine, Slot
 
 logger = logging.getLogger("octavo.requests")
 
@@ -40,96 +38,84 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 ANSWER_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 QUEUE_BUCKETS = (0.001, 0.005, *ANSWER_BUCKETS)
-# Of the engine, by the name of the metric: what it says, and the field of Stats that has it.
-GAUGES = {
-    "requests_running": ("Requests in the engine's batch.", "num_running"),
-    "requests_waiting": ("Requests in the engine's queue.", "num_waiting"),
-    "pages": ("Pages of the KV cache.", "num_pages"),
-    "pages_in_use": ("Pages that requests hold.", "num_pages_in_use"),
+# By the name in /stats: the metric, what it is, its buckets.
+REQUEST_TIMES = {
+    "request": ("request_seconds", "From accepting a request to its last token.", ANSWER_BUCKETS),
+    "queue": (
+        "queue_seconds",
+        "From accepting a request to the engine's first pass over it; requests that end without a "
+        "token are left out.",
+        QUEUE_BUCKETS,
+    ),
 }
-TOTALS = {
-    "prompt_tokens": ("Tokens of prompts.", "prompt_tokens"),
-    "completion_tokens": ("Tokens of answers.", "completion_tokens"),
-    "cached_tokens": ("Tokens of prompts whose pages were filled already.", "cached_tokens"),
-    "preemptions": ("Requests put back for want of pages.", "num_preemptions"),
-    "steps": ("Forward passes.", "num_steps"),
+TOKEN_TIMES = REQUEST_TIMES | {
+    "ttft": (
+        "time_to_first_token_seconds",
+        "From accepting a request to its first token.",
+        ANSWER_BUCKETS,
+    ),
+    "itl": ("inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_BUCKETS),
 }
+# Of the engine: the kind of metric, its name, what it is, the field of Stats that has it.
+ENGINE_NUMBERS = (
+    (Gauge, "requests_running", "Requests in the engine's batch.", "num_running"),
+    (Gauge, "requests_waiting", "Requests in the engine's queue.", "num_waiting"),
+    (Gauge, "pages", "Pages of the KV cache.", "num_pages"),
+    (Gauge, "pages_in_use", "Pages that requests hold.", "num_pages_in_use"),
+    (Total, "prompt_tokens", "Tokens of prompts.", "prompt_tokens"),
+    (Total, "completion_tokens", "Tokens of answers.", "completion_tokens"),
+    (Total, "cached_tokens", "Tokens of prompts whose pages were filled already.", "cached_tokens"),
+    (Total, "preemptions", "Requests put back for want of pages.", "num_preemptions"),
+    (Total, "steps", "Forward passes.", "num_steps"),
+)
 FRESHNESS = "As of the scrape before this one, or older by up to 5 s."
+SATURATED = (
+    "Values beyond the range of their static FP8 scale: keys and values of the KV cache, in layers "
+    f"without calibrated scales, and inputs of linear layers where checked. {FRESHNESS}"
+)
+CHECKED = (
+    "Inputs of linear layers that were checked for saturation: those of a layer's first 16 calls "
+    f"and of every 64th after them, outside CUDA graphs. {FRESHNESS}"
+)
 
 
-class _Registry(CollectorRegistry):
-    """Leaves out the `…_created` series, which tell when each of the others began.
+class Metrics(CollectorRegistry):
+    """Counts and times of all requests of one server.
 
-    families: what makes metrics when Prometheus reads them.
+    times: REQUEST_TIMES or TOKEN_TIMES. families: makes what is read with each scrape.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        times: dict[str, tuple[str, str, tuple[float, ...]]],
+        families: Callable[[], Iterable[Metric]],
+    ) -> None:
         super().__init__()
-        self.families: list[Callable[[], Iterable[Metric]]] = []
+        self._families = families
+        labels = ("route", "outcome")
+        self.requests = Counter(
+            "octavo_requests", "Requests that have ended.", labels, registry=self
+        )
+        self.times = {
+            short: Histogram(f"octavo_{name}", text, buckets=buckets, registry=self)
+            for short, (name, text, buckets) in times.items()
+        }
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now."""
-        for family in chain(super().collect(), *(make() for make in self.families)):
+        """All metrics but the `…_created` series, which tell when each of the others began."""
+        for family in (*super().collect(), *self._families()):
             family.samples = [one for one in family.samples if not one.name.endswith("_created")]
             yield family
 
-
-class Metrics:
-    """Counts and times of all requests of one server, in a registry of its own."""
-
-    def __init__(self) -> None:
-        self.registry = _Registry()
-        self.requests = Counter(
-            "octavo_requests",
-            "Requests that have ended.",
-            ("route", "outcome"),
-            registry=self.registry,
-        )
-        self.request_time = self.histogram(
-            "octavo_request_seconds", "From accepting a request to its last token.", ANSWER_BUCKETS
-        )
-        self.queue_time = self.histogram(
-            "octavo_queue_seconds",
-            "From accepting a request to the engine's first pass over it; requests that end "
-            "without a token are left out.",
-            QUEUE_BUCKETS,
-        )
-
-    def histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        """A new histogram of this server's."""
-        return Histogram(name, help, buckets=buckets, registry=self.registry)
-
-    def add(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """Expose metrics that are computed at each scrape."""
-        self.registry.families.append(families)
-
     def expose(self) -> bytes:
         """All of them, in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self)
 
-
-class TokenMetrics(Metrics):
-    """Metrics of a server whose answers are tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time_to_first_token = self.histogram(
-            "octavo_time_to_first_token_seconds",
-            "From accepting a request to its first token.",
-            ANSWER_BUCKETS,
-        )
-        self.inter_token = self.histogram(
-            "octavo_inter_token_latency_seconds",
-            "Between two tokens of a request.",
-            TOKEN_BUCKETS,
-        )
-
-
-def sum_and_count(histogram: Histogram) -> dict[str, float]:
-    """The sum of all values of a histogram without labels, sum_s, and how many they are, count."""
-    (family,) = histogram.collect()
-    found = {one.name.removeprefix(family.name): one.value for one in family.samples}
-    return {"sum_s": found["_sum"], "count": int(found["_count"])}
+    def sum_and_count(self, name: str) -> dict[str, float]:
+        """The sum of the times of one kind, sum_s, and how many they are, count."""
+        (family,) = self.times[name].collect()
+        found = {one.name.removeprefix(family.name): one.value for one in family.samples}
+        return {"sum_s": found["_sum"], "count": int(found["_count"])}
 
 
 def engine_families(engine: AsyncEngine) -> Iterator[Metric]:
@@ -137,54 +123,45 @@ def engine_families(engine: AsyncEngine) -> Iterator[Metric]:
     stats = engine.last_stats
     engine.ask_for_saturation()
     yield Gauge("octavo_requests_open", "Requests inside the server.", engine.num_open)
-    for name, (help, field_name) in GAUGES.items():
-        yield Gauge(f"octavo_{name}", help, getattr(stats, field_name))
-    for name, (help, field_name) in TOTALS.items():
-        yield Total(f"octavo_{name}", help, getattr(stats, field_name))
-    yield from _saturation(stats.saturated)
+    for kind, name, text, field_name in ENGINE_NUMBERS:
+        yield kind(f"octavo_{name}", text, getattr(stats, field_name))
+    found = stats.saturated
+    linear = found.linear_inputs
+    kinds = {"key": found.keys, "value": found.values, "linear_input": linear}
+    yield _by_label(Total, "saturated_values", SATURATED, ("kind",), kinds)
+    checked = {"linear_input": None if linear is None else found.checked_linear_inputs}
+    yield _by_label(Total, "saturation_checked_values", CHECKED, ("kind",), checked)
     yield from precision_families(engine.engine.precision)
-
-
-def _saturation(saturated: Saturated) -> Iterator[Metric]:
-    """What no layer counts has no series: 0 would say that nothing saturated."""
-    family = Total(
-        "octavo_saturated_values",
-        "Values beyond the range of their static FP8 scale: keys and values of the KV cache, in "
-        f"layers without calibrated scales, and inputs of linear layers where checked. {FRESHNESS}",
-        labels=("kind",),
-    )
-    linear_inputs = saturated.linear_inputs
-    kinds = {"key": saturated.keys, "value": saturated.values, "linear_input": linear_inputs}
-    for kind, total in kinds.items():
-        if total is not None:
-            family.add_metric((kind,), total)
-    yield family
-    checked = Total(
-        "octavo_saturation_checked_values",
-        "Inputs of linear layers that were checked for saturation: those of a layer's first 16 "
-        f"calls and of every 64th after them, outside CUDA graphs. {FRESHNESS}",
-        labels=("kind",),
-    )
-    if linear_inputs is not None:
-        checked.add_metric(("linear_input",), saturated.checked_linear_inputs)
-    yield checked
 
 
 def precision_families(precision: Precision) -> Iterator[Metric]:
     """How many layers are in FP8, and the bytes of the KV cache."""
-    every = Gauge("octavo_layers", "Layers of the model.", labels=("kind",))
-    fp8 = Gauge("octavo_fp8_layers", "Layers that are in FP8.", labels=("kind",))
-    for layers in precision.layers:
-        every.add_metric((layers.kind,), layers.num_layers)
-        fp8.add_metric((layers.kind,), layers.num_fp8)
-    yield every
-    yield fp8
+    every = {layers.kind: layers.num_layers for layers in precision.layers}
+    yield _by_label(Gauge, "layers", "Layers of the model.", ("kind",), every)
+    fp8 = {layers.kind: layers.num_fp8 for layers in precision.layers}
+    yield _by_label(Gauge, "fp8_layers", "Layers that are in FP8.", ("kind",), fp8)
     if precision.cache:
         labels = ("kind", "dtype", "part")
-        size = Gauge("octavo_kv_cache_bytes", "Memory of the KV cache.", labels=labels)
-        for part in precision.cache:
-            size.add_metric((part.kind, part.dtype, part.part), part.num_bytes)
-        yield size
+        sizes = {(part.kind, part.dtype, part.part): part.num_bytes for part in precision.cache}
+        yield _by_label(Gauge, "kv_cache_bytes", "Memory of the KV cache.", labels, sizes)
+
+
+def _by_label(
+    kind: type[Gauge] | type[Total],
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    values: Mapping[Any, int | None],
+) -> Metric:
+    """A metric with a series for each value, by its labels or its only one.
+
+    None has no series: 0 would say that it was counted.
+    """
+    family = kind(f"octavo_{name}", text, labels=labels)
+    for label, value in values.items():
+        if value is not None:
+            family.add_metric((label,) if isinstance(label, str) else label, value)
+    return family
 
 
 def choose_id(given: str | None) -> str:
@@ -206,49 +183,31 @@ class RequestRecord:
     outcome: Outcome | None = None
     answer_id: str | None = None
     error: str | None = None
-    usage: Usage | None = None
+    usage: Callable[[], Usage] | None = None
     queue_s: float | None = None
     first_token_s: float | None = None
     last_token_s: dict[str, float] = field(default_factory=dict)  # by the engine's request
     is_sent: bool = False  # all that there is to say has gone out
-    clock: asyncio.Timeout | None = None  # runs until the engine has the request
+    slot: Slot = field(init=False)  # of one that asks for work, a POST
 
-    @property
-    def deadline(self) -> float | None:
-        """When the request must have ended, by the event loop's clock."""
-        return None if self.clock is None else self.clock.when()
-
-    def hand_over(self) -> None:
-        """Stop the clock: from here on the engine watches the deadline."""
-        if self.clock is not None:
-            self.clock.reschedule(None)
-
-    def saw(self, delta: Delta, usage: Usage, *, is_last: bool) -> None:
-        """Note a delta and its time; the last one of all choices says how the answer ended.
-
-        usage: of all choices so far.
-        """
-        elapsed_s = time.perf_counter() - self.start
-        self.usage = usage
-        if delta.tokens:
-            self._saw_tokens(delta, elapsed_s)
+    def saw(self, delta: Delta, *, is_last: bool) -> None:
+        """Note a delta and its time; the last one of all choices says how the answer ended."""
         if is_last and (delta.finish_reason == "stop" or delta.finish_reason == "length"):
             self.outcome = delta.finish_reason
-
-    def _saw_tokens(self, delta: Delta, elapsed_s: float) -> None:
-        metrics = self.metrics
-        assert isinstance(metrics, TokenMetrics)  # no other server has deltas
+        if not delta.tokens:
+            return
+        elapsed_s, times = time.perf_counter() - self.start, self.metrics.times
         if self.first_token_s is None:
             self.first_token_s = elapsed_s
-            metrics.time_to_first_token.observe(elapsed_s)
+            times["ttft"].observe(elapsed_s)
             if delta.begun_s is not None:
                 self.queue_s = delta.begun_s - self.start
-                metrics.queue_time.observe(self.queue_s)
+                times["queue"].observe(self.queue_s)
         last_s = self.last_token_s.get(delta.request_id)
         if last_s is not None:
             num_tokens = len(delta.tokens)  # they came together
-            for each_s in repeat((elapsed_s - last_s) / num_tokens, num_tokens):
-                metrics.inter_token.observe(each_s)
+            for _ in delta.tokens:
+                times["itl"].observe((elapsed_s - last_s) / num_tokens)
         self.last_token_s[delta.request_id] = elapsed_s
 
     def failed(self, error: ApiError) -> None:
@@ -275,13 +234,13 @@ class RequestRecord:
             self.outcome = "ok" if status < 400 else "refused" if status < 500 else "error"
         self.metrics.requests.labels(self.route, self.outcome).inc()
         if self.outcome in ("stop", "length"):
-            self.metrics.request_time.observe(duration_s)
+            self.metrics.times["request"].observe(duration_s)
         # Pages, health and metrics are asked for every second; what they say is seen anyway.
         is_quiet = self.method in ("GET", "HEAD") and self.outcome == "ok"
         logger.log(logging.DEBUG if is_quiet else logging.INFO, self._line(duration_s))
 
     def _line(self, duration_s: float) -> str:
-        usage = self.usage
+        usage = self.usage and self.usage()
         fields = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "id": self.request_id,

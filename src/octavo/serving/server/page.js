@@ -1,20 +1,7 @@
-"use strict";
-
-const POLL_MS = 1000;
 const NUM_SAMPLES = 120; // of the plot: two minutes
 const WINDOW = 30; // samples that latencies are means of
-
-const byId = (id) => document.getElementById(id);
 let conversation = []; // what is sent with the next question
 const samples = []; // of /stats, newest last
-let running = null; // AbortController of the answer that streams
-
-function headers() {
-  const key = byId("key").value;
-  const found = { "Content-Type": "application/json" };
-  if (key) found.Authorization = `Bearer ${key}`;
-  return found;
-}
 
 function show(role, text) {
   byId("empty")?.remove();
@@ -35,12 +22,6 @@ function note(content, text, isBad) {
   content.parentElement.append(line);
 }
 
-function setRunning(controller) {
-  running = controller;
-  byId("send").disabled = controller !== null;
-  byId("stop").disabled = controller === null;
-}
-
 // The documents of a stream of server-sent events, one by one.
 async function* documents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -56,14 +37,6 @@ async function* documents(response) {
       if (data === "[DONE]") return;
       yield JSON.parse(data);
     }
-  }
-}
-
-async function failure(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server says ${response.status}`;
   }
 }
 
@@ -142,17 +115,6 @@ function plot() {
   });
 }
 
-// What is in FP8; it stays the same while the server runs.
-function showPrecision(precision) {
-  const list = byId("precision");
-  if (list.childElementCount) return;
-  for (const [title, phrase] of Object.entries(precision)) {
-    const fact = document.createElement("li");
-    fact.textContent = `${title}: ${phrase}`;
-    list.append(fact);
-  }
-}
-
 function showNumbers(stats) {
   samples.push({ ...stats, time: performance.now() });
   if (samples.length > NUM_SAMPLES + 1) samples.shift();
@@ -172,30 +134,6 @@ function showNumbers(stats) {
   plot();
 }
 
-function showStatus(text, isBad) {
-  const status = byId("status");
-  if (status.textContent !== text) status.textContent = text;
-  status.classList.toggle("bad", isBad);
-}
-
-async function poll() {
-  if (!document.hidden) {
-    try {
-      const response = await fetch("stats", { headers: headers() });
-      if (response.ok) {
-        const stats = await response.json();
-        showNumbers(stats);
-        showStatus(stats.status === "ok" ? "ready" : stats.status, stats.status !== "ok");
-      } else {
-        showStatus(response.status === 401 ? "this server needs an API key" : await failure(response), true);
-      }
-    } catch {
-      showStatus("the server does not answer", true);
-    }
-  }
-  setTimeout(poll, POLL_MS);
-}
-
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("prompt").value.trim();
@@ -203,22 +141,10 @@ byId("ask").addEventListener("submit", (event) => {
   byId("prompt").value = "";
   ask(text);
 });
-byId("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    byId("ask").requestSubmit();
-  }
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
-});
-byId("stop").addEventListener("click", () => running?.abort());
 byId("clear").addEventListener("click", () => {
   running?.abort();
   conversation = [];
   byId("messages").replaceChildren();
   byId("prompt").focus();
 });
-byId("key").value = sessionStorage.getItem("octavo-key") ?? "";
-byId("key").addEventListener("change", () => sessionStorage.setItem("octavo-key", byId("key").value));
 poll();

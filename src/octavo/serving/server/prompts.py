@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,6 @@ IGNORED_TOOLS = (
     "the model's chat template leaves out tools, so the model would not see them: start the server "
     "with a --chat-template that writes them, or describe them in a message in place of tools"
 )
-
-
 MAX_DEPTH = 100  # of a tool's parameters or any other JSON schema
 
 
@@ -74,29 +72,20 @@ class Prompts:
         """
         keeps_parts = bool(image_urls(messages))
         written = [_written(message, keeps_parts=keeps_parts) for message in messages]
-        given = [tool.model_dump(exclude_none=True) for tool in tools]
         write = partial(
             chat_text, self._tokenizer, written, add_generation_prompt=add_generation_prompt
         )
         try:
-            text = write(tools=given)
+            text = write(tools=[tool.model_dump(exclude_none=True) for tool in tools])
         except ConfigError as error:
             raise bad_request(str(error), "messages") from None
-        if tools and not self._is_changed(text, write):
+        if tools and _makes(write, text):
             if not is_forced:
                 raise bad_request(IGNORED_TOOLS, "tools", "tools_not_supported")
             if not self._has_warned:
                 logger.warning("a call is forced by its schema alone: %s", IGNORED_TOOLS)
                 self._has_warned = True
         return self.encode(text, add_special_tokens=False, param="messages")
-
-    @staticmethod
-    def _is_changed(text: str, write: Callable[[], str]) -> bool:
-        """Whether tools have made a difference to the prompt."""
-        try:
-            return write() != text
-        except ConfigError:  # without tools it cannot be written at all
-            return True
 
     def of_completion(self, prompt: str | list[int]) -> tuple[int, ...]:
         """The tokens of a prompt: a text, or tokens."""
@@ -132,6 +121,14 @@ class Prompts:
         return text
 
 
+def _makes(write: Callable[[], str], text: str) -> bool:
+    """Whether a conversation without its tools is this text as well."""
+    try:
+        return write() == text
+    except ConfigError:  # without tools it cannot be written at all
+        return False
+
+
 def _longest_token(tokenizer: Any) -> float:
     """The most characters that one token can stand for; infinity if nobody can tell."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -155,24 +152,23 @@ def listed_prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def image_urls(messages: Sequence[Message]) -> list[str]:
     """The addresses of all images in a conversation, in order."""
-    return [
-        part.image_url.url
-        for message in messages
-        for part in (message.content if isinstance(message.content, list) else ())
-        if isinstance(part, ImagePart)
-    ]
+    parts = [part for message in messages for part in message.parts]
+    return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
 def num_chars(messages: Sequence[Message]) -> int:
     """The characters that a prompt has at least; templates may shorten what assistants said."""
-    return sum(
-        len(text) for message in messages if message.role != "assistant" for text in _texts(message)
-    )
+    return sum(_num_chars(message) for message in messages if message.role != "assistant")
+
+
+def _num_chars(message: Message) -> int:
+    calls = message.tool_calls or ()
+    return len(message.text) + sum(len(call.function.arguments) for call in calls)
 
 
 def chat_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
     """About how many characters a chat template looks at; ApiError if it cannot write the tools."""
-    size = sum(64 + sum(map(len, _texts(message))) for message in messages)
+    size = sum(64 + _num_chars(message) for message in messages)
     for tool in tools:
         num_chars, _, depth = json_size(tool.function.parameters or {})
         if depth > MAX_DEPTH:
@@ -205,40 +201,23 @@ def json_size(value: Any) -> tuple[int, int, int]:
     return num_chars, num_properties, depth
 
 
-def _texts(message: Message) -> Iterator[str]:
-    content = message.content or ""
-    if isinstance(content, str):
-        yield content
-    else:
-        yield from (part.text for part in content if isinstance(part, TextPart))
-    yield from (call.function.arguments for call in message.tool_calls or ())
-
-
 def _written(message: Message, *, keeps_parts: bool) -> dict[str, Any]:
     """A message as chat templates read it."""
+    written = message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     # Templates know no developer; OpenAI's name for system messages.
-    role = "system" if message.role == "developer" else message.role
-    written: dict[str, Any] = {"role": role, "content": _content(message, keeps_parts)}
-    others = {"name": message.name, "tool_call_id": message.tool_call_id}
-    written |= {key: value for key, value in others.items() if value is not None}
+    written["role"] = "system" if message.role == "developer" else message.role
+    written["content"] = message.text
+    if keeps_parts:
+        written["content"] = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.parts
+        ]
     if message.tool_calls:
         written["tool_calls"] = [
             {"id": call.id, "type": "function", "function": _called(call.function)}
             for call in message.tool_calls
         ]
     return written
-
-
-def _content(message: Message, keeps_parts: bool) -> str | list[dict[str, str]]:
-    content = message.content or ""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if keeps_parts else content
-    if keeps_parts:
-        return [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
-            for part in content
-        ]
-    return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def _called(function: CalledFunction) -> dict[str, Any]:

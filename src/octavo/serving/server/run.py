@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -21,8 +22,7 @@ from fastapi import FastAPI
 
 from octavo.errors import ConfigError
 from octavo.serving.server.admission import LimitedProtocol, limited_protocol
-from octavo.serving.server.api_error import unavailable
-from octavo.serving.server.async_engine import ENDED_FIRST
+from octavo.serving.server.async_engine import aborted
 from octavo.serving.server.bare_app import BaseServer
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None  # kept: nobody else does
         self._num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -139,41 +139,34 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._server.engine.stop_waiting)
         else:
             self._server.engine.is_closing = True
-            self._loop.call_soon_threadsafe(self._start_to_drain, sig)
-
-    def _start_to_drain(self, sig: int) -> None:
-        self._draining = asyncio.ensure_future(self._drain(sig))
+            self._draining = asyncio.run_coroutine_threadsafe(self._drain(sig), self._loop)
 
     async def _drain(self, sig: int) -> None:
-        grace_s, again = self._server.settings.grace_s, "signal"
+        engine, grace_s, again = self._server.engine, self._server.settings.grace_s, "signal"
         if sig == signal.SIGINT:
             grace_s, again = min(grace_s, INTERRUPT_GRACE_S), "Ctrl-C"
-        if num_open := self._server.engine.num_open:
-            logger.info(
-                "ending: %d open requests get %g s to finish; a second %s aborts them",
-                *(num_open, grace_s, again),
-            )
-        else:
-            logger.info("ending: no requests are open")
+        what = "no requests are open"
+        if engine.num_open:
+            what = f"{engine.num_open} open requests get {grace_s:g} s to finish; a second {again}"
+            what += " aborts them"
+        logger.info("ending: %s", what)
         try:
-            if not await self._server.engine.drain(grace_s):
-                logger.warning("ending: %d requests are aborted", self._server.engine.num_open)
-            await self._server.engine.close()
+            if not await engine.drain(grace_s):
+                logger.warning("ending: %d requests are aborted", engine.num_open)
+            await engine.close()
         finally:
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        aborting = loop.call_later(FLUSH_S, self._abort_connections)
+        aborting = asyncio.get_running_loop().call_later(FLUSH_S, self._abort_connections)
         await super().shutdown(sockets)
         aborting.cancel()
 
     def _abort_connections(self) -> None:
         """Let go of clients that do not read: their requests see a disconnect and end."""
-        ended = unavailable(ENDED_FIRST, "aborted")
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol):
-                connection.abort(ended)
+                connection.abort(aborted())
 
 
 def run(app: FastAPI, address: Address, *, log_level: str = "info") -> None:
@@ -206,19 +199,21 @@ def _allow_files(wanted: int) -> None:
         logger.warning(
             "%d files may be open, fewer than --max-connections and %d others: raise ulimit -Hn, "
             "or allow fewer connections",
-            *(most, NUM_OTHER_FILES),
+            most,
+            NUM_OTHER_FILES,
         )
         wanted = most
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _set_up_logs(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    plain = logging.StreamHandler(sys.stderr)
-    plain.setFormatter(logging.Formatter("%(message)s"))
-    for name, chosen in (("octavo", handler), ("uvicorn", handler), ("octavo.requests", plain)):
+    for name, layout in (
+        ("octavo", "%(levelname)s %(name)s: %(message)s"),
+        ("uvicorn", "%(levelname)s %(name)s: %(message)s"),
+        ("octavo.requests", "%(message)s"),
+    ):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(layout))
         named = logging.getLogger(name)
-        named.handlers = [chosen]
-        named.propagate = False
+        named.handlers, named.propagate = [handler], False
         named.setLevel(level.upper())

@@ -34,6 +34,8 @@ FAIL_FAST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[TokenId], FAIL_FAST]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON's keys are texts
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+ModelName = Annotated[str, Field(max_length=1000)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -51,13 +53,13 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """What both kinds of completions share."""
 
-    model: Annotated[str, Field(max_length=1000)] | None = None
+    model: ModelName | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
@@ -121,6 +123,17 @@ class Message(Body):
     provider_specific_fields: dict[str, Any] | None = None  # litellm's
     audio: Unserved = None
     function_call: Unserved = None
+
+    @property
+    def parts(self) -> list[TextPart | ImagePart]:
+        """The content as a list, whatever it was written as."""
+        content = self.content or ""
+        return [TextPart(type="text", text=content)] if isinstance(content, str) else content
+
+    @property
+    def text(self) -> str:
+        """The texts of the content, in lines of their own."""
+        return "\n".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

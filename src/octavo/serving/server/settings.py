@@ -5,6 +5,13 @@ from dataclasses import dataclass, field
 from octavo.errors import ConfigError
 
 
+def _check_limits(settings: object) -> None:
+    for name, value in vars(settings).items():
+        is_limit = name.startswith("max_") or name.endswith("timeout_s")
+        if is_limit and value is not None and not value > 0:
+            raise ConfigError(f"expected {name} above 0, got {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
     """What images in messages may be; pixels are those that a file declares.
@@ -32,9 +39,7 @@ class ImageLimits:
     fetch_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name != "allowed_hosts" and not value > 0:
-                raise ConfigError(f"expected {name} above 0, got {value}")
+        _check_limits(self)
         if not self.max_pixels <= self.max_request_pixels <= self.max_server_pixels:
             raise ConfigError(
                 "expected max_pixels <= max_request_pixels <= max_server_pixels, got "
@@ -89,10 +94,7 @@ class ServerSettings:
     images: ImageLimits = ImageLimits()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            is_limit = name.startswith("max_") or name.endswith("timeout_s")
-            if is_limit and value is not None and not value > 0:
-                raise ConfigError(f"expected {name} above 0, got {value}")
+        _check_limits(self)
         if not self.grace_s >= 0:
             raise ConfigError(f"expected grace_s of 0 or more, got {self.grace_s}")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):

@@ -15,7 +15,6 @@ import pickle
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -23,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from octavo.errors import OctavoError
-from octavo.serving.server.api_error import unavailable
+from octavo.serving.server.api_error import ApiError
 
 NICE = 15
 LARGE = 8 * 1024  # characters
@@ -32,7 +31,6 @@ START_S = 60.0
 # Time limits are CPU time: on a busy machine a small task may wait long for its turn. A task that
 # makes no progress at all is given up after so many times its limit.
 PATIENCE = 10
-POLL_S = 0.1
 PRELOADED = ["__main__", "octavo.serving.server.guidance"]
 
 
@@ -78,7 +76,8 @@ class Workers:
                     is_result, value = await self._ask((task, args), limit_s)
                     break
             else:
-                raise unavailable("no process could be started for this request", "worker_failed")
+                message = "no process could be started for this request"
+                raise ApiError(503, message, "worker_failed")
         finally:
             self._room.leave(*needs)
         if not is_result:
@@ -102,11 +101,9 @@ class Workers:
             if not worker.is_dead:
                 self._idle.append(worker)
 
-    def start(self) -> "Future[None]":
+    def start(self) -> None:
         """Start a worker in a thread, so that the first task does not wait for it."""
-        worker = self._new()
-        self._idle.append(worker)
-        return self._threads.submit(worker.start)
+        self._idle.append(self._new())
 
     def close(self) -> None:
         """Kill all workers, whatever they do."""
@@ -116,7 +113,7 @@ class Workers:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _new(self) -> "_Worker":
-        return _Worker(self._set_up, self._preload)
+        return _Worker(self._threads.submit(_start, self._set_up, self._preload))
 
 
 class WaitingRoom:
@@ -169,85 +166,65 @@ class WaitingRoom:
 
 
 class _Worker:
-    """One child process; it starts with its first task."""
+    """One child process, which may be starting still."""
 
-    def __init__(self, set_up: Callable[[], bytes], preload: list[str]) -> None:
-        self._preload = preload
-        self._killed = threading.Event()
-        self._starting = threading.Lock()
-        self._set_up = set_up
-        self._process: Any = None
-        self._connection: Connection | None = None
-
-    @property
-    def is_dead(self) -> bool:
-        return self._killed.is_set()
-
-    def start(self) -> None:
-        """Start the process unless it runs; called in a thread."""
-        with self._starting:
-            if self._process is not None:
-                return
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(self._preload)
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self._set_up()), daemon=True)
-            process.start()
-            theirs.close()
-            self._process, self._connection = process, ours
-        if self.is_dead:  # killed meanwhile
-            self.kill()
+    def __init__(self, starting: "Future[tuple[Any, Connection]]") -> None:
+        self._starting = starting
+        self.is_dead = False
 
     def ask(self, task: Any, limit_s: float) -> tuple[bool, Any]:
         """(whether it returned, what it returned or raised); called in a thread."""
         try:
-            connection = self._ready()
-            connection.send(task)
-            self._wait(connection, limit_s)
-            answer: tuple[bool, Any] = connection.recv()
-            return answer
-        except (EOFError, OSError):
-            self.kill()
-            raise WorkerError(
-                "the work on it ended its process, or needed too much memory"
-            ) from None
+            process, connection = self._ready()
+            return self._ask(process, connection, task, limit_s)
         except BaseException:
             self.kill()
             raise
 
-    def _wait(self, connection: Connection, limit_s: float) -> None:
-        """Wait for an answer, or raise when the time for it is up."""
-        start_s, used_s = time.monotonic(), cpu_s(self._process.pid)
-        while not connection.poll(min(POLL_S, limit_s)):
-            if cpu_s(self._process.pid) - used_s > limit_s:
-                raise WorkerError(f"the work on it took longer than {limit_s:g} s")
-            if time.monotonic() - start_s > PATIENCE * limit_s:
-                raise unavailable("this server is too busy for such a request now", "worker_busy")
-
-    def _ready(self) -> Connection:
-        """The connection of a process that waits for a task."""
-        try:
-            self.start()
-            assert self._connection is not None
-            is_ready = self._connection.poll(START_S) and self._connection.recv() == "ready"
-            if is_ready and self._process.is_alive():
-                return self._connection
-        except (EOFError, OSError) as error:
-            raise _NotReady from error
+    def _ready(self) -> tuple[Any, Connection]:
+        """A process that waits for a task."""
+        with contextlib.suppress(EOFError, OSError):
+            process, connection = self._starting.result()
+            is_ready = connection.poll(START_S) and connection.recv() == "ready"
+            if is_ready and process.is_alive():
+                return process, connection
         raise _NotReady
 
+    @staticmethod
+    def _ask(process: Any, connection: Connection, task: Any, limit_s: float) -> tuple[bool, Any]:
+        try:
+            connection.send((task, limit_s))
+            if connection.poll(PATIENCE * limit_s):
+                answer: tuple[bool, Any] = connection.recv()
+                return answer
+        except (EOFError, OSError):
+            process.join(1.0)
+            problem = "ended its process, or needed too much memory"
+            if process.exitcode == -signal.SIGPROF:
+                problem = f"took longer than {limit_s:g} s"
+            raise WorkerError(f"the work on it {problem}") from None
+        raise ApiError(503, "this server is too busy for such a request now", "worker_busy")
+
     def kill(self) -> None:
-        """End the process now."""
-        self._killed.set()
-        if self._process is not None:
-            self._process.kill()
+        """End the process now, or as soon as it has started."""
+        self.is_dead = True
+        self._starting.add_done_callback(_kill)
 
 
-def cpu_s(pid: int) -> float:
-    """The CPU time that a process and its threads have taken."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()  # its name may have spaces
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _start(set_up: Callable[[], bytes], preload: list[str]) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, set_up()), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _kill(starting: "Future[tuple[Any, Connection]]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        process, _ = starting.result()
+        process.kill()
 
 
 def yield_to_others() -> None:
@@ -267,8 +244,12 @@ def _work(connection: Connection, set_up: bytes) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send("ready")
-            task, args = connection.recv()
-            connection.send(_result(task, made, args))
+            (task, args), limit_s = connection.recv()
+            # The kernel ends the process with SIGPROF when it has had this CPU time.
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
+            result = _result(task, made, args)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(result)
 
 
 def _result(task: Callable[..., Any], made: Any, args: tuple[Any, ...]) -> tuple[bool, Any]:

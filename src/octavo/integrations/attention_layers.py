@@ -1,6 +1,9 @@
-"""The static scales of an attention layer, from a scale file's entry to tensors."""
+"""What FP8 attention needs of a module that it serves: its device, and its static scales."""
+
+from itertools import chain
 
 import torch
+from torch import nn
 
 from octavo.calibration.scale_file import LayerScales
 from octavo.errors import ConfigError
@@ -18,3 +21,11 @@ def as_tensors(scales: LayerScales, settings: AttentionSettings, name: str) -> Q
     if settings.granularity == "head" and any(part.dim() == 0 for part in parts):
         raise ConfigError(f"{name}: expected scales per head, got one for all heads")
     return QkvScales(*parts)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first weight; FP8 ones are buffers."""
+    first = next(chain(module.parameters(), module.buffers()), None)
+    if first is None:
+        raise ConfigError(f"expected weights in {type(module).__name__}, got none")
+    return first.device

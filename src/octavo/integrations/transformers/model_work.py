@@ -1,8 +1,8 @@
-"""What a decoder computes for each token, from its config alone."""
+"""What a decoder computes for each token, and a tower for each patch, from their configs alone."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,52 +10,15 @@ from torch import nn
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.integrations.linear import plan_linear
-from octavo.integrations.traced_work import LinearWork
+from octavo.integrations.traced_work import LinearWork, trace
 from octavo.integrations.transformers import decoder, text, vision_tower
-from octavo.integrations.transformers.cache_layers import CacheLayer
+from octavo.integrations.transformers.cache_layers import CacheLayer, empty_model, find_cache_layers
 from octavo.integrations.transformers.engine_images import has_vision
 from octavo.integrations.transformers.engine_model import why_not_paged, why_not_served
-from octavo.integrations.transformers.gguf_file import pretrained_source
-from octavo.integrations.transformers.load import loading
+from octavo.internals import require
 
-# Beside those of decoder.CONFIGS, which benchmarks can make; towers are in vision_tower.CONFIGS.
-_GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-}
-_QWEN3 = {"head_dim": 128, "vocab_size": 151936, "num_attention_heads": 32}
-LANGUAGE_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
-    "qwen3-vl-30b-a3b": {
-        **_QWEN3,
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "max_position_embeddings": 262144,
-    },
-    "qwen3-vl-8b": {
-        **_QWEN3,
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 262144,
-    },
-}
+# Patches of a side of the image that is traced: what is counted grows with their number.
+_SIDE = 8
 
 
 @dataclass(frozen=True)
@@ -108,9 +71,8 @@ class DecoderWork:
 class LanguageWork:
     """A language model, and what octavo can do with it.
 
-    decoder: None if its layers have no keys and values of their own, which times are computed from.
-    refused: why the engine does not run it, uncached: why `apply_` cannot give it an FP8 cache;
-    None if they can. reads_images: whether the engine does, for such a model.
+    decoder: None if its layers have no keys and values. refused: why the engine does not run it.
+    uncached: why `apply_` gives it no FP8 cache. reads_images: whether the engine does.
     """
 
     decoder: DecoderWork | None
@@ -122,15 +84,15 @@ class LanguageWork:
 
 
 def named_decoder(name: str) -> DecoderWork:
-    """That of a name of `decoder.CONFIGS` or `LANGUAGE_MODELS`."""
+    """That of a name of `decoder.CONFIGS` or `decoder.LANGUAGE_MODELS`."""
     if name in decoder.CONFIGS:
         return decoder_work(decoder.make_decoder(name, torch.device("meta")))
-    if name not in LANGUAGE_MODELS:
-        known = ", ".join((*decoder.CONFIGS, *LANGUAGE_MODELS))
+    if name not in decoder.LANGUAGE_MODELS:
+        known = ", ".join((*decoder.CONFIGS, *decoder.LANGUAGE_MODELS))
         raise ConfigError(f"expected a decoder of {known}; got {name!r}")
     from transformers import AutoConfig
 
-    sizes = dict(LANGUAGE_MODELS[name])
+    sizes = dict(decoder.LANGUAGE_MODELS[name])
     work = decoder_work(_make(AutoConfig.for_model(sizes.pop("model_type"), **sizes)))
     return replace(work, other_parts=("visual",)) if name in vision_tower.CONFIGS else work
 
@@ -160,16 +122,7 @@ def _weight_bytes(model: Any) -> tuple[int, int]:
 
 
 def _make(config: Any) -> Any:
-    from transformers import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
-
-    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).eval()
+    model = empty_model(config)
     # Others look at which experts the tokens chose, which the meta device cannot say.
     model.set_experts_implementation("batched_mm")
     return model
@@ -177,37 +130,28 @@ def _make(config: Any) -> Any:
 
 def decoder_work(model: Any) -> DecoderWork:
     """That of a model, which may be on the meta device."""
-    windows, modules = text.find_windows(model), text.find_layers(model)
+    attention: list[Any] = list(text.find_layers(model).values())
     prefix, language = text.find_decoder(model)
     chosen = plan_linear(model).chosen
-    head_name = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
-    found = [
-        LinearWork(name, module.in_features, module.out_features, is_reached=name in chosen)
+    head = model.get_output_embeddings()
+    linear = {
+        id(module): LinearWork(
+            name, module.in_features, module.out_features, is_reached=name in chosen
+        )
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (name == head_name or _is_in(name, prefix))
-    ]
+        if isinstance(module, nn.Linear) and (module is head or _is_in(name, prefix))
+    }
     config: Any = language.config
-    attention: Any = list(modules.values())
     parameters = {id(p): p.numel() for p in model.parameters()}
-    embedding = model.get_input_embeddings().weight
-    is_tied = bool(getattr(config, "tie_word_embeddings", False))
-    if is_tied:
-        parameters.pop(id(model.get_output_embeddings().weight), None)
+    if getattr(config, "tie_word_embeddings", False):
+        embedding = model.get_input_embeddings().weight
+        parameters.pop(id(head.weight), None)
         parameters[id(embedding)] = embedding.numel()
     return DecoderWork(
-        layers=tuple(
-            CacheLayer(
-                name,
-                module.layer_idx,  # type: ignore[arg-type]
-                module.config.num_key_value_heads,  # type: ignore[union-attr, arg-type]
-                module.head_dim,  # type: ignore[arg-type]
-                windows[name],
-            )
-            for name, module in modules.items()
-        ),
+        layers=find_cache_layers(model),
         num_heads=config.num_attention_heads,
-        linear=tuple(one for one in found if one.name != head_name),
-        head=next(one for one in found if one.name == head_name),
+        head=linear.pop(id(head)),
+        linear=tuple(linear.values()),
         weight_bytes=2 * sum(parameters.values()),
         experts=_experts(language, config),
         has_qk_norm=all(hasattr(module, "q_norm") for module in attention),
@@ -242,10 +186,68 @@ def _experts(model: nn.Module, config: Any) -> ExpertWork | None:
     return ExpertWork(len(sizes), number, config.num_experts_per_tok, max(sizes))
 
 
-def read_config(folder: Path) -> Any:
-    """The config of a model's folder or GGUF file."""
-    from transformers import AutoConfig
+@dataclass(frozen=True)
+class TowerWork:
+    """A vision tower; linear: of all its layers, with `rows` for each patch of an image.
 
-    source, options = pretrained_source(str(folder))
-    with loading(folder, "a model's config.json"):
-        return AutoConfig.from_pretrained(source, **options, trust_remote_code=False)
+    attention_bytes, other_bytes: what ops of a block that are no products read and write for each
+    patch, inside attention and outside, without a compiler.
+    """
+
+    depth: int
+    num_heads: int
+    head_dim: int
+    unit: int  # pixels that sides of an image are multiples of
+    patch: int
+    linear: tuple[tuple[LinearWork, float], ...]  # with rows for each patch
+    attention_bytes: float
+    other_bytes: float
+    weight_bytes: int
+
+    def num_patches(self, height: int, width: int) -> int:
+        """Of an image of this size, after it is made a multiple of the unit."""
+        rows, columns = vision_tower.resized(height, width, self.unit)
+        return (rows // self.patch) * (columns // self.patch)
+
+
+def named_tower(name: str) -> TowerWork:
+    """That of a name of `vision_tower.CONFIGS`."""
+    return tower_of_config(vision_tower.named_config(name))
+
+
+@torch.no_grad()
+def tower_of_config(config: Any) -> TowerWork:
+    """That of a vision config of transformers: one block is run, on a small image."""
+    require("transformers.PreTrainedConfig._attn_implementation")
+    config, depth = copy.deepcopy(config), getattr(config, "depth", 0)
+    if indexes := getattr(config, "deepstack_visual_indexes", None) or []:
+        config.deepstack_visual_indexes = [0]
+    with torch.device("meta"):
+        tower = vision_tower.tower_of(config, num_layers=1)
+    tower.config._attn_implementation = "sdpa"
+    # Positions are computed from numbers of the grid, which the meta device has not; what the
+    # weights are does not matter.
+    tower = tower.to_empty(device="cpu")
+    num_values = tower.patch_embed.proj.weight[0].numel()
+    pixels = torch.zeros(_SIDE**2, num_values, dtype=torch.bfloat16)
+    grid = torch.tensor([[1, _SIDE, _SIDE]])
+    places = {"blocks.0": "block", "blocks.0.attn": "attention"}
+    seen = trace(tower, lambda: tower(pixels, grid_thw=grid), places, has_bytes=True)
+    counts = {True: depth, False: 1}
+    linear = []
+    for one in seen.linear:
+        is_deep = one.name.startswith("deepstack")
+        count = len(indexes) if is_deep else counts[one.name.startswith("blocks.")]
+        linear += [(one, one.rows / _SIDE**2)] * count
+    heads = seen.attention[0]
+    return TowerWork(
+        depth=depth,
+        num_heads=heads.num_heads,
+        head_dim=heads.head_dim,
+        unit=config.patch_size * config.spatial_merge_size,
+        patch=config.patch_size,
+        linear=tuple(linear),
+        attention_bytes=seen.other_bytes["attention"] / _SIDE**2,
+        other_bytes=seen.other_bytes["block"] / _SIDE**2,
+        weight_bytes=2 * sum(one.num_weights for one, _ in linear),
+    )

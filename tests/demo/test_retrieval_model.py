@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("transformers")
 
 from octavo import Recipe, apply_, ops, restore_
+from octavo.demo import retrieval_model as built
 from octavo.errors import ConfigError
-from octavo.integrations.transformers import retrieval_model as built
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure.evaluate.answering import answer_tokens
 from octavo.measure.evaluate.needle import PairHaystack

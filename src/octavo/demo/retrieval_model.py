@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.integrations.embedded_models import RETRIEVAL_MODEL
 from octavo.integrations.transformers.load import choose_device, torch_dtype
 from octavo.integrations.transformers.text_model import TextModel
 from octavo.numerics.hadamard import hadamard
 
-NAME = "retrieval-model"
 HIDDEN, HEAD_DIM, CODE = 128, 64, 32
 # Keys are rows of a Hadamard matrix and their negatives; its first row means that there is no key.
 KEYS = tuple(f"{onset}{rime}" for onset in "bdfghjklmnprst" for rime in ("an", "el", "ik", "or"))
@@ -61,7 +61,7 @@ _IDS = {word: index for index, word in enumerate(WORDS)}
 def load_retrieval_model(*, dtype: str = "auto", device: str | None = None) -> TextModel:
     """The model and its tokenizer; "auto" is bfloat16. device: the GPU if there is one."""
     model = make_retrieval_model(torch_dtype(dtype)).to(choose_device(device))
-    return TextModel(NAME, model, make_tokenizer())
+    return TextModel(RETRIEVAL_MODEL.name, model, make_tokenizer())
 
 
 def make_retrieval_model(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -85,15 +85,11 @@ def make_retrieval_model(dtype: torch.dtype = torch.bfloat16) -> Any:
         bos_token_id=_IDS[START],
         pad_token_id=None,
         eos_token_id=None,
-        name_or_path=NAME,
+        name_or_path=RETRIEVAL_MODEL.name,
     )
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=[]):
         model = SmolLM3ForCausalLM(config)
-    model = model.to_empty(device="cpu")
     _set_weights(model)
-    # Buffers are no weights: they were made of nothing as well.
-    rotary = type(model.model.rotary_emb)(config)
-    model.model.rotary_emb = rotary
     return model.to(dtype).eval()
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.integrations.checkpoints.linear_scheme import read_linear_scheme
+from octavo.integrations.checkpoints.scheme import read_linear_scheme
 from octavo.recipe import LinearSettings
 
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}

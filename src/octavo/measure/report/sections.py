@@ -1,0 +1,162 @@
+"""Parts of a page as data: which records each shows, how they are grouped, and what is drawn."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from octavo.measure.records import Measurement
+from octavo.measure.report.plots import Figure, Point, points, titled
+from octavo.measure.report.tables import Key, Table, filled_table, grouped, newest
+
+Rows = Sequence[Measurement]
+Said = str | Callable[[Rows], str]  # a text, or what makes it of the rows
+Figures = Callable[[Rows], Iterable[Figure]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A wide image as a data URL, a sentence about it, and words in its place: what is on it."""
+
+    caption: str
+    alt: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A sentence that leads to the section with this title."""
+
+    text: str
+    to: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading, what to say about it (paragraphs between blank lines), and what it shows.
+
+    headline: its result in one sentence, for a summary. links: to other sections of the page.
+    """
+
+    title: str
+    text: str = ""
+    headline: str = ""
+    links: tuple[Link, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    sheets: tuple[Sheet, ...] = ()
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """The text, cut at blank lines."""
+        return [part.strip() for part in self.text.split("\n\n") if part.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A part of a page by description: a section for each machine and value of `by`.
+
+    Texts have names of `by` and {machine} in braces, or are functions of the rows.
+
+    Attributes:
+        ops: The ops whose records it shows.
+        needs: The names that a record must have to be shown.
+        by: What the records of a section have in common.
+        rows: What tells the rows of a section apart; of records that are alike the newest counts.
+            A function chooses the rows by itself.
+        caption: Of the table.
+        columns: Of the table; those that no row fills are left out.
+        heads: Words over columns in place of their usual ones.
+        tables: Makes other tables than the one of `columns`.
+        headline: The result in one sentence, for the summary.
+    """
+
+    ops: tuple[str, ...]
+    needs: tuple[str, ...]
+    by: tuple[str, ...] = ("model",)
+    rows: tuple[str, ...] | Callable[[Rows], Rows] = ()
+    title: Said
+    text: Said = ""
+    caption: Said = ""
+    columns: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
+    tables: Callable[[Rows], Iterable[Table]] | None = None
+    headline: Callable[[Rows], str] = lambda rows: ""
+    figures: Figures = lambda rows: ()
+    sheets: Callable[[Rows], Iterable[Sheet]] = lambda rows: ()
+
+    def make(self, records: Rows) -> list[Section]:
+        """The sections of all of these records."""
+        return [self._section(key, own) for key, own in grouped(records, *self.by).items()]
+
+    def missing_names(self, record: Measurement) -> list[str]:
+        """The names that a record would need to be shown."""
+        return [name for name in self.needs if record.get(name) is None]
+
+    def _section(self, key: Key, records: Rows) -> Section:
+        rows = self.rows(records) if callable(self.rows) else newest(records, *self.rows)
+        names = dict(zip(("machine", *self.by), key, strict=True))
+        title, text, caption = (
+            said(rows) if callable(said) else said.format_map(names)
+            for said in (self.title, self.text, self.caption)
+        )
+        if self.tables is None:
+            table = filled_table(rows, caption=caption, columns=self.columns, heads=self.heads)
+        return Section(
+            title=title,
+            text=text,
+            headline=self.headline(rows),
+            figures=tuple(self.figures(rows)),
+            tables=(table,) if self.tables is None else tuple(self.tables(rows)),
+            sheets=tuple(self.sheets(rows)),
+        )
+
+
+def best_row(
+    value: str, sentence: str, choose: Callable[..., Measurement] = max
+) -> Callable[[Rows], str]:
+    """A headline about the row with the largest value, of those that are compared with another.
+
+    sentence: with names of the row's case and values, and {baseline}, in braces.
+    """
+
+    def headline(rows: Rows) -> str:
+        compared = [row for row in rows if row.baseline is not None and value in row.values]
+        if not compared:
+            return ""
+        best = choose(compared, key=lambda row: row.values[value])
+        return sentence.format_map({**best.case, **best.values, "baseline": best.baseline})
+
+    return headline
+
+
+def plot(draw: Callable[..., Figure], x_title: str, y_title: str, **about: str | bool) -> Figures:
+    """One plot of all rows; draw: a function of plots.py, which takes `about`."""
+    return lambda rows: [titled(draw(rows, **about), x_title, y_title)]
+
+
+def dots(
+    value: str,
+    *,
+    caption: Said,
+    title: str,
+    reach: Callable[[Mapping[str, float]], tuple[float, float]] = lambda values: (0.0, 0.0),
+    name: str = "recipe",
+    series: Callable[[Measurement], str] = lambda row: "",
+) -> Figures:
+    """A point for each row that has this value, if any does; reach: of error bars, up and down."""
+
+    def figures(rows: Rows) -> Iterator[Figure]:
+        found: dict[str, list[Point]] = {}
+        for row in rows:
+            if value in row.values:
+                point = Point(str(row.case[name]), row.values[value], *reach(row.values))
+                found.setdefault(series(row), []).append(point)
+        if found:
+            words = caption(rows) if callable(caption) else caption
+            yield points(found, caption=words, value_title=title)
+
+    return figures
+
+
+def either_side(error: str) -> Callable[[Mapping[str, float]], tuple[float, float]]:
+    """Error bars as long as this value on both sides."""
+    return lambda values: (values.get(error, 0.0), values.get(error, 0.0))
