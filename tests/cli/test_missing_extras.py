@@ -28,6 +28,7 @@ CALLS: dict[str, list[tuple[str, str | None]]] = {
     "bench diffusion": [("", "diffusers"), ("--config tiny-flux", "diffusers")],
     "bench encoder": [("", "transformers"), ("llm", "transformers")],
     "bench generate": [("", "transformers")],
+    "bench host": [("", None)],
     "bench kernels": [("--op append_kv", None)],
     "bench latency": [("", "transformers"), ("llm", "transformers")],
     "bench mm-processor": [

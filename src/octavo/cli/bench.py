@@ -44,6 +44,7 @@ ENCODER: tuple[str, ...] = ("impl", "recipe", "graphs", "tokens", *TIMES)
 ENCODER += ("speedup", "fused_speedup", "relative_rms", "tower_relative_rms")
 DIFFUSION: tuple[str, ...] = ("recipe", "graphs", "attention", *TIMES, "speedup")
 DIFFUSION += ("peak_bytes_ratio", "linear_relative_rms", "attention_relative_rms", "relative_rms")
+HOST = ("impl", "call", "median_us", "p20_us", "p80_us", "over_linear", "budget", "relative_rms")
 GENERATE = ("impl", "recipe", *TIMES, "speedup", "cache_bytes", "cache_ratio", "relative_rms")
 
 
@@ -355,6 +356,26 @@ def generate(
     caption = "{batch} × {context} tokens; baseline: {baseline}"
     title = f"{name}, random weights: {device.name}"
     _run(results, parts, len(cases), ("context", GENERATE, caption), title)
+
+
+@app.command()
+@takes_settings
+def host(*, context: typer.Context, results: ResultOptions) -> None:
+    """Time what one eager call costs the host, beside torch's own calls.
+
+    All tensors are tiny. On a GPU the clock stops when everything is launched, before the GPU is
+    waited for; on a CPU a call's time includes its work. Every result is compared with float64
+    first; a wrong one ends the run. Times are also told in units of F.linear with 16 rows, as
+    budgets are.
+    """
+    from octavo.kernels.device import default_device
+    from octavo.measure.bench.host import run_host
+
+    device = default_device()
+    none: list[Objection] = []
+    parts = ((run_host(device.torch_device, repeat_command(context)), none) for _ in range(1))
+    title = f"{device.name}: time of one call"
+    _run(results, parts, 1, ("device", HOST, "baseline: {baseline}"), title)
 
 
 app.command("latency")(latency)
