@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Errors are shown, warnings about an index are not.
+PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 SLOW_READY := $(VENV)/.slow-ready

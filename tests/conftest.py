@@ -1,5 +1,6 @@
 """What every test gets: fixed seeds, NaN in fresh memory, a clean environment, the gpu marker."""
 
+import gc
 import os
 import random
 import sys
@@ -17,6 +18,8 @@ except ImportError:  # a GPU machine may have only torch and pytest
     settings = None
 
 SEED = 0
+# Filters of tests in which warnings of other libraries are not ours to mend.
+TOLERANT = ("default", "ignore")
 
 # cuBLAS asks for a fixed workspace when torch is deterministic; it is read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -81,6 +84,18 @@ def nothing_to_tell():
     yield
     if (saturation := sys.modules.get("octavo.layers.saturation")) is not None:
         saturation.WATCH.forget()
+
+
+@pytest.fixture(autouse=True)
+def tolerated_to_the_end(request):
+    """What a test that tolerates warnings leaves behind is collected while they are tolerated.
+
+    Otherwise an unclosed socket of another library fails a strict test later, at random.
+    """
+    yield
+    marks = request.node.iter_markers("filterwarnings")
+    if any(action in TOLERANT for mark in marks for action in mark.args):
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -78,3 +78,24 @@ def test_torchs_warning_about_determinism_is_not_an_error(pytester):
     warning = "put_ does not have a deterministic implementation, but you set ..."
     pytester.makepyfile(f"import warnings\ndef test_it(): warnings.warn({warning!r})")
     assert pytester.runpytest_inprocess("-p", "no:cacheprovider").ret == 0
+
+
+@pytest.mark.parametrize(("mark", "num_errors"), [("default", 0), ("ignore", 0), ("error", 1)])
+def test_what_a_tolerant_test_leaves_open_fails_no_other(pytester, mark, num_errors):
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\nfilterwarnings = error")
+    pytester.makepyfile(
+        f"""
+        import gc, socket, pytest
+
+        @pytest.mark.filterwarnings("{mark}")
+        def test_a_leak():
+            leak = [socket.socket()]
+            leak.append(leak)
+
+        def test_another():
+            gc.collect()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2 - num_errors, failed=num_errors, warnings=mark == "default")
