@@ -1,5 +1,6 @@
 """What every test gets: fixed seeds, NaN in fresh memory, a clean environment, the gpu marker."""
 
+import asyncio
 import gc
 import os
 import random
@@ -90,11 +91,13 @@ def nothing_to_tell():
 def tolerated_to_the_end(request):
     """What a test that tolerates warnings leaves behind is collected while they are tolerated.
 
-    Otherwise an unclosed socket of another library fails a strict test later, at random.
+    Otherwise an unclosed socket of another library fails a strict test later, at random. A loop
+    that a library has made the thread's own (litellm does) would stay until asyncio.run drops it.
     """
     yield
     marks = request.node.iter_markers("filterwarnings")
     if any(action in TOLERANT for mark in marks for action in mark.args):
+        asyncio.set_event_loop(None)
         gc.collect()
 
 
