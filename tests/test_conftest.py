@@ -100,4 +100,6 @@ def test_what_a_tolerant_test_leaves_open_fails_no_other(pytester, mark, num_err
         """
     )
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=2 - num_errors, failed=num_errors, warnings=2 * (mark == "default"))
+    result.assert_outcomes(
+        passed=2 - num_errors, failed=num_errors, warnings=2 * (mark == "default")
+    )

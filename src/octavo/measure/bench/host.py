@@ -27,6 +27,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerTensor
 from octavo.numerics.qkv import QuantizedQkv
 from octavo.numerics.quantize import dequantize
+from octavo.numerics.value_layout import ValueLayout
 from octavo.recipe import LinearSettings
 
 FEATURES = 1024
@@ -155,34 +156,35 @@ def _linear(generator: torch.Generator, device: str) -> list[HostCall]:
 
 def _vision(generator: torch.Generator, device: str) -> list[HostCall]:
     q, k, v = (normal(generator, 1, NUM_TOKENS, NUM_HEADS, HEAD_DIM) for _ in range(3))
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    truth = F.scaled_dot_product_attention(*(x.double() for x in heads_first))
+    heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    truth = _attend_exactly(q, k, v)
     # As EncoderAttention stores values.
-    layout: Any = {"value_layout": "transposed" if device == "cuda" else "rows"}
-    dynamic: Callable[[], QuantizedQkv] = partial(ops.quantize_qkv, q, k, v, **layout)
-    known = dynamic()
-    static: Callable[[], QuantizedQkv] = partial(ops.quantize_qkv, q, k, v, known.scales, **layout)
+    layout: ValueLayout = "transposed" if device == "cuda" else "rows"
+    quantize: Callable[..., QuantizedQkv] = partial(ops.quantize_qkv, q, k, v, value_layout=layout)
+    known = quantize()
 
     def attend(qkv: QuantizedQkv) -> Tensor:
-        return ops.attention(qkv.q, qkv.k, qkv.v, AttentionSpec(), qkv.scales, **layout)
+        spec = AttentionSpec()
+        return ops.attention(qkv.q, qkv.k, qkv.v, spec, qkv.scales, value_layout=layout)
 
     def queries(qkv: QuantizedQkv) -> Tensor:
         return dequantize(qkv.q, qkv.scales.q, PerTensor())
 
     def entry(name: str, call: Call, budget: float | None = None) -> HostCall:
-        expected, error = truth.transpose(1, 2), MAX_ERROR["FP8"]
-        return HostCall("octavo", name, call, expected, error, budget=budget)
+        return HostCall("octavo", name, call, truth, MAX_ERROR["FP8"], budget=budget)
 
     limit = MAX_ERROR["BF16 to FP8"]
     sdpa = partial(F.scaled_dot_product_attention, *heads_first)
     pair = "quantize_qkv {} + attention"
     return [
-        HostCall("torch", "SDPA", sdpa, truth, MAX_ERROR["BF16"]),
-        HostCall("octavo", "quantize_qkv dynamic", dynamic, q, limit, queries),
-        HostCall("octavo", "quantize_qkv static", static, q, limit, queries),
+        HostCall("torch", "SDPA", sdpa, truth.transpose(1, 2), MAX_ERROR["BF16"]),
+        HostCall("octavo", "quantize_qkv dynamic", quantize, q, limit, queries),
+        HostCall(
+            "octavo", "quantize_qkv static", partial(quantize, known.scales), q, limit, queries
+        ),
         entry("attention", partial(attend, known)),
-        entry(pair.format("dynamic"), lambda: attend(dynamic()), VISION_BUDGET),
-        entry(pair.format("static"), lambda: attend(static()), VISION_BUDGET),
+        entry(pair.format("dynamic"), lambda: attend(quantize()), VISION_BUDGET),
+        entry(pair.format("static"), lambda: attend(quantize(known.scales)), VISION_BUDGET),
     ]
 
 
@@ -202,8 +204,7 @@ def _decoding(generator: torch.Generator, device: str) -> list[HostCall]:
     make_plan = partial(ops.plan_decode, view, num_heads=NUM_HEADS)
     decode = partial(ops.decode_attention, query, view)
     plan = make_plan()
-    of_double = (x.transpose(1, 2).double() for x in (query, keys, values))
-    truth = F.scaled_dot_product_attention(*of_double).transpose(1, 2)
+    truth = _attend_exactly(query, keys, values)
 
     def appended(_: object) -> Tensor:
         pages = view.key_pages[last // PAGE_SIZE, :, last % PAGE_SIZE]
@@ -220,11 +221,21 @@ def _decoding(generator: torch.Generator, device: str) -> list[HostCall]:
         HostCall("octavo", "decode_attention", partial(decode, plan=plan), truth, error),
         HostCall("octavo", pair, append_and_decode, truth, error, budget=DECODE_BUDGET),
         HostCall(
-            *("octavo", "plan_decode", make_plan, truth, error),
+            impl="octavo",
+            name="plan_decode",
+            call=make_plan,
+            truth=truth,
+            max_error=error,
             checked=lambda made: decode(plan=made),
             budget=PLAN_BUDGET,
         ),
     ]
+
+
+def _attend_exactly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in float64, of tensors [batch, tokens, heads, head_dim]."""
+    q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def _make_view(keys: Tensor, values: Tensor) -> PagedView:
@@ -232,7 +243,7 @@ def _make_view(keys: Tensor, values: Tensor) -> PagedView:
     device, max_pages = keys.device, -(-CONTEXT // PAGE_SIZE)
     num_pages = NUM_SEQUENCES * max_pages
     pages = torch.zeros(num_pages, NUM_HEADS, PAGE_SIZE, HEAD_DIM, device=device).to(E4M3.dtype)
-    scales = [x.abs().max().float() / E4M3.max for x in (keys, values)]
+    key_scale, value_scale = (x.abs().max().float() / E4M3.max for x in (keys, values))
     table = torch.arange(num_pages, device=device, dtype=torch.int32).view(NUM_SEQUENCES, max_pages)
     lengths = torch.full((NUM_SEQUENCES,), CONTEXT, device=device, dtype=torch.int32)
-    return PagedView(pages, pages.clone(), *scales, table, lengths)
+    return PagedView(pages, pages.clone(), key_scale, value_scale, table, lengths)
