@@ -1,6 +1,7 @@
 """decode_attention: a few query tokens of each sequence over its pages."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from octavo.kernels.decode.config import (
     objection_to_gluon,
 )
 from octavo.kernels.device import Device, describe
-from octavo.numerics.attention import AttentionSpec, parse_spec
-from octavo.numerics.decode_plan import DecodePlan, PlanSettings
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.decode_plan import DecodePlan
+from octavo.ops.call import Call
 from octavo.ops.check import (
     check_float,
     check_one_device,
-    check_out_dtype,
     check_query_over_pages,
     check_sinks,
+    result_dtype,
 )
 from octavo.ops.plan_decode import (
     MAX_QUERY_TOKENS,
@@ -33,8 +35,8 @@ from octavo.ops.plan_decode import (
     settings_for,
     shape_of,
 )
-from octavo.ops.register import as_contiguous, define
-from octavo.ops.select import Request, find_run, register_impl, register_reference, select
+from octavo.ops.register import Operator, as_contiguous
+from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
 
@@ -56,40 +58,68 @@ def decode_attention(
     view.lengths[i] − q_len + j. A sequence of length 0 gives zeros (or what its sink leaves).
     plan: of this step, by `plan_decode`; without one, each call makes its own.
     """
-    if q.dim() != 4 or q.shape[0] != view.num_sequences:
-        raise ConfigError(
-            f"expected q [{view.num_sequences}, q_len, num_heads, head_dim], got {list(q.shape)}"
-        )
-    if not 1 <= q.shape[1] <= MAX_QUERY_TOKENS:
-        raise ConfigError(
-            f"expected 1 to {MAX_QUERY_TOKENS} query tokens, got {q.shape[1]}: use "
-            "prefill_attention for more"
-        )
-    check_float("q", q)
-    check_query_over_pages(q, view, None)
-    check_sinks(sinks, q.shape[2])
-    check_one_device(q=q, pages=view.key_pages, sinks=sinks)
-    if plan is not None:
-        impl = _check_plan(plan, q, view, spec, impl)
-    result: Tensor = torch.ops.octavo.decode_attention(
-        q,
-        str(spec),
-        check_out_dtype(out_dtype, q),
-        view.tensors,
-        sinks,
-        [] if plan is None else [plan.items, plan.counters],
-        [] if plan is None else plan.settings.numbers,
-        impl,
-    )
+    call = DecodeCall(q, view, spec, sinks, out_dtype, plan, plan.impl if plan else impl)
+    if plan is not None and impl not in (None, plan.impl):
+        raise ConfigError(f"expected a plan made for impl={impl!r}, got one for {plan.impl!r}")
+    result: Tensor = _OPERATOR(call)
     return result
 
 
-def _check_plan(
-    plan: DecodePlan, q: Tensor, view: PagedView, spec: AttentionSpec, impl: str | None
-) -> str:
-    """The implementation the plan was made for; raise unless it was made for such a call."""
-    if impl is not None and impl != plan.impl:
-        raise ConfigError(f"expected a plan made for impl={impl!r}, got one for {plan.impl!r}")
+@dataclass(eq=False)
+class DecodeCall(Call):
+    """One call of `decode_attention`; impl: that of the plan, if there is one."""
+
+    q: Tensor
+    view: PagedView
+    spec: AttentionSpec
+    sinks: Tensor | None
+    out_dtype: torch.dtype | None
+    plan: DecodePlan | None
+    impl: str | None
+
+    def check(self) -> None:
+        q, view = self.q, self.view
+        if q.dim() != 4 or q.shape[0] != view.num_sequences:
+            raise ConfigError(
+                f"expected q [{view.num_sequences}, q_len, num_heads, head_dim], got "
+                f"{list(q.shape)}"
+            )
+        if not 1 <= q.shape[1] <= MAX_QUERY_TOKENS:
+            raise ConfigError(
+                f"expected 1 to {MAX_QUERY_TOKENS} query tokens, got {q.shape[1]}: use "
+                "prefill_attention for more"
+            )
+        check_float("q", q)
+        check_query_over_pages(q, view, None)
+        check_sinks(self.sinks, q.shape[2])
+        check_one_device(q=q, pages=view.key_pages, sinks=self.sinks)
+        if self.plan is not None:
+            _check_plan(self.plan, q, view, self.spec)
+        result_dtype(self.out_dtype, q.dtype)
+
+    def request(self) -> Request:
+        return decode_request(
+            self.view,
+            self.spec,
+            num_heads=self.q.shape[2],
+            dtype=self.q.dtype,
+            has_sinks=self.sinks is not None,
+        )
+
+    def run(self, run: Callable[..., Any]) -> Tensor:
+        result: Tensor = run(
+            self.q,
+            self.view,
+            self.spec,
+            sinks=as_contiguous(self.sinks),
+            out_dtype=result_dtype(self.out_dtype, self.q.dtype),
+            **({} if self.plan is None else {"plan": self.plan}),
+        )
+        return result
+
+
+def _check_plan(plan: DecodePlan, q: Tensor, view: PagedView, spec: AttentionSpec) -> None:
+    """Raise unless the plan was made for such a call."""
     check_one_device(q=q, plan=plan.items)
     if plan.impl in PLANNED:
         _, q_len, num_heads, _ = q.shape
@@ -108,37 +138,10 @@ def _check_plan(
                 f"expected a plan made for {view.num_sequences} sequences, got one for "
                 f"{len(plan.counters) // programs}"
             )
-    return plan.impl
 
 
-def _run(
-    q: Tensor,
-    spec_text: str,
-    out_dtype: torch.dtype,
-    tensors: list[Tensor],
-    sinks: Tensor | None,
-    plan_tensors: list[Tensor],
-    plan_numbers: list[int],
-    impl: str | None,
-) -> Tensor:
-    spec = parse_spec(spec_text)
-    view = PagedView(*tensors)
-    request = decode_request(
-        view, spec, num_heads=q.shape[2], dtype=q.dtype, has_sinks=sinks is not None
-    )
-    run = find_run(request, impl)
-    plan = None
-    if plan_tensors:
-        items, counters = plan_tensors
-        settings = PlanSettings.of_numbers(plan_numbers)
-        plan = DecodePlan(items, counters, settings, select(request, impl).impl)
-    options = {} if plan is None else {"plan": plan}
-    result: Tensor = run(q, view, spec, sinks=as_contiguous(sinks), out_dtype=out_dtype, **options)
-    return result
-
-
-def _fake(q: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return q.new_empty(q.shape, dtype=out_dtype)
+def _fake(q: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    return q.new_empty(q.shape, dtype=result_dtype(out_dtype, q.dtype))
 
 
 def _reference(
@@ -208,7 +211,7 @@ def _gluon_objection(request: Request) -> str | None:
     )
 
 
-define("decode_attention", _run, _fake, constants=("plan_numbers",))
+_OPERATOR = Operator("decode_attention", DecodeCall, _fake)
 register_reference("decode_attention", _reference)
 register_impl(
     "decode_attention",
