@@ -5,8 +5,9 @@ rotary tables). From their types it makes what torch.library wants, a flat list 
 values, and the signature by which calls that were checked before are recognized.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -79,12 +80,13 @@ class _Leaf:
 class Form:
     """What can be derived from the fields of a `Call`.
 
+    arguments: those of a schema. flatten: the flat arguments of a call. rebuild: the call of flat
+    arguments. signature: what checks of a call depend on.
     writes: flat arguments that the op writes into. constants: integers for which a traced graph is
     made; others may vary.
     """
 
     def __init__(self, call: type, writes: Sequence[str], constants: Sequence[str]) -> None:
-        self.call = call
         self.leaves = list(_leaves_of_fields(call, "call"))
         names = [leaf.name for leaf in self.leaves]
         unknown = {*writes, *constants}.difference(names)
@@ -94,12 +96,12 @@ class Form:
             _declaration(leaf, place if leaf.name in writes else None, leaf.name in constants)
             for place, leaf in enumerate(self.leaves)
         )
-        self.flatten = _function([leaf.value for leaf in self.leaves])
-        self.signature = _function([leaf.trait for leaf in self.leaves])
-
-    def rebuild(self, values: Sequence[Any]) -> Any:
-        """The call whose flat arguments these are."""
-        return _rebuild(self.call, iter(values))
+        # Written out as Python and compiled once: loops over fields would cost every call time.
+        self.flatten = _tuple_of([leaf.value for leaf in self.leaves])
+        self.signature = _tuple_of([leaf.trait for leaf in self.leaves])
+        scope: dict[str, Any] = {}
+        made = _maker(call, deque(names), scope)
+        self.rebuild: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {made}", scope)
 
 
 def _leaves_of_fields(
@@ -109,9 +111,9 @@ def _leaves_of_fields(
         yield from _leaves(hint, prefix + name, f"{place}.{name}", guard)
 
 
-def _fields(owner: type) -> list[tuple[str, Any]]:
+def _fields(owner: Any) -> list[tuple[str, Any]]:
     hints = get_type_hints(owner)
-    names = getattr(owner, "__dataclass_fields__", None) or getattr(owner, "_fields", ())
+    names = [own.name for own in fields(owner)] if is_dataclass(owner) else owner._fields
     return [(name, hints[name]) for name in names]
 
 
@@ -159,23 +161,27 @@ def _declaration(leaf: _Leaf, written: int | None, is_constant: bool) -> str:
     return f"{kind} {leaf.name}"
 
 
-def _function(values: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function of `call` that makes a tuple of these: written out, since a loop is slow."""
+def _tuple_of(values: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function of `call` that makes a tuple of these."""
     function: Callable[[Any], tuple[Any, ...]] = eval(f"lambda call: ({', '.join(values)},)")
     return function
 
 
-def _rebuild(hint: Any, values: Iterator[Any]) -> Any:
-    """A value of this type from the next flat arguments; None if all of them are."""
+def _maker(hint: Any, names: deque[str], scope: dict[str, Any]) -> str:
+    """Python that makes such a value of the next flat arguments; scope: what it calls."""
     inner, is_optional = _without_none(hint)
     if inner in _PLAIN:
-        value = next(values)
-        return None if value is None else _PLAIN[inner][2](value)
+        scope[f"read_{inner.__name__}"] = _PLAIN[inner][2]
+        name = names.popleft()
+        return f"(None if {name} is None else read_{inner.__name__}({name}))"
     if inner in _KINDS or get_origin(inner) is Literal:
-        return next(values)
+        return names.popleft()
+    first = names[0]
     if get_origin(inner) is tuple:
-        parts = tuple(_rebuild(part, values) for part in get_args(inner))
-        return None if is_optional and parts[0] is None else parts
-    found = {name: _rebuild(part, values) for name, part in _fields(inner)}
-    is_missing = is_optional and all(value is None for value in found.values())
-    return None if is_missing else inner(**found)
+        made = f"({', '.join(_maker(part, names, scope) for part in get_args(inner))},)"
+    else:
+        scope[inner.__name__] = inner
+        parts = [f"{name}={_maker(part, names, scope)}" for name, part in _fields(inner)]
+        made = f"{inner.__name__}({', '.join(parts)})"
+    # Of a value that may be missing the first argument is not None, unless it is missing.
+    return f"(None if {first} is None else {made})" if is_optional else made

@@ -39,17 +39,19 @@ def quantize(
     (docs/explanation/numerics.md).
     """
     if scale is None:
-        call = DynamicCall(x, granularity, fmt, margin, power_of_two, impl)
-        return Quantized(*_DYNAMIC(call), granularity)
+        data, scale = _DYNAMIC(DynamicCall(x, granularity, fmt, margin, power_of_two, impl))
+        return Quantized(data, scale, granularity)
     if margin != 1.0 or power_of_two:
         raise ConfigError("margin and power_of_two shape dynamic scales: leave them or scale out")
-    return Quantized(_STATIC(StaticCall(x, scale, granularity, fmt, impl)), scale, granularity)
+    data = _STATIC(StaticCall(x, scale, granularity, fmt, impl))
+    return Quantized(data, scale, granularity)
 
 
 def quantize_operand(x: Tensor, granularity: Granularity) -> Quantized:
     """x in e4m3 with dynamic scales, for ops that have checked it: not another op in theirs."""
     call = DynamicCall(x, granularity, E4M3, 1.0, False, None)
-    return Quantized(*call.run(call.prepare()), granularity)
+    data, scale = call.run(call.prepare())
+    return Quantized(data, scale, granularity)
 
 
 @dataclass(eq=False)

@@ -71,33 +71,21 @@ def quantize_qkv(
     before an image's, [batch, num_first, heads, head_dim]: the result is that of both concatenated,
     which nobody has to do. For dense q, k and v of the same tokens.
     """
-    shared: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "first": first,
-        "norm": norm,
-        "rotary": rotary,
-        "value_layout": value_layout,
-        "cu_seqlens": cu_seqlens,
-        "num_tokens": num_tokens,
-        "fmt": fmt,
-        "impl": impl,
-    }
+    shared = q, k, v, first, norm, rotary, value_layout, cu_seqlens, num_tokens, fmt, impl
     if scales is None:
         rings = None if history is None else check_history(history)
-        call = DynamicCall(**shared, rings=rings, granularity=granularity or PerTensor())
+        call = DynamicCall(*shared, rings, granularity or PerTensor())
         q8, k8, v8, q_scale, k_scale, v_scale = _DYNAMIC(call)
         return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
     if history is not None:
         raise ConfigError("expected static scales or a history for dynamic ones, got both")
     if granularity is not None:
         raise ConfigError("static scales say their own granularity: leave granularity out")
-    q8, k8, v8 = _STATIC(StaticCall(**shared, scales=scales))
+    q8, k8, v8 = _STATIC(StaticCall(*shared, scales))
     return QuantizedQkv(q8, k8, v8, scales, value_layout)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class QkvCall(Call):
     """What static and dynamic scales have in common of a call of `quantize_qkv`."""
 
@@ -164,7 +152,7 @@ class QkvCall(Call):
         return result
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class StaticCall(QkvCall):
     """One call of `quantize_qkv` with scales."""
 
@@ -184,7 +172,7 @@ class StaticCall(QkvCall):
         return _finish(self.result(run, scales=self.scales))
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class DynamicCall(QkvCall):
     """One call of `quantize_qkv` that finds its scales."""
 

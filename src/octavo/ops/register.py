@@ -22,7 +22,6 @@ with internals("torch"):
         _DisableAutocast,
         _dispatch_keys,
         _dispatch_tls_local_include_set,
-        _is_any_autocast_enabled,
         _len_torch_function_stack,
     )
 
@@ -67,7 +66,7 @@ class Operator:
         _LIBRARY.define(f"{name}({form.arguments}) -> {_results(call)}")
 
         def run(*values: Any) -> Any:
-            arguments: Call = form.rebuild(values)
+            arguments: Call = form.rebuild(*values)
             with _DisableAutocast(), on_device_of(values):
                 return arguments.run(arguments.prepare())
 
@@ -78,7 +77,7 @@ class Operator:
         _LIBRARY.impl(name, no_gradient, "Autograd")
         for key in ("AutogradCPU", "AutogradCUDA"):
             _LIBRARY.impl(name, _directly(run, no_gradient), key, with_keyset=True)
-        self.by_torch = getattr(torch.ops.octavo, name).default
+        self._operator = getattr(torch.ops.octavo, name).default
 
     def __call__(self, call: Call) -> Any:
         """Check the arguments and run the op.
@@ -86,33 +85,29 @@ class Operator:
         A call with the signature of an earlier one was checked then, and runs at once: neither
         checks, selection nor torch's dispatcher cost the host time again.
         """
-        if torch.compiler.is_compiling() or _wants_torch():
+        # Gradients and whoever listens to calls of torch have to see every call.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_function_stack():
             return self._by_torch(call)
         try:
-            key = self.name, _state(), self.form.signature(call)
-            known = PREPARED.get(key)
+            signature = self.name, _state(), self.form.signature(call)
+            known = PREPARED.get(signature)
         except (AttributeError, TypeError):  # no tensors, or sizes that are not numbers yet
             return self._by_torch(call)
         if known is None:
             result = self._by_torch(call)
             values = self.form.flatten(call)
-            if key[1] in _PLAIN_STATES and all(map(_is_plain, values)):
-                remember(key, (call.prepare(), _gpu_of(values)))
+            if signature[1] in _PLAIN_STATES and all(map(_is_plain, values)):
+                remember(signature, (call.prepare(), _gpu_of(values)))
             return result
         run, gpu = known
         if gpu is not None and gpu != torch.cuda.current_device():
             return self._by_torch(call)
-        with _AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd(), _DisableAutocast():
             return call.run(run)
 
     def _by_torch(self, call: Call) -> Any:
         call.check()
-        return self.by_torch(*self.form.flatten(call))
-
-
-def _wants_torch() -> bool:
-    """Whether torch has to see every call: for gradients, autocast, or someone who listens."""
-    return torch.is_grad_enabled() or _is_any_autocast_enabled() or _len_torch_function_stack() > 0
+        return self._operator(*self.form.flatten(call))
 
 
 def _state() -> int:
