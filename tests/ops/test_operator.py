@@ -1,5 +1,6 @@
 """Calls whose signature was checked before: the same results and errors, with less host work."""
 
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -183,6 +184,25 @@ def test_shapes_are_found_without_data():
             out = ops.matvec(torch.ones(40, device="meta"), torch.ones(6, 40, device="meta"))
             assert out.is_meta
     assert len(PREPARED) == 1
+
+
+def test_nothing_is_remembered_where_the_import_was_traced():
+    """As where a model imports octavo while its shapes are found on fake tensors."""
+    code = """
+import torch
+with torch._subclasses.FakeTensorMode():
+    from octavo import ops
+    from octavo.ops.select import PREPARED
+    with torch.no_grad():
+        for _ in range(2):
+            ops.matvec(torch.ones(4), torch.ones(3, 4))
+with torch.no_grad():
+    for _ in range(2):
+        assert float(ops.matvec(torch.ones(4), torch.ones(3, 4))[0]) == 4
+print(len(PREPARED))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
 
 
 def test_a_new_implementation_is_asked_at_once():

@@ -116,12 +116,14 @@ def _state() -> int:
 
 
 def _plain_states() -> frozenset[int]:
+    """The states in which a call may pass torch by; none if somebody traces octavo's import."""
+    if (_dispatch_tls_local_include_set() & _BETWEEN).raw_repr():
+        return frozenset()
     with torch.inference_mode():
         inference = _state()
     return frozenset({_state(), inference})
 
 
-# Nobody traces while octavo is imported.
 _PLAIN_STATES = _plain_states()
 
 
