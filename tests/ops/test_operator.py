@@ -260,6 +260,19 @@ def test_a_plan_of_another_step_is_refused_after_a_good_one():
             ops.decode_attention(q, view, plan=plan, impl="triton")
 
 
+def test_plans_of_other_steps_are_made_anew():
+    view = make_paged_view(PagedCase())
+    steps = [{"num_heads": 4}, {"num_heads": 8}, {"num_heads": 4, "q_len": 2}]
+    for _ in range(2):
+        found = [ops.plan_decode(view, **step).settings for step in steps]
+        assert [one.q_len for one in found] == [1, 1, 2]
+        assert len(set(found)) >= 2
+        with pytest.raises(ConfigError, match="expected 1 to 4 query tokens, got 5"):
+            ops.plan_decode(view, num_heads=4, q_len=5)
+        with pytest.raises(ConfigError, match="multiple of the KV heads"):
+            ops.plan_decode(view, num_heads=view.num_kv_heads + 1)
+
+
 def test_signatures_do_not_pile_up():
     for number in range(MAX_PREPARED + 3):
         remember(("test", number), print)

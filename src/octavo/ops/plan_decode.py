@@ -22,7 +22,7 @@ from octavo.numerics.decode_plan import DecodePlan, PlanSettings, make_items
 from octavo.ops.call import Call
 from octavo.ops.check import check_heads
 from octavo.ops.register import Operator
-from octavo.ops.select import Request, features_of, select
+from octavo.ops.select import PREPARED, Request, features_of, remember, select
 
 MAX_QUERY_TOKENS = 4
 # Implementations that read a plan; others may take one, and need not look at it.
@@ -44,15 +44,38 @@ def plan_decode(
     [num_sequences, q_len, num_heads, head_dim] of this dtype. It is made on the view's device
     without waiting for it: in a CUDA graph it follows the lengths of each replay.
     """
+    pages, table = view.key_pages, view.page_table
+    sizes = pages.shape, table.shape, view.key_scale.dim(), num_heads, q_len
+    signature = "plan settings", sizes, pages.dtype, pages.device, dtype, spec, impl
+    # A compiler looks at everything once anyway.
+    known = None if torch.compiler.is_compiling() else PREPARED.get(signature)
+    if known is None:
+        known = _choose(view, spec, num_heads, q_len, dtype, impl)
+        if not torch.compiler.is_compiling():
+            remember(signature, known)
+    selected, settings = known
+    max_tokens = view.max_pages * view.page_size
+    items, counters = _OPERATOR(PlanCall(view.lengths, settings, max_tokens, selected))
+    return DecodePlan(items, counters, settings, selected)
+
+
+def _choose(
+    view: PagedView,
+    spec: AttentionSpec,
+    num_heads: int,
+    q_len: int,
+    dtype: torch.dtype,
+    impl: str | None,
+) -> tuple[str, PlanSettings]:
+    """The implementation that runs a decode step, and what its plan is made for."""
     check_heads(num_heads, view.num_kv_heads)
     if not 1 <= q_len <= MAX_QUERY_TOKENS:
         raise ConfigError(f"expected 1 to {MAX_QUERY_TOKENS} query tokens, got {q_len}")
     request = decode_request(view, spec, num_heads=num_heads, dtype=dtype)
     selected = select(request, impl).impl
-    settings = settings_for(selected, view, spec, num_heads=num_heads, q_len=q_len, dtype=dtype)
-    max_tokens = view.max_pages * view.page_size
-    items, counters = _OPERATOR(PlanCall(view.lengths, settings, max_tokens, selected))
-    return DecodePlan(items, counters, settings, selected)
+    return selected, settings_for(
+        selected, view, spec, num_heads=num_heads, q_len=q_len, dtype=dtype
+    )
 
 
 def decode_request(
