@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
 from octavo.kernels.decode.config import (
     DecodeShape,
+    GluonConfig,
+    TritonConfig,
     default,
     default_gluon,
     objection,
@@ -106,6 +109,14 @@ class DecodeCall(Call):
             has_sinks=self.sinks is not None,
         )
 
+    def prepare(self) -> Callable[..., Any]:
+        run = super().prepare()
+        if run not in _DEFAULTS:
+            return run
+        _, q_len, num_heads, _ = self.q.shape
+        shape = shape_of(self.view, self.spec, num_heads=num_heads, q_len=q_len, dtype=self.q.dtype)
+        return partial(run, config=_DEFAULTS[run](shape, describe(self.q.device)))
+
     def run(self, run: Callable[..., Any]) -> Tensor:
         result: Tensor = run(
             self.q,
@@ -164,37 +175,40 @@ def _reference(
     return out.view(q.shape).to(out_dtype)
 
 
-def _triton(q: Tensor, view: PagedView, spec: AttentionSpec, **options: Any) -> Tensor:
+def _triton(
+    q: Tensor, view: PagedView, spec: AttentionSpec, *, config: TritonConfig, **options: Any
+) -> Tensor:
     from octavo.kernels.decode.triton import decode
 
-    return _decode(decode, default, "triton", q, view, spec, **options)
+    plan = _plan("triton", q, view, spec, options)
+    return decode(q, view, spec, plan, config, **options)
 
 
-def _gluon(q: Tensor, view: PagedView, spec: AttentionSpec, **options: Any) -> Tensor:
+def _gluon(
+    q: Tensor, view: PagedView, spec: AttentionSpec, *, config: GluonConfig, **options: Any
+) -> Tensor:
     from octavo.kernels.decode.gluon_sm89 import decode
 
-    return _decode(decode, default_gluon, "gluon", q, view, spec, **options)
+    plan = _plan("gluon", q, view, spec, options)
+    return decode(q, view, spec, plan, config, **options)
 
 
-def _decode(
-    decode: Callable[..., Tensor],
-    choose: Callable[[DecodeShape, Device], object],
-    impl: str,
-    q: Tensor,
-    view: PagedView,
-    spec: AttentionSpec,
-    *,
-    sinks: Tensor | None,
-    out_dtype: torch.dtype,
-    plan: DecodePlan | None = None,
-) -> Tensor:
-    """A kernel with the settings that `choose` gives it, and with a plan of its own if need be."""
+# The launch settings of octavo's kernels.
+_DEFAULTS: dict[Callable[..., Any], Callable[[DecodeShape, Device], object]] = {
+    _triton: default,
+    _gluon: default_gluon,
+}
+
+
+def _plan(
+    impl: str, q: Tensor, view: PagedView, spec: AttentionSpec, options: dict[str, Any]
+) -> DecodePlan:
+    """The plan among the options of a call, taken out of them, or one of its own."""
+    plan: DecodePlan | None = options.pop("plan", None)
+    if plan is not None:
+        return plan
     _, q_len, num_heads, _ = q.shape
-    if plan is None:
-        plan = plan_decode(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl=impl)
-    shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype)
-    config = choose(shape, describe(q.device))
-    return decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
+    return plan_decode(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl=impl)
 
 
 def _triton_objection(request: Request) -> str | None:
