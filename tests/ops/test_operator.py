@@ -19,7 +19,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import Granularity, PerChannel, PerToken
 from octavo.numerics.qkv import QkvScales, QuantizedQkv
 from octavo.numerics.quantize import Quantized
-from octavo.ops.call import Call, Form
+from octavo.ops.arguments import Arguments, Form
 from octavo.ops.select import MAX_PREPARED, PREPARED, remember
 from octavo.testing.asserts import assert_same_bits
 from octavo.testing.cases import PagedCase
@@ -64,7 +64,7 @@ def test_later_calls_give_the_same_bits(name, mode):
 def counted_checks(monkeypatch, name: str):
     """How often arguments of an op are checked."""
     seen = []
-    calls = {"matvec": "MatvecCall", "attention": "AttentionCall"}
+    calls = {"matvec": "MatvecArguments", "attention": "AttentionArguments"}
     owner = getattr(sys.modules[f"octavo.ops.{name}"], calls[name])
     check = owner.check
 
@@ -341,7 +341,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Everything(Call):
+class Everything(Arguments):
     """An argument of each kind."""
 
     x: Tensor
@@ -424,12 +424,12 @@ def test_whatever_checks_depend_on_is_in_the_signature(changes):
 
 def test_mistakes_in_a_definition_raise():
     @dataclass
-    class Odd(Call):
+    class Odd(Arguments):
         x: Tensor
         table: dict[str, int]
 
     @dataclass
-    class Either(Call):
+    class Either(Arguments):
         x: int | str
 
     with pytest.raises(TypeError, match="that torch.library can take, got table"):

@@ -14,7 +14,7 @@ from octavo.kernels.device import describe
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.rotary import Rotary
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_heads, check_one_device, check_scale
 from octavo.ops.register import Operator
 from octavo.ops.select import Request, register_impl, register_reference
@@ -46,13 +46,13 @@ def append_kv(
     range of their static scale, infinities among them; NaN and padding are not counted.
     """
     turned: Tensor = _OPERATOR(
-        AppendCall(view, key, value, slots, query, rotary, q_scale, saturated, impl)
+        AppendArguments(view, key, value, slots, query, rotary, q_scale, saturated, impl)
     )
     return None if query is None else turned
 
 
 @dataclass(eq=False)
-class AppendCall(Call):
+class AppendArguments(Arguments):
     """One call of `append_kv`."""
 
     view: PagedView
@@ -173,7 +173,7 @@ def _fake(key: Tensor, query: Tensor | None, q_scale: Tensor | None) -> Tensor:
 
 _OPERATOR = Operator(
     "append_kv",
-    AppendCall,
+    AppendArguments,
     _fake,
     writes=(
         "view_key_pages",

@@ -14,7 +14,7 @@ from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import (
     check_float,
     check_one_device,
@@ -102,7 +102,7 @@ def attention(
     value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
     `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
-    call = AttentionCall(
+    call = AttentionArguments(
         q, k, v, spec, scales, packing, sinks, key_mask, out_dtype, return_lse, value_layout, impl
     )
     out, lse = _OPERATOR(call)
@@ -110,7 +110,7 @@ def attention(
 
 
 @dataclass(eq=False)
-class AttentionCall(Call):
+class AttentionArguments(Arguments):
     """One call of `attention`."""
 
     q: Tensor
@@ -244,7 +244,7 @@ def _reference(
     return out.to(out_dtype), lse
 
 
-_OPERATOR = Operator("attention", AttentionCall, empty_result)
+_OPERATOR = Operator("attention", AttentionArguments, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:

@@ -22,7 +22,7 @@ from octavo.kernels.decode.config import (
 from octavo.kernels.device import Device, describe
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import DecodePlan
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import (
     check_float,
     check_one_device,
@@ -61,7 +61,7 @@ def decode_attention(
     view.lengths[i] − q_len + j. A sequence of length 0 gives zeros (or what its sink leaves).
     plan: of this step, by `plan_decode`; without one, each call makes its own.
     """
-    call = DecodeCall(q, view, spec, sinks, out_dtype, plan, plan.impl if plan else impl)
+    call = DecodeArguments(q, view, spec, sinks, out_dtype, plan, plan.impl if plan else impl)
     if plan is not None and impl not in (None, plan.impl):
         raise ConfigError(f"expected a plan made for impl={impl!r}, got one for {plan.impl!r}")
     result: Tensor = _OPERATOR(call)
@@ -69,7 +69,7 @@ def decode_attention(
 
 
 @dataclass(eq=False)
-class DecodeCall(Call):
+class DecodeArguments(Arguments):
     """One call of `decode_attention`; impl: that of the plan, if there is one."""
 
     q: Tensor
@@ -225,7 +225,7 @@ def _gluon_objection(request: Request) -> str | None:
     )
 
 
-_OPERATOR = Operator("decode_attention", DecodeCall, _fake)
+_OPERATOR = Operator("decode_attention", DecodeArguments, _fake)
 register_reference("decode_attention", _reference)
 register_impl(
     "decode_attention",

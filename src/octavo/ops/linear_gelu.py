@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.linear_gelu.config import torch_objection
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_one_device, check_same_dtype
 from octavo.ops.register import Operator
 from octavo.ops.select import Request, register_impl, register_reference
@@ -24,12 +24,12 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, *, impl: str | None = N
     Products are added up in float32, and the GELU is that of the sum: nothing is rounded, or
     written to memory, in between.
     """
-    result: Tensor = _OPERATOR(GeluCall(x, weight, bias, impl))
+    result: Tensor = _OPERATOR(GeluArguments(x, weight, bias, impl))
     return result
 
 
 @dataclass(eq=False)
-class GeluCall(Call):
+class GeluArguments(Arguments):
     """One call of `linear_gelu`."""
 
     x: Tensor
@@ -73,7 +73,7 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_OPERATOR = Operator("linear_gelu", GeluCall, _fake)
+_OPERATOR = Operator("linear_gelu", GeluArguments, _fake)
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

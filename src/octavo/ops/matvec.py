@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.matvec.config import objection
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_one_device, check_same_dtype
 from octavo.ops.register import Operator
 from octavo.ops.select import Request, register_impl, register_reference
@@ -27,12 +27,12 @@ def matvec(
     weight; the values of a row lie side by side. Products are added up in float32, the bias as
     well, and the sum is rounded once.
     """
-    result: Tensor = _OPERATOR(MatvecCall(x, weight, bias, impl))
+    result: Tensor = _OPERATOR(MatvecArguments(x, weight, bias, impl))
     return result
 
 
 @dataclass(eq=False)
-class MatvecCall(Call):
+class MatvecArguments(Arguments):
     """One call of `matvec`."""
 
     x: Tensor
@@ -86,7 +86,7 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_OPERATOR = Operator("matvec", MatvecCall, _fake)
+_OPERATOR = Operator("matvec", MatvecArguments, _fake)
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

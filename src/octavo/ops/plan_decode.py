@@ -19,7 +19,7 @@ from octavo.kernels.decode.config import (
 from octavo.kernels.device import describe
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.decode_plan import DecodePlan, PlanSettings, make_items
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_heads
 from octavo.ops.register import Operator
 from octavo.ops.select import PREPARED, Request, features_of, remember, select
@@ -55,7 +55,7 @@ def plan_decode(
             remember(signature, known)
     selected, settings = known
     max_tokens = view.max_pages * view.page_size
-    items, counters = _OPERATOR(PlanCall(view.lengths, settings, max_tokens, selected))
+    items, counters = _OPERATOR(PlanArguments(view.lengths, settings, max_tokens, selected))
     return DecodePlan(items, counters, settings, selected)
 
 
@@ -141,7 +141,7 @@ def settings_for(
 
 
 @dataclass(eq=False)
-class PlanCall(Call):
+class PlanArguments(Arguments):
     """What a plan is made of, for this implementation of `decode_attention`."""
 
     lengths: Tensor
@@ -179,4 +179,4 @@ def _fake(lengths: Tensor, settings: list[int]) -> tuple[Tensor, Tensor]:
     return items, lengths.new_empty(lengths.shape[0] * made_for.programs_per_item)
 
 
-_OPERATOR = Operator("plan_decode", PlanCall, _fake, constants=("max_tokens",))
+_OPERATOR = Operator("plan_decode", PlanArguments, _fake, constants=("max_tokens",))

@@ -12,8 +12,8 @@ from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.prefill.config import objection
 from octavo.numerics.attention import AttentionSpec
+from octavo.ops.arguments import Arguments
 from octavo.ops.attention import objection_to_gluon
-from octavo.ops.call import Call
 from octavo.ops.check import (
     check_cu_seqlens,
     check_one_device,
@@ -86,7 +86,7 @@ def prefill_attention(
     without asking the device; left out, all that the page table has room for.
     return_lse: also the log of the softmax denominator, float32 [num_tokens, num_heads].
     """
-    call = PrefillCall(
+    call = PrefillArguments(
         q,
         view,
         cu_seqlens_q,
@@ -104,7 +104,7 @@ def prefill_attention(
 
 
 @dataclass(eq=False)
-class PrefillCall(Call):
+class PrefillArguments(Arguments):
     """One call of `prefill_attention`."""
 
     q: Tensor
@@ -201,7 +201,7 @@ def _reference(
     return out.to(out_dtype), lse
 
 
-_OPERATOR = Operator("prefill_attention", PrefillCall, empty_result)
+_OPERATOR = Operator("prefill_attention", PrefillArguments, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:

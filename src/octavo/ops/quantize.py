@@ -15,7 +15,7 @@ from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerTensor, parse_granularity
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.scales import check_margin
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_one_device, check_scale
 from octavo.ops.register import Operator
 from octavo.ops.select import Request, register_impl, register_reference
@@ -39,23 +39,23 @@ def quantize(
     (docs/explanation/numerics.md).
     """
     if scale is None:
-        data, scale = _DYNAMIC(DynamicCall(x, granularity, fmt, margin, power_of_two, impl))
+        data, scale = _DYNAMIC(DynamicArguments(x, granularity, fmt, margin, power_of_two, impl))
         return Quantized(data, scale, granularity)
     if margin != 1.0 or power_of_two:
         raise ConfigError("margin and power_of_two shape dynamic scales: leave them or scale out")
-    data = _STATIC(StaticCall(x, scale, granularity, fmt, impl))
+    data = _STATIC(StaticArguments(x, scale, granularity, fmt, impl))
     return Quantized(data, scale, granularity)
 
 
 def quantize_operand(x: Tensor, granularity: Granularity) -> Quantized:
     """x in e4m3 with dynamic scales, for ops that have checked it: not another op in theirs."""
-    call = DynamicCall(x, granularity, E4M3, 1.0, False, None)
+    call = DynamicArguments(x, granularity, E4M3, 1.0, False, None)
     data, scale = call.run(call.prepare())
     return Quantized(data, scale, granularity)
 
 
 @dataclass(eq=False)
-class DynamicCall(Call):
+class DynamicArguments(Arguments):
     """One call of `quantize` that finds its scales."""
 
     x: Tensor
@@ -86,7 +86,7 @@ class DynamicCall(Call):
 
 
 @dataclass(eq=False)
-class StaticCall(Call):
+class StaticArguments(Arguments):
     """One call of `quantize` with a scale."""
 
     x: Tensor
@@ -135,8 +135,8 @@ def _static_fake(x: Tensor, fmt: str) -> Tensor:
     return x.new_empty(x.shape, dtype=format_named(fmt).dtype)
 
 
-_DYNAMIC = Operator("quantize_dynamic", DynamicCall, _dynamic_fake)
-_STATIC = Operator("quantize_static", StaticCall, _static_fake)
+_DYNAMIC = Operator("quantize_dynamic", DynamicArguments, _dynamic_fake)
+_STATIC = Operator("quantize_static", StaticArguments, _static_fake)
 
 
 def _triton_objection(request: Request) -> str | None:

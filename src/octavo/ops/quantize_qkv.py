@@ -17,7 +17,7 @@ from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, align, empty_aligned
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.value_layout import ValueLayout, num_columns
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_one_device, check_scales
 from octavo.ops.check_qkv import (
     History,
@@ -74,19 +74,19 @@ def quantize_qkv(
     shared = q, k, v, first, norm, rotary, value_layout, cu_seqlens, num_tokens, fmt, impl
     if scales is None:
         rings = None if history is None else check_history(history)
-        call = DynamicCall(*shared, rings, granularity or PerTensor())
+        call = DynamicQkvArguments(*shared, rings, granularity or PerTensor())
         q8, k8, v8, q_scale, k_scale, v_scale = _DYNAMIC(call)
         return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
     if history is not None:
         raise ConfigError("expected static scales or a history for dynamic ones, got both")
     if granularity is not None:
         raise ConfigError("static scales say their own granularity: leave granularity out")
-    q8, k8, v8 = _STATIC(StaticCall(*shared, scales))
+    q8, k8, v8 = _STATIC(StaticQkvArguments(*shared, scales))
     return QuantizedQkv(q8, k8, v8, scales, value_layout)
 
 
 @dataclass(eq=False)
-class QkvCall(Call):
+class QkvArguments(Arguments):
     """What static and dynamic scales have in common of a call of `quantize_qkv`."""
 
     q: Tensor
@@ -153,7 +153,7 @@ class QkvCall(Call):
 
 
 @dataclass(eq=False)
-class StaticCall(QkvCall):
+class StaticQkvArguments(QkvArguments):
     """One call of `quantize_qkv` with scales."""
 
     scales: QkvScales
@@ -173,7 +173,7 @@ class StaticCall(QkvCall):
 
 
 @dataclass(eq=False)
-class DynamicCall(QkvCall):
+class DynamicQkvArguments(QkvArguments):
     """One call of `quantize_qkv` that finds its scales."""
 
     rings: Rings | None
@@ -250,10 +250,10 @@ def _dynamic_fake(
     return *data, *scales
 
 
-_STATIC = Operator("quantize_qkv_static", StaticCall, _static_fake)
+_STATIC = Operator("quantize_qkv_static", StaticQkvArguments, _static_fake)
 _DYNAMIC = Operator(
     "quantize_qkv_dynamic",
-    DynamicCall,
+    DynamicQkvArguments,
     _dynamic_fake,
     writes=[f"rings_{i}_{name}" for i in range(3) for name in AmaxRing._fields],
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from octavo.env import use_cache_dir, use_fused_products
 from octavo.errors import UnsupportedError
 from octavo.internals import internals, require
-from octavo.ops.call import Call, Form
+from octavo.ops.arguments import Arguments, Form
 from octavo.ops.select import PREPARED, remember
 
 with internals("torch"):
@@ -55,7 +55,7 @@ class Operator:
     def __init__(
         self,
         name: str,
-        call: type[Call],
+        call: type[Arguments],
         fake: Callable[..., Any],
         *,
         writes: Sequence[str] = (),
@@ -66,7 +66,7 @@ class Operator:
         _LIBRARY.define(f"{name}({form.arguments}) -> {_results(call)}")
 
         def run(*values: Any) -> Any:
-            arguments: Call = form.rebuild(*values)
+            arguments: Arguments = form.rebuild(*values)
             with _DisableAutocast(), on_device_of(values):
                 return arguments.run(arguments.prepare())
 
@@ -79,7 +79,7 @@ class Operator:
             _LIBRARY.impl(name, _directly(run, no_gradient), key, with_keyset=True)
         self._operator = getattr(torch.ops.octavo, name).default
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: Arguments) -> Any:
         """Check the arguments and run the op.
 
         A call with the signature of an earlier one was checked then, and runs at once: neither
@@ -105,7 +105,7 @@ class Operator:
         with _AutoDispatchBelowAutograd(), _DisableAutocast():
             return call.run(run)
 
-    def _by_torch(self, call: Call) -> Any:
+    def _by_torch(self, call: Arguments) -> Any:
         call.check()
         return self._operator(*self.form.flatten(call))
 
@@ -141,7 +141,7 @@ def _gpu_of(values: Sequence[object]) -> int | None:
     return first.device.index if first is not None and first.is_cuda else None
 
 
-def _results(call: type[Call]) -> str:
+def _results(call: type[Arguments]) -> str:
     """What a schema says of the results of an op."""
     results = get_args(get_type_hints(call.run)["return"])
     return f"({', '.join('Tensor' for _ in results)})" if results else "Tensor"

@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.rotate_qk.config import objection
 from octavo.numerics.rotary import Rotary
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_one_device
 from octavo.ops.register import Operator
 from octavo.ops.select import Request, register_impl, register_reference
@@ -27,12 +27,12 @@ def rotate_qk(
     joint projection as well. Pairs are turned in float32, whatever the dtypes are, and rounded
     once. For attention in FP8 `quantize_qkv` turns them on the way.
     """
-    turned_q, turned_k = _OPERATOR(RotateCall(q, k, rotary, impl))
+    turned_q, turned_k = _OPERATOR(RotateArguments(q, k, rotary, impl))
     return turned_q, turned_k
 
 
 @dataclass(eq=False)
-class RotateCall(Call):
+class RotateArguments(Arguments):
     """One call of `rotate_qk`."""
 
     q: Tensor
@@ -74,7 +74,7 @@ def _fake(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-_OPERATOR = Operator("rotate_qk", RotateCall, _fake)
+_OPERATOR = Operator("rotate_qk", RotateArguments, _fake)
 
 
 def _triton_objection(request: Request) -> str | None:

@@ -26,7 +26,7 @@ from octavo.numerics.granularity import (
 )
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.quantize import quantize as reference_quantize
-from octavo.ops.call import Call
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_one_device, check_scale
 from octavo.ops.quantize import quantize_operand
 from octavo.ops.register import Operator
@@ -52,9 +52,9 @@ def scaled_mm(
     scales of this granularity: per tensor, per token or per block of 1 × columns.
     """
     if isinstance(a, Tensor):
-        call = ProductCall(a, None, activation, b, bias, out_dtype, impl)
+        call = ProductArguments(a, None, activation, b, bias, out_dtype, impl)
     elif activation is None:
-        call = ProductCall(a.data, a.scale, a.granularity, b, bias, out_dtype, impl)
+        call = ProductArguments(a.data, a.scale, a.granularity, b, bias, out_dtype, impl)
     else:
         raise ConfigError(f"a is {a.data.dtype}: leave activation out, which quantizes plain a")
     result: Tensor = _OPERATOR(call)
@@ -62,7 +62,7 @@ def scaled_mm(
 
 
 @dataclass(eq=False)
-class ProductCall(Call):
+class ProductArguments(Arguments):
     """One call of `scaled_mm`; a_granularity: of a's scales, given or to be found."""
 
     a: Tensor
@@ -219,7 +219,7 @@ def _shape_of(request: Request) -> MatmulShape | None:
     return None if request.sizes is None else MatmulShape(*request.sizes)
 
 
-_OPERATOR = Operator("scaled_mm", ProductCall, _fake)
+_OPERATOR = Operator("scaled_mm", ProductArguments, _fake)
 register_reference("scaled_mm", _reference)
 register_impl(
     "scaled_mm",

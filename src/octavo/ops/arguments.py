@@ -21,7 +21,7 @@ from octavo.numerics.granularity import Granularity, parse_granularity
 from octavo.ops.select import Request, find_run
 
 
-class Call:
+class Arguments:
     """The arguments of one call of an op; a subclass is a dataclass with a field for each."""
 
     impl: str | None
@@ -78,7 +78,7 @@ class _Leaf:
 
 
 class Form:
-    """What can be derived from the fields of a `Call`.
+    """What can be derived from the fields of a `Arguments`.
 
     arguments: those of a schema. flatten: the flat arguments of a call. rebuild: the call of flat
     arguments. signature: what checks of a call depend on.
