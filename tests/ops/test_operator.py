@@ -248,6 +248,18 @@ def test_one_history_twice_is_refused_after_three():
     assert [int(one.num_passes) for one in three] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("number", [2, 4])
+def test_other_numbers_of_tensors_are_refused_after_three(number):
+    q = torch.ones(1, 5, 2, 16)
+    with torch.no_grad():
+        for _ in range(2):
+            ops.quantize_qkv(q, q, q, first=(q, q, q))
+        with pytest.raises(
+            ConfigError, match=f"expected first as q, k and v, got {number} tensors"
+        ):
+            ops.quantize_qkv(q, q, q, first=(q,) * number)
+
+
 def test_a_plan_of_another_step_is_refused_after_a_good_one():
     view = make_paged_view(PagedCase())
     q = torch.randn(5, 1, 4, 64)

@@ -77,8 +77,6 @@ def check_first(first: Three, qkv: Three, is_packed: bool) -> None:
         raise ConfigError(
             "first stands in front of dense sequences: leave cu_seqlens and num_tokens out"
         )
-    if len(first) != 3:
-        raise ConfigError(f"expected first as q, k and v, got {len(first)} tensors")
     for name, x, other in zip("qkv", first, qkv, strict=True):
         if other.dim() != 4:
             raise ConfigError(

@@ -71,6 +71,8 @@ def quantize_qkv(
     before an image's, [batch, num_first, heads, head_dim]: the result is that of both concatenated,
     which nobody has to do. For dense q, k and v of the same tokens.
     """
+    if first is not None and len(first) != 3:
+        raise ConfigError(f"expected first as q, k and v, got {len(first)} tensors")
     shared = q, k, v, first, norm, rotary, value_layout, cu_seqlens, num_tokens, fmt, impl
     if scales is None:
         rings = None if history is None else check_history(history)
