@@ -46,7 +46,8 @@ _USED: dict[str, dict[str, str]] = {
     "octavo's linear_gelu": {"torch": "_addmm_activation"},
     "octavo's check of values on the GPU": {"torch": "_assert_async"},
     "octavo.ops": {
-        "torch._C": "DispatchKey DispatchKeySet _AutoDispatchBelowAutograd _DisableAutocast",
+        "torch._C": "DispatchKey DispatchKeySet _AutoDispatchBelowAutograd _DisableAutocast "
+        "_dispatch_keys _dispatch_tls_local_include_set _len_torch_function_stack",
         "torch._C.DispatchKey": "Conjugate FuncTorchDynamicLayerBackMode Functionalize Negative "
         "Python ZeroTensor",
         "torch._dynamo.decorators.assume_constant_result": "_dynamo_marked_constant",

@@ -180,21 +180,13 @@ def test_torch_sees_plans_as_they_are():
     view = make_paged_view(PagedCase(dtype=torch.bfloat16))
     plan = ops.plan_decode(view, num_heads=4)
     max_tokens = view.max_pages * view.page_size
-    arguments = (view.lengths, plan.settings.numbers, max_tokens, False)
+    arguments = (view.lengths, plan.settings.numbers, max_tokens, "reference")
     torch.library.opcheck(torch.ops.octavo.plan_decode, arguments)
     q = torch.randn(5, 1, 4, 64)
+    spec, planned = "causal=True", (plan.items, plan.counters, plan.settings.numbers, plan.impl)
     torch.library.opcheck(
         torch.ops.octavo.decode_attention,
-        (
-            q,
-            "causal=True",
-            torch.float32,
-            view.tensors,
-            None,
-            [plan.items, plan.counters],
-            plan.settings.numbers,
-            None,
-        ),
+        (q, *view.tensors, spec, None, torch.float32, *planned, None),
     )
 
 

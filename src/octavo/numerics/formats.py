@@ -26,6 +26,7 @@ E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3)
 E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2)
 
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+_DTYPES = (E4M3.dtype, E5M2.dtype)
 
 
 def format_named(name: str) -> Fp8Format:
@@ -46,4 +47,4 @@ def format_of(dtype: torch.dtype) -> Fp8Format:
 
 def is_fp8(dtype: torch.dtype) -> bool:
     """Whether `dtype` is one of octavo's FP8 formats."""
-    return any(fmt.dtype == dtype for fmt in FORMATS.values())
+    return dtype in _DTYPES

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,5 +62,12 @@ def empty_aligned(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Ten
 
 def align(x: Tensor) -> Tensor:
     """x with its heads aligned: itself, or a copy."""
-    aligned = empty_aligned(x.shape, x.dtype, x)
-    return x if x.stride() == aligned.stride() else aligned.copy_(x)
+    is_aligned = x.stride() == _aligned_stride(tuple(x.shape))
+    return x if is_aligned else empty_aligned(x.shape, x.dtype, x).copy_(x)
+
+
+@lru_cache(maxsize=1024)
+def _aligned_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of `empty_aligned`."""
+    like = torch.empty(0, device="meta")
+    return empty_aligned(shape, like.dtype, like).stride()

@@ -1,5 +1,9 @@
 """append_kv: new keys and values into the pages of a KV cache."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,9 +14,10 @@ from octavo.kernels.device import describe
 from octavo.numerics.formats import E4M3
 from octavo.numerics.granularity import PerHead, PerTensor
 from octavo.numerics.rotary import Rotary
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_heads, check_one_device, check_scale
-from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_impl, register_reference
+from octavo.ops.register import Operator
+from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.paged import append_kv as reference
 
 
@@ -40,42 +45,88 @@ def append_kv(
     saturated: int64 [2], to which the numbers of keys and values are added that lie beyond the
     range of their static scale, infinities among them; NaN and padding are not counted.
     """
-    _check_new(view, key, value, slots)
-    check_one_device(
-        pages=view.key_pages,
-        key=key,
-        value=value,
-        slots=slots,
-        query=query,
-        q_scale=q_scale,
-        saturated=saturated,
-    )
-    if query is not None:
-        _check_query(view, query, len(slots))
-    if q_scale is not None:
-        if query is None:
-            raise ConfigError("q_scale quantizes the query: pass a query, or leave it out")
-        check_scale("query", q_scale, PerHead() if q_scale.dim() else PerTensor(), query.shape)
-    if rotary is not None:
-        check_float("cos and sin", rotary.cos)
-        check_one_device(key=key, cos=rotary.cos, sin=rotary.sin)
-        rotary.check(len(key), key.shape[-1])
-    if saturated is not None:
-        _check_saturated(saturated)
-    turned: Tensor = torch.ops.octavo.append_kv(
-        view.tensors[:4],
-        view.tensors[4:],
-        key,
-        value,
-        slots,
-        query,
-        *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
-        rotary is not None and rotary.is_interleaved,
-        q_scale,
-        saturated,
-        impl,
+    turned: Tensor = _OPERATOR(
+        AppendArguments(view, key, value, slots, query, rotary, q_scale, saturated, impl)
     )
     return None if query is None else turned
+
+
+@dataclass(eq=False)
+class AppendArguments(Arguments):
+    """One call of `append_kv`."""
+
+    view: PagedView
+    key: Tensor
+    value: Tensor
+    slots: Tensor
+    query: Tensor | None
+    rotary: Rotary | None
+    q_scale: Tensor | None
+    saturated: Tensor | None
+    impl: str | None
+
+    def check(self) -> None:
+        view, key, query, q_scale = self.view, self.key, self.query, self.q_scale
+        _check_new(view, key, self.value, self.slots)
+        check_one_device(
+            pages=view.key_pages,
+            key=key,
+            value=self.value,
+            slots=self.slots,
+            query=query,
+            q_scale=q_scale,
+            saturated=self.saturated,
+        )
+        if query is not None:
+            _check_query(view, query, len(self.slots))
+        if q_scale is not None:
+            if query is None:
+                raise ConfigError("q_scale quantizes the query: pass a query, or leave it out")
+            check_scale("query", q_scale, PerHead() if q_scale.dim() else PerTensor(), query.shape)
+        if (rotary := self.rotary) is not None:
+            check_float("cos and sin", rotary.cos)
+            check_one_device(key=key, cos=rotary.cos, sin=rotary.sin)
+            rotary.check(len(key), key.shape[-1])
+        if self.saturated is not None:
+            _check_saturated(self.saturated)
+
+    def request(self) -> Request:
+        view, query, rotary = self.view, self.query, self.rotary
+        used = {
+            "query": query is not None,
+            "fp8-query": self.q_scale is not None,
+            "rotary": rotary is not None,
+            "interleaved": rotary is not None and rotary.is_interleaved,
+            "saturated": self.saturated is not None,
+        }
+        return Request(
+            op="append_kv",
+            device=describe(self.key.device),
+            dtype=self.key.dtype,
+            other_dtype=view.dtype,
+            head_dim=view.head_dim,
+            group=1 if query is None else query.shape[1] // view.num_kv_heads,
+            page_size=view.page_size,
+            granularity=str(view.scale_granularity),
+            features=frozenset(name for name, is_used in used.items() if is_used),
+        )
+
+    def run(self, run: Callable[..., Any]) -> Tensor:
+        turned: Tensor | None = run(
+            self.view,
+            self.key,
+            self.value,
+            self.slots,
+            query=self.query,
+            rotary=self.rotary,
+            q_scale=self.q_scale,
+            saturated=self.saturated,
+        )
+        if turned is None:
+            return self.key.new_empty(0)
+        # An operator's result is none of its arguments, and has the strides that are promised.
+        is_new = turned is not self.query and turned.is_contiguous()
+        return turned if is_new else torch.clone(turned, memory_format=torch.contiguous_format)
 
 
 def _check_new(view: PagedView, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -113,50 +164,6 @@ def _check_query(view: PagedView, query: Tensor, num_tokens: int) -> None:
     check_heads(query.shape[1], view.num_kv_heads)
 
 
-def _run(
-    pages_and_scales: list[Tensor],
-    tables: list[Tensor],
-    key: Tensor,
-    value: Tensor,
-    slots: Tensor,
-    query: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
-    q_scale: Tensor | None,
-    saturated: Tensor | None,
-    impl: str | None,
-) -> Tensor:
-    view = PagedView(*pages_and_scales, *tables)
-    used = {
-        "query": query is not None,
-        "fp8-query": q_scale is not None,
-        "rotary": cos is not None,
-        "interleaved": is_interleaved,
-        "saturated": saturated is not None,
-    }
-    request = Request(
-        op="append_kv",
-        device=describe(key.device),
-        dtype=key.dtype,
-        other_dtype=view.dtype,
-        head_dim=view.head_dim,
-        group=1 if query is None else query.shape[1] // view.num_kv_heads,
-        page_size=view.page_size,
-        granularity=str(view.scale_granularity),
-        features=frozenset(name for name, is_used in used.items() if is_used),
-    )
-    rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
-    turned: Tensor | None = find_run(request, impl)(
-        view, key, value, slots, query=query, rotary=rotary, q_scale=q_scale, saturated=saturated
-    )
-    if turned is None:
-        return key.new_empty(0)
-    # An operator's result must not be one of its arguments, and has the strides that are promised.
-    is_new = turned is not query and turned.is_contiguous()
-    return turned if is_new else torch.clone(turned, memory_format=torch.contiguous_format)
-
-
 def _fake(key: Tensor, query: Tensor | None, q_scale: Tensor | None) -> Tensor:
     if query is None:
         return key.new_empty(0)
@@ -164,7 +171,18 @@ def _fake(key: Tensor, query: Tensor | None, q_scale: Tensor | None) -> Tensor:
     return query.new_empty(query.shape, dtype=dtype)
 
 
-define("append_kv", _run, _fake, writes=("pages_and_scales", "saturated"))
+_OPERATOR = Operator(
+    "append_kv",
+    AppendArguments,
+    _fake,
+    writes=(
+        "view_key_pages",
+        "view_value_pages",
+        "view_key_scale",
+        "view_value_scale",
+        "saturated",
+    ),
+)
 
 
 def _triton_objection(request: Request) -> str | None:

@@ -1,6 +1,8 @@
 """attention: dense or packed, in FP8 or in the model's own dtype."""
 
-from typing import Literal, overload
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -8,24 +10,25 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.attention.config import hopper_objection, objection
 from octavo.kernels.device import describe
-from octavo.numerics.attention import AttentionSpec, Packing, parse_spec
+from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.formats import is_fp8
 from octavo.numerics.qkv import QkvScales
 from octavo.numerics.value_layout import ValueLayout
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import (
     check_float,
     check_one_device,
-    check_out_dtype,
     check_packing,
     check_qkv,
     check_scales,
     check_sinks,
+    empty_result,
+    result_dtype,
 )
-from octavo.ops.register import as_contiguous, define, empty_result
+from octavo.ops.register import Operator, as_contiguous
 from octavo.ops.select import (
     Request,
     features_of,
-    find_run,
     register_impl,
     register_reference,
     scale_granularity,
@@ -99,41 +102,93 @@ def attention(
     value_layout: how v is stored (octavo.numerics.value_layout): like k, or transposed as
     `quantize_qkv` writes it on demand, which FP8 kernels read without moving a byte.
     """
-    num_sequences = None
-    if packing is not None:
-        check_packing(packing, q)
-        num_sequences = len(packing.cu_seqlens_k) - 1
-    check_qkv(q, k, v, 4 if packing is None else 3, value_layout, num_sequences)
-    check_sinks(sinks, q.shape[-2])
-    check_one_device(q=q, k=k, v=v, sinks=sinks, key_mask=key_mask)
-    _check_dtypes(q, k, v, scales)
-    if key_mask is not None:
-        _check_key_mask(key_mask, k, is_packed=packing is not None)
-    scales = scales or QkvScales.ones(q.device)
-    check_scales(scales, q, k, k)  # values have as many tokens and heads as keys
-    out, lse = torch.ops.octavo.attention(
-        q,
-        k,
-        v,
-        str(spec),
-        check_out_dtype(out_dtype, q),
-        return_lse,
-        scales.q,
-        scales.k,
-        scales.v,
-        *_pack(packing),
-        sinks,
-        key_mask,
-        value_layout,
-        impl,
+    call = AttentionArguments(
+        q, k, v, spec, scales, packing, sinks, key_mask, out_dtype, return_lse, value_layout, impl
     )
+    out, lse = _OPERATOR(call)
     return (out, lse) if return_lse else out
 
 
-def _pack(packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    if packing is None:
-        return None, None, 0, 0
-    return packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k
+@dataclass(eq=False)
+class AttentionArguments(Arguments):
+    """One call of `attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    scales: QkvScales | None
+    packing: Packing | None
+    sinks: Tensor | None
+    key_mask: Tensor | None
+    out_dtype: torch.dtype | None
+    return_lse: bool
+    value_layout: ValueLayout
+    impl: str | None
+
+    def check(self) -> None:
+        q, k, v, packing = self.q, self.k, self.v, self.packing
+        num_sequences = None
+        if packing is not None:
+            check_packing(packing, q)
+            num_sequences = len(packing.cu_seqlens_k) - 1
+        check_qkv(q, k, v, 4 if packing is None else 3, self.value_layout, num_sequences)
+        check_sinks(self.sinks, q.shape[-2])
+        check_one_device(q=q, k=k, v=v, sinks=self.sinks, key_mask=self.key_mask)
+        _check_dtypes(q, k, v, self.scales)
+        if self.key_mask is not None:
+            _check_key_mask(self.key_mask, k, is_packed=packing is not None)
+        if self.scales is not None:
+            check_scales(self.scales, q, k, k)  # values have as many tokens and heads as keys
+        result_dtype(self.out_dtype, q.dtype)
+
+    def request(self) -> Request:
+        granularity = "tensor"
+        if self.scales is not None:
+            scale = max(self.scales.k, self.scales.v, key=Tensor.dim)
+            granularity = scale_granularity(scale, self.k)
+        return Request(
+            op="attention",
+            device=describe(self.q.device),
+            dtype=self.q.dtype,
+            other_dtype=self.k.dtype,
+            head_dim=self.q.shape[-1],
+            group=self.q.shape[-2] // self.k.shape[-2],
+            granularity=granularity,
+            features=features_of(
+                self.spec,
+                packed=self.packing is not None,
+                sinks=self.sinks is not None,
+                key_mask=self.key_mask is not None,
+                lse=self.return_lse,
+                transposed=self.value_layout == "transposed",
+                mixed=self.k.dtype != self.v.dtype,
+            ),
+        )
+
+    def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        scales = self.scales or QkvScales.ones(self.q.device)
+        packing = self.packing
+        if packing is not None:
+            packing = Packing(
+                packing.cu_seqlens_q.contiguous(),
+                packing.cu_seqlens_k.contiguous(),
+                packing.max_seqlen_q,
+                packing.max_seqlen_k,
+            )
+        out, lse = run(
+            self.q,
+            self.k,
+            self.v,
+            self.spec,
+            QkvScales(scales.q.contiguous(), scales.k.contiguous(), scales.v.contiguous()),
+            packing=packing,
+            sinks=as_contiguous(self.sinks),
+            key_mask=as_contiguous(self.key_mask),
+            out_dtype=result_dtype(self.out_dtype, self.q.dtype),
+            value_layout=self.value_layout,
+        )
+        return out, lse if self.return_lse else self.q.new_empty(0, dtype=torch.float32)
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, scales: QkvScales | None) -> None:
@@ -159,64 +214,6 @@ def _check_key_mask(key_mask: Tensor, k: Tensor, *, is_packed: bool) -> None:
             f"expected a bool key_mask of shape {list(k.shape[:2])}, got {key_mask.dtype} "
             f"{list(key_mask.shape)}"
         )
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec_text: str,
-    out_dtype: torch.dtype,
-    return_lse: bool,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    sinks: Tensor | None,
-    key_mask: Tensor | None,
-    value_layout: str,
-    impl: str | None,
-) -> tuple[Tensor, Tensor]:
-    spec = parse_spec(spec_text)
-    packing = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        packing = Packing(
-            cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
-        )
-    request = Request(
-        op="attention",
-        device=describe(q.device),
-        dtype=q.dtype,
-        other_dtype=k.dtype,
-        head_dim=q.shape[-1],
-        group=q.shape[-2] // k.shape[-2],
-        granularity=scale_granularity(max(k_scale, v_scale, key=Tensor.dim), k),
-        features=features_of(
-            spec,
-            packed=packing is not None,
-            sinks=sinks is not None,
-            key_mask=key_mask is not None,
-            lse=return_lse,
-            transposed=value_layout == "transposed",
-            mixed=k.dtype != v.dtype,
-        ),
-    )
-    out, lse = find_run(request, impl)(
-        q,
-        k,
-        v,
-        spec,
-        QkvScales(q_scale.contiguous(), k_scale.contiguous(), v_scale.contiguous()),
-        packing=packing,
-        sinks=as_contiguous(sinks),
-        key_mask=as_contiguous(key_mask),
-        out_dtype=out_dtype,
-        value_layout=value_layout,
-    )
-    return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
 
 
 def _reference(
@@ -247,7 +244,7 @@ def _reference(
     return out.to(out_dtype), lse
 
 
-define("attention", _run, empty_result)
+_OPERATOR = Operator("attention", AttentionArguments, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:

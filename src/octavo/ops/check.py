@@ -39,6 +39,13 @@ def check_one_device(**tensors: Tensor | None) -> None:
             )
 
 
+def check_same_dtype(x: Tensor, **others: Tensor | None) -> None:
+    """Raise unless all tensors have x's dtype."""
+    for name, other in others.items():
+        if other is not None and other.dtype != x.dtype:
+            raise ConfigError(f"expected {name} in {x.dtype} like x, got {other.dtype}: convert it")
+
+
 def check_fp8_device(
     name: str, device: torch.device, impl: str | None, *, instead: str = WITHOUT_FP8
 ) -> None:
@@ -218,10 +225,19 @@ def check_query_over_pages(q: Tensor, view: PagedView, q_scale: Tensor | None) -
         raise ConfigError(f"expected FP8 pages for FP8 queries, got pages in {view.dtype}")
 
 
-def check_out_dtype(out_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
+def result_dtype(out_dtype: torch.dtype | None, q_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the result: as asked for, else q's own, else bfloat16 for FP8 queries."""
     if out_dtype is None:
-        return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
+        return torch.bfloat16 if is_fp8(q_dtype) else q_dtype
     if out_dtype not in FLOAT_DTYPES:
         raise ConfigError(f"expected out_dtype bfloat16, float16 or float32, got {out_dtype}")
     return out_dtype
+
+
+def empty_result(
+    q: Tensor, out_dtype: torch.dtype | None, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Empty (out, lse) of an attention call: lse has no elements unless it was asked for."""
+    lse_shape = q.shape[:-1] if return_lse else torch.Size([0])
+    out = q.new_empty(q.shape, dtype=result_dtype(out_dtype, q.dtype))
+    return out, q.new_empty(lse_shape, dtype=torch.float32)

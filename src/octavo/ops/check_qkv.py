@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.quantize_qkv.config import MAX_RING_LENGTH
-from octavo.numerics.amax import AmaxHistory
+from octavo.numerics.amax import AmaxHistory, AmaxRing
 from octavo.numerics.granularity import Granularity
 from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.rotary import Rotary
@@ -21,6 +21,7 @@ from octavo.ops.check import (
 )
 
 History = tuple[AmaxHistory, AmaxHistory, AmaxHistory]
+Rings = tuple[AmaxRing, AmaxRing, AmaxRing]
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -52,13 +53,13 @@ def check_num_tokens(q: Tensor, k: Tensor, num_tokens: Tensor | None) -> None:
         )
 
 
-def check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> str:
-    """The layout, if values of this shape can lie so."""
+def check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> None:
+    """Raise unless values of this shape can lie so."""
     check_value_layout(layout)
     if layout == "rows":
         if cu_seqlens is not None:
             raise ConfigError("cu_seqlens place transposed values: leave them out for rows")
-        return layout
+        return
     expected = 4 if cu_seqlens is None else 3
     if k.dim() != expected:
         raise ConfigError(
@@ -68,7 +69,6 @@ def check_layout(k: Tensor, layout: ValueLayout, cu_seqlens: Tensor | None) -> s
         )
     if cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", cu_seqlens)
-    return layout
 
 
 def check_first(first: Three, qkv: Three, is_packed: bool) -> None:
@@ -77,8 +77,6 @@ def check_first(first: Three, qkv: Three, is_packed: bool) -> None:
         raise ConfigError(
             "first stands in front of dense sequences: leave cu_seqlens and num_tokens out"
         )
-    if len(first) != 3:
-        raise ConfigError(f"expected first as q, k and v, got {len(first)} tensors")
     for name, x, other in zip("qkv", first, qkv, strict=True):
         if other.dim() != 4:
             raise ConfigError(
@@ -130,28 +128,33 @@ def check_norm(norm: QkNorm, q: Tensor, k: Tensor, first: Three | None, is_packe
         norm.check(num_first + x.shape[-3], x.shape[-1])
 
 
-def check_history(history: History, granularity: Granularity, tensors: Three) -> list[Tensor]:
-    """The three tensors of each of the three rings, one after the other."""
+def check_history(history: History) -> Rings:
+    """The rings of a history, one for each of q, k and v."""
     if len(history) != 3:
         raise ConfigError(f"expected a history of q, of k and of v, got {len(history)} of them")
-    if history[0] is history[1] or history[1] is history[2] or history[0] is history[2]:
+    q, k, v = history
+    if q is k or k is v or q is v:
         raise ConfigError("expected a history of each of q, k and v, got one of them twice")
-    for name, one, x in zip("qkv", history, tensors, strict=True):
-        expected = granularity.scale_shape(tuple(x.shape))
-        if tuple(one.values.shape[1:]) != expected:
+    return q.ring, k.ring, v.ring
+
+
+def check_rings(rings: Rings, granularity: Granularity, tensors: Three) -> None:
+    """Raise unless each ring holds amax values of its tensor."""
+    for name, ring, x in zip("qkv", rings, tensors, strict=True):
+        expected, values = granularity.scale_shape(tuple(x.shape)), ring.values
+        if tuple(values.shape[1:]) != expected:
             raise ConfigError(
                 f"expected a history of {name} for amax values of shape {list(expected)}, got one "
-                f"for {list(one.values.shape[1:])}"
+                f"for {list(values.shape[1:])}"
             )
-        if len(one.values) > MAX_RING_LENGTH:
+        if len(values) > MAX_RING_LENGTH:
             raise ConfigError(
                 f"expected a history of {name} of at most {MAX_RING_LENGTH} passes, got "
-                f"{len(one.values)}"
+                f"{len(values)}"
             )
-        if not one.values.is_contiguous():
+        if not values.is_contiguous():
             raise ConfigError(
                 f"expected contiguous values in the history of {name}, got strides "
-                f"{one.values.stride()}"
+                f"{values.stride()}"
             )
-        check_one_device(**{name: x, f"{name}'s history": one.values})
-    return [buffer for one in history for buffer in one.ring]
+        check_one_device(**{name: x, f"{name}'s history": values})

@@ -1,6 +1,8 @@
 """decode_attention: a few query tokens of each sequence over its pages."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,20 +12,23 @@ from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
 from octavo.kernels.decode.config import (
     DecodeShape,
+    GluonConfig,
+    TritonConfig,
     default,
     default_gluon,
     objection,
     objection_to_gluon,
 )
 from octavo.kernels.device import Device, describe
-from octavo.numerics.attention import AttentionSpec, parse_spec
-from octavo.numerics.decode_plan import DecodePlan, PlanSettings
+from octavo.numerics.attention import AttentionSpec
+from octavo.numerics.decode_plan import DecodePlan
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import (
     check_float,
     check_one_device,
-    check_out_dtype,
     check_query_over_pages,
     check_sinks,
+    result_dtype,
 )
 from octavo.ops.plan_decode import (
     MAX_QUERY_TOKENS,
@@ -33,8 +38,8 @@ from octavo.ops.plan_decode import (
     settings_for,
     shape_of,
 )
-from octavo.ops.register import as_contiguous, define
-from octavo.ops.select import Request, find_run, register_impl, register_reference, select
+from octavo.ops.register import Operator, as_contiguous
+from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
 
@@ -56,40 +61,76 @@ def decode_attention(
     view.lengths[i] − q_len + j. A sequence of length 0 gives zeros (or what its sink leaves).
     plan: of this step, by `plan_decode`; without one, each call makes its own.
     """
-    if q.dim() != 4 or q.shape[0] != view.num_sequences:
-        raise ConfigError(
-            f"expected q [{view.num_sequences}, q_len, num_heads, head_dim], got {list(q.shape)}"
-        )
-    if not 1 <= q.shape[1] <= MAX_QUERY_TOKENS:
-        raise ConfigError(
-            f"expected 1 to {MAX_QUERY_TOKENS} query tokens, got {q.shape[1]}: use "
-            "prefill_attention for more"
-        )
-    check_float("q", q)
-    check_query_over_pages(q, view, None)
-    check_sinks(sinks, q.shape[2])
-    check_one_device(q=q, pages=view.key_pages, sinks=sinks)
-    if plan is not None:
-        impl = _check_plan(plan, q, view, spec, impl)
-    result: Tensor = torch.ops.octavo.decode_attention(
-        q,
-        str(spec),
-        check_out_dtype(out_dtype, q),
-        view.tensors,
-        sinks,
-        [] if plan is None else [plan.items, plan.counters],
-        [] if plan is None else plan.settings.numbers,
-        impl,
-    )
+    call = DecodeArguments(q, view, spec, sinks, out_dtype, plan, plan.impl if plan else impl)
+    if plan is not None and impl not in (None, plan.impl):
+        raise ConfigError(f"expected a plan made for impl={impl!r}, got one for {plan.impl!r}")
+    result: Tensor = _OPERATOR(call)
     return result
 
 
-def _check_plan(
-    plan: DecodePlan, q: Tensor, view: PagedView, spec: AttentionSpec, impl: str | None
-) -> str:
-    """The implementation the plan was made for; raise unless it was made for such a call."""
-    if impl is not None and impl != plan.impl:
-        raise ConfigError(f"expected a plan made for impl={impl!r}, got one for {plan.impl!r}")
+@dataclass(eq=False)
+class DecodeArguments(Arguments):
+    """One call of `decode_attention`; impl: that of the plan, if there is one."""
+
+    q: Tensor
+    view: PagedView
+    spec: AttentionSpec
+    sinks: Tensor | None
+    out_dtype: torch.dtype | None
+    plan: DecodePlan | None
+    impl: str | None
+
+    def check(self) -> None:
+        q, view = self.q, self.view
+        if q.dim() != 4 or q.shape[0] != view.num_sequences:
+            raise ConfigError(
+                f"expected q [{view.num_sequences}, q_len, num_heads, head_dim], got "
+                f"{list(q.shape)}"
+            )
+        if not 1 <= q.shape[1] <= MAX_QUERY_TOKENS:
+            raise ConfigError(
+                f"expected 1 to {MAX_QUERY_TOKENS} query tokens, got {q.shape[1]}: use "
+                "prefill_attention for more"
+            )
+        check_float("q", q)
+        check_query_over_pages(q, view, None)
+        check_sinks(self.sinks, q.shape[2])
+        check_one_device(q=q, pages=view.key_pages, sinks=self.sinks)
+        if self.plan is not None:
+            _check_plan(self.plan, q, view, self.spec)
+        result_dtype(self.out_dtype, q.dtype)
+
+    def request(self) -> Request:
+        return decode_request(
+            self.view,
+            self.spec,
+            num_heads=self.q.shape[2],
+            dtype=self.q.dtype,
+            has_sinks=self.sinks is not None,
+        )
+
+    def prepare(self) -> Callable[..., Any]:
+        run = super().prepare()
+        if run not in _DEFAULTS:
+            return run
+        _, q_len, num_heads, _ = self.q.shape
+        shape = shape_of(self.view, self.spec, num_heads=num_heads, q_len=q_len, dtype=self.q.dtype)
+        return partial(run, config=_DEFAULTS[run](shape, describe(self.q.device)))
+
+    def run(self, run: Callable[..., Any]) -> Tensor:
+        result: Tensor = run(
+            self.q,
+            self.view,
+            self.spec,
+            sinks=as_contiguous(self.sinks),
+            out_dtype=result_dtype(self.out_dtype, self.q.dtype),
+            **({} if self.plan is None else {"plan": self.plan}),
+        )
+        return result
+
+
+def _check_plan(plan: DecodePlan, q: Tensor, view: PagedView, spec: AttentionSpec) -> None:
+    """Raise unless the plan was made for such a call."""
     check_one_device(q=q, plan=plan.items)
     if plan.impl in PLANNED:
         _, q_len, num_heads, _ = q.shape
@@ -108,37 +149,10 @@ def _check_plan(
                 f"expected a plan made for {view.num_sequences} sequences, got one for "
                 f"{len(plan.counters) // programs}"
             )
-    return plan.impl
 
 
-def _run(
-    q: Tensor,
-    spec_text: str,
-    out_dtype: torch.dtype,
-    tensors: list[Tensor],
-    sinks: Tensor | None,
-    plan_tensors: list[Tensor],
-    plan_numbers: list[int],
-    impl: str | None,
-) -> Tensor:
-    spec = parse_spec(spec_text)
-    view = PagedView(*tensors)
-    request = decode_request(
-        view, spec, num_heads=q.shape[2], dtype=q.dtype, has_sinks=sinks is not None
-    )
-    run = find_run(request, impl)
-    plan = None
-    if plan_tensors:
-        items, counters = plan_tensors
-        settings = PlanSettings.of_numbers(plan_numbers)
-        plan = DecodePlan(items, counters, settings, select(request, impl).impl)
-    options = {} if plan is None else {"plan": plan}
-    result: Tensor = run(q, view, spec, sinks=as_contiguous(sinks), out_dtype=out_dtype, **options)
-    return result
-
-
-def _fake(q: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return q.new_empty(q.shape, dtype=out_dtype)
+def _fake(q: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    return q.new_empty(q.shape, dtype=result_dtype(out_dtype, q.dtype))
 
 
 def _reference(
@@ -161,37 +175,40 @@ def _reference(
     return out.view(q.shape).to(out_dtype)
 
 
-def _triton(q: Tensor, view: PagedView, spec: AttentionSpec, **options: Any) -> Tensor:
+def _triton(
+    q: Tensor, view: PagedView, spec: AttentionSpec, *, config: TritonConfig, **options: Any
+) -> Tensor:
     from octavo.kernels.decode.triton import decode
 
-    return _decode(decode, default, "triton", q, view, spec, **options)
+    plan = _plan("triton", q, view, spec, options)
+    return decode(q, view, spec, plan, config, **options)
 
 
-def _gluon(q: Tensor, view: PagedView, spec: AttentionSpec, **options: Any) -> Tensor:
+def _gluon(
+    q: Tensor, view: PagedView, spec: AttentionSpec, *, config: GluonConfig, **options: Any
+) -> Tensor:
     from octavo.kernels.decode.gluon_sm89 import decode
 
-    return _decode(decode, default_gluon, "gluon", q, view, spec, **options)
+    plan = _plan("gluon", q, view, spec, options)
+    return decode(q, view, spec, plan, config, **options)
 
 
-def _decode(
-    decode: Callable[..., Tensor],
-    choose: Callable[[DecodeShape, Device], object],
-    impl: str,
-    q: Tensor,
-    view: PagedView,
-    spec: AttentionSpec,
-    *,
-    sinks: Tensor | None,
-    out_dtype: torch.dtype,
-    plan: DecodePlan | None = None,
-) -> Tensor:
-    """A kernel with the settings that `choose` gives it, and with a plan of its own if need be."""
+# The launch settings of octavo's kernels.
+_DEFAULTS: dict[Callable[..., Any], Callable[[DecodeShape, Device], object]] = {
+    _triton: default,
+    _gluon: default_gluon,
+}
+
+
+def _plan(
+    impl: str, q: Tensor, view: PagedView, spec: AttentionSpec, options: dict[str, Any]
+) -> DecodePlan:
+    """The plan among the options of a call, taken out of them, or one of its own."""
+    plan: DecodePlan | None = options.pop("plan", None)
+    if plan is not None:
+        return plan
     _, q_len, num_heads, _ = q.shape
-    if plan is None:
-        plan = plan_decode(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl=impl)
-    shape = shape_of(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype)
-    config = choose(shape, describe(q.device))
-    return decode(q, view, spec, plan, config, sinks=sinks, out_dtype=out_dtype)
+    return plan_decode(view, spec, num_heads=num_heads, q_len=q_len, dtype=q.dtype, impl=impl)
 
 
 def _triton_objection(request: Request) -> str | None:
@@ -208,7 +225,7 @@ def _gluon_objection(request: Request) -> str | None:
     )
 
 
-define("decode_attention", _run, _fake, constants=("plan_numbers",))
+_OPERATOR = Operator("decode_attention", DecodeArguments, _fake)
 register_reference("decode_attention", _reference)
 register_impl(
     "decode_attention",

@@ -1,7 +1,8 @@
 """prefill_attention: the newest tokens of each sequence over its pages."""
 
-from dataclasses import replace
-from typing import Literal, overload
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,17 +11,19 @@ from octavo.cache.view import PagedView
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.prefill.config import objection
-from octavo.numerics.attention import AttentionSpec, parse_spec
+from octavo.numerics.attention import AttentionSpec
+from octavo.ops.arguments import Arguments
 from octavo.ops.attention import objection_to_gluon
 from octavo.ops.check import (
     check_cu_seqlens,
     check_one_device,
-    check_out_dtype,
     check_query_over_pages,
     check_sinks,
+    empty_result,
+    result_dtype,
 )
-from octavo.ops.register import as_contiguous, define, empty_result
-from octavo.ops.select import Request, features_of, find_run, register_impl, register_reference
+from octavo.ops.register import Operator, as_contiguous
+from octavo.ops.select import Request, features_of, register_impl, register_reference
 from octavo.reference.paged import paged_attention
 from octavo.reference.softmax import kernel_rounding
 
@@ -83,90 +86,101 @@ def prefill_attention(
     without asking the device; left out, all that the page table has room for.
     return_lse: also the log of the softmax denominator, float32 [num_tokens, num_heads].
     """
-    if q.dim() != 3:
-        raise ConfigError(f"expected q [num_tokens, num_heads, head_dim], got {list(q.shape)}")
-    check_query_over_pages(q, view, q_scale)
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
-    if len(cu_seqlens_q) != view.num_sequences + 1:
-        raise ConfigError(
-            f"expected cu_seqlens_q of length {view.num_sequences + 1} for "
-            f"{view.num_sequences} sequences, got {len(cu_seqlens_q)}"
-        )
-    if num_cached_tokens is not None and num_cached_tokens < 0:
-        raise ConfigError(f"num_cached_tokens must not be negative, got {num_cached_tokens}")
-    check_sinks(sinks, q.shape[1])
-    check_one_device(
-        q=q, pages=view.key_pages, cu_seqlens_q=cu_seqlens_q, q_scale=q_scale, sinks=sinks
-    )
-    out, lse = torch.ops.octavo.prefill_attention(
+    call = PrefillArguments(
         q,
-        str(spec),
-        check_out_dtype(out_dtype, q),
-        return_lse,
-        view.tensors,
+        view,
         cu_seqlens_q,
         max_seqlen_q,
-        _room(view) if num_cached_tokens is None else num_cached_tokens,
+        spec,
         q_scale,
         sinks,
+        num_cached_tokens,
+        out_dtype,
+        return_lse,
         impl,
     )
+    out, lse = _OPERATOR(call)
     return (out, lse) if return_lse else out
 
 
-def _room(view: PagedView) -> int:
-    return view.num_sequences * view.max_pages * view.page_size
+@dataclass(eq=False)
+class PrefillArguments(Arguments):
+    """One call of `prefill_attention`."""
 
+    q: Tensor
+    view: PagedView
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    spec: AttentionSpec
+    q_scale: Tensor | None
+    sinks: Tensor | None
+    num_cached_tokens: int | None
+    out_dtype: torch.dtype | None
+    return_lse: bool
+    impl: str | None
 
-def _run(
-    q: Tensor,
-    spec_text: str,
-    out_dtype: torch.dtype,
-    return_lse: bool,
-    tensors: list[Tensor],
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    num_cached_tokens: int,
-    q_scale: Tensor | None,
-    sinks: Tensor | None,
-    impl: str | None,
-) -> tuple[Tensor, Tensor]:
-    spec = parse_spec(spec_text)
-    view = _with_contiguous_scales(PagedView(*tensors))
-    request = Request(
-        op="prefill_attention",
-        device=describe(q.device),
-        dtype=q.dtype,
-        other_dtype=view.dtype,
-        head_dim=view.head_dim,
-        group=q.shape[-2] // view.num_kv_heads,
-        page_size=view.page_size,
-        granularity=str(view.scale_granularity),
-        features=features_of(spec, sinks=sinks is not None, lse=return_lse),
-    )
-    out, lse = find_run(request, impl)(
-        q,
-        view,
-        cu_seqlens_q.contiguous(),
-        max_seqlen_q,
-        spec,
-        as_contiguous(q_scale),
-        sinks=as_contiguous(sinks),
-        out_dtype=out_dtype,
-        num_cached_tokens=num_cached_tokens,
-    )
-    return out, lse if return_lse else q.new_empty(0, dtype=torch.float32)
+    def check(self) -> None:
+        q, view, cu_seqlens_q = self.q, self.view, self.cu_seqlens_q
+        if q.dim() != 3:
+            raise ConfigError(f"expected q [num_tokens, num_heads, head_dim], got {list(q.shape)}")
+        check_query_over_pages(q, view, self.q_scale)
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+        if len(cu_seqlens_q) != view.num_sequences + 1:
+            raise ConfigError(
+                f"expected cu_seqlens_q of length {view.num_sequences + 1} for "
+                f"{view.num_sequences} sequences, got {len(cu_seqlens_q)}"
+            )
+        if self.num_cached_tokens is not None and self.num_cached_tokens < 0:
+            raise ConfigError(
+                f"num_cached_tokens must not be negative, got {self.num_cached_tokens}"
+            )
+        check_sinks(self.sinks, q.shape[1])
+        check_one_device(
+            q=q,
+            pages=view.key_pages,
+            cu_seqlens_q=cu_seqlens_q,
+            q_scale=self.q_scale,
+            sinks=self.sinks,
+        )
+        result_dtype(self.out_dtype, q.dtype)
+
+    def request(self) -> Request:
+        view = self.view
+        return Request(
+            op="prefill_attention",
+            device=describe(self.q.device),
+            dtype=self.q.dtype,
+            other_dtype=view.dtype,
+            head_dim=view.head_dim,
+            group=self.q.shape[-2] // view.num_kv_heads,
+            page_size=view.page_size,
+            granularity=str(view.scale_granularity),
+            features=features_of(self.spec, sinks=self.sinks is not None, lse=self.return_lse),
+        )
+
+    def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        view, num_cached_tokens = _with_contiguous_scales(self.view), self.num_cached_tokens
+        if num_cached_tokens is None:
+            num_cached_tokens = view.num_sequences * view.max_pages * view.page_size
+        out, lse = run(
+            self.q,
+            view,
+            self.cu_seqlens_q.contiguous(),
+            self.max_seqlen_q,
+            self.spec,
+            as_contiguous(self.q_scale),
+            sinks=as_contiguous(self.sinks),
+            out_dtype=result_dtype(self.out_dtype, self.q.dtype),
+            num_cached_tokens=num_cached_tokens,
+        )
+        return out, lse if self.return_lse else self.q.new_empty(0, dtype=torch.float32)
 
 
 def _with_contiguous_scales(view: PagedView) -> PagedView:
+    if view.key_scale.is_contiguous() and view.value_scale.is_contiguous():
+        return view
     key_scale, value_scale = view.key_scale.contiguous(), view.value_scale.contiguous()
     return replace(view, key_scale=key_scale, value_scale=value_scale)
-
-
-def _fake(
-    q: Tensor, spec_text: str, out_dtype: torch.dtype, return_lse: bool, *rest: object
-) -> tuple[Tensor, Tensor]:
-    return empty_result(q, out_dtype, return_lse)
 
 
 def _reference(
@@ -187,7 +201,7 @@ def _reference(
     return out.to(out_dtype), lse
 
 
-define("prefill_attention", _run, empty_result)
+_OPERATOR = Operator("prefill_attention", PrefillArguments, empty_result)
 
 
 def _triton_objection(request: Request) -> str | None:

@@ -1,5 +1,9 @@
 """quantize: a tensor to FP8, with one scale for each group of values."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,9 +15,10 @@ from octavo.numerics.formats import E4M3, Fp8Format, format_named
 from octavo.numerics.granularity import Granularity, PerTensor, parse_granularity
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.scales import check_margin
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_one_device, check_scale
-from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_impl, register_reference
+from octavo.ops.register import Operator
+from octavo.ops.select import Request, register_impl, register_reference
 
 
 def quantize(
@@ -33,77 +38,105 @@ def quantize(
     power of two if asked. Values beyond the range saturate, NaN stays NaN
     (docs/explanation/numerics.md).
     """
-    check_float("x", x)
-    granularity.check(tuple(x.shape))
-    text, name = str(granularity), fmt.name
     if scale is None:
-        check_margin(margin)
-        data, scale = torch.ops.octavo.quantize_dynamic(x, text, name, margin, power_of_two, impl)
+        data, scale = _DYNAMIC(DynamicArguments(x, granularity, fmt, margin, power_of_two, impl))
         return Quantized(data, scale, granularity)
     if margin != 1.0 or power_of_two:
         raise ConfigError("margin and power_of_two shape dynamic scales: leave them or scale out")
-    check_scale("x", scale, granularity, tuple(x.shape))
-    check_one_device(x=x, scale=scale)
-    data = torch.ops.octavo.quantize_static(x, scale, text, name, impl)
+    data = _STATIC(StaticArguments(x, scale, granularity, fmt, impl))
     return Quantized(data, scale, granularity)
-
-
-def _request(x: Tensor, granularity: str, fmt: str) -> Request:
-    return Request(
-        op="quantize",
-        device=describe(x.device),
-        dtype=x.dtype,
-        other_dtype=format_named(fmt).dtype,
-        granularity=granularity,
-    )
 
 
 def quantize_operand(x: Tensor, granularity: Granularity) -> Quantized:
     """x in e4m3 with dynamic scales, for ops that have checked it: not another op in theirs."""
-    data, scale = _dynamic(x, str(granularity), E4M3.name, 1.0, False, None)
+    call = DynamicArguments(x, granularity, E4M3, 1.0, False, None)
+    data, scale = call.run(call.prepare())
     return Quantized(data, scale, granularity)
 
 
-def _dynamic(
-    x: Tensor, granularity: str, fmt: str, margin: float, power_of_two: bool, impl: str | None
-) -> tuple[Tensor, Tensor]:
-    run = find_run(_request(x, granularity, fmt), impl)
-    result: Quantized = run(
-        x,
-        parse_granularity(granularity),
-        format_named(fmt),
-        scale=None,
-        margin=margin,
-        power_of_two=power_of_two,
+@dataclass(eq=False)
+class DynamicArguments(Arguments):
+    """One call of `quantize` that finds its scales."""
+
+    x: Tensor
+    granularity: Granularity
+    fmt: Fp8Format
+    margin: float
+    power_of_two: bool
+    impl: str | None
+
+    def check(self) -> None:
+        check_float("x", self.x)
+        self.granularity.check(tuple(self.x.shape))
+        check_margin(self.margin)
+
+    def request(self) -> Request:
+        return _request(self.x, self.granularity, self.fmt)
+
+    def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        result: Quantized = run(
+            self.x,
+            self.granularity,
+            self.fmt,
+            scale=None,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+        )
+        return result.data.contiguous(), result.scale
+
+
+@dataclass(eq=False)
+class StaticArguments(Arguments):
+    """One call of `quantize` with a scale."""
+
+    x: Tensor
+    scale: Tensor
+    granularity: Granularity
+    fmt: Fp8Format
+    impl: str | None
+
+    def check(self) -> None:
+        check_float("x", self.x)
+        self.granularity.check(tuple(self.x.shape))
+        check_scale("x", self.scale, self.granularity, tuple(self.x.shape))
+        check_one_device(x=self.x, scale=self.scale)
+
+    def request(self) -> Request:
+        return _request(self.x, self.granularity, self.fmt)
+
+    def run(self, run: Callable[..., Any]) -> Tensor:
+        result: Quantized = run(
+            self.x,
+            self.granularity,
+            self.fmt,
+            scale=self.scale.contiguous(),
+            margin=1.0,
+            power_of_two=False,
+        )
+        return result.data.contiguous()
+
+
+def _request(x: Tensor, granularity: Granularity, fmt: Fp8Format) -> Request:
+    return Request(
+        op="quantize",
+        device=describe(x.device),
+        dtype=x.dtype,
+        other_dtype=fmt.dtype,
+        granularity=str(granularity),
     )
-    return result.data.contiguous(), result.scale
 
 
 def _dynamic_fake(x: Tensor, granularity: str, fmt: str) -> tuple[Tensor, Tensor]:
     shape = parse_granularity(granularity).scale_shape(tuple(x.shape))
-    data = x.new_empty(x.shape, dtype=format_named(fmt).dtype)
-    return data, x.new_empty(shape, dtype=torch.float32)
-
-
-def _static(x: Tensor, scale: Tensor, granularity: str, fmt: str, impl: str | None) -> Tensor:
-    run = find_run(_request(x, granularity, fmt), impl)
-    result: Quantized = run(
-        x,
-        parse_granularity(granularity),
-        format_named(fmt),
-        scale=scale.contiguous(),
-        margin=1.0,
-        power_of_two=False,
-    )
-    return result.data.contiguous()
+    return _static_fake(x, fmt), x.new_empty(shape, dtype=torch.float32)
 
 
 def _static_fake(x: Tensor, fmt: str) -> Tensor:
     return x.new_empty(x.shape, dtype=format_named(fmt).dtype)
 
 
-define("quantize_dynamic", _dynamic, _dynamic_fake)
-define("quantize_static", _static, _static_fake)
+_DYNAMIC = Operator("quantize_dynamic", DynamicArguments, _dynamic_fake)
+_STATIC = Operator("quantize_static", StaticArguments, _static_fake)
 
 
 def _triton_objection(request: Request) -> str | None:

@@ -1,5 +1,7 @@
 """quantize_qkv: queries, keys and values of one attention call to FP8."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +17,23 @@ from octavo.numerics.qk_norm import QkNorm
 from octavo.numerics.qkv import QkvScales, QuantizedQkv, align, empty_aligned
 from octavo.numerics.rotary import Rotary
 from octavo.numerics.value_layout import ValueLayout, num_columns
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_one_device, check_scales
 from octavo.ops.check_qkv import (
     History,
+    Rings,
     Three,
     check_first,
     check_history,
     check_layout,
     check_norm,
     check_num_tokens,
+    check_rings,
     check_rotary,
     check_tensors,
 )
-from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_impl, register_reference
+from octavo.ops.register import Operator
+from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.qkv import quantize_qkv as reference
 
 
@@ -66,95 +71,133 @@ def quantize_qkv(
     before an image's, [batch, num_first, heads, head_dim]: the result is that of both concatenated,
     which nobody has to do. For dense q, k and v of the same tokens.
     """
-    check_tensors(q, k, v)
-    check_num_tokens(q, k, num_tokens)
-    layout = check_layout(k, value_layout, cu_seqlens)
-    check_one_device(q=q, k=k, v=v, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
-    is_packed = cu_seqlens is not None or num_tokens is not None
-    if first is not None:
-        check_first(first, (q, k, v), is_packed)
-    if rotary is not None:
-        check_rotary(rotary, q, k, 0 if first is None else first[0].shape[1])
-    if norm is not None:
-        check_norm(norm, q, k, first, is_packed)
-    before = _unpack(first, norm, rotary)
-    if scales is not None:
-        if history is not None:
-            raise ConfigError("expected static scales or a history for dynamic ones, got both")
-        if granularity is not None:
-            raise ConfigError("static scales say their own granularity: leave granularity out")
-        if num_tokens is not None:
-            raise ConfigError("static scales look at no tokens: leave num_tokens out")
-        check_scales(scales, q, k, v, per_token=False)
-        given = [scales.q, scales.k, scales.v]
-        q8, k8, v8 = torch.ops.octavo.quantize_qkv_static(
-            q, k, v, given, *before, layout, cu_seqlens, fmt.name, impl
+    if first is not None and len(first) != 3:
+        raise ConfigError(f"expected first as q, k and v, got {len(first)} tensors")
+    shared = q, k, v, first, norm, rotary, value_layout, cu_seqlens, num_tokens, fmt, impl
+    if scales is None:
+        rings = None if history is None else check_history(history)
+        call = DynamicQkvArguments(*shared, rings, granularity or PerTensor())
+        q8, k8, v8, q_scale, k_scale, v_scale = _DYNAMIC(call)
+        return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
+    if history is not None:
+        raise ConfigError("expected static scales or a history for dynamic ones, got both")
+    if granularity is not None:
+        raise ConfigError("static scales say their own granularity: leave granularity out")
+    q8, k8, v8 = _STATIC(StaticQkvArguments(*shared, scales))
+    return QuantizedQkv(q8, k8, v8, scales, value_layout)
+
+
+@dataclass(eq=False)
+class QkvArguments(Arguments):
+    """What static and dynamic scales have in common of a call of `quantize_qkv`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    first: Three | None
+    norm: QkNorm | None
+    rotary: Rotary | None
+    value_layout: ValueLayout
+    cu_seqlens: Tensor | None
+    num_tokens: Tensor | None
+    fmt: Fp8Format
+    impl: str | None
+
+    def check(self) -> None:
+        q, k, v, first = self.q, self.k, self.v, self.first
+        check_tensors(q, k, v)
+        check_num_tokens(q, k, self.num_tokens)
+        check_layout(k, self.value_layout, self.cu_seqlens)
+        check_one_device(q=q, k=k, v=v, cu_seqlens=self.cu_seqlens, num_tokens=self.num_tokens)
+        is_packed = self.cu_seqlens is not None or self.num_tokens is not None
+        if first is not None:
+            check_first(first, (q, k, v), is_packed)
+        if self.rotary is not None:
+            check_rotary(self.rotary, q, k, 0 if first is None else first[0].shape[1])
+        if self.norm is not None:
+            check_norm(self.norm, q, k, first, is_packed)
+
+    def request_for(self, granularity: str, kind: str) -> Request:
+        """What decides which implementation runs; kind: "static" or "dynamic"."""
+        used = {
+            "first": self.first is not None,
+            "norm": self.norm is not None,
+            "rotary": self.rotary is not None,
+            "interleaved": self.rotary is not None and self.rotary.is_interleaved,
+            "transposed": self.value_layout == "transposed",
+            "packed": self.cu_seqlens is not None,
+        }
+        return Request(
+            op="quantize_qkv",
+            device=describe(self.q.device),
+            dtype=self.q.dtype,
+            other_dtype=self.fmt.dtype,
+            head_dim=self.q.shape[-1],
+            granularity=granularity,
+            features=frozenset({kind, *(name for name, is_used in used.items() if is_used)}),
         )
-        return QuantizedQkv(q8, k8, v8, scales, value_layout)
-    granularity = granularity or PerTensor()
-    if not isinstance(granularity, PerTensor | PerHead):
-        raise ConfigError(f"expected granularity tensor or head for q, k and v, got {granularity}")
-    rings = [] if history is None else check_history(history, granularity, (q, k, v))
-    name = str(granularity)
-    q8, k8, v8, q_scale, k_scale, v_scale = torch.ops.octavo.quantize_qkv_dynamic(
-        q, k, v, rings, *before, layout, cu_seqlens, num_tokens, name, fmt.name, impl
-    )
-    return QuantizedQkv(q8, k8, v8, QkvScales(q_scale, k_scale, v_scale), value_layout)
+
+    def result(self, run: Callable[..., Any], **scaling: Any) -> QuantizedQkv:
+        """What an implementation makes of these tensors with such scales."""
+        result: QuantizedQkv = run(
+            self.q,
+            self.k,
+            self.v,
+            self.fmt,
+            first=self.first,
+            norm=self.norm,
+            rotary=self.rotary,
+            value_layout=self.value_layout,
+            cu_seqlens=self.cu_seqlens,
+            **scaling,
+        )
+        return result
 
 
-def _unpack(first: Three | None, norm: QkNorm | None, rotary: Rotary | None) -> tuple[Any, ...]:
-    """What stands in front, and what is done to q and k, as the torch op takes it."""
-    weights: tuple[Any, ...] = ([], 0.0, 0)
-    tables: tuple[Any, ...] = (None, None, False)
-    if norm is not None:
-        weights = ([norm.q, norm.k], norm.eps, norm.num_first)
-    if rotary is not None:
-        tables = (rotary.cos, rotary.sin, rotary.is_interleaved)
-    return [] if first is None else list(first), *weights, *tables
+@dataclass(eq=False)
+class StaticQkvArguments(QkvArguments):
+    """One call of `quantize_qkv` with scales."""
+
+    scales: QkvScales
+
+    def check(self) -> None:
+        super().check()
+        if self.num_tokens is not None:
+            raise ConfigError("static scales look at no tokens: leave num_tokens out")
+        check_scales(self.scales, self.q, self.k, self.v, per_token=False)
+
+    def request(self) -> Request:
+        scales = (self.scales.q, self.scales.k, self.scales.v)
+        return self.request_for("head" if any(x.dim() for x in scales) else "tensor", "static")
+
+    def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
+        return _finish(self.result(run, scales=self.scales))
 
 
-def _options(
-    first: list[Tensor],
-    norms: list[Tensor],
-    eps: float,
-    num_first: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
-    layout: str,
-    cu_seqlens: Tensor | None,
-) -> tuple[dict[str, Any], set[str]]:
-    """The arguments of an implementation beside tensors and scales, and the features they need."""
-    norm = QkNorm(norms[0], norms[1], eps, num_first) if norms else None
-    rotary = None if cos is None or sin is None else Rotary(cos, sin, is_interleaved)
-    options = {
-        "first": tuple(first) if first else None,
-        "norm": norm,
-        "rotary": rotary,
-        "value_layout": layout,
-        "cu_seqlens": cu_seqlens,
-    }
-    used = {
-        "first": bool(first),
-        "norm": norm is not None,
-        "rotary": rotary is not None,
-        "interleaved": is_interleaved,
-        "transposed": layout == "transposed",
-        "packed": cu_seqlens is not None,
-    }
-    return options, {name for name, is_used in used.items() if is_used}
+@dataclass(eq=False)
+class DynamicQkvArguments(QkvArguments):
+    """One call of `quantize_qkv` that finds its scales."""
 
+    rings: Rings | None
+    granularity: Granularity
 
-def _request(q: Tensor, granularity: str, fmt: str, features: set[str]) -> Request:
-    return Request(
-        op="quantize_qkv",
-        device=describe(q.device),
-        dtype=q.dtype,
-        other_dtype=format_named(fmt).dtype,
-        head_dim=q.shape[-1],
-        granularity=granularity,
-        features=frozenset(features),
-    )
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.granularity, PerTensor | PerHead):
+            raise ConfigError(
+                f"expected granularity tensor or head for q, k and v, got {self.granularity}"
+            )
+        if self.rings is not None:
+            check_rings(self.rings, self.granularity, (self.q, self.k, self.v))
+
+    def request(self) -> Request:
+        return self.request_for(str(self.granularity), "dynamic")
+
+    def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        result = self.result(
+            run, rings=self.rings, granularity=self.granularity, num_tokens=self.num_tokens
+        )
+        return *_finish(result), result.scales.q, result.scales.k, result.scales.v
 
 
 def _finish(result: QuantizedQkv) -> Three:
@@ -163,109 +206,59 @@ def _finish(result: QuantizedQkv) -> Three:
     return align(result.q), align(result.k), align(result.v) if is_rows else result.v.contiguous()
 
 
-def _fake_data(
+def _static_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    first: list[Tensor],
-    layout: str,
+    first_0: Tensor | None,
+    first_1: Tensor | None,
+    first_2: Tensor | None,
+    value_layout: str,
     cu_seqlens: Tensor | None,
     fmt: str,
 ) -> Three:
     dtype = format_named(fmt).dtype
-    shapes = [x.shape for x in (q, k, v)]
-    if first:
-        lengths = [x.shape[1] + other.shape[1] for x, other in zip((q, k, v), first, strict=True)]
-        shapes = [torch.Size([x[0], n, *x[2:]]) for x, n in zip(shapes, lengths, strict=True)]
+    shapes = [
+        x.shape
+        if other is None
+        else torch.Size([x.shape[0], x.shape[1] + other.shape[1], *x.shape[2:]])
+        for x, other in ((q, first_0), (k, first_1), (v, first_2))
+    ]
     q8, k8 = (empty_aligned(shape, dtype, q) for shape in shapes[:2])
-    if layout == "rows":
+    if value_layout == "rows":
         return q8, k8, empty_aligned(shapes[2], dtype, v)
     *outer, num_keys, num_heads, head_dim = shapes[2]
     columns = num_columns(num_keys, None if cu_seqlens is None else len(cu_seqlens) - 1)
     return q8, k8, v.new_empty((*outer, num_heads, head_dim, columns), dtype=dtype)
 
 
-def _static(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: list[Tensor],
-    first: list[Tensor],
-    norms: list[Tensor],
-    eps: float,
-    num_first: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
-    layout: str,
-    cu_seqlens: Tensor | None,
-    fmt: str,
-    impl: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    granularity = "head" if any(scale.dim() for scale in scales) else "tensor"
-    options, features = _options(
-        first, norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
-    )
-    run = find_run(_request(q, granularity, fmt, features | {"static"}), impl)
-    return _finish(run(q, k, v, format_named(fmt), scales=QkvScales(*scales), **options))
-
-
-def _dynamic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    history: list[Tensor],
-    first: list[Tensor],
-    norms: list[Tensor],
-    eps: float,
-    num_first: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    is_interleaved: bool,
-    layout: str,
-    cu_seqlens: Tensor | None,
-    num_tokens: Tensor | None,
-    granularity: str,
-    fmt: str,
-    impl: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options, features = _options(
-        first, norms, eps, num_first, cos, sin, is_interleaved, layout, cu_seqlens
-    )
-    run = find_run(_request(q, granularity, fmt, features | {"dynamic"}), impl)
-    rings = tuple(AmaxRing(*history[i : i + 3]) for i in range(0, len(history), 3))
-    result: QuantizedQkv = run(
-        q,
-        k,
-        v,
-        format_named(fmt),
-        rings=rings or None,
-        granularity=parse_granularity(granularity),
-        num_tokens=num_tokens,
-        **options,
-    )
-    return *_finish(result), result.scales.q, result.scales.k, result.scales.v
-
-
 def _dynamic_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    first: list[Tensor],
-    layout: str,
+    first_0: Tensor | None,
+    first_1: Tensor | None,
+    first_2: Tensor | None,
+    value_layout: str,
     cu_seqlens: Tensor | None,
-    granularity: str,
     fmt: str,
+    granularity: str,
 ) -> tuple[Tensor, ...]:
     choice = parse_granularity(granularity)
     scales = [
         x.new_empty(choice.scale_shape(tuple(x.shape)), dtype=torch.float32) for x in (q, k, v)
     ]
-    return (*_fake_data(q, k, v, first, layout, cu_seqlens, fmt), *scales)
+    data = _static_fake(q, k, v, first_0, first_1, first_2, value_layout, cu_seqlens, fmt)
+    return *data, *scales
 
 
-define("quantize_qkv_static", _static, _fake_data)
-define("quantize_qkv_dynamic", _dynamic, _dynamic_fake, writes=("history",))
+_STATIC = Operator("quantize_qkv_static", StaticQkvArguments, _static_fake)
+_DYNAMIC = Operator(
+    "quantize_qkv_dynamic",
+    DynamicQkvArguments,
+    _dynamic_fake,
+    writes=[f"rings_{i}_{name}" for i in range(3) for name in AmaxRing._fields],
+)
 
 
 def _triton_objection(request: Request) -> str | None:

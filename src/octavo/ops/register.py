@@ -1,20 +1,29 @@
 """octavo's operators in torch.library, so that torch.compile sees each as one node."""
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.env import use_cache_dir, use_fused_products
 from octavo.errors import UnsupportedError
 from octavo.internals import internals, require
+from octavo.ops.arguments import Arguments, Form
+from octavo.ops.select import PREPARED, remember
 
 with internals("torch"):
-    from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowAutograd, _DisableAutocast
+    from torch._C import (
+        DispatchKey,
+        DispatchKeySet,
+        _AutoDispatchBelowAutograd,
+        _DisableAutocast,
+        _dispatch_keys,
+        _dispatch_tls_local_include_set,
+        _len_torch_function_stack,
+    )
 
 require("torch._C.DispatchKey")
 
@@ -23,8 +32,8 @@ use_cache_dir()
 use_fused_products()
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _NOTHING = nullcontext()
-# What torch has between autograd and an implementation, for some tensors: it notes a call, finds
-# shapes of results, or makes a plain tensor of one that is none, such as one whose sign is to come.
+# What torch has between autograd and an implementation, for some tensors: it records a call, finds
+# shapes of results, or makes a plain tensor of one that is not, such as a lazily negated one.
 _BETWEEN = DispatchKeySet(DispatchKey.Python)
 for _key in (
     DispatchKey.Functionalize,
@@ -36,44 +45,112 @@ for _key in (
     _BETWEEN |= DispatchKeySet(_key)
 
 
-def define(
-    name: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    writes: Sequence[str] = (),
-    constants: Sequence[str] = (),
-) -> None:
-    """Define octavo::<name> with the signature of `run`.
+class Operator:
+    """octavo::<name>: an op for eager calls, for autograd and for whatever traces it.
 
-    fake: makes empty results of the right shapes for tracing; it takes the parameters of `run` that
-    it names. writes: parameters that `run` writes into. constants: integers that a traced graph is
-    made for; others may vary.
+    call: the dataclass of its arguments. fake: makes empty results of the right shapes for tracing;
+    it takes the flat arguments that it names. writes, constants: see `Form`.
     """
-    schema = torch.library.infer_schema(run, mutates_args=writes)
-    for constant in constants:
-        schema = re.sub(rf"SymInt((?:\[\])? {constant}\b)", r"int\1", schema)
-    _LIBRARY.define(name + schema)
-    guarded = _guarded(run)
-    _LIBRARY.impl(name, guarded, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{name}", _choosing(run, fake), lib=_LIBRARY)
-    no_gradient = _without_gradient(name)
-    _LIBRARY.impl(name, no_gradient, "Autograd")
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        _LIBRARY.impl(name, _directly(guarded, no_gradient), key, with_keyset=True)
+
+    def __init__(
+        self,
+        name: str,
+        call: type[Arguments],
+        fake: Callable[..., Any],
+        *,
+        writes: Sequence[str] = (),
+        constants: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.form = form = Form(call, writes, constants)
+        _LIBRARY.define(f"{name}({form.arguments}) -> {_results(call)}")
+
+        def run(*values: Any) -> Any:
+            arguments: Arguments = form.rebuild(*values)
+            with _DisableAutocast(), on_device_of(values):
+                return arguments.run(arguments.prepare())
+
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        names = [leaf.name for leaf in form.leaves]
+        torch.library.register_fake(f"octavo::{name}", _choosing(names, fake), lib=_LIBRARY)
+        no_gradient = _without_gradient(name)
+        _LIBRARY.impl(name, no_gradient, "Autograd")
+        for key in ("AutogradCPU", "AutogradCUDA"):
+            _LIBRARY.impl(name, _directly(run, no_gradient), key, with_keyset=True)
+        self._operator = getattr(torch.ops.octavo, name).default
+
+    def __call__(self, call: Arguments) -> Any:
+        """Check the arguments and run the op.
+
+        A call with the signature of an earlier one was checked then, and runs at once: neither
+        checks, selection nor torch's dispatcher cost the host time again.
+        """
+        # Gradients and whoever listens to calls of torch have to see every call.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_function_stack():
+            return self._by_torch(call)
+        try:
+            signature = self.name, _state(), self.form.signature(call)
+            known = PREPARED.get(signature)
+        except (AttributeError, TypeError):  # no tensors, or sizes that are not numbers yet
+            return self._by_torch(call)
+        if known is None:
+            result = self._by_torch(call)
+            values = self.form.flatten(call)
+            if signature[1] in _PLAIN_STATES and all(map(_is_plain, values)):
+                remember(signature, (call.prepare(), _gpu_of(values)))
+            return result
+        run, gpu = known
+        if gpu is not None and gpu != torch.cuda.current_device():
+            return self._by_torch(call)
+        with _AutoDispatchBelowAutograd(), _DisableAutocast():
+            return call.run(run)
+
+    def _by_torch(self, call: Arguments) -> Any:
+        call.check()
+        return self._operator(*self.form.flatten(call))
 
 
-def _choosing(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`fake` as a function of all that `run` takes."""
-    names = list(signature(run).parameters)
+def _state() -> int:
+    """What torch does with all calls of this thread, such as tracing them."""
+    return _dispatch_tls_local_include_set().raw_repr()
+
+
+def _plain_states() -> frozenset[int]:
+    """The states in which a call may pass torch by; none if somebody traces octavo's import."""
+    if (_dispatch_tls_local_include_set() & _BETWEEN).raw_repr():
+        return frozenset()
+    with torch.inference_mode():
+        inference = _state()
+    return frozenset({_state(), inference})
+
+
+_PLAIN_STATES = _plain_states()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an argument can be given to an implementation as it is."""
+    if not isinstance(value, Tensor):
+        return True
+    is_known = type(value) in (Tensor, nn.Parameter) and value.device.type in ("cpu", "cuda")
+    return is_known and not (_dispatch_keys(value) & _BETWEEN).raw_repr()
+
+
+def _gpu_of(values: Sequence[object]) -> int | None:
+    """The GPU of the first tensor; None if that is not on a GPU."""
+    first = next((value for value in values if isinstance(value, Tensor)), None)
+    return first.device.index if first is not None and first.is_cuda else None
+
+
+def _results(call: type[Arguments]) -> str:
+    """What a schema says of the results of an op."""
+    results = get_args(get_type_hints(call.run)["return"])
+    return f"({', '.join('Tensor' for _ in results)})" if results else "Tensor"
+
+
+def _choosing(names: Sequence[str], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake` as a function of all flat arguments."""
     places = [names.index(name) for name in signature(fake).parameters]
     return lambda *args: fake(*(args[place] for place in places))
-
-
-def empty_result(q: Tensor, out_dtype: torch.dtype, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """Empty (out, lse) of an attention call: lse has no elements unless it was asked for."""
-    lse_shape = q.shape[:-1] if return_lse else torch.Size([0])
-    return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def as_contiguous(x: Tensor | None) -> Tensor | None:
@@ -81,24 +158,11 @@ def as_contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` outside torch.autocast, on the GPU of its arguments, which say dtypes and place."""
-
-    def call(*args: Any) -> Any:
-        with _DisableAutocast(), on_device_of(args):
-            return run(*args)
-
-    return call
-
-
 def on_device_of(args: Sequence[object]) -> AbstractContextManager[object]:
     """The GPU of the first tensor as the current one, on which Triton launches its kernels."""
-    for arg in args:
-        first = arg[0] if isinstance(arg, list) and arg else arg
-        if isinstance(first, Tensor):
-            if first.is_cuda and first.device.index != torch.cuda.current_device():
-                return torch.cuda.device(first.device)
-            break
+    first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if first is not None and first.is_cuda and first.device.index != torch.cuda.current_device():
+        return torch.cuda.device(first.device)
     return _NOTHING
 
 
@@ -119,19 +183,13 @@ def _without_gradient(name: str) -> Callable[..., Any]:
             )
 
     def call(*args: Any) -> Any:
-        # torch looks for gradients in arguments, not in lists of them.
-        tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
+        tensors = [x for x in args if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return NoGradient.apply(args, *tensors)  # type: ignore[no-untyped-call]
         with _AutoDispatchBelowAutograd():
             return getattr(torch.ops.octavo, name)(*args)
 
     return call
-
-
-def _flat(args: Sequence[Any]) -> Iterator[Any]:
-    for arg in args:
-        yield from arg if isinstance(arg, list) else (arg,)
 
 
 def _directly(run: Callable[..., Any], no_gradient: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,20 @@
 """rotate_qk: rotary embedding of queries and keys that stay in the model's own dtype."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.device import describe
 from octavo.kernels.rotate_qk.config import objection
 from octavo.numerics.rotary import Rotary
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import check_float, check_one_device
-from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_impl, register_reference
+from octavo.ops.register import Operator
+from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.qkv import rotate_qk as reference
 
 
@@ -24,42 +27,54 @@ def rotate_qk(
     joint projection as well. Pairs are turned in float32, whatever the dtypes are, and rounded
     once. For attention in FP8 `quantize_qkv` turns them on the way.
     """
-    for name, x in (("q", q), ("k", k)):
-        check_float(name, x)
-        if x.dim() < 3:
-            raise ConfigError(f"expected {name} [..., heads, head_dim], got {list(x.shape)}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ConfigError(f"expected q and k of one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
-    check_float("cos and sin", rotary.cos)
-    check_one_device(q=q, k=k, cos=rotary.cos, sin=rotary.sin)
-    for x in (q, k):
-        rotary.check(math.prod(x.shape[:-2]), x.shape[-1])
-    turned_q, turned_k = torch.ops.octavo.rotate_qk(
-        q, k, rotary.cos, rotary.sin, rotary.is_interleaved, impl
-    )
+    turned_q, turned_k = _OPERATOR(RotateArguments(q, k, rotary, impl))
     return turned_q, turned_k
 
 
-def _run(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, impl: str | None
-) -> tuple[Tensor, Tensor]:
-    request = Request(
-        op="rotate_qk",
-        device=describe(q.device),
-        dtype=q.dtype,
-        other_dtype=k.dtype,
-        head_dim=q.shape[-1],
-        features=frozenset({"interleaved"} if is_interleaved else ()),
-    )
-    turned_q, turned_k = find_run(request, impl)(q, k, Rotary(cos, sin, is_interleaved))
-    return turned_q.contiguous(), turned_k.contiguous()
+@dataclass(eq=False)
+class RotateArguments(Arguments):
+    """One call of `rotate_qk`."""
+
+    q: Tensor
+    k: Tensor
+    rotary: Rotary
+    impl: str | None
+
+    def check(self) -> None:
+        q, k, rotary = self.q, self.k, self.rotary
+        for name, x in (("q", q), ("k", k)):
+            check_float(name, x)
+            if x.dim() < 3:
+                raise ConfigError(f"expected {name} [..., heads, head_dim], got {list(x.shape)}")
+        if q.shape[-1] != k.shape[-1]:
+            raise ConfigError(
+                f"expected q and k of one head_dim, got {q.shape[-1]} and {k.shape[-1]}"
+            )
+        check_float("cos and sin", rotary.cos)
+        check_one_device(q=q, k=k, cos=rotary.cos, sin=rotary.sin)
+        for x in (q, k):
+            rotary.check(math.prod(x.shape[:-2]), x.shape[-1])
+
+    def request(self) -> Request:
+        return Request(
+            op="rotate_qk",
+            device=describe(self.q.device),
+            dtype=self.q.dtype,
+            other_dtype=self.k.dtype,
+            head_dim=self.q.shape[-1],
+            features=frozenset({"interleaved"} if self.rotary.is_interleaved else ()),
+        )
+
+    def run(self, run: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        turned_q, turned_k = run(self.q, self.k, self.rotary)
+        return turned_q.contiguous(), turned_k.contiguous()
 
 
 def _fake(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-define("rotate_qk", _run, _fake)
+_OPERATOR = Operator("rotate_qk", RotateArguments, _fake)
 
 
 def _triton_objection(request: Request) -> str | None:

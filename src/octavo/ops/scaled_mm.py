@@ -1,5 +1,9 @@
 """scaled_mm: the product of an activation and an FP8 weight."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,10 +26,11 @@ from octavo.numerics.granularity import (
 )
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.quantize import quantize as reference_quantize
+from octavo.ops.arguments import Arguments
 from octavo.ops.check import FLOAT_DTYPES, check_float, check_one_device, check_scale
 from octavo.ops.quantize import quantize_operand
-from octavo.ops.register import define
-from octavo.ops.select import Request, find_run, register_impl, register_reference
+from octavo.ops.register import Operator
+from octavo.ops.select import Request, register_impl, register_reference
 from octavo.reference.gemm import scaled_mm as reference
 
 
@@ -46,43 +51,85 @@ def scaled_mm(
     have the same width along K. activation: quantizes a plain `a` to e4m3 first, with dynamic
     scales of this granularity: per tensor, per token or per block of 1 × columns.
     """
-    a_data = a if isinstance(a, Tensor) else a.data
-    if a_data.dim() != 2 or b.data.dim() != 2 or a_data.shape[1] != b.data.shape[1]:
-        raise ConfigError(
-            f"expected a [rows, K] and b [columns, K], got {list(a_data.shape)} and "
-            f"{list(b.data.shape)}"
-        )
     if isinstance(a, Tensor):
-        check_float("a", a)
+        call = ProductArguments(a, None, activation, b, bias, out_dtype, impl)
+    elif activation is None:
+        call = ProductArguments(a.data, a.scale, a.granularity, b, bias, out_dtype, impl)
     else:
-        if activation is not None:
-            raise ConfigError(f"a is {a_data.dtype}: leave activation out, which quantizes plain a")
-        _check_quantized("a", a)
-    _check_quantized("b", b)
-    a_granularity = activation if isinstance(a, Tensor) else a.granularity
-    _check_granularities(a_granularity, b.granularity)
-    if bias is not None:
-        check_float("bias", bias)
-        if tuple(bias.shape) != (b.data.shape[0],):
-            raise ConfigError(
-                f"expected a bias of shape [{b.data.shape[0]}], got {list(bias.shape)}"
-            )
-    if out_dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"expected out_dtype bfloat16, float16 or float32, got {out_dtype}")
-    a_scale = None if isinstance(a, Tensor) else a.scale
-    check_one_device(a=a_data, b=b.data, a_scale=a_scale, b_scale=b.scale, bias=bias)
-    result: Tensor = torch.ops.octavo.scaled_mm(
-        a_data,
-        b.data,
-        out_dtype,
-        a_scale,
-        None if a_granularity is None else str(a_granularity),
-        b.scale,
-        str(b.granularity),
-        bias,
-        impl,
-    )
+        raise ConfigError(f"a is {a.data.dtype}: leave activation out, which quantizes plain a")
+    result: Tensor = _OPERATOR(call)
     return result
+
+
+@dataclass(eq=False)
+class ProductArguments(Arguments):
+    """One call of `scaled_mm`; a_granularity: of a's scales, given or to be found."""
+
+    a: Tensor
+    a_scale: Tensor | None
+    a_granularity: Granularity | None
+    b: Quantized
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    impl: str | None
+
+    def check(self) -> None:
+        a, b, bias, out_dtype = self.a, self.b, self.bias, self.out_dtype
+        if a.dim() != 2 or b.data.dim() != 2 or a.shape[1] != b.data.shape[1]:
+            raise ConfigError(
+                f"expected a [rows, K] and b [columns, K], got {list(a.shape)} and "
+                f"{list(b.data.shape)}"
+            )
+        operand = self.operand()
+        if isinstance(operand, Tensor):
+            check_float("a", a)
+        else:
+            _check_quantized("a", operand)
+        _check_quantized("b", b)
+        _check_granularities(self.a_granularity, b.granularity)
+        if bias is not None:
+            check_float("bias", bias)
+            if tuple(bias.shape) != (b.data.shape[0],):
+                raise ConfigError(
+                    f"expected a bias of shape [{b.data.shape[0]}], got {list(bias.shape)}"
+                )
+        if out_dtype not in FLOAT_DTYPES:
+            raise ConfigError(f"expected out_dtype bfloat16, float16 or float32, got {out_dtype}")
+        check_one_device(a=a, b=b.data, a_scale=self.a_scale, b_scale=b.scale, bias=bias)
+
+    def operand(self) -> Quantized | Tensor:
+        """a with its scales; plain, if they are to be found or there are none."""
+        if self.a_scale is None or self.a_granularity is None:
+            return self.a
+        return Quantized(self.a, self.a_scale, self.a_granularity)
+
+    def activation(self) -> Granularity | None:
+        """How a plain a is quantized; None if it is not."""
+        return self.a_granularity if self.a_scale is None else None
+
+    def request(self) -> Request:
+        used = {"bias": self.bias is not None, "activation": self.activation() is not None}
+        return Request(
+            op="scaled_mm",
+            device=describe(self.a.device),
+            dtype=self.a.dtype,
+            other_dtype=self.b.data.dtype,
+            granularity=f"{self.a_granularity or 'tensor'} by {self.b.granularity}",
+            features=frozenset(name for name, is_used in used.items() if is_used),
+            sizes=(self.a.shape[0], *self.b.data.shape),
+            bias_dtype=None if self.bias is None else self.bias.dtype,
+            out_dtype=self.out_dtype,
+        )
+
+    def run(self, run: Callable[..., Any]) -> Tensor:
+        result: Tensor = run(
+            self.operand(),
+            self.b,
+            self.bias,
+            out_dtype=self.out_dtype,
+            activation=self.activation(),
+        )
+        return result
 
 
 def _check_quantized(name: str, x: Quantized) -> None:
@@ -104,46 +151,8 @@ def _check_granularities(a: Granularity | None, b: Granularity) -> None:
         raise ConfigError(f"expected blocks of one width along K, got {a} and {b}")
 
 
-def _run(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    a_scale: Tensor | None,
-    a_granularity: str | None,
-    b_scale: Tensor,
-    b_granularity: str,
-    bias: Tensor | None,
-    impl: str | None,
-) -> Tensor:
-    activation = a_granularity if a_scale is None else None
-    used = {"bias": bias is not None, "activation": activation is not None}
-    request = Request(
-        op="scaled_mm",
-        device=describe(a.device),
-        dtype=a.dtype,
-        other_dtype=b.dtype,
-        granularity=f"{a_granularity or 'tensor'} by {b_granularity}",
-        features=frozenset(name for name, is_used in used.items() if is_used),
-        sizes=(a.shape[0], *b.shape),
-        bias_dtype=None if bias is None else bias.dtype,
-        out_dtype=out_dtype,
-    )
-    operand: Quantized | Tensor = a
-    if a_scale is not None and a_granularity is not None:
-        operand = Quantized(a, a_scale, parse_granularity(a_granularity))
-    weight = Quantized(b, b_scale, parse_granularity(b_granularity))
-    result: Tensor = find_run(request, impl)(
-        operand,
-        weight,
-        bias,
-        out_dtype=out_dtype,
-        activation=None if activation is None else parse_granularity(activation),
-    )
-    return result
-
-
-def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+def _fake(a: Tensor, b_data: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b_data.shape[0]), dtype=out_dtype)
 
 
 def _reference(
@@ -210,7 +219,7 @@ def _shape_of(request: Request) -> MatmulShape | None:
     return None if request.sizes is None else MatmulShape(*request.sizes)
 
 
-define("scaled_mm", _run, _fake)
+_OPERATOR = Operator("scaled_mm", ProductArguments, _fake)
 register_reference("scaled_mm", _reference)
 register_impl(
     "scaled_mm",

@@ -86,6 +86,21 @@ class Impl:
 
 
 _IMPLS: dict[str, list[Impl]] = {op: [] for op in OPS}
+# Signatures of calls that were checked, and what runs such calls.
+PREPARED: dict[Any, Any] = {}
+MAX_PREPARED = 4096  # prompts of any length have different signatures
+
+
+def remember(signature: object, prepared: object) -> None:
+    """Keep what runs calls with this signature, until implementations change."""
+    if len(PREPARED) >= MAX_PREPARED:
+        PREPARED.clear()
+    PREPARED[signature] = prepared
+
+
+def _forget() -> None:
+    find_run.cache_clear()
+    PREPARED.clear()
 
 
 def register_impl(
@@ -111,14 +126,14 @@ def register_impl(
     if any(impl.name == name for impl in impls):
         raise ConfigError(f"{op} already has an implementation {name!r}: choose another name")
     impls.insert(0, Impl(name, run, objection, reason, is_automatic, reluctance))
-    find_run.cache_clear()
+    _forget()
 
 
 def register_reference(op: str, run: Callable[..., Any]) -> None:
     """Add the reference, which serves every request and comes last."""
     reference = Impl("reference", run, lambda request: None, "plain torch runs on any device")
     _impls_of(op).append(reference)
-    find_run.cache_clear()
+    _forget()
 
 
 def unregister_impl(op: str, name: str) -> None:
@@ -127,7 +142,7 @@ def unregister_impl(op: str, name: str) -> None:
         raise ConfigError(f"the reference of {op} is its specification and cannot be taken away")
     impls = _impls_of(op)
     impls.remove(_named(op, name))
-    find_run.cache_clear()
+    _forget()
 
 
 def select(request: Request, impl: str | None = None) -> Selection:
