@@ -23,16 +23,12 @@ with internals("torch"):
 
 require("torch._ops.OpOverload._schema")
 
-# Ops of a graph that move no bytes, beside views.
-_FREE = {
-    "aten::detach",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::_unsafe_view",
-    "aten::lift_fresh",
+# Ops of a graph that move no bytes, beside views; products, and the zeros that stand for what
+# linear layers and attention write.
+_NOT_COUNTED = {
+    *("aten::detach", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::lift_fresh"),
+    *("aten::bmm", "aten::convolution", "aten::mm", "aten::new_zeros"),
 }
-# Products, and the zeros that stand for what linear layers and attention write.
-_PRODUCTS = {"aten::bmm", "aten::convolution", "aten::mm", "aten::new_zeros"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class _BytesSeen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if self.inside and not func.is_view and name not in _FREE and name not in _PRODUCTS:
+        if self.inside and not func.is_view and name not in _NOT_COUNTED:
             tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
             place, counted = self.inside[-1], self.found.other_bytes
             counted[place] = counted.get(place, 0.0) + sum(x.nbytes for x in tensors)

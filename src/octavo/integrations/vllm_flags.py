@@ -20,31 +20,14 @@ SIZE = re.compile(
 # Flags of vLLM that take no value.
 SWITCH = re.compile(r"--(enable|disable|no)-.*|--.*-lb|-(ep|dph|dpe)")
 # Flags of octavo serve that `vllm serve` has too, with the same meaning.
-SHARED = frozenset(
-    {
-        "--api-key",
-        "--chat-template",
-        "--dtype",
-        "--enable-prefix-caching",
-        "--enforce-eager",
-        "--gpu-memory-utilization",
-        "--host",
-        "--kv-cache-dtype",
-        "--kv-cache-dtype-skip-layers",
-        "--max-model-len",
-        "--max-num-batched-tokens",
-        "--max-num-seqs",
-        "--mm-encoder-attn-dtype",
-        "--mm-encoder-fp8-scale-path",
-        "--mm-encoder-fp8-scale-save-margin",
-        "--mm-encoder-fp8-scale-save-path",
-        "--no-enable-prefix-caching",
-        "--omni",
-        "--port",
-        "--quantization",
-        "--served-model-name",
-    }
-)
+_SHARED = """
+    --api-key --chat-template --dtype --enable-prefix-caching --enforce-eager
+    --gpu-memory-utilization --host --kv-cache-dtype --kv-cache-dtype-skip-layers --max-model-len
+    --max-num-batched-tokens --max-num-seqs --mm-encoder-attn-dtype --mm-encoder-fp8-scale-path
+    --mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path --no-enable-prefix-caching
+    --omni --port --quantization --served-model-name
+"""
+SHARED = frozenset(_SHARED.split())
 
 
 class Word(NamedTuple):

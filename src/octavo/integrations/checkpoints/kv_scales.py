@@ -235,24 +235,21 @@ def _read_layers(
             f"{files.folder} has kv_scale, which is deprecated: taken for keys and for values",
             stacklevel=3,
         )
-    return {layer: _read_layer(files, layer, by_layer[layer], strategy) for layer in by_layer}
-
-
-def _read_layer(
-    files: CheckpointFiles, layer: str, parts: dict[str, ScaleName], strategy: Strategy | None
-) -> LayerScales:
-    if missing := [part for part in "kv" if part not in parts]:
-        raise CheckpointError(
-            f"{layer}: expected scales for k and v, got none for {', '.join(missing)}"
-        )
-    read = {
-        part: _read_scale(files, files.tensors[name.tensor], part, strategy)
-        for part, name in parts.items()
-    }
-    try:
-        return LayerScales(read.get("q"), read["k"], read["v"])
-    except ConfigError as error:  # k and v of different numbers of heads
-        raise CheckpointError(f"{layer}: {error}") from None
+    layers = {}
+    for layer, parts in by_layer.items():
+        if missing := [part for part in "kv" if part not in parts]:
+            raise CheckpointError(
+                f"{layer}: expected scales for k and v, got none for {', '.join(missing)}"
+            )
+        read = {
+            part: _read_scale(files, files.tensors[name.tensor], part, strategy)
+            for part, name in parts.items()
+        }
+        try:
+            layers[layer] = LayerScales(read.get("q"), read["k"], read["v"])
+        except ConfigError as error:  # k and v of different numbers of heads
+            raise CheckpointError(f"{layer}: {error}") from None
+    return layers
 
 
 def _read_scale(

@@ -143,7 +143,10 @@ def _plan(
     model: Any, backend: str, config: Mapping[str, Any] | None, scheduler: Any
 ) -> dict[str, tuple[str, Callable[[], StepHook]]]:
     """For each transformer the rule that skips its steps, in words, and what puts it there."""
-    settings = _read_settings(backend, config)
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
+    with naming(backend):
+        settings = BACKENDS[backend].read(config) or BACKENDS[backend]()
     transformers = find_transformers(model)
     denoising = Denoising(_scheduler_finder(model, scheduler))
     for name, part in transformers.items():
@@ -235,18 +238,6 @@ def fit_tea_cache(
     return {name: fit_polynomial(pairs[name], name) for name in pairs}
 
 
-def _read_settings(
-    backend: str, config: Mapping[str, Any] | None
-) -> TeaCacheSettings | FirstBlockCacheSettings:
-    """The settings of a step cache; an error for a backend or a key that there is not."""
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
-    try:
-        return BACKENDS[backend].read(config) or BACKENDS[backend]()
-    except ConfigError as error:
-        raise ConfigError(f"{backend}: {error}") from None
-
-
 def _scheduler_finder(model: Any, scheduler: Any) -> Callable[[], Any]:
     """How to find the scheduler: a pipeline may be given another one at any time."""
     if isinstance(model, nn.Module):
@@ -306,7 +297,7 @@ def _check_transformer(model: Any, backend: str) -> None:
             "decide for themselves"
         )
     if backend == "first_block_cache":
-        _check_first_block_cache(model)
+        _check_not_compiled(_first_block_cache_blocks(model))
     elif not layout_of(model).blocks(model):
         raise UnsupportedError("tea_cache: expected blocks, got none")
 
@@ -369,24 +360,19 @@ def _check_not_compiled(blocks: Mapping[str, nn.Module]) -> None:
 
 
 def _first_block_cache_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that diffusers' FirstBlockCache would take, in its order."""
-    return {
+    """The blocks that diffusers' FirstBlockCache takes, in its order; an error if it would fail."""
+    blocks = {
         f"{name}.{index}": block
         for name, part in model.named_children()
         if name in _ALL_TRANSFORMER_BLOCK_IDENTIFIERS and isinstance(part, nn.ModuleList)
         for index, block in enumerate(part)
     }
-
-
-def _check_first_block_cache(model: nn.Module) -> None:
-    """Raise if diffusers' FirstBlockCache would fail with a model, or do nothing."""
-    blocks = _first_block_cache_blocks(model)
     if (reason := _first_block_problem(model, blocks)) is not None:
         raise UnsupportedError(
             f"first_block_cache: expected a transformer that diffusers can do it to, got "
             f"{type(model).__name__}: {reason}; use tea_cache"
         )
-    _check_not_compiled(blocks)
+    return blocks
 
 
 def _first_block_problem(model: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:

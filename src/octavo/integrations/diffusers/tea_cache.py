@@ -107,14 +107,6 @@ def known_coefficients(model: nn.Module) -> Coefficients:
     )
 
 
-def evaluate(coefficients: Sequence[float], x: float) -> float:
-    """The value of a polynomial, highest power first."""
-    value = 0.0
-    for coefficient in coefficients:
-        value = value * x + coefficient
-    return value
-
-
 def _shown(size: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value}" for name, value in size.items())
 
@@ -218,7 +210,7 @@ class TeaCacheStepHook(StepHook):
         if has_cache and (self.pairs is not None or not state.is_last_step):
             assert x_before is not None
             state.rel_l1 = relative_change(x, x_before)
-            state.accumulated += abs(evaluate(self.coefficients, state.rel_l1))
+            state.accumulated += abs(float(np.polyval(self.coefficients, state.rel_l1)))
         # NaN, from an input of zeros, is not below it.
         is_below = state.accumulated < self.rel_l1_thresh
         state.should_compute = not has_cache or state.is_last_step or not is_below

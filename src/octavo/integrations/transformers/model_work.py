@@ -1,7 +1,6 @@
 """What a decoder computes for each token, and a tower for each patch, from their configs alone."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +140,7 @@ def decoder_work(model: Any) -> DecoderWork:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and (module is head or _is_in(name, prefix))
     }
+    outside, depth = [name for name in chosen if not _is_in(name, prefix)], prefix.count(".")
     config: Any = language.config
     parameters = {id(p): p.numel() for p in model.parameters()}
     if getattr(config, "tie_word_embeddings", False):
@@ -157,14 +157,8 @@ def decoder_work(model: Any) -> DecoderWork:
         has_qk_norm=all(hasattr(module, "q_norm") for module in attention),
         has_sinks=any(getattr(module, "sinks", None) is not None for module in attention),
         max_length=getattr(config, "max_position_embeddings", None),
-        other_parts=_other_parts(prefix, [name for name in chosen if not _is_in(name, prefix)]),
+        other_parts=tuple(dict.fromkeys(n.split(".")[depth] for n in outside)),
     )
-
-
-def _other_parts(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The components beside the decoder's own that layers of these names are in."""
-    depth = prefix.count(".")
-    return tuple(dict.fromkeys(name.split(".")[depth] for name in names))
 
 
 def _is_in(name: str, prefix: str) -> bool:

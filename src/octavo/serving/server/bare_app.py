@@ -172,8 +172,12 @@ def _add_page(app: FastAPI, path: str, media_type: str, policy: str, *names: str
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns; if the client leaves first, it is cancelled and this is an ApiError."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -185,11 +189,6 @@ async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.state.record.failed(error)
@@ -198,15 +197,10 @@ async def _api_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _http_exception(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    status = error.status_code
-    refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
-    if status == 404 and request.url.path.startswith("/v1/"):
-        refusal = _unknown_route(request)
-    return await _api_error(request, refusal)
-
-
-def _unknown_route(request: HttpRequest) -> ApiError:
-    path = request.url.path.rstrip("/")
+    status, path = error.status_code, request.url.path.rstrip("/")
+    if status != 404 or not request.url.path.startswith("/v1/"):
+        refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
+        return await _api_error(request, refusal)
     why = NOT_SUPPORTED.get(path, f"there is no {brief(path)} here")
     offered = [
         f"{method} {route.path}"
@@ -215,7 +209,8 @@ def _unknown_route(request: HttpRequest) -> ApiError:
         for method in sorted(route.methods or ())
     ]
     code = "not_supported" if path in NOT_SUPPORTED else "not_found"
-    return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code)
+    refusal = ApiError(404, f"{why}; this server offers {', '.join(offered)}", code)
+    return await _api_error(request, refusal)
 
 
 async def _invalid(request: HttpRequest, error: Exception) -> Response:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.image_request import nth_seed
@@ -38,7 +38,7 @@ from octavo.serving.server.guidance import (
     format_schema,
 )
 from octavo.serving.server.input_images import ImageReader
-from octavo.serving.server.prompts import Prompts, chat_size, image_urls, listed_prompts, num_chars
+from octavo.serving.server.prompts import Prompts, chat_size, image_urls, listed_prompts
 from octavo.serving.server.schema import (
     MAX_CHOICES,
     ChatRequest,
@@ -126,7 +126,17 @@ class Jobs:
 
     async def _chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
         forced, schema = forced_tools(body), format_schema(body.response_format)
-        _check_chat(body, is_guided=schema is not None)
+        if schema is not None and body.tools and body.tool_choice != "none":
+            raise bad_request(
+                f"response_format {body.response_format and body.response_format.type!r} together "
+                "with tools is not supported: set tool_choice to 'none' or leave one out",
+                "response_format",
+            )
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
+            message = "expected max_tokens or max_completion_tokens, got both"
+            raise bad_request(message, "max_tokens")
         followed: Followed | None = forced or schema
         param = "tools" if forced else "response_format"
         if followed is not None:
@@ -197,12 +207,12 @@ class Jobs:
         self, messages: Sequence[Message], tools: Sequence[Tool], **options: bool
     ) -> tuple[int, ...]:
         """The tokens of a conversation; options: of `Prompts.of_chat`."""
-        self._prompts.check_length(num_chars(messages), "messages")
+        # A prompt has these characters at least; templates may shorten what assistants said.
+        num_chars = sum(message.num_chars for message in messages if message.role != "assistant")
+        self._prompts.check_length(num_chars, "messages")
         size = chat_size(messages, tools)
-        tokens: tuple[int, ...] = await self._encoded(
-            size, Prompts.of_chat, messages, tools, **options
-        )
-        return tokens
+        made = self._encoded(size, Prompts.of_chat, messages, tools, **options)
+        return cast("tuple[int, ...]", await made)
 
     def _job(
         self,
@@ -281,21 +291,6 @@ class Jobs:
         loop = asyncio.get_running_loop()
         function = partial(method, self._prompts, *args, **kwargs)
         return await loop.run_in_executor(self._executor, function)
-
-
-def _check_chat(body: ChatRequest, *, is_guided: bool) -> None:
-    """ApiError for fields that contradict each other."""
-    if is_guided and body.tools and body.tool_choice != "none":
-        raise bad_request(
-            f"response_format {body.response_format and body.response_format.type!r} together "
-            "with tools is not supported: set tool_choice to 'none' or leave one out",
-            "response_format",
-        )
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
-        message = "expected max_tokens or max_completion_tokens, got both"
-        raise bad_request(message, "max_tokens")
 
 
 def _check_completion(body: CompletionRequest, num_prompts: int) -> None:

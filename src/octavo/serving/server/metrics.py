@@ -48,12 +48,9 @@ REQUEST_TIMES = {
         QUEUE_BUCKETS,
     ),
 }
+_TO_FIRST = "From accepting a request to its first token."
 TOKEN_TIMES = REQUEST_TIMES | {
-    "ttft": (
-        "time_to_first_token_seconds",
-        "From accepting a request to its first token.",
-        ANSWER_BUCKETS,
-    ),
+    "ttft": ("time_to_first_token_seconds", _TO_FIRST, ANSWER_BUCKETS),
     "itl": ("inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_BUCKETS),
 }
 # Of the engine: the kind of metric, its name, what it is, the field of Stats that has it.
@@ -92,10 +89,8 @@ class Metrics(CollectorRegistry):
     ) -> None:
         super().__init__()
         self._families = families
-        labels = ("route", "outcome")
-        self.requests = Counter(
-            "octavo_requests", "Requests that have ended.", labels, registry=self
-        )
+        text, labels = "Requests that have ended.", ("route", "outcome")
+        self.requests = Counter("octavo_requests", text, labels, registry=self)
         self.times = {
             short: Histogram(f"octavo_{name}", text, buckets=buckets, registry=self)
             for short, (name, text, buckets) in times.items()

@@ -135,6 +135,12 @@ class Message(Body):
         """The texts of the content, in lines of their own."""
         return "\n".join(part.text for part in self.parts if isinstance(part, TextPart))
 
+    @property
+    def num_chars(self) -> int:
+        """The characters of its texts and of the arguments in its calls."""
+        calls = self.tool_calls or ()
+        return len(self.text) + sum(len(call.function.arguments) for call in calls)
+
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
