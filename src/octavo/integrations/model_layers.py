@@ -59,8 +59,9 @@ def layers_to_warm_up(
         num_heads = vision.get("num_heads") or vision.get("num_attention_heads")
         if num_heads is None:
             raise CheckpointError("expected num_heads or num_attention_heads in the vision_config")
-        sizes = {"num_kv_heads": num_heads, "head_dim": _head_dim(vision, num_heads)}
-        layers.append(AttentionLayers(num_heads=num_heads, **sizes, is_decoder=False))
+        both = {"num_heads": num_heads, "num_kv_heads": num_heads}
+        head_dim = _head_dim(vision, num_heads)
+        layers.append(AttentionLayers(**both, head_dim=head_dim, is_decoder=False))
     return layers
 
 

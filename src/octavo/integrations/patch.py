@@ -66,7 +66,12 @@ class Patch:
 
     def set(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of an object, a class or a module; `__class__` is one, too."""
-        self._steps.append(_Attribute(owner, name, _own_value(owner, name), value))
+        by_class = inspect.getattr_static(type(owner), name, None)
+        is_computed = hasattr(by_class, "__set__")  # such as a property
+        is_part = by_class is None and hasattr(owner, name)  # such as a submodule
+        is_own = name in vars(owner) or is_computed or is_part  # else its class has it, or nobody
+        before = getattr(owner, name) if is_own else _Absent.ABSENT
+        self._steps.append(_Attribute(owner, name, before, value))
         setattr(owner, name, value)
 
     def hook(self, handle: Handle) -> None:
@@ -133,13 +138,3 @@ def check_patches(model: nn.Module, feature: str) -> None:
                 f"{name or type(module).__name__}: expected the forward that octavo put there for "
                 f"{feature}, got another: undo what replaced it first"
             )
-
-
-def _own_value(owner: Any, name: str) -> object:
-    """What an object has under a name by itself; ABSENT if only its class has it, or nobody."""
-    by_class = inspect.getattr_static(type(owner), name, None)
-    is_computed = hasattr(by_class, "__set__")  # such as a property
-    is_part = by_class is None and hasattr(owner, name)  # such as a submodule
-    if name in vars(owner) or is_computed or is_part:
-        return getattr(owner, name)
-    return _Absent.ABSENT

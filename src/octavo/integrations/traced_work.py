@@ -101,7 +101,7 @@ def trace(
                 patch.hook(module.register_forward_hook(partial(_record_linear, found, name)))
         for name, place in places.items():
             part = model.get_submodule(name)
-            patch.hook(part.register_forward_pre_hook(partial(_enter, inside, place)))
+            patch.hook(part.register_forward_pre_hook(lambda *_, place=place: inside.append(place)))
             patch.hook(part.register_forward_hook(partial(_leave, inside)))
         stack.enter_context(_NoProducts(found, inside))
         if has_bytes:
@@ -113,10 +113,6 @@ def trace(
 def _record_linear(found: Trace, name: str, module: Any, args: Any, result: Any) -> None:
     rows = args[0].numel() // args[0].shape[-1]
     found.linear.append(LinearWork(name, module.in_features, module.out_features, rows))
-
-
-def _enter(inside: list[str], place: str, *_: object) -> None:
-    inside.append(place)
 
 
 def _leave(inside: list[str], *_: object) -> None:

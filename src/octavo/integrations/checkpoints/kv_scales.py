@@ -161,7 +161,14 @@ def read_kv_scales(folder: Path, modules: Sequence[str] | None = None) -> ScaleS
         _check_announced(names, announced)
         check_no_fnuz(files)
         layers = _read_layers(files, names, announced.strategy)
-        _check_complete(files, layers)
+        attention = find_attention(files.tensors)
+        if missing := missing_layers(layers, attention, num_hidden_layers(files)):
+            expected = f"expected KV-cache scales for {list_names(missing)} too"
+            raise CheckpointError(f"{expected}, got none")
+        without = [name for name, scales in layers.items() if scales.q is None]
+        if without and len(without) < len(layers):
+            expected = "expected q scales for all layers"
+            raise CheckpointError(f"{expected}, got none for {list_names(without)}")
         if modules is not None:
             targets = match_layers(layers, modules)
             layers = {targets[name]: scales for name, scales in layers.items()}
@@ -282,14 +289,3 @@ def num_hidden_layers(files: CheckpointFiles) -> int | None:
     """How many layers the language model has, if the config says so."""
     count = files.text_value("num_hidden_layers")
     return count if isinstance(count, int) else None
-
-
-def _check_complete(files: CheckpointFiles, layers: dict[str, LayerScales]) -> None:
-    attention = find_attention(files.tensors)
-    if missing := missing_layers(layers, attention, num_hidden_layers(files)):
-        raise CheckpointError(f"expected KV-cache scales for {list_names(missing)} too, got none")
-    without = [name for name, scales in layers.items() if scales.q is None]
-    if without and len(without) < len(layers):
-        raise CheckpointError(
-            f"expected q scales for all layers, got none for {list_names(without)}"
-        )

@@ -123,7 +123,7 @@ def use_step_cache_(
     config: {"rel_l1_thresh": 0.2, "coefficients": […]} or {"threshold": 0.05}. Whatever cannot work
     is an error, and nothing changes. FP8 layers may come before or after.
     """
-    planned = _plan(model, backend, config, scheduler)
+    planned = check_step_cache(model, backend, config, scheduler=scheduler)
     try:
         blocks = {name: list(attach().blocks) for name, (_, attach) in planned.items()}
     except Exception:
@@ -134,15 +134,11 @@ def use_step_cache_(
 
 def check_step_cache(
     model: Any, backend: str, config: Mapping[str, Any] | None = None, *, scheduler: Any = None
-) -> None:
-    """Raise whatever `use_step_cache_` would find wrong; nothing changes."""
-    _plan(model, backend, config, scheduler)
-
-
-def _plan(
-    model: Any, backend: str, config: Mapping[str, Any] | None, scheduler: Any
 ) -> dict[str, tuple[str, Callable[[], StepHook]]]:
-    """For each transformer the rule that skips its steps, in words, and what puts it there."""
+    """Raise whatever `use_step_cache_` would find wrong; nothing changes.
+
+    Returns, for each transformer, the rule that skips its steps, in words, and what puts it there.
+    """
     if backend not in BACKENDS:
         raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
     with naming(backend):
@@ -184,8 +180,17 @@ def drop_step_cache_(model: Any) -> StepCacheChanges:
     for name, part in transformers.items():
         if (hook := find_step_hook(part)) is not None:
             blocks[name], backend = list(hook.blocks), hook.backend
-            with naming(name):
-                _check_on_top(part)
+            if _is_offloaded(part):
+                raise UnsupportedError(
+                    f"{name}: expected weights that are not offloaded, got some that are: call "
+                    "pipe.remove_all_hooks() first"
+                )
+            names = hook_names(part)
+            if later := names[names.index(STEP_HOOK) + 1 :]:  # they would break, or bring ours back
+                raise UnsupportedError(
+                    f"{name}: expected no hooks that came after the step cache, got "
+                    f"{list_names(later)} on {type(part).__name__}: remove them first"
+                )
     if not blocks:
         raise ConfigError("expected a model with a step cache, got one without")
     _detach_all_(transformers.values())
@@ -308,21 +313,6 @@ def _is_offloaded(model: nn.Module) -> bool:
         hasattr(part, "_hf_hook") or GROUP_OFFLOADING in hook_names(part)
         for part in model.modules()
     )
-
-
-def _check_on_top(model: nn.Module) -> None:
-    """Raise if other hooks came after ours: they would break, or bring ours back."""
-    if _is_offloaded(model):
-        raise UnsupportedError(
-            "expected weights that are not offloaded, got some that are: call "
-            "pipe.remove_all_hooks() first"
-        )
-    names = hook_names(model)
-    if later := names[names.index(STEP_HOOK) + 1 :]:
-        raise UnsupportedError(
-            f"expected no hooks that came after the step cache, got {list_names(later)} on "
-            f"{type(model).__name__}: remove them first"
-        )
 
 
 def _detach_all_(transformers: Iterable[Any]) -> None:

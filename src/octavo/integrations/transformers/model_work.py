@@ -1,6 +1,7 @@
 """What a decoder computes for each token, and a tower for each patch, from their configs alone."""
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,18 +107,13 @@ def language_of_config(config: Any) -> LanguageWork:
         uncached = str(error)
     if refused is not None and decoder is not None:
         uncached = why_not_paged(model)
-    return LanguageWork(decoder, *_weight_bytes(model), refused, uncached, has_vision(model))
-
-
-def _weight_bytes(model: Any) -> tuple[int, int]:
-    """In BF16, and with linear layers in FP8 where a recipe reaches."""
-    num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
-    try:
-        chosen = plan_linear(model).chosen
-    except ConfigError:  # nothing to quantize: GPT-2's layers are no nn.Linear
-        return num_bytes, num_bytes
-    weights = [model.get_submodule(name).weight for name in chosen]
-    return num_bytes, num_bytes - sum(weight.numel() - 4 * len(weight) for weight in weights)
+    weights: list[Any] = []
+    with suppress(ConfigError):  # nothing to quantize: GPT-2's layers are no nn.Linear
+        weights = [model.get_submodule(name).weight for name in plan_linear(model).chosen]
+    weight_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    fp8_weight_bytes = weight_bytes - sum(x.numel() - 4 * len(x) for x in weights)
+    has_images = has_vision(model)
+    return LanguageWork(decoder, weight_bytes, fp8_weight_bytes, refused, uncached, has_images)
 
 
 def _make(config: Any) -> Any:

@@ -71,8 +71,8 @@ class ArrivingBody:
         self._num_values += sum(map(part.count, (b",", b"[", b"{")))
         most = settings.max_body_values
         if self._num_values > most:
-            message = f"expected at most {most:,} commas and brackets in a body, got more"
-            raise HTTPException(413, message)
+            expected = f"expected at most {most:,} commas and brackets in a body"
+            raise HTTPException(413, f"{expected}, got more")
         if self._num_bytes > LARGE_BODY_BYTES:  # small ones are not limited in sum
             self.charge(self._num_bytes)
             if self._gate.num_large_bytes > settings.max_open_body_bytes:
@@ -165,20 +165,17 @@ class Gate:
         if not self._keys:
             self._check_host(headers.get("host"))
         elif path not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            # Every key is compared, in constant time: the answer tells nothing about them.
+            matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+            if scheme.lower() != "bearer" or not any(matches):
+                expected = "expected an API key of this server as 'Authorization: Bearer KEY'"
+                challenge = {"WWW-Authenticate": "Bearer"}
+                message = f"{expected}, got another one or none"
+                raise ApiError(401, message, "invalid_api_key", headers=challenge)
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.settings.max_body_bytes:
             raise ApiError(413, _too_large(self.settings), "body_too_large")
-
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, given = authorization.partition(" ")
-        # Every key is compared, in constant time: the answer tells nothing about them.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            expected = "expected an API key of this server as 'Authorization: Bearer KEY'"
-            headers = {"WWW-Authenticate": "Bearer"}
-            message = f"{expected}, got another one or none"
-            raise ApiError(401, message, "invalid_api_key", headers=headers)
 
     def _check_host(self, given: str | None) -> None:
         """Refuse names that are not this server's; only for a server that no key protects.

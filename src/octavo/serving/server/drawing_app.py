@@ -86,11 +86,6 @@ class ImageRequest(Body):
     stream: Annotated[Any, only(False)] = None
     style: Unserved = None
 
-    def width_and_height(self) -> tuple[int, int] | tuple[None, None]:
-        """What `size` says; (None, None) leaves it to the pipeline."""
-        found = SIZE.fullmatch(self.size or "")
-        return (int(found[1]), int(found[2])) if found else (None, None)
-
 
 class ImageQueue(RequestThread):
     """Requests of many coroutines for one pipeline.
@@ -197,7 +192,8 @@ class ImageServer(BaseServer):
     def sampling(self, body: ImageRequest) -> ImageSampling:
         """What a body asks for; ApiError if it is too much, or if the pipeline cannot do it."""
         self.check_model(body.model)
-        width, height = body.width_and_height()
+        found = SIZE.fullmatch(body.size or "")
+        width, height = map(int, found.groups()) if found else (None, None)  # as the pipeline likes
         num_images = body.n or 1
         num_pixels = num_images * (width or 0) * (height or 0)
         for name, what, number, most in (

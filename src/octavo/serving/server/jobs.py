@@ -32,7 +32,6 @@ from octavo.serving.server.guidance import (
     GrammarCache,
     MakeGrammar,
     WorkerTools,
-    call_prompts,
     check_size,
     forced_tools,
     format_schema,
@@ -152,11 +151,13 @@ class Jobs:
         max_tokens = self._max_tokens(asked, len(prompt), self._max_context, "messages")
         # An answer that may make one call ends behind it.
         is_one = bool(tools) and not forced and body.parallel_tool_calls is False
-        sampling = await self._sampling(body, followed, param, (CLOSING,) if is_one else ())
-        sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+        own = {
+            "grammar": None if followed is None else await self._grammars.get(followed, param),
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        }
         choices = [ChatChoice(self.text_of, _reader(body, forced)) for _ in range(body.n or 1)]
-        prompts = [(prompt, max_tokens)]
-        return self._job("chat.completion", body, prompts, sampling, choices, images)
+        prompts, stop = [(prompt, max_tokens)], (CLOSING,) if is_one else ()
+        return self._job("chat.completion", body, prompts, own, choices, stop, images)
 
     async def _completion(self, body: CompletionRequest) -> Job:
         given = listed_prompts(body)
@@ -178,10 +179,11 @@ class Jobs:
         if sum(map(len, echoes)) > MAX_ECHO_CHARS:
             message = f"the prompt, once for each choice, exceeds {MAX_ECHO_CHARS:,} characters"
             raise bad_request(f"echo: {message}", "echo")
-        sampling = await self._sampling(body, schema, "response_format")
-        sampling["logprobs"] = body.logprobs
+        own: dict[str, Any] = {"logprobs": body.logprobs}
+        if schema is not None:
+            own["grammar"] = await self._grammars.get(schema, "response_format")
         choices = [TextChoice(self.text_of, echo) for echo in echoes]
-        return self._job("text_completion", body, prompts, sampling, choices)
+        return self._job("text_completion", body, prompts, own, choices)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
@@ -219,46 +221,38 @@ class Jobs:
         kind: AnswerKind,
         body: SamplingFields,
         prompts: Sequence[tuple[tuple[int, ...], int]],
-        sampling: dict[str, Any],
+        own: dict[str, Any],
         choices: Sequence[ChatChoice | TextChoice],
+        more_stops: tuple[str, ...] = (),
         images: Any = (),
     ) -> Job:
         """The job of n requests for each prompt (its tokens, its max_tokens), one for each choice.
 
-        Choice i of a prompt has the seed `seed + i`: choices differ, and come again with the seed.
+        own: fields of Sampling that only this kind of request has. Choice i of a prompt has the
+        seed `seed + i`: choices differ, and come again with the seed.
         """
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        biases = (body.logit_bias or {}).items()
+        shared = {
+            **body.model_dump(include=SAME_NAMES, exclude_none=True),
+            "top_k": max(body.top_k or 0, 0),  # vLLM writes -1 for all
+            "logit_bias": tuple((int(token), bias) for token, bias in biases),
+            "stop": (*stop, *more_stops),
+            "stop_token_ids": tuple(body.stop_token_ids or ()),
+        }
         first, requests = f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}", list[Request]()
         for (prompt, max_tokens), i in product(prompts, range(body.n or 1)):
             seed = None if body.seed is None else nth_seed(body.seed, i)
             name = f"{first}-{len(requests)}" if requests else first
             try:
-                own = Sampling(**sampling | {"max_tokens": max_tokens, "seed": seed})
-                one = Request(request_id=name, prompt=prompt, sampling=own, images=images)
+                sampling = Sampling(**shared | own | {"max_tokens": max_tokens, "seed": seed})
+                one = Request(request_id=name, prompt=prompt, sampling=sampling, images=images)
             except ConfigError as error:
                 raise bad_request(str(error)) from None
             requests.append(one)
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         model, n = body.model or self._model_name, body.n or 1
         return Job(kind, model, requests, choices, num_per_prompt=n, has_usage_chunk=has_usage)
-
-    async def _sampling(
-        self,
-        body: SamplingFields,
-        followed: Followed | None,
-        param: str,
-        more_stops: tuple[str, ...] = (),
-    ) -> dict[str, Any]:
-        """The fields of Sampling that both kinds of requests have in common."""
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        biases = (body.logit_bias or {}).items()
-        return {
-            **body.model_dump(include=SAME_NAMES, exclude_none=True),
-            "top_k": max(body.top_k or 0, 0),  # vLLM writes -1 for all
-            "logit_bias": tuple((int(token), bias) for token, bias in biases),
-            "stop": (*stop, *more_stops),
-            "stop_token_ids": tuple(body.stop_token_ids or ()),
-            "grammar": None if followed is None else await self._grammars.get(followed, param),
-        }
 
     def _max_tokens(
         self, asked: int | None, num_prompt: int, default: int, prompt_param: str
@@ -283,9 +277,9 @@ class Jobs:
     ) -> Any:
         """What a method of `Prompts` returns; size: about the characters that it looks at."""
         if size > LARGE:
-            call = (call_prompts, method, args, kwargs)
+            task = partial(method, **kwargs)
             try:
-                return await self._workers.run(*call, limit_s=ENCODE_S, size=size)
+                return await self._workers.run(task, *args, limit_s=ENCODE_S, size=size)
             except WorkerError as error:
                 raise bad_request(f"the prompt could not be encoded: {error}") from None
         loop = asyncio.get_running_loop()

@@ -232,9 +232,7 @@ class RequestRecord:
             self.metrics.times["request"].observe(duration_s)
         # Pages, health and metrics are asked for every second; what they say is seen anyway.
         is_quiet = self.method in ("GET", "HEAD") and self.outcome == "ok"
-        logger.log(logging.DEBUG if is_quiet else logging.INFO, self._line(duration_s))
-
-    def _line(self, duration_s: float) -> str:
+        level = logging.DEBUG if is_quiet else logging.INFO
         usage = self.usage and self.usage()
         fields = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -252,7 +250,8 @@ class RequestRecord:
             "duration_s": round(duration_s, 6),
             "error": self.error,
         }
-        return json.dumps({key: value for key, value in fields.items() if value is not None})
+        given = {key: value for key, value in fields.items() if value is not None}
+        logger.log(level, json.dumps(given))
 
 
 def _outcome_of(error: ApiError) -> Outcome:
