@@ -384,9 +384,7 @@ def _first_block_problem(model: nn.Module, blocks: Mapping[str, nn.Module]) -> s
         returns.add(has_encoder)
     if len(returns) > 1:
         return "its first blocks return two tensors and its last ones one"
-    if len(blocks) < 2:
-        return f"it has {len(blocks)} blocks, and at least two are needed"
-    return None
+    return f"it has {len(blocks)} blocks, and at least two are needed" if len(blocks) < 2 else None
 
 
 def _attach_first_block_cache_(

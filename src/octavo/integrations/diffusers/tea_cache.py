@@ -47,7 +47,7 @@ Streams = Mapping[str, Tensor]
 # Of the polynomials that are fitted.
 DEGREE = 4
 # Where a list of blocks has the hook on its transformer, and what it is in the layout.
-_STEPS, _PART = "_octavo_steps", "_octavo_part"
+_CALLS = "_octavo_calls"
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,9 @@ class CachedBlocks(nn.ModuleList):
     """A list of blocks that hands out TeaCache's calls while its transformer runs."""
 
     def __iter__(self) -> Iterator[Any]:
-        steps: TeaCacheStepHook | None = vars(self).get(_STEPS)  # slices of the list have none
+        steps, part = vars(self).get(_CALLS, (None, None))  # slices of the list have none
         if steps is None or steps.current is None:
             return super().__iter__()
-        part = vars(self)[_PART]
         return iter([partial(steps.run_block, part, block) for block in self._modules.values()])
 
 
@@ -166,8 +165,7 @@ class TeaCacheStepHook(StepHook):
         for part in layout.lists:
             blocks_of_part = model.get_submodule(part.name)
             self.patch.set(blocks_of_part, "__class__", CachedBlocks)
-            self.patch.set(blocks_of_part, _STEPS, self)
-            self.patch.set(blocks_of_part, _PART, part)
+            self.patch.set(blocks_of_part, _CALLS, (self, part))
 
     def check_call(self, module: nn.Module) -> None:
         """Raise for another cache, too."""

@@ -101,12 +101,8 @@ def make_app(server: BaseServer) -> FastAPI:
         title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.server = server
-    for kind, handler in (
-        (ApiError, _api_error),
-        (HTTPException, _http_exception),
-        (RequestValidationError, _invalid),
-    ):
-        app.add_exception_handler(kind, handler)
+    for kind in (ApiError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _refuse)
     settings = server.settings
     app.add_middleware(Gate, settings=settings, metrics=server.metrics, slots=server.engine)
     if settings.cors_origins:
@@ -189,18 +185,27 @@ async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _api_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    request.state.record.failed(error)
-    return error_response(error)
+async def _refuse(request: HttpRequest, error: Exception) -> Response:
+    """What an error is to the client: a route's own, or one that FastAPI has found."""
+    match error:
+        case ApiError():
+            refusal = error
+        case RequestValidationError():
+            problems = error.errors()
+            shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
+            refusal = bad_request(shown, _place(problems[0]) or None)
+        case HTTPException(status_code=404) if request.url.path.startswith("/v1/"):
+            refusal = _unknown_route(request)
+        case HTTPException(status_code=status):
+            refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
+        case _:
+            raise error
+    request.state.record.failed(refusal)
+    return error_response(refusal)
 
 
-async def _http_exception(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status, path = error.status_code, request.url.path.rstrip("/")
-    if status != 404 or not request.url.path.startswith("/v1/"):
-        refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
-        return await _api_error(request, refusal)
+def _unknown_route(request: HttpRequest) -> ApiError:
+    path = request.url.path.rstrip("/")
     why = NOT_SUPPORTED.get(path, f"there is no {brief(path)} here")
     offered = [
         f"{method} {route.path}"
@@ -209,15 +214,7 @@ async def _http_exception(request: HttpRequest, error: Exception) -> Response:
         for method in sorted(route.methods or ())
     ]
     code = "not_supported" if path in NOT_SUPPORTED else "not_found"
-    refusal = ApiError(404, f"{why}; this server offers {', '.join(offered)}", code)
-    return await _api_error(request, refusal)
-
-
-async def _invalid(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problems = error.errors()
-    shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
-    return await _api_error(request, bad_request(shown, _place(problems[0]) or None))
+    return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code)
 
 
 def _place(problem: Any) -> str:

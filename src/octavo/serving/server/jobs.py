@@ -96,9 +96,7 @@ class Jobs:
     @property
     def most_body_bytes(self) -> float:
         """The largest body that can be of use: a text that fits the context, all of it escaped."""
-        if self._engine.has_images:
-            return math.inf
-        return 6 * self._prompts.max_chars + 2**20
+        return math.inf if self._engine.has_images else 6 * self._prompts.max_chars + 2**20
 
     def warm_up(self) -> None:
         """Do now what the first long prompt and the first grammar would wait for."""
@@ -160,8 +158,27 @@ class Jobs:
         return self._job("chat.completion", body, prompts, own, choices, stop, images)
 
     async def _completion(self, body: CompletionRequest) -> Job:
-        given = listed_prompts(body)
-        _check_completion(body, len(given))
+        given, n = listed_prompts(body), body.n or 1
+        if body.best_of not in (None, n):
+            raise bad_request(
+                f"best_of must equal n ({n}), since this server returns every answer that it "
+                f"makes; got {body.best_of}",
+                "best_of",
+            )
+        if not given:
+            raise bad_request("expected one prompt or more, got an empty list", "prompt")
+        if (num_choices := len(given) * n) > MAX_CHOICES:
+            raise bad_request(
+                f"{len(given)} prompts with n = {n} ask for {num_choices} choices; one request "
+                f"may ask for {MAX_CHOICES} at most: split it",
+                "prompt",
+            )
+        if body.echo and body.logprobs is not None:
+            raise bad_request(
+                "echo together with logprobs is not supported, since the log-probabilities of a "
+                "prompt's tokens are not computed: leave one of them out",
+                "echo",
+            )
         schema = format_schema(body.response_format)
         for one in given:
             self._prompts.check_length(len(one), "prompt")
@@ -175,7 +192,7 @@ class Jobs:
             echo = one if body.echo else ""
             if not isinstance(echo, str):
                 echo = await self._encoded(len(tokens), Prompts.decode, tokens)
-            echoes += [echo] * (body.n or 1)
+            echoes += [echo] * n
         if sum(map(len, echoes)) > MAX_ECHO_CHARS:
             message = f"the prompt, once for each choice, exceeds {MAX_ECHO_CHARS:,} characters"
             raise bad_request(f"echo: {message}", "echo")
@@ -285,31 +302,6 @@ class Jobs:
         loop = asyncio.get_running_loop()
         function = partial(method, self._prompts, *args, **kwargs)
         return await loop.run_in_executor(self._executor, function)
-
-
-def _check_completion(body: CompletionRequest, num_prompts: int) -> None:
-    """ApiError for fields that contradict each other, and for too many choices."""
-    n = body.n or 1
-    if body.best_of not in (None, n):
-        raise bad_request(
-            f"best_of must equal n ({n}), since this server returns every answer that it makes; "
-            f"got {body.best_of}",
-            "best_of",
-        )
-    if num_prompts == 0:
-        raise bad_request("expected one prompt or more, got an empty list", "prompt")
-    if num_prompts * n > MAX_CHOICES:
-        raise bad_request(
-            f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} choices; one request "
-            f"may ask for {MAX_CHOICES} at most: split it",
-            "prompt",
-        )
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "echo together with logprobs is not supported, since the log-probabilities of a "
-            "prompt's tokens are not computed: leave one of them out",
-            "echo",
-        )
 
 
 def _reader(body: ChatRequest, forced: Sequence[Tool]) -> MessageReader:
