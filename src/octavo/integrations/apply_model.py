@@ -181,11 +181,7 @@ def check_impl_name(vision_impl: str, recipe: Recipe) -> None:
 
 
 def _apply_vision(
-    model: nn.Module,
-    recipe: Recipe,
-    skipped: frozenset[str],
-    changes: Changes,
-    impl: str | None,
+    model: nn.Module, recipe: Recipe, skipped: frozenset[str], changes: Changes, impl: str | None
 ) -> None:
     from octavo.integrations.transformers import vision
 

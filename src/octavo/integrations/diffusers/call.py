@@ -63,7 +63,7 @@ def check_options(pipe: Any, options: Mapping[str, Any]) -> None:
     _check_guidance(pipe, options)
     _check_negative(pipe, options)
     # Pipelines that pack latents in squares of 2 draw another size than they cannot pack.
-    factor = getattr(pipe, "vae_scale_factor", None)
+    factor: Any = getattr(pipe, "vae_scale_factor", None)
     packs = any(hasattr(pipe, name) for name in ("_pack_latents", "_patchify_latents"))
     for side in ("height", "width") if packs and isinstance(factor, int) else ():
         if (value := options.get(side)) is not None and value % (2 * factor):

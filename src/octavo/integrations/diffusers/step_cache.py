@@ -110,11 +110,7 @@ class StepCacheChanges:
 
 
 def use_step_cache_(
-    model: Any,
-    backend: str,
-    config: Mapping[str, Any] | None = None,
-    *,
-    scheduler: Any = None,
+    model: Any, backend: str, config: Mapping[str, Any] | None = None, *, scheduler: Any = None
 ) -> StepCacheChanges:
     """Let a pipeline of diffusers skip work in steps that change little, in place.
 

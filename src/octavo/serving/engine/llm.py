@@ -111,9 +111,7 @@ class LLM:
         self.close()
 
     def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling],
+        self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling]
     ) -> list[Request]:
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(each) != len(prompts):

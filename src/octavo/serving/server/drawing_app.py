@@ -31,12 +31,7 @@ from octavo.serving.engine.image_request import MAX_SIDE, ImageResult, ImageSamp
 from octavo.serving.server.api_error import ApiError, bad_request, client_left, failure
 from octavo.serving.server.async_engine import RequestThread
 from octavo.serving.server.bare_app import ERRORS, BaseServer, make_app, until_client_leaves
-from octavo.serving.server.metrics import (
-    REQUEST_TIMES,
-    Metrics,
-    RequestRecord,
-    precision_families,
-)
+from octavo.serving.server.metrics import REQUEST_TIMES, Metrics, RequestRecord, precision_families
 from octavo.serving.server.schema import MAX_INT, Body, ModelName, Seed, Unserved, only
 from octavo.serving.server.settings import ServerSettings
 

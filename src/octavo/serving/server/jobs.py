@@ -74,11 +74,7 @@ class Jobs:
     """
 
     def __init__(
-        self,
-        engine: "Engine",
-        settings: ServerSettings,
-        make_grammar: MakeGrammar,
-        model_name: str,
+        self, engine: "Engine", settings: ServerSettings, make_grammar: MakeGrammar, model_name: str
     ) -> None:
         self._settings, self._model_name = settings, model_name
         self._max_context = engine.max_context
