@@ -1,5 +1,6 @@
 """The scales of the KV cache in a checkpoint, whoever wrote it: their names, and their values."""
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.checkpoints.scheme import (
     Announcement,
     Strategy,
-    check_no_fnuz,
+    find_quantization_config,
     read_announcement,
 )
 from octavo.integrations.checkpoints.tensor_files import (
@@ -159,7 +160,13 @@ def read_kv_scales(folder: Path, modules: Sequence[str] | None = None) -> ScaleS
         if not names and not announced.is_announced:
             return None
         _check_announced(names, announced)
-        check_no_fnuz(files)
+        said = [find_quantization_config(files.config), files.hf_quant_config]
+        dtypes = {entry.dtype for entry in files.tensors.values()}
+        # The scales of e4m3fnuz mean something else.
+        if "fnuz" in json.dumps([*said, *sorted(dtypes)]).lower():
+            raise CheckpointError(
+                "expected scales for e4m3 (fn), got a checkpoint for fnuz formats"
+            )
         layers = _read_layers(files, names, announced.strategy)
         attention = find_attention(files.tensors)
         if missing := missing_layers(layers, attention, num_hidden_layers(files)):

@@ -10,7 +10,6 @@
 Which layers these are is not read here: a weight in FP8 is, any other is not (linear_layers.py).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -132,14 +131,6 @@ def read_announcement(files: CheckpointFiles) -> Announcement:
             f"{brief(said[0].method)} in {CONFIG_NAME}"
         )
     return next((one for one in found if one.is_announced), (found or [Announcement()])[-1])
-
-
-def check_no_fnuz(files: CheckpointFiles) -> None:
-    """Raise CheckpointError if the checkpoint is for e4m3fnuz, whose scales mean something else."""
-    said = [find_quantization_config(files.config), files.hf_quant_config]
-    dtypes = {entry.dtype for entry in files.tensors.values()}
-    if "fnuz" in json.dumps([*said, *sorted(dtypes)]).lower():
-        raise CheckpointError("expected scales for e4m3 (fn), got a checkpoint for fnuz formats")
 
 
 def read_linear_scheme(config: Fields, hf_quant_config: Fields | None = None) -> LinearSettings:

@@ -15,8 +15,6 @@ from octavo.serving.engine.text import num_undecided
 Json = dict[str, Any]
 AnswerKind = Literal["chat.completion", "text_completion"]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-
-
 TokenText = Callable[[int], str]
 # Content, or a part of a tool call as a stream has it; the first one of a call has its id and name.
 Piece = str | Json

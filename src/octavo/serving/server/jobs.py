@@ -14,28 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.image_request import nth_seed
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.server.answers import (
-    CLOSING,
-    AnswerKind,
-    AnyCallReader,
-    AutoCallReader,
-    ChatChoice,
-    Job,
-    MessageReader,
-    NamedCallReader,
-    TextChoice,
-    token_texts,
-)
+from octavo.serving.server import answers, guidance
 from octavo.serving.server.api_error import bad_request
-from octavo.serving.server.guidance import (
-    Followed,
-    GrammarCache,
-    MakeGrammar,
-    WorkerTools,
-    check_size,
-    forced_tools,
-    format_schema,
-)
 from octavo.serving.server.input_images import ImageReader
 from octavo.serving.server.prompts import Prompts, chat_size, image_urls, listed_prompts
 from octavo.serving.server.schema import (
@@ -74,20 +54,24 @@ class Jobs:
     """
 
     def __init__(
-        self, engine: "Engine", settings: ServerSettings, make_grammar: MakeGrammar, model_name: str
+        self,
+        engine: "Engine",
+        settings: ServerSettings,
+        make_grammar: guidance.MakeGrammar,
+        model_name: str,
     ) -> None:
         self._settings, self._model_name = settings, model_name
         self._max_context = engine.max_context
         self._engine = engine  # only what any thread may call
         self.images = ImageReader(engine, settings.images)
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
-        self.text_of = token_texts(engine.tokenizer)
+        self.text_of = answers.token_texts(engine.tokenizer)
         # One thread: a tokenizer is not to be used by two.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
-        set_up = partial(WorkerTools, engine.tokenizer, engine.max_context, make_grammar)
+        set_up = partial(guidance.WorkerTools, engine.tokenizer, engine.max_context, make_grammar)
         self._workers = Workers(NUM_WORKERS, set_up, preload=type(engine.tokenizer).__module__)
         self._make_grammar = make_grammar
-        self._grammars = GrammarCache(make_grammar, self._workers)
+        self._grammars = guidance.GrammarCache(make_grammar, self._workers)
 
     @property
     def most_body_bytes(self) -> float:
@@ -109,7 +93,7 @@ class Jobs:
         self._workers.close()
         self._grammars.close()
 
-    async def make(self, body: ChatRequest | CompletionRequest, at_end: ExitStack) -> Job:
+    async def make(self, body: ChatRequest | CompletionRequest, at_end: ExitStack) -> answers.Job:
         """The job of a request; at_end: what is to be done when the request has ended."""
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
@@ -117,8 +101,8 @@ class Jobs:
             return await self._chat(body, at_end)
         return await self._completion(body)
 
-    async def _chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
-        forced, schema = forced_tools(body), format_schema(body.response_format)
+    async def _chat(self, body: ChatRequest, at_end: ExitStack) -> answers.Job:
+        forced, schema = guidance.forced_tools(body), guidance.format_schema(body.response_format)
         if schema is not None and body.tools and body.tool_choice != "none":
             raise bad_request(
                 f"response_format {body.response_format and body.response_format.type!r} together "
@@ -130,10 +114,10 @@ class Jobs:
         if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
             message = "expected max_tokens or max_completion_tokens, got both"
             raise bad_request(message, "max_tokens")
-        followed: Followed | None = forced or schema
+        followed: guidance.Followed | None = forced or schema
         param = "tools" if forced else "response_format"
         if followed is not None:
-            check_size(followed, param)  # first: tools are part of the prompt, too
+            guidance.check_size(followed, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
         prompt = await self._chat_tokens(body.messages, tools, is_forced=bool(forced))
@@ -149,11 +133,13 @@ class Jobs:
             "grammar": None if followed is None else await self._grammars.get(followed, param),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
-        choices = [ChatChoice(self.text_of, _reader(body, forced)) for _ in range(body.n or 1)]
-        prompts, stop = [(prompt, max_tokens)], (CLOSING,) if is_one else ()
+        choices = [
+            answers.ChatChoice(self.text_of, _reader(body, forced)) for _ in range(body.n or 1)
+        ]
+        prompts, stop = [(prompt, max_tokens)], (answers.CLOSING,) if is_one else ()
         return self._job("chat.completion", body, prompts, own, choices, stop, images)
 
-    async def _completion(self, body: CompletionRequest) -> Job:
+    async def _completion(self, body: CompletionRequest) -> answers.Job:
         given, n = listed_prompts(body), body.n or 1
         if body.best_of not in (None, n):
             raise bad_request(
@@ -175,7 +161,7 @@ class Jobs:
                 "prompt's tokens are not computed: leave one of them out",
                 "echo",
             )
-        schema = format_schema(body.response_format)
+        schema = guidance.format_schema(body.response_format)
         for one in given:
             self._prompts.check_length(len(one), "prompt")
         prompts, echoes = [], []
@@ -195,7 +181,7 @@ class Jobs:
         own: dict[str, Any] = {"logprobs": body.logprobs}
         if schema is not None:
             own["grammar"] = await self._grammars.get(schema, "response_format")
-        choices = [TextChoice(self.text_of, echo) for echo in echoes]
+        choices = [answers.TextChoice(self.text_of, echo) for echo in echoes]
         return self._job("text_completion", body, prompts, own, choices)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -231,14 +217,14 @@ class Jobs:
 
     def _job(
         self,
-        kind: AnswerKind,
+        kind: answers.AnswerKind,
         body: SamplingFields,
         prompts: Sequence[tuple[tuple[int, ...], int]],
         own: dict[str, Any],
-        choices: Sequence[ChatChoice | TextChoice],
+        choices: Sequence[answers.ChatChoice | answers.TextChoice],
         more_stops: tuple[str, ...] = (),
         images: Any = (),
-    ) -> Job:
+    ) -> answers.Job:
         """The job of n requests for each prompt (its tokens, its max_tokens), one for each choice.
 
         own: fields of Sampling that only this kind of request has. Choice i of a prompt has the
@@ -265,7 +251,9 @@ class Jobs:
             requests.append(one)
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         model, n = body.model or self._model_name, body.n or 1
-        return Job(kind, model, requests, choices, num_per_prompt=n, has_usage_chunk=has_usage)
+        return answers.Job(
+            kind, model, requests, choices, num_per_prompt=n, has_usage_chunk=has_usage
+        )
 
     def _max_tokens(
         self, asked: int | None, num_prompt: int, default: int, prompt_param: str
@@ -300,15 +288,15 @@ class Jobs:
         return await loop.run_in_executor(self._executor, function)
 
 
-def _reader(body: ChatRequest, forced: Sequence[Tool]) -> MessageReader:
+def _reader(body: ChatRequest, forced: Sequence[Tool]) -> answers.MessageReader:
     """How the answer's text is read: as content, as the call it was forced to be, or as both."""
     if not body.tools or body.tool_choice == "none":
-        return MessageReader()
+        return answers.MessageReader()
     if not forced:
-        return AutoCallReader()
+        return answers.AutoCallReader()
     if len(forced) > 1:
-        return AnyCallReader()
+        return answers.AnyCallReader()
     # OpenAI says "stop" after a call that was asked for by name.
-    return NamedCallReader(
+    return answers.NamedCallReader(
         forced[0].function.name, "tool_calls" if body.tool_choice == "required" else "stop"
     )
