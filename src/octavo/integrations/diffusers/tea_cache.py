@@ -228,7 +228,8 @@ class TeaCacheStepHook(StepHook):
             try:
                 block.forward(*args, **kwargs)
             except _Reached as reached:
-                return reached.x.detach()
+                x: Tensor = reached.args[0]
+                return x.detach()
         raise UnsupportedError(
             f"tea_cache: expected {type(block).__name__} to call its {self.layout.attention}, got "
             "a block that did not"
@@ -257,11 +258,7 @@ def _entry(state: TeaCacheState, part: BlockList) -> Streams:
 
 
 class _Reached(Exception):
-    """The first block has come to its attention."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = x
+    """The first block has come to its attention, with this input."""
 
 
 def relative_change(x: Tensor, before: Tensor) -> float:

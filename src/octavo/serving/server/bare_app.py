@@ -13,6 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive
@@ -21,7 +22,7 @@ from octavo.brief import brief
 from octavo.serving.server.admission import Gate, error_response
 from octavo.serving.server.api_error import ApiError, bad_request, client_left
 from octavo.serving.server.async_engine import RequestThread
-from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
+from octavo.serving.server.metrics import Metrics
 from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__
@@ -147,7 +148,8 @@ def _add_common_routes(app: FastAPI, server: BaseServer) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters and histograms for Prometheus."""
-        return Response(server.metrics.expose(), media_type=CONTENT_TYPE)
+        content = generate_latest(server.metrics)
+        return Response(content, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:

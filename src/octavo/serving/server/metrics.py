@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Metric,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily as Total  # its series ends in _total
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
@@ -32,7 +25,6 @@ logger = logging.getLogger("octavo.requests")
 Outcome = Literal["stop", "length", "ok", "refused", "cancelled", "timeout", "aborted", "error"]
 _ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Seconds; a token takes 1 ms to 1 s, a first token or an answer up to minutes. A request need not
 # wait at all.
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -101,10 +93,6 @@ class Metrics(CollectorRegistry):
         for family in (*super().collect(), *self._families()):
             family.samples = [one for one in family.samples if not one.name.endswith("_created")]
             yield family
-
-    def expose(self) -> bytes:
-        """All of them, in Prometheus' text format."""
-        return generate_latest(self)
 
     def sum_and_count(self, name: str) -> dict[str, float]:
         """The sum of the times of one kind, sum_s, and how many they are, count."""
