@@ -23,6 +23,8 @@ from octavo.integrations.checkpoints.tensor_files import (
     check_zeros,
     read_scales,
 )
+from octavo.integrations.fused_layers import group_of
+from octavo.integrations.linear import layer_index
 
 _LAYER = r"(?P<layer>(?:.+\.)?(?:self_attn|self_attention|attention|attn|mixer))"
 _PART = r"(?P<part>[qkv])"
@@ -75,11 +77,7 @@ def find_attention(tensors: Iterable[str]) -> list[str]:
 
 def split_number(layer: str) -> tuple[str, int | None]:
     """A layer's name with * for its number, and the number: what layers of a stack share."""
-    parts = layer.split(".")
-    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    if place is None:
-        return layer, None
-    return ".".join([*parts[:place], "*", *parts[place + 1 :]]), int(parts[place])
+    return group_of(layer), layer_index(layer)
 
 
 def missing_layers(
