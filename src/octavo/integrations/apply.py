@@ -65,10 +65,6 @@ def quantize_(
     or `calibrate_pipeline` those of a pipeline.
     """
     patterns = {"ignored_layers": ignored_layers, "weight_only_layers": weight_only_layers}
-    return apply_(model, _linear_recipe(config, patterns, scales))
-
-
-def _linear_recipe(config: Any, patterns: Mapping[str, Sequence[str]], scales: Any) -> Recipe:
     if isinstance(config, Recipe):
         if any(patterns.values()) or scales is not None:
             names = f"{', '.join(patterns)} and scales"
@@ -76,18 +72,17 @@ def _linear_recipe(config: Any, patterns: Mapping[str, Sequence[str]], scales: A
         if list(config.settings()) != ["linear"]:
             got = ", ".join(config.settings()) or "an empty one"
             raise ConfigError(f"expected a recipe for linear alone, got {got}: use apply_")
-        return config
+        return apply_(model, config)
     if isinstance(config, Mapping):
         config = dict(config)
         if twice := [name for name, given in patterns.items() if given and name in config]:
             raise ConfigError(f"expected {twice[0]} once, got them in the config and beside")
         patterns = {name: config.pop(name, None) or given for name, given in patterns.items()}
-    if isinstance(scales, ScaleSet):
-        scales = scales.to_dict()
-    recipe = Recipe(linear=config, **patterns, scales=scales)
+    given = scales.to_dict() if isinstance(scales, ScaleSet) else scales
+    recipe = Recipe(linear=config, **patterns, scales=given)
     if recipe.linear is None:
         raise ConfigError(f"expected 'fp8' or settings of linear layers, got {config}")
-    return recipe
+    return apply_(model, recipe)
 
 
 def restore_(model: Any) -> Changes:

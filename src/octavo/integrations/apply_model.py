@@ -138,21 +138,13 @@ def apply_linear_(preparation: Preparation, changes: Changes) -> None:
 
         changes.faster["linear"] = use_faster_forms_(model)
         note_quantized_(model, preparation.recipe)
-    else:
-        _note_for_saving(model, preparation.recipe)
-
-
-def _note_for_saving(model: Any, recipe: Recipe) -> None:
-    """Have a transformers model's config say what its weights are: save_pretrained writes it."""
-    if any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
+    elif any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
         from octavo.integrations.transformers.quantizer import OctavoConfig
 
-        assert recipe.linear is not None
-        model.config.quantization_config = OctavoConfig(
-            recipe.linear,
-            recipe.ignored_layers,
-            weight_only_layers=recipe.weight_only_layers,
-        )
+        # Its config is to say what its weights are: save_pretrained writes it.
+        ignored, alone = preparation.recipe.ignored_layers, preparation.recipe.weight_only_layers
+        config: Any = model.config
+        config.quantization_config = OctavoConfig(settings, ignored, weight_only_layers=alone)
 
 
 def apply_vision_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None = None) -> Changes:
@@ -177,6 +169,7 @@ def apply_vision_(model: nn.Module, recipe: Recipe, *, vision_impl: str | None =
 
 
 def check_impl_name(vision_impl: str, recipe: Recipe) -> None:
+    """Raise unless the recipe has vision attention, and an implementation has this name."""
     from octavo.ops.select import impl_names
 
     if recipe.vision_attention is None:
@@ -188,11 +181,7 @@ def check_impl_name(vision_impl: str, recipe: Recipe) -> None:
 
 
 def _apply_vision(
-    model: nn.Module,
-    recipe: Recipe,
-    skipped: frozenset[str],
-    changes: Changes,
-    impl: str | None,
+    model: nn.Module, recipe: Recipe, skipped: frozenset[str], changes: Changes, impl: str | None
 ) -> None:
     from octavo.integrations.transformers import vision
 

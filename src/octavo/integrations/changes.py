@@ -1,6 +1,5 @@
 """What was changed in a model, and what was left as it is."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from octavo.brief import list_names
@@ -34,21 +33,15 @@ class Changes:
             counts = {kind: len(found.get(name, ())) for kind, found in kinds.items()}
             told = "".join(f", {n} of them {kind}" for kind, n in counts.items() if n)
             lines.append(f"{name}: {len(layers)} layers{told}")
-            lines += _left_lines(name, self.left.get(name, {}))
+            by_reason: dict[str, list[str]] = {}
+            for layer, reason in self.left.get(name, {}).items():
+                by_reason.setdefault(reason, []).append(layer)
+            for reason, left in by_reason.items():
+                if len(left) <= NUM_LEFT_LINES:
+                    lines += [f"{name}: {layer} stays as it is ({reason})" for layer in left]
+                else:
+                    kept = f"{len(left)} layers stay as they are ({reason})"
+                    lines.append(f"{name}: {kept}: {list_names(left)}")
             if faster := self.faster.get(name):
                 lines.append(f"{name}: {len(faster)} plain layers have a faster form on a GPU")
         return "\n".join(lines) or "nothing was changed"
-
-
-def _left_lines(name: str, left: Mapping[str, str]) -> list[str]:
-    by_reason: dict[str, list[str]] = {}
-    for layer, reason in left.items():
-        by_reason.setdefault(reason, []).append(layer)
-    lines = []
-    for reason, layers in by_reason.items():
-        if len(layers) <= NUM_LEFT_LINES:
-            lines += [f"{name}: {layer} stays as it is ({reason})" for layer in layers]
-        else:
-            kept = f"{len(layers)} layers stay as they are ({reason})"
-            lines.append(f"{name}: {kept}: {list_names(layers)}")
-    return lines

@@ -11,12 +11,8 @@ from octavo.recipe import LinearSettings
 
 # Names of layers that are so many projections of one size.
 EQUAL_PARTS = {
-    "gate_up_proj": 2,
-    "w13": 2,
-    "to_kv": 2,
-    "to_added_kv": 2,
-    "to_qkv": 3,
-    "to_added_qkv": 3,
+    **dict.fromkeys(("gate_up_proj", "w13", "to_kv", "to_added_kv"), 2),
+    **dict.fromkeys(("to_qkv", "to_added_qkv"), 3),
 }
 QKV = "qkv_proj"  # with fewer heads of keys and values, as its model's config says
 By = Literal["layer", "group", "block"]

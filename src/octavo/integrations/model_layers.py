@@ -11,7 +11,7 @@ import torch
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.warmup import linear_layers
 from octavo.numerics.attention import AttentionSpec
-from octavo.ops.warm_up import ROWS, AttentionLayers, Layers, LinearLayers
+from octavo.ops.warm_up import ROWS, AttentionLayers, Layers
 
 KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
@@ -38,40 +38,30 @@ def layers_to_warm_up(
             raise ConfigError(f"expected --tokens for {model}, of diffusers, got none")
         sizes = read_linear_shapes(model)
         return [*linear_layers([(m, k, n) for k, n in sizes for m in tokens], linear)]
-    rows = tuple(sorted({*ROWS, *tokens}))
-    like = linear_layers([(1, 16, 16)], linear)[0]
-    return [
-        replace(like, columns=one.columns, depth=one.depth, rows=rows)
-        if isinstance(one, LinearLayers)
-        else one
-        for one in read_layers(model, kv_cache_dtype)
-    ]
-
-
-def read_layers(path: Path, kv_cache_dtype: str = "fp8") -> list[Layers]:
-    """The layers of a model folder, or of its config.json: decoder, vision encoder and linears."""
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         expected = ", ".join(KV_CACHE_DTYPES)
         raise ConfigError(f"expected a KV cache dtype, one of {expected}; got {kv_cache_dtype!r}")
-    file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"expected a model's config.json at {path}, got: {error}") from error
-    return layers_of(config, KV_CACHE_DTYPES[kv_cache_dtype])
-
-
-def layers_of(config: Mapping[str, Any], page_dtype: torch.dtype) -> list[Layers]:
-    """The layers that a transformers config describes."""
+        raise CheckpointError(f"expected a model's config.json at {model}, got: {error}") from error
     text = config.get("text_config", config)
     if "num_attention_heads" not in text:
         raise CheckpointError(
             "expected num_attention_heads in the config or its text_config, got "
             f"{', '.join(sorted(text)) or 'nothing'}"
         )
-    layers: list[Layers] = [*_decoder(text, page_dtype), *_linears(text)]
+    rows = tuple(sorted({*ROWS, *tokens}))
+    like = linear_layers([(1, 16, 16)], linear)[0]
+    layers: list[Layers] = [*_decoder(text, KV_CACHE_DTYPES[kv_cache_dtype])]
+    layers += [replace(like, columns=n, depth=k, rows=rows) for n, k in _linear_shapes(text)]
     if vision := config.get("vision_config"):
-        layers.append(_encoder(vision))
+        num_heads = vision.get("num_heads") or vision.get("num_attention_heads")
+        if num_heads is None:
+            raise CheckpointError("expected num_heads or num_attention_heads in the vision_config")
+        both = {"num_heads": num_heads, "num_kv_heads": num_heads}
+        head_dim = _head_dim(vision, num_heads)
+        layers.append(AttentionLayers(**both, head_dim=head_dim, is_decoder=False))
     return layers
 
 
@@ -95,20 +85,8 @@ def _decoder(text: Mapping[str, Any], page_dtype: torch.dtype) -> list[Attention
     ]
 
 
-def _encoder(vision: Mapping[str, Any]) -> AttentionLayers:
-    num_heads = vision.get("num_heads") or vision.get("num_attention_heads")
-    if num_heads is None:
-        raise CheckpointError("expected num_heads or num_attention_heads in the vision_config")
-    return AttentionLayers(
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=_head_dim(vision, num_heads),
-        is_decoder=False,
-    )
-
-
-def _linears(text: Mapping[str, Any]) -> list[LinearLayers]:
-    """Projections of attention and of a gated MLP, each shape once."""
+def _linear_shapes(text: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Outputs and inputs of the projections of attention and of a gated MLP, each shape once."""
     hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = _head_dim(text, num_heads)
     num_kv_heads = text.get("num_key_value_heads") or num_heads
@@ -116,7 +94,7 @@ def _linears(text: Mapping[str, Any]) -> list[LinearLayers]:
     shapes.append((hidden, num_heads * head_dim))
     if inner := text.get("intermediate_size"):
         shapes += [(inner, hidden), (hidden, inner)]
-    return [LinearLayers(*shape) for shape in dict.fromkeys(shapes)]
+    return list(dict.fromkeys(shapes))
 
 
 def _head_dim(part: Mapping[str, Any], num_heads: int) -> int:

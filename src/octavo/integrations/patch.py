@@ -11,10 +11,11 @@ A module may carry patches until somebody restores the model, each under the nam
     undo_patches_(model, "vision_attention")  # in all of its modules
 """
 
-import enum
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from functools import partial
+from typing import Any, Self
 
 from torch import nn
 
@@ -24,64 +25,45 @@ from octavo.errors import ConfigError
 PATCHES = "octavo_patches"
 
 
-class Handle(Protocol):
-    """What torch returns for a hook."""
-
-    def remove(self) -> None:
-        """Remove the hook."""
-
-
-class _Absent(enum.Enum):
-    """Stands for an attribute that the object itself did not have; copies of it are itself."""
-
-    ABSENT = enum.auto()
-
-
-@dataclass
-class _Attribute:
-    """An attribute that was set, and what it was before."""
-
-    owner: Any
-    name: str
-    before: object
-    value: object
-
-    def remove(self) -> None:
-        if self.before is _Absent.ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-
-
 @dataclass
 class Patch:
     """Changes that can be undone, the last one first; a `with` block undoes them at its end.
 
-    Steps are data, not closures: a deep copy of a patched object carries a patch of its own parts.
+    A deep copy of a patched object carries a patch of its own parts: what undoes a change is no
+    closure, which copies would share.
     is_listed: whether `undo_patches_` names the module; not if the patch only serves others.
     """
 
     is_listed: bool = True
-    _steps: list[Handle] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
+    _forwards: list[tuple[Any, object]] = field(default_factory=list)  # (owner, what was set)
 
     def set(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of an object, a class or a module; `__class__` is one, too."""
-        self._steps.append(_Attribute(owner, name, _own_value(owner, name), value))
+        by_class = inspect.getattr_static(type(owner), name, None)
+        is_computed = hasattr(by_class, "__set__")  # such as a property
+        is_part = by_class is None and hasattr(owner, name)  # such as a submodule
+        if name in vars(owner) or is_computed or is_part:
+            self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+        else:  # only its class has it, or nobody
+            self._undo.append(partial(delattr, owner, name))
+        if name == "forward":
+            self._forwards.append((owner, value))
         setattr(owner, name, value)
 
-    def hook(self, handle: Handle) -> None:
-        """Keep the handle of a hook that was registered, or whatever else can be removed."""
-        self._steps.append(handle)
+    def hook(self, handle: Any) -> None:
+        """Keep the handle of a hook that was registered, or whatever else has a `remove`."""
+        self._undo.append(handle.remove)
 
     def is_hidden(self) -> bool:
         """Whether somebody has replaced a forward that the patch has set."""
-        forwards = [x for x in self._steps if isinstance(x, _Attribute) and x.name == "forward"]
-        return any(vars(one.owner).get("forward") is not one.value for one in forwards)
+        return any(vars(owner).get("forward") is not value for owner, value in self._forwards)
 
     def undo(self) -> None:
         """Undo everything; after that the patch is empty."""
-        while self._steps:
-            self._steps.pop().remove()
+        self._forwards.clear()
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> Self:
         return self
@@ -133,13 +115,3 @@ def check_patches(model: nn.Module, feature: str) -> None:
                 f"{name or type(module).__name__}: expected the forward that octavo put there for "
                 f"{feature}, got another: undo what replaced it first"
             )
-
-
-def _own_value(owner: Any, name: str) -> object:
-    """What an object has under a name by itself; ABSENT if only its class has it, or nobody."""
-    by_class = inspect.getattr_static(type(owner), name, None)
-    is_computed = hasattr(by_class, "__set__")  # such as a property
-    is_part = by_class is None and hasattr(owner, name)  # such as a submodule
-    if name in vars(owner) or is_computed or is_part:
-        return getattr(owner, name)
-    return _Absent.ABSENT

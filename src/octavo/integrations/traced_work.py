@@ -23,16 +23,12 @@ with internals("torch"):
 
 require("torch._ops.OpOverload._schema")
 
-# Ops of a graph that move no bytes, beside views.
-_FREE = {
-    "aten::detach",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::_unsafe_view",
-    "aten::lift_fresh",
+# Ops of a graph that move no bytes, beside views; products, and the zeros that stand for what
+# linear layers and attention write.
+_NOT_COUNTED = {
+    *("aten::detach", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::lift_fresh"),
+    *("aten::bmm", "aten::convolution", "aten::mm", "aten::new_zeros"),
 }
-# Products, and the zeros that stand for what linear layers and attention write.
-_PRODUCTS = {"aten::bmm", "aten::convolution", "aten::mm", "aten::new_zeros"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def trace(
                 patch.hook(module.register_forward_hook(partial(_record_linear, found, name)))
         for name, place in places.items():
             part = model.get_submodule(name)
-            patch.hook(part.register_forward_pre_hook(partial(_enter, inside, place)))
+            patch.hook(part.register_forward_pre_hook(lambda *_, place=place: inside.append(place)))
             patch.hook(part.register_forward_hook(partial(_leave, inside)))
         stack.enter_context(_NoProducts(found, inside))
         if has_bytes:
@@ -117,10 +113,6 @@ def trace(
 def _record_linear(found: Trace, name: str, module: Any, args: Any, result: Any) -> None:
     rows = args[0].numel() // args[0].shape[-1]
     found.linear.append(LinearWork(name, module.in_features, module.out_features, rows))
-
-
-def _enter(inside: list[str], place: str, *_: object) -> None:
-    inside.append(place)
 
 
 def _leave(inside: list[str], *_: object) -> None:
@@ -158,7 +150,7 @@ class _BytesSeen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if self.inside and not func.is_view and name not in _FREE and name not in _PRODUCTS:
+        if self.inside and not func.is_view and name not in _NOT_COUNTED:
             tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
             place, counted = self.inside[-1], self.found.other_bytes
             counted[place] = counted.get(place, 0.0) + sum(x.nbytes for x in tensors)

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.integrations.transformers.encoder_options import VLLM_BACKEND
@@ -20,31 +20,14 @@ SIZE = re.compile(
 # Flags of vLLM that take no value.
 SWITCH = re.compile(r"--(enable|disable|no)-.*|--.*-lb|-(ep|dph|dpe)")
 # Flags of octavo serve that `vllm serve` has too, with the same meaning.
-SHARED = frozenset(
-    {
-        "--api-key",
-        "--chat-template",
-        "--dtype",
-        "--enable-prefix-caching",
-        "--enforce-eager",
-        "--gpu-memory-utilization",
-        "--host",
-        "--kv-cache-dtype",
-        "--kv-cache-dtype-skip-layers",
-        "--max-model-len",
-        "--max-num-batched-tokens",
-        "--max-num-seqs",
-        "--mm-encoder-attn-dtype",
-        "--mm-encoder-fp8-scale-path",
-        "--mm-encoder-fp8-scale-save-margin",
-        "--mm-encoder-fp8-scale-save-path",
-        "--no-enable-prefix-caching",
-        "--omni",
-        "--port",
-        "--quantization",
-        "--served-model-name",
-    }
-)
+_SHARED = """
+    --api-key --chat-template --dtype --enable-prefix-caching --enforce-eager
+    --gpu-memory-utilization --host --kv-cache-dtype --kv-cache-dtype-skip-layers --max-model-len
+    --max-num-batched-tokens --max-num-seqs --mm-encoder-attn-dtype --mm-encoder-fp8-scale-path
+    --mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path --no-enable-prefix-caching
+    --omni --port --quantization --served-model-name
+"""
+SHARED = frozenset(_SHARED.split())
 
 
 class Word(NamedTuple):
@@ -69,8 +52,20 @@ def refuse_several_gpus(
     asked = [word.flag for word in others if PARALLEL.fullmatch(word.flag)]
     if not asked:
         return None, kept
+    # vLLM's command has all of the flags that vLLM has, and says which ones it has not.
+    model, flags, left_out = "MODEL", dict[str, list[str]](), []
+    for word in words:
+        if not word.flag:
+            model = word.values[0]
+        elif word.flag in own and word.flag not in SHARED and word.values != (VLLM_BACKEND,):
+            left_out.append(word.flag)
+        else:  # vLLM takes the values of a list after its flag, given once
+            flags.setdefault(word.flag, []).extend(word.values)
+    carried = [text for flag, values in flags.items() for text in (flag, *values)]
+    command = shlex.join(["vllm", "serve", model, *carried])
+    without = f" (vLLM has no {', '.join(left_out)})" if left_out else ""
     start = f"octavo runs on one GPU and has no {', '.join(asked)}; for several GPUs use vLLM"
-    return f"{start}: {_vllm_command(words, own.keys())}", kept
+    return f"{start}: {command}{without}", kept
 
 
 def _split(args: Sequence[str], own: Mapping[str, bool]) -> Iterator[Word]:
@@ -88,18 +83,3 @@ def _split(args: Sequence[str], own: Mapping[str, bool]) -> Iterator[Word]:
             is_alone = is_switch or not rest or rest[0].startswith("-")
             values = () if is_alone else (rest.popleft(),)
             yield Word(flag, values, (text, *values))
-
-
-def _vllm_command(words: Sequence[Word], own: Collection[str]) -> str:
-    """The vLLM command with all of the flags that vLLM has, and which ones it has not."""
-    model, flags, left_out = "MODEL", dict[str, list[str]](), []
-    for word in words:
-        if not word.flag:
-            model = word.values[0]
-        elif word.flag in own and word.flag not in SHARED and word.values != (VLLM_BACKEND,):
-            left_out.append(word.flag)
-        else:  # vLLM takes the values of a list after its flag, given once
-            flags.setdefault(word.flag, []).extend(word.values)
-    carried = [text for flag, values in flags.items() for text in (flag, *values)]
-    without = f" (vLLM has no {', '.join(left_out)})" if left_out else ""
-    return shlex.join(["vllm", "serve", model, *carried]) + without

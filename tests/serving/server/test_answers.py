@@ -20,7 +20,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é<"}}\n</tool_call>'
 
 def read(reader, parts):
     """(content, [(name, arguments), …]) of text that comes in parts."""
-    pieces = [piece for part in parts for piece in reader.feed(part)] + reader.finish()
+    pieces = [piece for part in parts for piece in reader.feed(part, is_last=False)]
+    pieces += reader.feed("", is_last=True)
     content = "".join(piece for piece in pieces if isinstance(piece, str))
     functions = [piece["function"] for piece in pieces if not isinstance(piece, str)]
     calls = [[one.get("name"), one["arguments"]] for one in functions]

@@ -20,6 +20,7 @@ import httpx
 import openai
 import uvicorn
 from PIL import Image
+from prometheus_client import generate_latest
 
 from octavo.errors import ConfigError
 from octavo.serving.engine.omni import Omni
@@ -295,7 +296,7 @@ def test_a_client_that_leaves_ends_its_picture():
         assert httpx.post(url + PATH, json=asked, timeout=20).status_code == 200
         assert drawer.num_steps == 2
         assert [prompt for prompt, _ in drawer.drawn] == ["a", "a"]
-        found = series(server.metrics.expose().decode(), "octavo_requests_total")
+        found = series(generate_latest(server.metrics).decode(), "octavo_requests_total")
         assert {outcome for outcome, _ in found} == {"cancelled", "stop"}
 
 

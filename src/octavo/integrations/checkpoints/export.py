@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -236,9 +237,13 @@ def _write(plan: _Plan, folder: Path, on_file: Callable[[int, int], None]) -> in
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         # Only weights: whoever edits a tokenizer's file expects it to be the new folder's own.
-        if path.suffix == ".safetensors" and _link(path, copy):
-            num_linked += 1
-        else:
+        is_linked = False
+        if path.suffix == ".safetensors":
+            with suppress(OSError):  # another file system, or one without hard links
+                os.link(path.resolve(), copy)
+                is_linked = True
+        num_linked += is_linked
+        if not is_linked:
             shutil.copyfile(path, copy)
             _sync(copy)
         on_file(done, total)
@@ -255,14 +260,6 @@ def _sync(path: Path) -> None:
     # The folder gets its name when all of it is on the disk.
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _link(path: Path, copy: Path) -> bool:
-    try:
-        os.link(path.resolve(), copy)
-    except OSError:  # another file system, or one without hard links
-        return False
-    return True
 
 
 def _make_config(files: CheckpointFiles, strategy: Strategy) -> dict[str, Any]:
@@ -286,13 +283,8 @@ def _make_config(files: CheckpointFiles, strategy: Strategy) -> dict[str, Any]:
             f"{files.folder}; export the checkpoint it was made from"
         )
     settings.setdefault("config_groups", {})
-    settings["kv_cache_scheme"] = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": strategy,
-        "dynamic": False,
-        "symmetric": True,
-    }
+    form = {"num_bits": 8, "type": "float", "strategy": strategy}
+    settings["kv_cache_scheme"] = {**form, "dynamic": False, "symmetric": True}
     return config
 
 
@@ -321,14 +313,9 @@ def _make_hf_quant_config(
             f"expected weights in BF16 for ModelOpt's format, got {files.folder} with a "
             f"quantization_config; export the checkpoint it was made from"
         )
-    return {
-        "producer": {"name": "modelopt", "version": f"octavo {__version__}"},
-        "quantization": {
-            "quant_algo": "FP8",
-            "kv_cache_quant_algo": "FP8",
-            "exclude_modules": ["*"],
-        },
-    }
+    all_kept = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
+    producer = {"name": "modelopt", "version": f"octavo {__version__}"}
+    return {"producer": producer, "quantization": all_kept}
 
 
 def _make_index(

@@ -1,5 +1,6 @@
 """The scales of the KV cache in a checkpoint, whoever wrote it: their names, and their values."""
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.integrations.checkpoints.scheme import (
     Announcement,
     Strategy,
-    check_no_fnuz,
+    find_quantization_config,
     read_announcement,
 )
 from octavo.integrations.checkpoints.tensor_files import (
@@ -22,6 +23,8 @@ from octavo.integrations.checkpoints.tensor_files import (
     check_zeros,
     read_scales,
 )
+from octavo.integrations.fused_layers import group_of
+from octavo.integrations.linear import layer_index
 
 _LAYER = r"(?P<layer>(?:.+\.)?(?:self_attn|self_attention|attention|attn|mixer))"
 _PART = r"(?P<part>[qkv])"
@@ -74,11 +77,7 @@ def find_attention(tensors: Iterable[str]) -> list[str]:
 
 def split_number(layer: str) -> tuple[str, int | None]:
     """A layer's name with * for its number, and the number: what layers of a stack share."""
-    parts = layer.split(".")
-    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    if place is None:
-        return layer, None
-    return ".".join([*parts[:place], "*", *parts[place + 1 :]]), int(parts[place])
+    return group_of(layer), layer_index(layer)
 
 
 def missing_layers(
@@ -159,9 +158,22 @@ def read_kv_scales(folder: Path, modules: Sequence[str] | None = None) -> ScaleS
         if not names and not announced.is_announced:
             return None
         _check_announced(names, announced)
-        check_no_fnuz(files)
+        said = [find_quantization_config(files.config), files.hf_quant_config]
+        dtypes = {entry.dtype for entry in files.tensors.values()}
+        # The scales of e4m3fnuz mean something else.
+        if "fnuz" in json.dumps([*said, *sorted(dtypes)]).lower():
+            raise CheckpointError(
+                "expected scales for e4m3 (fn), got a checkpoint for fnuz formats"
+            )
         layers = _read_layers(files, names, announced.strategy)
-        _check_complete(files, layers)
+        attention = find_attention(files.tensors)
+        if missing := missing_layers(layers, attention, num_hidden_layers(files)):
+            expected = f"expected KV-cache scales for {list_names(missing)} too"
+            raise CheckpointError(f"{expected}, got none")
+        without = [name for name, scales in layers.items() if scales.q is None]
+        if without and len(without) < len(layers):
+            expected = "expected q scales for all layers"
+            raise CheckpointError(f"{expected}, got none for {list_names(without)}")
         if modules is not None:
             targets = match_layers(layers, modules)
             layers = {targets[name]: scales for name, scales in layers.items()}
@@ -235,24 +247,21 @@ def _read_layers(
             f"{files.folder} has kv_scale, which is deprecated: taken for keys and for values",
             stacklevel=3,
         )
-    return {layer: _read_layer(files, layer, by_layer[layer], strategy) for layer in by_layer}
-
-
-def _read_layer(
-    files: CheckpointFiles, layer: str, parts: dict[str, ScaleName], strategy: Strategy | None
-) -> LayerScales:
-    if missing := [part for part in "kv" if part not in parts]:
-        raise CheckpointError(
-            f"{layer}: expected scales for k and v, got none for {', '.join(missing)}"
-        )
-    read = {
-        part: _read_scale(files, files.tensors[name.tensor], part, strategy)
-        for part, name in parts.items()
-    }
-    try:
-        return LayerScales(read.get("q"), read["k"], read["v"])
-    except ConfigError as error:  # k and v of different numbers of heads
-        raise CheckpointError(f"{layer}: {error}") from None
+    layers = {}
+    for layer, parts in by_layer.items():
+        if missing := [part for part in "kv" if part not in parts]:
+            raise CheckpointError(
+                f"{layer}: expected scales for k and v, got none for {', '.join(missing)}"
+            )
+        read = {
+            part: _read_scale(files, files.tensors[name.tensor], part, strategy)
+            for part, name in parts.items()
+        }
+        try:
+            layers[layer] = LayerScales(read.get("q"), read["k"], read["v"])
+        except ConfigError as error:  # k and v of different numbers of heads
+            raise CheckpointError(f"{layer}: {error}") from None
+    return layers
 
 
 def _read_scale(
@@ -285,14 +294,3 @@ def num_hidden_layers(files: CheckpointFiles) -> int | None:
     """How many layers the language model has, if the config says so."""
     count = files.text_value("num_hidden_layers")
     return count if isinstance(count, int) else None
-
-
-def _check_complete(files: CheckpointFiles, layers: dict[str, LayerScales]) -> None:
-    attention = find_attention(files.tensors)
-    if missing := missing_layers(layers, attention, num_hidden_layers(files)):
-        raise CheckpointError(f"expected KV-cache scales for {list_names(missing)} too, got none")
-    without = [name for name, scales in layers.items() if scales.q is None]
-    if without and len(without) < len(layers):
-        raise CheckpointError(
-            f"expected q scales for all layers, got none for {list_names(without)}"
-        )

@@ -10,7 +10,6 @@
 Which layers these are is not read here: a weight in FP8 is, any other is not (linear_layers.py).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -41,28 +40,23 @@ _E4M3: Expected = {
     "observer": None,
     "observer_kwargs": None,
     "actorder": (None, False),
+    # Each of the three below replaces what it has otherwise.
+    "dynamic": (False,),
+    "block_structure": (None,),
+    "group_size": (None,),
 }
 _WEIGHTS: Expected = {
     **_E4M3,
-    "dynamic": (False,),
     "strategy": ("tensor", "channel", "block"),
     "block_structure": (None, _BLOCKS, "128x128"),
-    "group_size": (None,),
 }
 _ACTIVATIONS: Expected = {
     **_E4M3,
     "dynamic": (False, True),
     "strategy": ("tensor", "token", "group"),
-    "block_structure": (None,),
     "group_size": (None, 128),
 }
-_KV_CACHE: Expected = {
-    **_E4M3,
-    "dynamic": (False,),
-    "strategy": ("tensor", "attn_head"),
-    "block_structure": (None,),
-    "group_size": (None,),
-}
+_KV_CACHE: Expected = {**_E4M3, "strategy": ("tensor", "attn_head")}
 _FORMATS = ("float-quantized", "naive-quantized")
 _GROUP: Expected = {
     "weights": None,
@@ -129,25 +123,14 @@ def find_quantization_config(config: Mapping[str, Any]) -> Fields | None:
 
 def read_announcement(files: CheckpointFiles) -> Announcement:
     """What the JSON files say about the KV cache; CheckpointError for what has no meaning."""
-    said, beside = _read(files.config, files.hf_quant_config)
-    found = Announcement() if said is None else _announcement(said)
-    if beside is None:
-        return found
-    if said is not None and not said.is_modelopt:
+    said = _read(files.config, files.hf_quant_config)
+    found = [_announcement(one) for one in said]  # whatever each says must have a meaning
+    if len(said) > 1 and not said[0].is_modelopt:
         raise CheckpointError(
             f"expected {HF_QUANT_CONFIG_NAME} only beside quant_method modelopt, got "
-            f"{brief(said.method)} in {CONFIG_NAME}"
+            f"{brief(said[0].method)} in {CONFIG_NAME}"
         )
-    other = _announcement(beside)  # whatever it says must have a meaning, too
-    return found if found.is_announced else other
-
-
-def check_no_fnuz(files: CheckpointFiles) -> None:
-    """Raise CheckpointError if the checkpoint is for e4m3fnuz, whose scales mean something else."""
-    said = [find_quantization_config(files.config), files.hf_quant_config]
-    dtypes = {entry.dtype for entry in files.tensors.values()}
-    if "fnuz" in json.dumps([*said, *sorted(dtypes)]).lower():
-        raise CheckpointError("expected scales for e4m3 (fn), got a checkpoint for fnuz formats")
+    return next((one for one in found if one.is_announced), (found or [Announcement()])[-1])
 
 
 def read_linear_scheme(config: Fields, hf_quant_config: Fields | None = None) -> LinearSettings:
@@ -155,7 +138,7 @@ def read_linear_scheme(config: Fields, hf_quant_config: Fields | None = None) ->
 
     Raises CheckpointError for weights that are not in FP8, or not in a way that we can run.
     """
-    said = [one for one in _read(config, hf_quant_config) if one is not None]
+    said = _read(config, hf_quant_config)
     if not said:
         raise CheckpointError(
             f"expected a checkpoint in FP8, got {CONFIG_NAME} without quantization_config; "
@@ -174,10 +157,10 @@ def find_format(config: Fields, hf_quant_config: Fields | None = None) -> Format
 
     config, hf_quant_config: the content of the checkpoint's files of these names.
     """
-    said, beside = _read(config, hf_quant_config)
-    found = said or beside
-    if found is None:
+    said = _read(config, hf_quant_config)
+    if not said:
         return "plain"
+    found = said[0]
     if found.is_modelopt:  # it may leave every layer out: scales of the KV cache alone
         return "plain" if "*" in (found.fields.get("exclude_modules") or ()) else "fp8"
     match found.method:
@@ -198,30 +181,26 @@ def find_format(config: Fields, hf_quant_config: Fields | None = None) -> Format
     )
 
 
-def _read(config: Fields, hf_quant_config: Fields | None) -> tuple[_Source | None, _Source | None]:
-    """What config.json says, and what ModelOpt's own file says."""
-    settings, beside = find_quantization_config(config), None
+def _read(config: Fields, hf_quant_config: Fields | None) -> list[_Source]:
+    """What config.json says, then what ModelOpt's own file says."""
+    said = {CONFIG_NAME: find_quantization_config(config), HF_QUANT_CONFIG_NAME: None}
     if hf_quant_config is not None:
-        beside = _source({**hf_quant_config, "quant_method": "modelopt"}, HF_QUANT_CONFIG_NAME)
-    return (None if settings is None else _source(settings, CONFIG_NAME)), beside
+        said[HF_QUANT_CONFIG_NAME] = {**hf_quant_config, "quant_method": "modelopt"}
+    return [_source(settings, file) for file, settings in said.items() if settings is not None]
 
 
 def _source(settings: Fields, file: str) -> _Source:
-    is_copy = "quantization" in settings  # of ModelOpt's file, in config.json
     method = settings.get("quant_method")
-    method = "modelopt" if method is None and is_copy else method
+    if method is None and "quantization" in settings:  # a copy of ModelOpt's file, in config.json
+        method = "modelopt"
     if not isinstance(method, str):
         raise CheckpointError(f"{file}: expected a quant_method, got {brief(method)}")
     # Some files have capitals, or compressed_tensors.
-    said = _Source(
-        method.lower().replace("compressed_tensors", "compressed-tensors"), settings, file
-    )
-    inner = settings.get("quantization", {})
-    if not said.is_modelopt:
-        return said
+    method = method.lower().replace("compressed_tensors", "compressed-tensors")
+    inner = settings.get("quantization", {}) if method.startswith("modelopt") else {}
     if not isinstance(inner, dict):
         raise CheckpointError(f"{file}: expected quantization to be an object, got {brief(inner)}")
-    return _Source(said.method, {**settings, **inner}, file)
+    return _Source(method, {**settings, **inner}, file)
 
 
 def _check_fields(
@@ -263,11 +242,8 @@ def _announcement(said: _Source) -> Announcement:
     if scheme is not None:
         scheme = _check_fields("kv_cache_scheme", scheme, _KV_CACHE, ("num_bits", "type"))
     groups = said.fields.get("config_groups")
-    outputs = [
-        group.get("output_activations")
-        for group in (groups.values() if isinstance(groups, dict) else ())
-        if isinstance(group, dict)
-    ]
+    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    outputs = [group.get("output_activations") for group in groups]
     return Announcement(
         method=said.method,
         is_announced=scheme is not None or str(algo).upper() == "FP8",

@@ -253,8 +253,10 @@ def find_damage(place: Path) -> str | None:
         for file in _weight_files(place):
             if file.suffix == ".gguf":
                 _check_gguf(file)
-            else:
-                _check_tensors(file)
+                continue
+            end = max((entry.stop for entry in read_header(file)), default=0)
+            if end and end != (size := file.stat().st_size):
+                raise damaged(file, f"expected {end:,} bytes by its header, got {size:,}")
     except CheckpointError as error:
         return str(error)
     return None
@@ -269,12 +271,6 @@ def _weight_files(place: Path) -> Iterator[Path]:
             _read_index(index)
         yield from sorted(place.glob(f"{front}*.safetensors"))
         yield from sorted(place.glob(f"{front}*.gguf"))
-
-
-def _check_tensors(path: Path) -> None:
-    end = max((entry.stop for entry in read_header(path)), default=0)
-    if end and end != (size := path.stat().st_size):
-        raise damaged(path, f"expected {end:,} bytes by its header, got {size:,}")
 
 
 def _check_gguf(path: Path) -> None:

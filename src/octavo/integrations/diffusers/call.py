@@ -60,19 +60,22 @@ def check_options(pipe: Any, options: Mapping[str, Any]) -> None:
                 f"{option}: expected an option of {name}, got one that it does not have; it has "
                 f"{list_names(sorted(parameters))}"
             )
-    _check_guidance(pipe, options, parameters)
-    _check_negative(options, parameters, name)
-    _check_size(pipe, options)
+    _check_guidance(pipe, options)
+    _check_negative(pipe, options)
+    # Pipelines that pack latents in squares of 2 draw another size than they cannot pack.
+    factor: Any = getattr(pipe, "vae_scale_factor", None)
+    packs = any(hasattr(pipe, name) for name in ("_pack_latents", "_patchify_latents"))
+    for side in ("height", "width") if packs and isinstance(factor, int) else ():
+        if (value := options.get(side)) is not None and value % (2 * factor):
+            raise ConfigError(f"{side}: expected a multiple of {2 * factor}, got {value}")
 
 
-def _check_guidance(
-    pipe: Any, options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
-) -> None:
+def _check_guidance(pipe: Any, options: Mapping[str, Any]) -> None:
     """diffusers ignores the guidance of a model that has not learned it, or has for good."""
     if options.get("guidance_scale") is None:
         return
     config = getattr(getattr(pipe, "transformer", None), "config", {})
-    has_both = "true_cfg_scale" in parameters
+    has_both = "true_cfg_scale" in parameters_of(pipe)
     if has_both and not config.get("guidance_embeds", True):
         raise ConfigError(
             "guidance_scale: expected a transformer that has learned guidance, got one that has "
@@ -85,9 +88,8 @@ def _check_guidance(
         )
 
 
-def _check_negative(
-    options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], name: str
-) -> None:
+def _check_negative(pipe: Any, options: Mapping[str, Any]) -> None:
+    parameters, name = parameters_of(pipe), type(pipe).__name__
     scale = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
     given = ("negative_prompt", "negative_prompt_embeds")
     if all(options.get(option) is None for option in given):
@@ -107,17 +109,6 @@ def _check_negative(
             f"negative_prompt: expected {scale} above {lowest}, without which {name} ignores it, "
             f"got {value}"
         )
-
-
-def _check_size(pipe: Any, options: Mapping[str, Any]) -> None:
-    """Pipelines that pack latents in squares of 2 draw another size than they cannot pack."""
-    factor = getattr(pipe, "vae_scale_factor", None)
-    packs = any(hasattr(pipe, name) for name in ("_pack_latents", "_patchify_latents"))
-    if not packs or not isinstance(factor, int):
-        return
-    for side in ("height", "width"):
-        if (value := options.get(side)) is not None and value % (2 * factor):
-            raise ConfigError(f"{side}: expected a multiple of {2 * factor}, got {value}")
 
 
 class _StepBar:

@@ -81,15 +81,11 @@ class BlockLayout:
 
 
 _TWO_STREAMS = BlockList("transformer_blocks", (_ENCODER, _HIDDEN))
+_SINGLE = "single_transformer_blocks"
 BY_CLASS: Mapping[str, BlockLayout] = {
-    "FluxTransformer2DModel": BlockLayout(
-        (_TWO_STREAMS, BlockList("single_transformer_blocks", (_ENCODER, _HIDDEN)))
-    ),
+    "FluxTransformer2DModel": BlockLayout((_TWO_STREAMS, BlockList(_SINGLE, (_ENCODER, _HIDDEN)))),
     "Flux2Transformer2DModel": BlockLayout(
-        (
-            _TWO_STREAMS,
-            BlockList("single_transformer_blocks", (_HIDDEN,), joined=(_ENCODER, _HIDDEN)),
-        )
+        (_TWO_STREAMS, BlockList(_SINGLE, (_HIDDEN,), joined=(_ENCODER, _HIDDEN)))
     ),
     "QwenImageTransformer2DModel": BlockLayout((_TWO_STREAMS,)),
     "ZImageTransformer2DModel": BlockLayout(

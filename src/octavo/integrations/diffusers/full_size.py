@@ -167,23 +167,20 @@ def use_bf16_attention_(model: nn.Module, name: str) -> None:
     An impl is one of `ops.attention`, such as a peer's that a benchmark has registered.
     """
     backends = {"native": "native", "cudnn": "_native_cudnn"}
-    if name in backends:
-        member = AttentionBackendName(backends[name])
-    else:
-        member = add_backend(f"octavo_bf16_{name}", _plain_backend(name))
-    layers: Mapping[str, Any] = find_layers(model)
-    for layer in layers.values():
-        layer.processor._attention_backend = member
 
-
-def _plain_backend(impl: str) -> Callable[..., Tensor]:
     def plain_attention(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
         asked = [n for n, given in options.items() if isinstance(given, Tensor) or given]
         if asked:
-            raise ConfigError(f"{impl}: expected plain attention, got {', '.join(asked)}")
-        return ops.attention(query, key, value, impl=impl)
+            raise ConfigError(f"{name}: expected plain attention, got {', '.join(asked)}")
+        return ops.attention(query, key, value, impl=name)
 
-    return plain_attention
+    if name in backends:
+        member = AttentionBackendName(backends[name])
+    else:
+        member = add_backend(f"octavo_bf16_{name}", plain_attention)
+    layers: Mapping[str, Any] = find_layers(model)
+    for layer in layers.values():
+        layer.processor._attention_backend = member
 
 
 def read_linear_shapes(path: Path) -> list[tuple[int, int]]:
@@ -197,10 +194,8 @@ def read_linear_shapes(path: Path) -> list[tuple[int, int]]:
     shapes: dict[tuple[int, int], None] = {}
     for file in files:
         model = make_on_meta(file)
-        chosen = plan_linear(model, (), kept_layers(model)).chosen
-        for name in chosen:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
+        for name in plan_linear(model, (), kept_layers(model)).chosen:
+            layer: Any = model.get_submodule(name)
             shapes[layer.in_features, layer.out_features] = None
     if not shapes:
         raise CheckpointError(f"{path}: expected a pipeline with a transformer, got none")

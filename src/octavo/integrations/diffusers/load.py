@@ -23,9 +23,7 @@ INDEX = "model_index.json"
 
 
 def load_pipeline(
-    model: str | Path | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | None = None,
+    model: str | Path | None = None, dtype: torch.dtype = torch.bfloat16, device: str | None = None
 ) -> Any:
     """A pipeline on its device, without a progress bar of its own.
 

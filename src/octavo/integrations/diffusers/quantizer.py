@@ -65,8 +65,7 @@ class OctavoDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
             included_layers=included_layers,
             weight_only_layers=weight_only_layers,
         )
-        self.quant_method = QuantMethod.OCTAVO
-        self.linear = settings
+        self.quant_method, self.linear = QuantMethod.OCTAVO, settings
         self.ignored_layers = patterns.ignored_layers
         self.included_layers = patterns.included_layers
         self.weight_only_layers = patterns.weight_only_layers
@@ -122,7 +121,13 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        layers = self._stored_layers(model) if self.pre_quantized else self._planned_layers(model)
+        config = self.quantization_config
+        if self.pre_quantized:
+            layers = self._stored_layers(model)
+        else:
+            kept = kept_layers(model, config.included_layers)
+            plan = plan_linear(model, config.ignored_layers, kept, config.weight_only_layers)
+            layers = {name: plan.settings_of(name, config.linear) for name in plan.chosen}
         for name, settings in layers.items():
             plain = model.get_submodule(name)
             assert isinstance(plain, nn.Linear)
@@ -140,12 +145,6 @@ class OctavoDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, made)
         self._fp8_names = frozenset(layers)
-
-    def _planned_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
-        config = self.quantization_config
-        kept = kept_layers(model, config.included_layers)
-        plan = plan_linear(model, config.ignored_layers, kept, config.weight_only_layers)
-        return {name: plan.settings_of(name, config.linear) for name in plan.chosen}
 
     def _stored_layers(self, model: nn.Module) -> dict[str, LinearSettings]:
         config = self.quantization_config

@@ -110,11 +110,7 @@ class StepCacheChanges:
 
 
 def use_step_cache_(
-    model: Any,
-    backend: str,
-    config: Mapping[str, Any] | None = None,
-    *,
-    scheduler: Any = None,
+    model: Any, backend: str, config: Mapping[str, Any] | None = None, *, scheduler: Any = None
 ) -> StepCacheChanges:
     """Let a pipeline of diffusers skip work in steps that change little, in place.
 
@@ -123,7 +119,7 @@ def use_step_cache_(
     config: {"rel_l1_thresh": 0.2, "coefficients": […]} or {"threshold": 0.05}. Whatever cannot work
     is an error, and nothing changes. FP8 layers may come before or after.
     """
-    planned = _plan(model, backend, config, scheduler)
+    planned = check_step_cache(model, backend, config, scheduler=scheduler)
     try:
         blocks = {name: list(attach().blocks) for name, (_, attach) in planned.items()}
     except Exception:
@@ -134,16 +130,15 @@ def use_step_cache_(
 
 def check_step_cache(
     model: Any, backend: str, config: Mapping[str, Any] | None = None, *, scheduler: Any = None
-) -> None:
-    """Raise whatever `use_step_cache_` would find wrong; nothing changes."""
-    _plan(model, backend, config, scheduler)
-
-
-def _plan(
-    model: Any, backend: str, config: Mapping[str, Any] | None, scheduler: Any
 ) -> dict[str, tuple[str, Callable[[], StepHook]]]:
-    """For each transformer the rule that skips its steps, in words, and what puts it there."""
-    settings = _read_settings(backend, config)
+    """Raise whatever `use_step_cache_` would find wrong; nothing changes.
+
+    Returns, for each transformer, the rule that skips its steps, in words, and what puts it there.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
+    with naming(backend):
+        settings = BACKENDS[backend].read(config) or BACKENDS[backend]()
     transformers = find_transformers(model)
     denoising = Denoising(_scheduler_finder(model, scheduler))
     for name, part in transformers.items():
@@ -181,8 +176,17 @@ def drop_step_cache_(model: Any) -> StepCacheChanges:
     for name, part in transformers.items():
         if (hook := find_step_hook(part)) is not None:
             blocks[name], backend = list(hook.blocks), hook.backend
-            with naming(name):
-                _check_on_top(part)
+            if _is_offloaded(part):
+                raise UnsupportedError(
+                    f"{name}: expected weights that are not offloaded, got some that are: call "
+                    "pipe.remove_all_hooks() first"
+                )
+            names = hook_names(part)
+            if later := names[names.index(STEP_HOOK) + 1 :]:  # they would break, or bring ours back
+                raise UnsupportedError(
+                    f"{name}: expected no hooks that came after the step cache, got "
+                    f"{list_names(later)} on {type(part).__name__}: remove them first"
+                )
     if not blocks:
         raise ConfigError("expected a model with a step cache, got one without")
     _detach_all_(transformers.values())
@@ -233,18 +237,6 @@ def fit_tea_cache(
     finally:
         _detach_all_(transformers.values())
     return {name: fit_polynomial(pairs[name], name) for name in pairs}
-
-
-def _read_settings(
-    backend: str, config: Mapping[str, Any] | None
-) -> TeaCacheSettings | FirstBlockCacheSettings:
-    """The settings of a step cache; an error for a backend or a key that there is not."""
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend: expected one of {', '.join(BACKENDS)}, got {brief(backend)}")
-    try:
-        return BACKENDS[backend].read(config) or BACKENDS[backend]()
-    except ConfigError as error:
-        raise ConfigError(f"{backend}: {error}") from None
 
 
 def _scheduler_finder(model: Any, scheduler: Any) -> Callable[[], Any]:
@@ -306,7 +298,7 @@ def _check_transformer(model: Any, backend: str) -> None:
             "decide for themselves"
         )
     if backend == "first_block_cache":
-        _check_first_block_cache(model)
+        _check_not_compiled(_first_block_cache_blocks(model))
     elif not layout_of(model).blocks(model):
         raise UnsupportedError("tea_cache: expected blocks, got none")
 
@@ -317,21 +309,6 @@ def _is_offloaded(model: nn.Module) -> bool:
         hasattr(part, "_hf_hook") or GROUP_OFFLOADING in hook_names(part)
         for part in model.modules()
     )
-
-
-def _check_on_top(model: nn.Module) -> None:
-    """Raise if other hooks came after ours: they would break, or bring ours back."""
-    if _is_offloaded(model):
-        raise UnsupportedError(
-            "expected weights that are not offloaded, got some that are: call "
-            "pipe.remove_all_hooks() first"
-        )
-    names = hook_names(model)
-    if later := names[names.index(STEP_HOOK) + 1 :]:
-        raise UnsupportedError(
-            f"expected no hooks that came after the step cache, got {list_names(later)} on "
-            f"{type(model).__name__}: remove them first"
-        )
 
 
 def _detach_all_(transformers: Iterable[Any]) -> None:
@@ -369,24 +346,19 @@ def _check_not_compiled(blocks: Mapping[str, nn.Module]) -> None:
 
 
 def _first_block_cache_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that diffusers' FirstBlockCache would take, in its order."""
-    return {
+    """The blocks that diffusers' FirstBlockCache takes, in its order; an error if it would fail."""
+    blocks = {
         f"{name}.{index}": block
         for name, part in model.named_children()
         if name in _ALL_TRANSFORMER_BLOCK_IDENTIFIERS and isinstance(part, nn.ModuleList)
         for index, block in enumerate(part)
     }
-
-
-def _check_first_block_cache(model: nn.Module) -> None:
-    """Raise if diffusers' FirstBlockCache would fail with a model, or do nothing."""
-    blocks = _first_block_cache_blocks(model)
     if (reason := _first_block_problem(model, blocks)) is not None:
         raise UnsupportedError(
             f"first_block_cache: expected a transformer that diffusers can do it to, got "
             f"{type(model).__name__}: {reason}; use tea_cache"
         )
-    _check_not_compiled(blocks)
+    return blocks
 
 
 def _first_block_problem(model: nn.Module, blocks: Mapping[str, nn.Module]) -> str | None:
@@ -408,9 +380,7 @@ def _first_block_problem(model: nn.Module, blocks: Mapping[str, nn.Module]) -> s
         returns.add(has_encoder)
     if len(returns) > 1:
         return "its first blocks return two tensors and its last ones one"
-    if len(blocks) < 2:
-        return f"it has {len(blocks)} blocks, and at least two are needed"
-    return None
+    return f"it has {len(blocks)} blocks, and at least two are needed" if len(blocks) < 2 else None
 
 
 def _attach_first_block_cache_(

@@ -47,7 +47,7 @@ Streams = Mapping[str, Tensor]
 # Of the polynomials that are fitted.
 DEGREE = 4
 # Where a list of blocks has the hook on its transformer, and what it is in the layout.
-_STEPS, _PART = "_octavo_steps", "_octavo_part"
+_CALLS = "_octavo_calls"
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,6 @@ def known_coefficients(model: nn.Module) -> Coefficients:
     )
 
 
-def evaluate(coefficients: Sequence[float], x: float) -> float:
-    """The value of a polynomial, highest power first."""
-    value = 0.0
-    for coefficient in coefficients:
-        value = value * x + coefficient
-    return value
-
-
 def _shown(size: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value}" for name, value in size.items())
 
@@ -141,10 +133,9 @@ class CachedBlocks(nn.ModuleList):
     """A list of blocks that hands out TeaCache's calls while its transformer runs."""
 
     def __iter__(self) -> Iterator[Any]:
-        steps: TeaCacheStepHook | None = vars(self).get(_STEPS)  # slices of the list have none
+        steps, part = vars(self).get(_CALLS, (None, None))  # slices of the list have none
         if steps is None or steps.current is None:
             return super().__iter__()
-        part = vars(self)[_PART]
         return iter([partial(steps.run_block, part, block) for block in self._modules.values()])
 
 
@@ -174,8 +165,7 @@ class TeaCacheStepHook(StepHook):
         for part in layout.lists:
             blocks_of_part = model.get_submodule(part.name)
             self.patch.set(blocks_of_part, "__class__", CachedBlocks)
-            self.patch.set(blocks_of_part, _STEPS, self)
-            self.patch.set(blocks_of_part, _PART, part)
+            self.patch.set(blocks_of_part, _CALLS, (self, part))
 
     def check_call(self, module: nn.Module) -> None:
         """Raise for another cache, too."""
@@ -218,7 +208,7 @@ class TeaCacheStepHook(StepHook):
         if has_cache and (self.pairs is not None or not state.is_last_step):
             assert x_before is not None
             state.rel_l1 = relative_change(x, x_before)
-            state.accumulated += abs(evaluate(self.coefficients, state.rel_l1))
+            state.accumulated += abs(float(np.polyval(self.coefficients, state.rel_l1)))
         # NaN, from an input of zeros, is not below it.
         is_below = state.accumulated < self.rel_l1_thresh
         state.should_compute = not has_cache or state.is_last_step or not is_below
@@ -238,7 +228,8 @@ class TeaCacheStepHook(StepHook):
             try:
                 block.forward(*args, **kwargs)
             except _Reached as reached:
-                return reached.x.detach()
+                x: Tensor = reached.args[0]
+                return x.detach()
         raise UnsupportedError(
             f"tea_cache: expected {type(block).__name__} to call its {self.layout.attention}, got "
             "a block that did not"
@@ -267,11 +258,7 @@ def _entry(state: TeaCacheState, part: BlockList) -> Streams:
 
 
 class _Reached(Exception):
-    """The first block has come to its attention."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = x
+    """The first block has come to its attention, with this input."""
 
 
 def relative_change(x: Tensor, before: Tensor) -> float:

@@ -51,13 +51,11 @@ class EncoderOptions:
             raise ConfigError(
                 f"expected a path to save scales to with the margin {margin:g}, got none"
             )
-        if self.attn_backend is not None:
-            self._check_backend(self.attn_backend)
-
-    def _check_backend(self, backend: str) -> None:
+        if (backend := self.attn_backend) is None:
+            return
         from octavo.ops.select import impl_names
 
-        if self.attn_dtype is None:
+        if dtype is None:
             raise ConfigError(
                 f"a backend is chosen for attention in fp8: expected that dtype for {backend!r}, "
                 "got none"

@@ -1,7 +1,7 @@
 """What a decoder computes for each token, and a tower for each patch, from their configs alone."""
 
 import copy
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,18 +107,13 @@ def language_of_config(config: Any) -> LanguageWork:
         uncached = str(error)
     if refused is not None and decoder is not None:
         uncached = why_not_paged(model)
-    return LanguageWork(decoder, *_weight_bytes(model), refused, uncached, has_vision(model))
-
-
-def _weight_bytes(model: Any) -> tuple[int, int]:
-    """In BF16, and with linear layers in FP8 where a recipe reaches."""
-    num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
-    try:
-        chosen = plan_linear(model).chosen
-    except ConfigError:  # nothing to quantize: GPT-2's layers are no nn.Linear
-        return num_bytes, num_bytes
-    weights = [model.get_submodule(name).weight for name in chosen]
-    return num_bytes, num_bytes - sum(weight.numel() - 4 * len(weight) for weight in weights)
+    weights: list[Any] = []
+    with suppress(ConfigError):  # nothing to quantize: GPT-2's layers are no nn.Linear
+        weights = [model.get_submodule(name).weight for name in plan_linear(model).chosen]
+    weight_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    fp8_weight_bytes = weight_bytes - sum(x.numel() - 4 * len(x) for x in weights)
+    has_images = has_vision(model)
+    return LanguageWork(decoder, weight_bytes, fp8_weight_bytes, refused, uncached, has_images)
 
 
 def _make(config: Any) -> Any:
@@ -141,6 +136,7 @@ def decoder_work(model: Any) -> DecoderWork:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and (module is head or _is_in(name, prefix))
     }
+    outside, depth = [name for name in chosen if not _is_in(name, prefix)], prefix.count(".")
     config: Any = language.config
     parameters = {id(p): p.numel() for p in model.parameters()}
     if getattr(config, "tie_word_embeddings", False):
@@ -157,14 +153,8 @@ def decoder_work(model: Any) -> DecoderWork:
         has_qk_norm=all(hasattr(module, "q_norm") for module in attention),
         has_sinks=any(getattr(module, "sinks", None) is not None for module in attention),
         max_length=getattr(config, "max_position_embeddings", None),
-        other_parts=_other_parts(prefix, [name for name in chosen if not _is_in(name, prefix)]),
+        other_parts=tuple(dict.fromkeys(n.split(".")[depth] for n in outside)),
     )
-
-
-def _other_parts(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The components beside the decoder's own that layers of these names are in."""
-    depth = prefix.count(".")
-    return tuple(dict.fromkeys(name.split(".")[depth] for name in names))
 
 
 def _is_in(name: str, prefix: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.calibration.data import Chat, Document, Passage, PromptData, TextData
+from octavo.calibration.data import Document, Passage, PromptData, TextData
 from octavo.calibration.run import Subject
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import need
@@ -179,18 +179,14 @@ def load_served_model(
     loaded = load_text_model(name, dtype=dtype, device=device, prompts=prompts)
     if name is None or not has_vision(loaded.model):
         return loaded, None
-    return loaded, _load_image_processor(name)
-
-
-def _load_image_processor(name: str) -> Any:
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in IMAGE_PROCESSOR_FILES):
-        return None  # a folder of the language model alone: images are refused, by name
+        return loaded, None  # a folder of the language model alone: images are refused, by name
     need(f"reading images for {name}", "PIL")
     # transformers 5.17 has no automatic one without torchvision; all families have this one.
     has_torchvision = find_spec("torchvision") is not None
     kind = "AutoImageProcessor" if has_torchvision else "Qwen2VLImageProcessorPil"
-    return load.load_part(kind, name, load.IMAGE_PROCESSOR)
+    return loaded, load.load_part(kind, name, load.IMAGE_PROCESSOR)
 
 
 def cut_windows(
@@ -211,8 +207,11 @@ def cut_windows(
     def cut(document: Document) -> Iterable[Window]:
         if isinstance(document, Passage):
             return _passage_windows(document, tokenizer, prefix, max_length)
-        ids = _chat_tokens(document, tokenizer)[:max_length]
-        return [ids] if ids else []
+        try:
+            ids = chat_tokens(tokenizer, document.messages, add_generation_prompt=False)
+        except ConfigError as error:
+            raise ConfigError(f"{document.where}: {error}") from None
+        return [list(ids[:max_length])] if ids else []
 
     def read(start: int) -> Iterator[Window]:
         # Tokenizing what was seen before takes no time beside a model's pass over it.
@@ -236,13 +235,6 @@ def _passage_windows(
         rest = rest[num_whole:]
     if rest:
         yield prefix + rest
-
-
-def _chat_tokens(chat: Chat, tokenizer: Any) -> Window:
-    try:
-        return list(chat_tokens(tokenizer, chat.messages, add_generation_prompt=False))
-    except ConfigError as error:
-        raise ConfigError(f"{chat.where}: {error}") from None
 
 
 def _tokens(tokenizer: Any, text: str) -> Window:

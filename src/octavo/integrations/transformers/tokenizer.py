@@ -189,7 +189,14 @@ def _warn_without_bos(tokenizer: Any, config: Any) -> None:
 
 def _bos_reason(tokenizer: Any, config: Any) -> str | None:
     """Why texts should start with BOS; None if nothing says so."""
-    declared = _declared_bos(tokenizer)
+    # transformers drops it from what it loads where there is a tokenizer.json.
+    with internals("transformers"):
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    declared = tokenizer.init_kwargs.get("add_bos_token")
+    if declared is None and tokenizer.name_or_path:
+        with suppress(OSError, ValueError):
+            declared = get_tokenizer_config(tokenizer.name_or_path).get("add_bos_token")
     if declared is not None:
         return "its tokenizer_config.json has add_bos_token: true" if declared else None
     template = tokenizer.chat_template or ""
@@ -203,16 +210,3 @@ def _bos_reason(tokenizer: Any, config: Any) -> str | None:
     if is_named and str(text.model_type).startswith(BOS_FAMILIES):
         return f"the model's config names it (bos_token_id {text.bos_token_id})"
     return None
-
-
-def _declared_bos(tokenizer: Any) -> bool | None:
-    """add_bos_token of the tokenizer's files or its maker; None if they do not say."""
-    # transformers drops it from what it loads where there is a tokenizer.json.
-    with internals("transformers"):
-        from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    declared = tokenizer.init_kwargs.get("add_bos_token")
-    if declared is None and tokenizer.name_or_path:
-        with suppress(OSError, ValueError):
-            declared = get_tokenizer_config(tokenizer.name_or_path).get("add_bos_token")
-    return None if declared is None else bool(declared)

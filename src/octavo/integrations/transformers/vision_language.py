@@ -101,13 +101,9 @@ class TinyModel:
     name = "tiny Qwen3-VL, random weights"
 
     def __init__(self, device: torch.device) -> None:
-        from transformers import (
-            Qwen2VLImageProcessorPil,
-            Qwen3VLConfig,
-            Qwen3VLForConditionalGeneration,
-        )
+        import transformers
 
-        config = Qwen3VLConfig(
+        config = transformers.Qwen3VLConfig(
             vision_config=dict(_TINY_VISION),
             text_config=dict(_TINY_TEXT),
             image_token_id=IMAGE,
@@ -117,9 +113,9 @@ class TinyModel:
         )
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            make: Any = Qwen3VLForConditionalGeneration
+            make: Any = transformers.Qwen3VLForConditionalGeneration
             self.model = make(config).to(device).eval()
-        self.processor = Qwen2VLImageProcessorPil(
+        self.processor = transformers.Qwen2VLImageProcessorPil(
             patch_size=_TINY_VISION["patch_size"],
             merge_size=_TINY_VISION["spatial_merge_size"],
             temporal_patch_size=_TINY_VISION["temporal_patch_size"],

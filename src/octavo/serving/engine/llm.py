@@ -70,6 +70,8 @@ class LLM:
         sampling: one for all, or one for each. A prompt that can never run raises before any runs,
         and one that fails raises; all others are then aborted.
         """
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
         if isinstance(prompts, str):
             raise ConfigError("expected a list of prompts, got one text: put it in a list")
         requests = self._requests(prompts, sampling)
@@ -78,8 +80,9 @@ class LLM:
             raise ConfigError("expected an engine without open requests, got some: step it first")
         deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
         num_tokens = 0
+        text = "{task.description}, {task.fields[num_tokens]} tokens"
         try:
-            bar = _progress_bar()
+            bar = Progress(text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with bar if show_progress else nullcontext():
                 task = bar.add_task("answers", total=len(requests), num_tokens=0)
                 for delta in self._run(requests):
@@ -108,9 +111,7 @@ class LLM:
         self.close()
 
     def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling],
+        self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling]
     ) -> list[Request]:
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(each) != len(prompts):
@@ -121,10 +122,17 @@ class LLM:
         for prompt, own in zip(prompts, each, strict=True):
             name = f"llm-{self._num_requests}"
             self._num_requests += 1
-            found, images = _parts(prompt)
-            request = Request(
-                request_id=name, prompt=self._tokens(found), sampling=own, images=images
-            )
+            found: Any = prompt
+            images: Sequence[Any] = ()
+            if isinstance(prompt, Mapping):
+                if unknown := sorted(map(str, prompt.keys() - {"prompt", "images"})):
+                    message = f"expected a prompt with images, got {', '.join(unknown)} in it, too"
+                    raise ConfigError(message)
+                if "prompt" not in prompt:
+                    raise ConfigError('expected {"prompt": …, "images": […]}, got no prompt')
+                found, images = prompt["prompt"], prompt.get("images", ())
+            tokens = self._tokens(found)
+            request = Request(request_id=name, prompt=tokens, sampling=own, images=images)
             requests.append(self.engine.check(request))
         return requests
 
@@ -144,23 +152,3 @@ class LLM:
             while waiting and self.engine.stats().num_waiting < self.engine.settings.max_queue:
                 self.engine.add(waiting.popleft())
             yield from self.engine.step()
-
-
-def _parts(prompt: Prompt) -> tuple[Any, Sequence[Any]]:
-    """A prompt's text, tokens or messages, and its images."""
-    if not isinstance(prompt, Mapping):
-        return prompt, ()
-    if unknown := sorted(map(str, prompt.keys() - {"prompt", "images"})):
-        raise ConfigError(f"expected a prompt with images, got {', '.join(unknown)} in it, too")
-    if "prompt" not in prompt:
-        raise ConfigError('expected {"prompt": …, "images": […]}, got no prompt')
-    return prompt["prompt"], prompt.get("images", ())
-
-
-def _progress_bar() -> Any:
-    """How many answers and tokens there are so far, on the terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    text = "{task.description}, {task.fields[num_tokens]} tokens"
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns)

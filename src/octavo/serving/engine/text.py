@@ -63,17 +63,18 @@ class TextStream:
         if found:
             self._held, self._is_stopped = "", True
             return held[: min(found)[1]]
-        num_shown = len(held) - self._num_undecided(held)
+        num_shown = len(held) - num_undecided(held, self._stop)
         self._held = held[num_shown:]
         return held[:num_shown]
 
-    def _num_undecided(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop text."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
+
+def num_undecided(text: str, stops: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of a stop text."""
+    longest = max(map(len, stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0
 
 
 class Texts:

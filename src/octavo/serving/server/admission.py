@@ -13,6 +13,7 @@ import logging
 import re
 import socket
 from collections.abc import Collection
+from contextlib import nullcontext
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,14 +63,7 @@ class ArrivingBody:
         message = await self._receive()
         if message["type"] == "http.disconnect" and not self._is_whole:
             self._record.left()  # FastAPI makes a 400 of it
-        self._add(message.get("body", b""))
-        self._is_whole = self._is_whole or not message.get("more_body", False)
-        if self._is_whole and self._slot is not None:
-            self._slot.is_whole = True
-        return message
-
-    def _add(self, part: bytes) -> None:
-        settings = self._gate.settings
+        part, settings = message.get("body", b""), self._gate.settings
         self._num_bytes += len(part)
         if self._num_bytes > settings.max_body_bytes:
             raise HTTPException(413, _too_large(settings))
@@ -77,13 +71,17 @@ class ArrivingBody:
         self._num_values += sum(map(part.count, (b",", b"[", b"{")))
         most = settings.max_body_values
         if self._num_values > most:
-            message = f"expected at most {most:,} commas and brackets in a body, got more"
-            raise HTTPException(413, message)
+            expected = f"expected at most {most:,} commas and brackets in a body"
+            raise HTTPException(413, f"{expected}, got more")
         if self._num_bytes > LARGE_BODY_BYTES:  # small ones are not limited in sum
             self.charge(self._num_bytes)
             if self._gate.num_large_bytes > settings.max_open_body_bytes:
                 retry = {"Retry-After": str(settings.retry_after_s)}
                 raise HTTPException(429, "too many large requests are open: try later", retry)
+        self._is_whole = self._is_whole or not message.get("more_body", False)
+        if self._is_whole and self._slot is not None:
+            self._slot.is_whole = True
+        return message
 
     def charge(self, num_bytes: int) -> None:
         """Hold so many of the bytes that large bodies may have together, and no others."""
@@ -132,16 +130,25 @@ class Gate:
 
         try:
             self._check(scope["path"], headers)
-            await self._admit(scope, receive, send_with_id, record)
-        except ApiError as error:
-            await _refuse(error, record, scope, receive, send_with_id)
+            # What asks for work gets it in a slot and in time.
+            is_work = scope["method"] == "POST"
+            async with self._slots.slot() if is_work else nullcontext() as slot:
+                body = ArrivingBody(self, receive, record, slot)
+                if slot is not None:
+                    record.slot = slot
+                    slot.at_end.callback(body.charge, 0)
+                await self.app(scope, body, send_with_id)
         except asyncio.CancelledError:  # a server that is made to end at once
             record.outcome = record.outcome or "aborted"
             raise
         except Exception as error:
-            logger.exception("request %s failed", record.request_id)
-            internal = failure(error, "internal_error")
-            await _refuse(internal, record, scope, receive, send_with_id)
+            if not isinstance(error, ApiError):
+                logger.exception("request %s failed", record.request_id)
+                error = failure(error, "internal_error")
+            record.failed(error)
+            if record.status is None:  # else half an answer is out; the connection ends with it
+                respond = error_response(error, connection="close")
+                await respond(scope, receive, send_with_id)
         finally:
             route: Any = scope.get("route")
             record.route = getattr(route, "path", record.route)
@@ -158,23 +165,17 @@ class Gate:
         if not self._keys:
             self._check_host(headers.get("host"))
         elif path not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            # Every key is compared, in constant time: the answer tells nothing about them.
+            matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+            if scheme.lower() != "bearer" or not any(matches):
+                expected = "expected an API key of this server as 'Authorization: Bearer KEY'"
+                challenge = {"WWW-Authenticate": "Bearer"}
+                message = f"{expected}, got another one or none"
+                raise ApiError(401, message, "invalid_api_key", headers=challenge)
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.settings.max_body_bytes:
             raise ApiError(413, _too_large(self.settings), "body_too_large")
-
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, given = authorization.partition(" ")
-        # Every key is compared, in constant time: the answer tells nothing about them.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "expected an API key of this server as 'Authorization: Bearer KEY', got another "
-                "one or none",
-                "invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
     def _check_host(self, given: str | None) -> None:
         """Refuse names that are not this server's; only for a server that no key protects.
@@ -182,44 +183,19 @@ class Gate:
         A web page can point its own name at this machine (DNS rebinding) and would then be of the
         same origin as the server: a browser lets it ask, and read the answers.
         """
-        if given is not None and not self._is_ours(given):
+        if given is None:
+            return
+        try:
+            name = (urlsplit(f"//{given}").hostname or "").removesuffix(".")
+            if name not in self._hosts and not name.endswith(".localhost"):
+                ipaddress.ip_address(name)
+        except ValueError:
             message = (
                 f"expected a Host that is an IP address, localhost or a name of this server, got "
                 f"{brief(given)}: start the server with --allowed-host NAME for each name that its "
                 "clients use, or with --api-key"
             )
-            raise ApiError(403, message, "host_not_allowed")
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-            if name in self._hosts or name.endswith(".localhost"):
-                return True
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
-    async def _admit(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
-    ) -> None:
-        """Let the application have the request, in a slot and in time if it asks for work."""
-        if scope["method"] != "POST":
-            await self.app(scope, ArrivingBody(self, receive, record, None), send)
-            return
-        async with self._slots.slot() as slot:
-            record.slot = slot
-            body = ArrivingBody(self, receive, record, slot)
-            slot.at_end.callback(body.charge, 0)
-            await self.app(scope, body, send)
-
-
-async def _refuse(
-    error: ApiError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
-) -> None:
-    record.failed(error)
-    if record.status is None:  # else half an answer is out; the connection ends with it
-        await error_response(error, connection="close")(scope, receive, send)
+            raise ApiError(403, message, "host_not_allowed") from None
 
 
 def error_response(error: ApiError, **headers: str) -> JSONResponse:
@@ -265,7 +241,10 @@ class LimitedProtocol(H11Protocol):
         would take the parser most of a second.
         """
         self._is_parsing = False
-        size = len(self._unparsed) if self._has_plain_body() else SLICE_BYTES
+        is_plain_body = self.conn.their_state is h11.SEND_BODY and all(
+            name != b"transfer-encoding" for name, _ in self.headers
+        )
+        size = len(self._unparsed) if is_plain_body else SLICE_BYTES
         part, self._unparsed = self._unparsed[:size], self._unparsed[size:]
         if self.transport.is_closing():
             return
@@ -281,10 +260,6 @@ class LimitedProtocol(H11Protocol):
             self.loop.call_soon(self._parse)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
-
-    def _has_plain_body(self) -> bool:
-        is_body = self.conn.their_state is h11.SEND_BODY
-        return is_body and not any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -10,12 +10,11 @@ from functools import cache
 from typing import Any, Literal
 
 from octavo.serving.engine.request import Completion, Delta, Request, TokenLogprobs, Usage
+from octavo.serving.engine.text import num_undecided
 
 Json = dict[str, Any]
 AnswerKind = Literal["chat.completion", "text_completion"]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-
-
 TokenText = Callable[[int], str]
 # Content, or a part of a tool call as a stream has it; the first one of a call has its id and name.
 Piece = str | Json
@@ -29,13 +28,9 @@ class MessageReader:
 
     finish_reason: Literal["stop", "tool_calls"] = "stop"
 
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that are known with this text."""
+    def feed(self, text: str, *, is_last: bool) -> list[Piece]:
+        """The pieces that are known with this text; is_last: no more of it will come."""
         return [text] if text else []
-
-    def finish(self) -> list[Piece]:
-        """The pieces that are known at the end of the text."""
-        return []
 
 
 class NamedCallReader(MessageReader):
@@ -46,14 +41,11 @@ class NamedCallReader(MessageReader):
         self._name = name
         self._is_started = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str, *, is_last: bool) -> list[Piece]:
         if self._is_started:
             return [{"index": 0, "function": {"arguments": text}}] if text else []
         self._is_started = True
         return [_new_call(0, self._name, text)]
-
-    def finish(self) -> list[Piece]:
-        return self.feed("")
 
 
 class AnyCallReader(MessageReader):
@@ -65,11 +57,10 @@ class AnyCallReader(MessageReader):
     def __init__(self) -> None:
         self._text = ""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str, *, is_last: bool) -> list[Piece]:
         self._text += text
-        return []
-
-    def finish(self) -> list[Piece]:
+        if not is_last:
+            return []
         call = parse_call(self._text, 0)
         if call is None:
             return [self._text] if self._text else []
@@ -87,29 +78,26 @@ class AutoCallReader(MessageReader):
         self._text = ""  # not handed on yet
         self._num_calls = 0
 
-    def feed(self, text: str) -> list[Piece]:
-        self._text += text
+    def feed(self, text: str, *, is_last: bool) -> list[Piece]:
+        text = self._text + text
         pieces: list[Piece] = []
         while True:
-            before, tag, rest = self._text.partition(OPENING)
-            if not tag:
-                keep = _overlap(before, OPENING)
-                shown, self._text = before[: len(before) - keep], before[len(before) - keep :]
-                return pieces + self._content(shown)
+            before, tag, rest = text.partition(OPENING)
             inside, end, after = rest.partition(CLOSING)
             if not end:
-                self._text = tag + rest
-                return pieces + self._content(before)
-            pieces += self._content(before)
-            pieces += self._call_or_content(inside)
-            self._text = after
-
-    def finish(self) -> list[Piece]:
+                break
+            pieces += self._content(before) + self._call_or_content(inside)
+            text = after
+        num_held = len(tag + rest) or num_undecided(text, [OPENING])
+        shown, self._text = text[: len(text) - num_held], text[len(text) - num_held :]
+        pieces += self._content(shown)
+        if not is_last:
+            return pieces
         # Models may end instead of closing the last tag.
-        text, self._text = self._text, ""
-        if text.startswith(OPENING) and parse_call(text.removeprefix(OPENING), 0) is not None:
-            return self._call_or_content(text.removeprefix(OPENING))
-        return self._content(text)
+        inside = self._text.removeprefix(OPENING)
+        if inside != self._text and parse_call(inside, 0) is not None:
+            return pieces + self._call_or_content(inside)
+        return pieces + self._content(self._text)
 
     def _content(self, text: str) -> list[Piece]:
         # Line breaks between calls are the template's, not the message's.
@@ -122,12 +110,6 @@ class AutoCallReader(MessageReader):
         self._num_calls += 1
         self.finish_reason = "tool_calls"
         return [call]
-
-
-def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters of `text` may be the beginning of `tag`."""
-    lengths = range(min(len(text), len(tag) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(tag[:length])), 0)
 
 
 def _new_call(index: int, name: str, arguments: str) -> Json:
@@ -255,9 +237,7 @@ class ChatChoice:
 
     def chunks(self, delta: Delta) -> list[Json]:
         """What a stream adds for a delta."""
-        pieces = self._reader.feed(delta.text)
-        if delta.finish_reason is not None:
-            pieces += self._reader.finish()
+        pieces = self._reader.feed(delta.text, is_last=delta.finish_reason is not None)
         found = [
             self._part({"content": one} if isinstance(one, str) else {"tool_calls": [one]})
             for one in pieces
@@ -275,7 +255,7 @@ class ChatChoice:
         message: Json = {"role": "assistant", "content": None, "refusal": None}
         calls: list[Json] = []
         content = ""
-        for piece in self._reader.feed(completion.text) + self._reader.finish():
+        for piece in self._reader.feed(completion.text, is_last=True):
             if isinstance(piece, str):
                 content += piece
             elif "id" in piece:
@@ -342,10 +322,11 @@ class TextChoice:
     def _choice(
         self, text: str, logprobs: Sequence[TokenLogprobs] | None, finish_reason: str | None
     ) -> Json:
-        written = None if logprobs is None else self._logprobs(logprobs)
-        return {"text": text, "logprobs": written, "finish_reason": finish_reason}
+        return {"text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish_reason}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> Json:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
+        if logprobs is None:
+            return None
         texts = [self._text_of(one.token) for one in logprobs]
         offsets = list(itertools.accumulate(map(len, texts), initial=self._offset))
         self._offset = offsets.pop()

@@ -170,34 +170,30 @@ class EventStream(Response):
                 self._record.error = error.message
 
     async def _send(self, send: Send) -> None:
+        record, answering = self._record, self._server.answering(self._record, self._asked)
         try:
-            async with self._record.slot.limit():
-                await self._send_answer(send)
+            async with record.slot.limit(), answering as (job, answer):
+                start = {"status": self.status_code, "headers": self.raw_headers}
+                self._has_begun = True
+                await send({"type": "http.response.start", **start})
+                for chunk in job.opening():
+                    await _send_event(send, chunk)
+                async for delta in answer:
+                    for chunk in job.chunks(delta):
+                        await _send_event(send, chunk)
+                if job.has_usage_chunk:
+                    await _send_event(send, job.usage_chunk())
+                await send({"type": "http.response.body", "body": DONE, "more_body": True})
+                record.is_sent = True
         except Exception as error:
             if not self._has_begun:
                 raise
             if not isinstance(error, ApiError):
-                logger.exception("request %s: the stream failed", self._record.request_id)
+                logger.exception("request %s: the stream failed", record.request_id)
                 error = failure(error, "internal_error")
-            self._record.failed(error)
+            record.failed(error)
             await _send_event(send, error.body())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_answer(self, send: Send) -> None:
-        record = self._record
-        async with self._server.answering(record, self._asked) as (job, answer):
-            start = {"status": self.status_code, "headers": self.raw_headers}
-            self._has_begun = True
-            await send({"type": "http.response.start", **start})
-            for chunk in job.opening():
-                await _send_event(send, chunk)
-            async for delta in answer:
-                for chunk in job.chunks(delta):
-                    await _send_event(send, chunk)
-            if job.has_usage_chunk:
-                await _send_event(send, job.usage_chunk())
-            await send({"type": "http.response.body", "body": DONE, "more_body": True})
-            record.is_sent = True
 
 
 async def _noted(answer: Answer, job: Job, record: RequestRecord) -> AsyncIterator[Delta]:

@@ -298,8 +298,12 @@ class AsyncEngine(RequestThread):
             if (answer := self._open.get(delta.request_id)) is None:
                 continue  # its caller has left
             match delta.finish_reason:
+                case "error" if isinstance(delta.error, GrammarFailure):
+                    message = f"this JSON schema cannot be followed: {delta.error}"
+                    self._end(answer, bad_request(message, code="schema_too_large"))
                 case "error":
-                    self._end(answer, _failure(delta.error or "the engine failed"))
+                    message = delta.error or "the engine failed"
+                    self._end(answer, ApiError(500, message, "engine_error"))
                 case "abort":
                     self._end(answer, aborted())
                 case reason:
@@ -371,9 +375,3 @@ class AsyncEngine(RequestThread):
         function(*args)
         # An aborted request frees its pages at once; the page at / shows it without another step.
         self._post(self._deliver, [], self.engine.stats())
-
-
-def _failure(error: str) -> ApiError:
-    if isinstance(error, GrammarFailure):
-        return bad_request(f"this JSON schema cannot be followed: {error}", code="schema_too_large")
-    return ApiError(500, error, "engine_error")

@@ -13,6 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive
@@ -21,7 +22,7 @@ from octavo.brief import brief
 from octavo.serving.server.admission import Gate, error_response
 from octavo.serving.server.api_error import ApiError, bad_request, client_left
 from octavo.serving.server.async_engine import RequestThread
-from octavo.serving.server.metrics import CONTENT_TYPE, Metrics
+from octavo.serving.server.metrics import Metrics
 from octavo.serving.server.schema import ErrorBody
 from octavo.serving.server.settings import ServerSettings
 from octavo.version import __version__
@@ -101,12 +102,8 @@ def make_app(server: BaseServer) -> FastAPI:
         title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.server = server
-    for kind, handler in (
-        (ApiError, _api_error),
-        (HTTPException, _http_exception),
-        (RequestValidationError, _invalid),
-    ):
-        app.add_exception_handler(kind, handler)
+    for kind in (ApiError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _refuse)
     settings = server.settings
     app.add_middleware(Gate, settings=settings, metrics=server.metrics, slots=server.engine)
     if settings.cors_origins:
@@ -151,7 +148,8 @@ def _add_common_routes(app: FastAPI, server: BaseServer) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters and histograms for Prometheus."""
-        return Response(server.metrics.expose(), media_type=CONTENT_TYPE)
+        content = generate_latest(server.metrics)
+        return Response(content, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -172,8 +170,12 @@ def _add_page(app: FastAPI, path: str, media_type: str, policy: str, *names: str
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns; if the client leaves first, it is cancelled and this is an ApiError."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -185,24 +187,23 @@ async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _api_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    request.state.record.failed(error)
-    return error_response(error)
-
-
-async def _http_exception(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code
-    refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
-    if status == 404 and request.url.path.startswith("/v1/"):
-        refusal = _unknown_route(request)
-    return await _api_error(request, refusal)
+async def _refuse(request: HttpRequest, error: Exception) -> Response:
+    """What an error is to the client: a route's own, or one that FastAPI has found."""
+    match error:
+        case ApiError():
+            refusal = error
+        case RequestValidationError():
+            problems = error.errors()
+            shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
+            refusal = bad_request(shown, _place(problems[0]) or None)
+        case HTTPException(status_code=404) if request.url.path.startswith("/v1/"):
+            refusal = _unknown_route(request)
+        case HTTPException(status_code=status):
+            refusal = ApiError(status, str(error.detail), CODES.get(status), headers=error.headers)
+        case _:
+            raise error
+    request.state.record.failed(refusal)
+    return error_response(refusal)
 
 
 def _unknown_route(request: HttpRequest) -> ApiError:
@@ -216,13 +217,6 @@ def _unknown_route(request: HttpRequest) -> ApiError:
     ]
     code = "not_supported" if path in NOT_SUPPORTED else "not_found"
     return ApiError(404, f"{why}; this server offers {', '.join(offered)}", code)
-
-
-async def _invalid(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problems = error.errors()
-    shown = "; ".join(map(_problem, problems[:NUM_PROBLEMS_SHOWN]))
-    return await _api_error(request, bad_request(shown, _place(problems[0]) or None))
 
 
 def _place(problem: Any) -> str:

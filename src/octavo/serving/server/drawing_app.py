@@ -9,11 +9,11 @@ import asyncio
 import base64
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,12 +31,7 @@ from octavo.serving.engine.image_request import MAX_SIDE, ImageResult, ImageSamp
 from octavo.serving.server.api_error import ApiError, bad_request, client_left, failure
 from octavo.serving.server.async_engine import RequestThread
 from octavo.serving.server.bare_app import ERRORS, BaseServer, make_app, until_client_leaves
-from octavo.serving.server.metrics import (
-    REQUEST_TIMES,
-    Metrics,
-    RequestRecord,
-    precision_families,
-)
+from octavo.serving.server.metrics import REQUEST_TIMES, Metrics, RequestRecord, precision_families
 from octavo.serving.server.schema import MAX_INT, Body, ModelName, Seed, Unserved, only
 from octavo.serving.server.settings import ServerSettings
 
@@ -86,22 +81,6 @@ class ImageRequest(Body):
     stream: Annotated[Any, only(False)] = None
     style: Unserved = None
 
-    def width_and_height(self) -> tuple[int, int] | tuple[None, None]:
-        """What `size` says; (None, None) leaves it to the pipeline."""
-        found = SIZE.fullmatch(self.size or "")
-        return (int(found[1]), int(found[2])) if found else (None, None)
-
-
-@dataclass(eq=False)
-class _Picture:
-    """A request, and its answer, which runs while it is drawn."""
-
-    prompt: str
-    sampling: ImageSampling
-    answer: "Future[ImageResult]" = field(default_factory=Future)
-    arrival_s: float = field(default_factory=time.perf_counter)
-    is_left: bool = False
-
 
 class ImageQueue(RequestThread):
     """Requests of many coroutines for one pipeline.
@@ -115,26 +94,33 @@ class ImageQueue(RequestThread):
         super().__init__(settings, "pipeline")
         self.drawer, self._on_begin = drawer, on_begin
         self.num_steps = 0
-        self._open: set[_Picture] = set()
+        self._open: set[Future[ImageResult]] = set()  # those that run are being drawn
 
     @property
     def num_waiting(self) -> int:
         """Those of them that have not begun."""
-        return sum(not picture.answer.running() for picture in self._open)
+        return sum(not answer.running() for answer in self._open)
 
     async def generate(self, prompt: str, sampling: ImageSampling) -> ImageResult:
         """What a prompt became; ApiError if it did not."""
         self.check_works()
         self.check_room(len(self._open))
-        picture = _Picture(prompt, sampling)
-        self._open.add(picture)
-        self._commands.put(partial(self._draw, picture))
+        answer, is_left, arrival_s = Future[ImageResult](), threading.Event(), time.perf_counter()
+        self._open.add(answer)
+
+        def on_step(num_done: int, total: int) -> None:
+            self.num_steps += 1
+            if is_left.is_set():
+                raise client_left()
+
+        draw = partial(self.drawer.generate, [prompt], sampling, on_step=on_step)
+        self._commands.put(partial(self._draw, draw, answer, arrival_s))
         try:
-            return await asyncio.wrap_future(picture.answer)
+            return await asyncio.wrap_future(answer)
         finally:
-            picture.is_left = True
-            if not picture.answer.running():
-                self._open.discard(picture)
+            is_left.set()
+            if not answer.running():
+                self._open.discard(answer)
 
     # Below: the pipeline's thread.
 
@@ -142,14 +128,14 @@ class ImageQueue(RequestThread):
         while (command := self._commands.get()) is not None:
             command()
 
-    def _draw(self, picture: _Picture) -> None:
-        answer = picture.answer
+    def _draw(
+        self, draw: Callable[[], list[ImageResult]], answer: Future[ImageResult], arrival_s: float
+    ) -> None:
         if not answer.set_running_or_notify_cancel():
             return
-        self._on_begin(time.perf_counter() - picture.arrival_s)
+        self._on_begin(time.perf_counter() - arrival_s)
         try:
-            on_step = partial(self._note_step, picture)
-            (result,) = self.drawer.generate([picture.prompt], picture.sampling, on_step=on_step)
+            (result,) = draw()
             answer.set_result(result)
         except ApiError as error:
             answer.set_exception(error)
@@ -160,36 +146,17 @@ class ImageQueue(RequestThread):
         except Exception as error:
             logger.exception("an image could not be drawn")
             found = failure(error)
-            if _is_final(error):
+            # A GPU has failed: every call after this one would fail as well.
+            if type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error):
                 self.problem = found.message
             answer.set_exception(found)
-        self._post(self._open.discard, picture)
-
-    def _note_step(self, picture: _Picture, num_done: int, total: int) -> None:
-        self.num_steps += 1
-        if picture.is_left:
-            raise client_left()
+        self._post(self._open.discard, answer)
 
 
 def param_of(message: str) -> str | None:
     """The field that an error of ours is about: messages begin with it."""
     name = message.partition(":")[0]
     return name if name in ImageSampling.__dataclass_fields__ else None
-
-
-def _is_final(error: Any) -> bool:
-    """Whether a GPU has failed: every call after this one would fail as well."""
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
-
-
-def _check_limits(num_images: int, num_pixels: int, num_steps: int) -> None:
-    for name, what, number, most in (
-        ("n", "", num_images, MAX_IMAGES),
-        ("size", " pixels in all pictures", num_images * num_pixels, MAX_PIXELS),
-        ("num_inference_steps", "", num_steps, MAX_STEPS),
-    ):
-        if number > most:
-            raise bad_request(f"{name}: expected at most {most}{what}, got {number}", name)
 
 
 class ImageServer(BaseServer):
@@ -202,10 +169,8 @@ class ImageServer(BaseServer):
 
     def __init__(self, drawer: "Omni", settings: ServerSettings) -> None:
         if drawer.makes_video:
-            raise ConfigError(
-                f"expected a pipeline of pictures to serve, got {drawer.model_name}, which makes "
-                "videos: use octavo image"
-            )
+            got = f"{drawer.model_name}, which makes videos: use octavo image"
+            raise ConfigError(f"expected a pipeline of pictures to serve, got {got}")
         super().__init__(settings, drawer.model_name)
         self.metrics = Metrics(REQUEST_TIMES, self._families)
         self.num_images = 0
@@ -222,9 +187,17 @@ class ImageServer(BaseServer):
     def sampling(self, body: ImageRequest) -> ImageSampling:
         """What a body asks for; ApiError if it is too much, or if the pipeline cannot do it."""
         self.check_model(body.model)
-        width, height = body.width_and_height()
+        found = SIZE.fullmatch(body.size or "")
+        width, height = map(int, found.groups()) if found else (None, None)  # as the pipeline likes
         num_images = body.n or 1
-        _check_limits(num_images, (width or 0) * (height or 0), body.num_inference_steps or 0)
+        num_pixels = num_images * (width or 0) * (height or 0)
+        for name, what, number, most in (
+            ("n", "", num_images, MAX_IMAGES),
+            ("size", " pixels in all pictures", num_pixels, MAX_PIXELS),
+            ("num_inference_steps", "", body.num_inference_steps or 0, MAX_STEPS),
+        ):
+            if number > most:
+                raise bad_request(f"{name}: expected at most {most}{what}, got {number}", name)
         own = body.model_dump(include=set(ImageSampling.__dataclass_fields__))
         try:
             sampling = ImageSampling(

@@ -112,7 +112,8 @@ class GrammarCache:
     def __init__(self, make: MakeGrammar, workers: Workers) -> None:
         self._make, self._workers = make, workers
         self._thread = ThreadPoolExecutor(1, "octavo-grammars", initializer=yield_to_others)
-        self._kept: dict[bytes, tuple[Any, float]] = {}  # and until when; the last used last
+        # The grammar or why there is none, and until when that holds; the last used last.
+        self._kept: dict[bytes, tuple[Any, float]] = {}
 
     def close(self) -> None:
         """End the thread."""
@@ -125,7 +126,14 @@ class GrammarCache:
         key = hashlib.sha256(written.encode()).digest()
         found, until_s = self._kept.pop(key, (None, 0.0))
         if time.monotonic() >= until_s:
-            found, keep_s = await self._try(asked, num_chars)
+            keep_s, run, loop = math.inf, self._workers.run, asyncio.get_running_loop()
+            try:
+                schema = await run(try_schema, asked, limit_s=COMPILE_S, size=num_chars)
+                found = await loop.run_in_executor(self._thread, self._make, schema)
+            except WorkerError as error:
+                found, keep_s = str(error), RETRY_S
+            except (OctavoError, ValueError, RecursionError) as error:
+                found = str(error) or type(error).__name__
             until_s = time.monotonic() + keep_s
         self._kept[key] = found, until_s  # behind all others
         if len(self._kept) > NUM_KEPT:
@@ -134,30 +142,13 @@ class GrammarCache:
             raise bad_request(f"this JSON schema cannot be followed: {found}", param)
         return found
 
-    async def _try(self, asked: Followed, num_chars: int) -> tuple[Any, float]:
-        """(the grammar or why there is none, for how many seconds that holds)."""
-        run = self._workers.run
-        try:
-            schema = await run(try_schema, asked, limit_s=COMPILE_S, size=num_chars)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._make, schema), math.inf
-        except WorkerError as error:
-            return str(error), RETRY_S
-        except (OctavoError, ValueError, RecursionError) as error:
-            return str(error) or type(error).__name__, math.inf
 
-
-class WorkerTools:
-    """What tasks in a worker process use; made there."""
+class WorkerTools(Prompts):
+    """What tasks in a worker process use, the methods of Prompts and others; made there."""
 
     def __init__(self, tokenizer: Any, max_context: int, make_grammar: MakeGrammar) -> None:
-        self.prompts = Prompts(tokenizer, max_context)
+        super().__init__(tokenizer, max_context)
         self.make_grammar = make_grammar
-
-
-def call_prompts(tools: WorkerTools, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a method of `Prompts` in a worker process."""
-    return method(tools.prompts, *args, **kwargs)
 
 
 def try_schema(tools: WorkerTools, asked: Followed) -> Schema:

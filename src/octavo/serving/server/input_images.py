@@ -183,44 +183,6 @@ def _opened(data: bytes, limits: ImageLimits) -> Iterator[Any]:
         raise refused(f"expected an image ({formats}), got {reason}") from None
 
 
-class PixelBudget(WaitingRoom):
-    """A number of pixels to hold and give back; who finds too few waits, in order of arrival."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.size = size
-
-    @property
-    def num_held(self) -> int:
-        """Pixels that somebody holds."""
-        return self.size - self.free[0]
-
-    async def hold(self, num_pixels: int) -> "Hold":
-        """Wait until there is room for these pixels and everybody before has found theirs."""
-        if num_pixels > self.size:
-            raise ValueError(f"expected at most {self.size} pixels to hold, got {num_pixels}")
-        await self.enter(num_pixels)
-        return Hold(self, num_pixels)
-
-
-@dataclass
-class Hold:
-    """Pixels of a budget in somebody's hands."""
-
-    budget: PixelBudget
-    num_pixels: int
-
-    def shrink(self, num_pixels: int) -> None:
-        """Keep at most so many of them and give back the rest."""
-        surplus = max(0, self.num_pixels - num_pixels)
-        self.num_pixels -= surplus
-        self.budget.leave(surplus)
-
-    def release(self) -> None:
-        """Give back what is left; a second call gives back nothing."""
-        self.shrink(0)
-
-
 class ImageReader:
     """Reads images for an engine.
 
@@ -232,7 +194,7 @@ class ImageReader:
     def __init__(self, engine: "Engine", limits: ImageLimits) -> None:
         self._engine = engine  # only what any thread may call
         self._limits = limits
-        self.budget = PixelBudget(limits.max_server_pixels)
+        self.budget = WaitingRoom(limits.max_server_pixels)  # of pixels, in order of arrival
         self._executor = ThreadPoolExecutor(
             NUM_THREADS, "octavo-images", initializer=yield_to_others
         )
@@ -263,10 +225,6 @@ class ImageReader:
                 f"expected at most {limits.max_request_pixels:,} pixels in all images of a "
                 f"request, got {num_pixels:,}: send fewer or smaller ones"
             )
-        self._check_context(files)
-        return tuple(files)
-
-    def _check_context(self, files: Sequence[ImageFile]) -> None:
         try:
             counts = [self._engine.count_image_tokens(file.width, file.height) for file in files]
         except OctavoError as error:
@@ -279,6 +237,7 @@ class ImageReader:
                 PARAM,
                 "context_length_exceeded",
             )
+        return tuple(files)
 
     async def prepare(
         self, prompt: Sequence[int], files: Sequence[ImageFile], at_end: ExitStack
@@ -289,19 +248,26 @@ class ImageReader:
         """
         # WebP's decoder has four of each. A pixel is 4 bytes, or 1 without colour.
         num_pixels = sum(file.num_pixels * (4 if file.format == "WEBP" else 1) for file in files)
-        hold = await self.budget.hold(min(num_pixels, self.budget.size))
-        is_left = threading.Event()
+        num_pixels = min(num_pixels, self._limits.max_server_pixels)
+        await self.budget.enter(num_pixels)
+        is_left, loop = threading.Event(), asyncio.get_running_loop()
         work = self._executor.submit(self._prepare, prompt, files, is_left)
-        loop = asyncio.get_running_loop()
+
+        def give_back(_: object) -> None:
+            # A loop that has been closed has nobody left who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self.budget.leave, num_pixels)
+
         try:
             prepared = await asyncio.wrap_future(work)
         except BaseException:
             is_left.set()
             # A thread that decodes an image for nobody still has its pixels.
-            work.add_done_callback(lambda _: _release_soon(hold, loop))
+            work.add_done_callback(give_back)
             raise
-        hold.shrink(prepared.num_pixels)
-        at_end.callback(hold.release)
+        num_kept = min(num_pixels, prepared.num_pixels)
+        self.budget.leave(num_pixels - num_kept)
+        at_end.callback(self.budget.leave, num_kept)
         return prepared
 
     # Below: one of the threads.
@@ -321,9 +287,3 @@ class ImageReader:
             factors = JPEG_REDUCTIONS if file.format in ("JPEG", "MPO") else REDUCTIONS
             reduction = self._engine.choose_image_reduction(file.width, file.height, factors)
             yield decode(file, self._limits, reduction)
-
-
-def _release_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
-    # A loop that has been closed has nobody left who waits.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(hold.release)

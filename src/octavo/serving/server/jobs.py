@@ -9,36 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.serving.engine.image_request import nth_seed
 from octavo.serving.engine.request import Request, Sampling
-from octavo.serving.server.answers import (
-    CLOSING,
-    AnswerKind,
-    AnyCallReader,
-    AutoCallReader,
-    ChatChoice,
-    Job,
-    MessageReader,
-    NamedCallReader,
-    TextChoice,
-    token_texts,
-)
+from octavo.serving.server import answers, guidance
 from octavo.serving.server.api_error import bad_request
-from octavo.serving.server.guidance import (
-    Followed,
-    GrammarCache,
-    MakeGrammar,
-    WorkerTools,
-    call_prompts,
-    check_size,
-    forced_tools,
-    format_schema,
-)
 from octavo.serving.server.input_images import ImageReader
-from octavo.serving.server.prompts import Prompts, chat_size, image_urls, listed_prompts, num_chars
+from octavo.serving.server.prompts import Prompts, chat_size, image_urls, listed_prompts
 from octavo.serving.server.schema import (
     MAX_CHOICES,
     ChatRequest,
@@ -78,7 +57,7 @@ class Jobs:
         self,
         engine: "Engine",
         settings: ServerSettings,
-        make_grammar: MakeGrammar,
+        make_grammar: guidance.MakeGrammar,
         model_name: str,
     ) -> None:
         self._settings, self._model_name = settings, model_name
@@ -86,20 +65,18 @@ class Jobs:
         self._engine = engine  # only what any thread may call
         self.images = ImageReader(engine, settings.images)
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
-        self.text_of = token_texts(engine.tokenizer)
+        self.text_of = answers.token_texts(engine.tokenizer)
         # One thread: a tokenizer is not to be used by two.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer")
-        set_up = partial(WorkerTools, engine.tokenizer, engine.max_context, make_grammar)
+        set_up = partial(guidance.WorkerTools, engine.tokenizer, engine.max_context, make_grammar)
         self._workers = Workers(NUM_WORKERS, set_up, preload=type(engine.tokenizer).__module__)
         self._make_grammar = make_grammar
-        self._grammars = GrammarCache(make_grammar, self._workers)
+        self._grammars = guidance.GrammarCache(make_grammar, self._workers)
 
     @property
     def most_body_bytes(self) -> float:
         """The largest body that can be of use: a text that fits the context, all of it escaped."""
-        if self._engine.has_images:
-            return math.inf
-        return 6 * self._prompts.max_chars + 2**20
+        return math.inf if self._engine.has_images else 6 * self._prompts.max_chars + 2**20
 
     def warm_up(self) -> None:
         """Do now what the first long prompt and the first grammar would wait for."""
@@ -116,7 +93,7 @@ class Jobs:
         self._workers.close()
         self._grammars.close()
 
-    async def make(self, body: ChatRequest | CompletionRequest, at_end: ExitStack) -> Job:
+    async def make(self, body: ChatRequest | CompletionRequest, at_end: ExitStack) -> answers.Job:
         """The job of a request; at_end: what is to be done when the request has ended."""
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
@@ -124,13 +101,23 @@ class Jobs:
             return await self._chat(body, at_end)
         return await self._completion(body)
 
-    async def _chat(self, body: ChatRequest, at_end: ExitStack) -> Job:
-        forced, schema = forced_tools(body), format_schema(body.response_format)
-        _check_chat(body, is_guided=schema is not None)
-        followed: Followed | None = forced or schema
+    async def _chat(self, body: ChatRequest, at_end: ExitStack) -> answers.Job:
+        forced, schema = guidance.forced_tools(body), guidance.format_schema(body.response_format)
+        if schema is not None and body.tools and body.tool_choice != "none":
+            raise bad_request(
+                f"response_format {body.response_format and body.response_format.type!r} together "
+                "with tools is not supported: set tool_choice to 'none' or leave one out",
+                "response_format",
+            )
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
+            message = "expected max_tokens or max_completion_tokens, got both"
+            raise bad_request(message, "max_tokens")
+        followed: guidance.Followed | None = forced or schema
         param = "tools" if forced else "response_format"
         if followed is not None:
-            check_size(followed, param)  # first: tools are part of the prompt, too
+            guidance.check_size(followed, param)  # first: tools are part of the prompt, too
         files = await self.images.check(image_urls(body.messages))
         tools = [] if body.tool_choice == "none" else body.tools or []
         prompt = await self._chat_tokens(body.messages, tools, is_forced=bool(forced))
@@ -142,16 +129,39 @@ class Jobs:
         max_tokens = self._max_tokens(asked, len(prompt), self._max_context, "messages")
         # An answer that may make one call ends behind it.
         is_one = bool(tools) and not forced and body.parallel_tool_calls is False
-        sampling = await self._sampling(body, followed, param, (CLOSING,) if is_one else ())
-        sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-        choices = [ChatChoice(self.text_of, _reader(body, forced)) for _ in range(body.n or 1)]
-        prompts = [(prompt, max_tokens)]
-        return self._job("chat.completion", body, prompts, sampling, choices, images)
+        own = {
+            "grammar": None if followed is None else await self._grammars.get(followed, param),
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        }
+        choices = [
+            answers.ChatChoice(self.text_of, _reader(body, forced)) for _ in range(body.n or 1)
+        ]
+        prompts, stop = [(prompt, max_tokens)], (answers.CLOSING,) if is_one else ()
+        return self._job("chat.completion", body, prompts, own, choices, stop, images)
 
-    async def _completion(self, body: CompletionRequest) -> Job:
-        given = listed_prompts(body)
-        _check_completion(body, len(given))
-        schema = format_schema(body.response_format)
+    async def _completion(self, body: CompletionRequest) -> answers.Job:
+        given, n = listed_prompts(body), body.n or 1
+        if body.best_of not in (None, n):
+            raise bad_request(
+                f"best_of must equal n ({n}), since this server returns every answer that it "
+                f"makes; got {body.best_of}",
+                "best_of",
+            )
+        if not given:
+            raise bad_request("expected one prompt or more, got an empty list", "prompt")
+        if (num_choices := len(given) * n) > MAX_CHOICES:
+            raise bad_request(
+                f"{len(given)} prompts with n = {n} ask for {num_choices} choices; one request "
+                f"may ask for {MAX_CHOICES} at most: split it",
+                "prompt",
+            )
+        if body.echo and body.logprobs is not None:
+            raise bad_request(
+                "echo together with logprobs is not supported, since the log-probabilities of a "
+                "prompt's tokens are not computed: leave one of them out",
+                "echo",
+            )
+        schema = guidance.format_schema(body.response_format)
         for one in given:
             self._prompts.check_length(len(one), "prompt")
         prompts, echoes = [], []
@@ -164,14 +174,15 @@ class Jobs:
             echo = one if body.echo else ""
             if not isinstance(echo, str):
                 echo = await self._encoded(len(tokens), Prompts.decode, tokens)
-            echoes += [echo] * (body.n or 1)
+            echoes += [echo] * n
         if sum(map(len, echoes)) > MAX_ECHO_CHARS:
             message = f"the prompt, once for each choice, exceeds {MAX_ECHO_CHARS:,} characters"
             raise bad_request(f"echo: {message}", "echo")
-        sampling = await self._sampling(body, schema, "response_format")
-        sampling["logprobs"] = body.logprobs
-        choices = [TextChoice(self.text_of, echo) for echo in echoes]
-        return self._job("text_completion", body, prompts, sampling, choices)
+        own: dict[str, Any] = {"logprobs": body.logprobs}
+        if schema is not None:
+            own["grammar"] = await self._grammars.get(schema, "response_format")
+        choices = [answers.TextChoice(self.text_of, echo) for echo in echoes]
+        return self._job("text_completion", body, prompts, own, choices)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a prompt or of a conversation."""
@@ -197,58 +208,52 @@ class Jobs:
         self, messages: Sequence[Message], tools: Sequence[Tool], **options: bool
     ) -> tuple[int, ...]:
         """The tokens of a conversation; options: of `Prompts.of_chat`."""
-        self._prompts.check_length(num_chars(messages), "messages")
+        # A prompt has these characters at least; templates may shorten what assistants said.
+        num_chars = sum(message.num_chars for message in messages if message.role != "assistant")
+        self._prompts.check_length(num_chars, "messages")
         size = chat_size(messages, tools)
-        tokens: tuple[int, ...] = await self._encoded(
-            size, Prompts.of_chat, messages, tools, **options
-        )
-        return tokens
+        made = self._encoded(size, Prompts.of_chat, messages, tools, **options)
+        return cast("tuple[int, ...]", await made)
 
     def _job(
         self,
-        kind: AnswerKind,
+        kind: answers.AnswerKind,
         body: SamplingFields,
         prompts: Sequence[tuple[tuple[int, ...], int]],
-        sampling: dict[str, Any],
-        choices: Sequence[ChatChoice | TextChoice],
+        own: dict[str, Any],
+        choices: Sequence[answers.ChatChoice | answers.TextChoice],
+        more_stops: tuple[str, ...] = (),
         images: Any = (),
-    ) -> Job:
+    ) -> answers.Job:
         """The job of n requests for each prompt (its tokens, its max_tokens), one for each choice.
 
-        Choice i of a prompt has the seed `seed + i`: choices differ, and come again with the seed.
+        own: fields of Sampling that only this kind of request has. Choice i of a prompt has the
+        seed `seed + i`: choices differ, and come again with the seed.
         """
-        first, requests = f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}", list[Request]()
-        for (prompt, max_tokens), i in product(prompts, range(body.n or 1)):
-            seed = None if body.seed is None else nth_seed(body.seed, i)
-            name = f"{first}-{len(requests)}" if requests else first
-            try:
-                own = Sampling(**sampling | {"max_tokens": max_tokens, "seed": seed})
-                one = Request(request_id=name, prompt=prompt, sampling=own, images=images)
-            except ConfigError as error:
-                raise bad_request(str(error)) from None
-            requests.append(one)
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        model, n = body.model or self._model_name, body.n or 1
-        return Job(kind, model, requests, choices, num_per_prompt=n, has_usage_chunk=has_usage)
-
-    async def _sampling(
-        self,
-        body: SamplingFields,
-        followed: Followed | None,
-        param: str,
-        more_stops: tuple[str, ...] = (),
-    ) -> dict[str, Any]:
-        """The fields of Sampling that both kinds of requests have in common."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         biases = (body.logit_bias or {}).items()
-        return {
+        shared = {
             **body.model_dump(include=SAME_NAMES, exclude_none=True),
             "top_k": max(body.top_k or 0, 0),  # vLLM writes -1 for all
             "logit_bias": tuple((int(token), bias) for token, bias in biases),
             "stop": (*stop, *more_stops),
             "stop_token_ids": tuple(body.stop_token_ids or ()),
-            "grammar": None if followed is None else await self._grammars.get(followed, param),
         }
+        first, requests = f"{ID_PREFIXES[kind]}-{uuid.uuid4().hex}", list[Request]()
+        for (prompt, max_tokens), i in product(prompts, range(body.n or 1)):
+            seed = None if body.seed is None else nth_seed(body.seed, i)
+            name = f"{first}-{len(requests)}" if requests else first
+            try:
+                sampling = Sampling(**shared | own | {"max_tokens": max_tokens, "seed": seed})
+                one = Request(request_id=name, prompt=prompt, sampling=sampling, images=images)
+            except ConfigError as error:
+                raise bad_request(str(error)) from None
+            requests.append(one)
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        model, n = body.model or self._model_name, body.n or 1
+        return answers.Job(
+            kind, model, requests, choices, num_per_prompt=n, has_usage_chunk=has_usage
+        )
 
     def _max_tokens(
         self, asked: int | None, num_prompt: int, default: int, prompt_param: str
@@ -273,9 +278,9 @@ class Jobs:
     ) -> Any:
         """What a method of `Prompts` returns; size: about the characters that it looks at."""
         if size > LARGE:
-            call = (call_prompts, method, args, kwargs)
+            task = partial(method, **kwargs)
             try:
-                return await self._workers.run(*call, limit_s=ENCODE_S, size=size)
+                return await self._workers.run(task, *args, limit_s=ENCODE_S, size=size)
             except WorkerError as error:
                 raise bad_request(f"the prompt could not be encoded: {error}") from None
         loop = asyncio.get_running_loop()
@@ -283,55 +288,15 @@ class Jobs:
         return await loop.run_in_executor(self._executor, function)
 
 
-def _check_chat(body: ChatRequest, *, is_guided: bool) -> None:
-    """ApiError for fields that contradict each other."""
-    if is_guided and body.tools and body.tool_choice != "none":
-        raise bad_request(
-            f"response_format {body.response_format and body.response_format.type!r} together "
-            "with tools is not supported: set tool_choice to 'none' or leave one out",
-            "response_format",
-        )
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
-        message = "expected max_tokens or max_completion_tokens, got both"
-        raise bad_request(message, "max_tokens")
-
-
-def _check_completion(body: CompletionRequest, num_prompts: int) -> None:
-    """ApiError for fields that contradict each other, and for too many choices."""
-    n = body.n or 1
-    if body.best_of not in (None, n):
-        raise bad_request(
-            f"best_of must equal n ({n}), since this server returns every answer that it makes; "
-            f"got {body.best_of}",
-            "best_of",
-        )
-    if num_prompts == 0:
-        raise bad_request("expected one prompt or more, got an empty list", "prompt")
-    if num_prompts * n > MAX_CHOICES:
-        raise bad_request(
-            f"{num_prompts} prompts with n = {n} ask for {num_prompts * n} choices; one request "
-            f"may ask for {MAX_CHOICES} at most: split it",
-            "prompt",
-        )
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "echo together with logprobs is not supported, since the log-probabilities of a "
-            "prompt's tokens are not computed: leave one of them out",
-            "echo",
-        )
-
-
-def _reader(body: ChatRequest, forced: Sequence[Tool]) -> MessageReader:
+def _reader(body: ChatRequest, forced: Sequence[Tool]) -> answers.MessageReader:
     """How the answer's text is read: as content, as the call it was forced to be, or as both."""
     if not body.tools or body.tool_choice == "none":
-        return MessageReader()
+        return answers.MessageReader()
     if not forced:
-        return AutoCallReader()
+        return answers.AutoCallReader()
     if len(forced) > 1:
-        return AnyCallReader()
+        return answers.AnyCallReader()
     # OpenAI says "stop" after a call that was asked for by name.
-    return NamedCallReader(
+    return answers.NamedCallReader(
         forced[0].function.name, "tool_calls" if body.tool_choice == "required" else "stop"
     )

@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Metric,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily as Total  # its series ends in _total
 from prometheus_client.core import GaugeMetricFamily as Gauge
 
@@ -32,7 +25,6 @@ logger = logging.getLogger("octavo.requests")
 Outcome = Literal["stop", "length", "ok", "refused", "cancelled", "timeout", "aborted", "error"]
 _ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Seconds; a token takes 1 ms to 1 s, a first token or an answer up to minutes. A request need not
 # wait at all.
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -48,12 +40,9 @@ REQUEST_TIMES = {
         QUEUE_BUCKETS,
     ),
 }
+_TO_FIRST = "From accepting a request to its first token."
 TOKEN_TIMES = REQUEST_TIMES | {
-    "ttft": (
-        "time_to_first_token_seconds",
-        "From accepting a request to its first token.",
-        ANSWER_BUCKETS,
-    ),
+    "ttft": ("time_to_first_token_seconds", _TO_FIRST, ANSWER_BUCKETS),
     "itl": ("inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_BUCKETS),
 }
 # Of the engine: the kind of metric, its name, what it is, the field of Stats that has it.
@@ -92,10 +81,8 @@ class Metrics(CollectorRegistry):
     ) -> None:
         super().__init__()
         self._families = families
-        labels = ("route", "outcome")
-        self.requests = Counter(
-            "octavo_requests", "Requests that have ended.", labels, registry=self
-        )
+        text, labels = "Requests that have ended.", ("route", "outcome")
+        self.requests = Counter("octavo_requests", text, labels, registry=self)
         self.times = {
             short: Histogram(f"octavo_{name}", text, buckets=buckets, registry=self)
             for short, (name, text, buckets) in times.items()
@@ -106,10 +93,6 @@ class Metrics(CollectorRegistry):
         for family in (*super().collect(), *self._families()):
             family.samples = [one for one in family.samples if not one.name.endswith("_created")]
             yield family
-
-    def expose(self) -> bytes:
-        """All of them, in Prometheus' text format."""
-        return generate_latest(self)
 
     def sum_and_count(self, name: str) -> dict[str, float]:
         """The sum of the times of one kind, sum_s, and how many they are, count."""
@@ -237,9 +220,7 @@ class RequestRecord:
             self.metrics.times["request"].observe(duration_s)
         # Pages, health and metrics are asked for every second; what they say is seen anyway.
         is_quiet = self.method in ("GET", "HEAD") and self.outcome == "ok"
-        logger.log(logging.DEBUG if is_quiet else logging.INFO, self._line(duration_s))
-
-    def _line(self, duration_s: float) -> str:
+        level = logging.DEBUG if is_quiet else logging.INFO
         usage = self.usage and self.usage()
         fields = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -257,7 +238,8 @@ class RequestRecord:
             "duration_s": round(duration_s, 6),
             "error": self.error,
         }
-        return json.dumps({key: value for key, value in fields.items() if value is not None})
+        given = {key: value for key, value in fields.items() if value is not None}
+        logger.log(level, json.dumps(given))
 
 
 def _outcome_of(error: ApiError) -> Outcome:

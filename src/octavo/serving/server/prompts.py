@@ -12,14 +12,7 @@ from octavo.brief import brief
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.tokenizer import chat_text, text_tokens
 from octavo.serving.server.api_error import ApiError, bad_request
-from octavo.serving.server.schema import (
-    CalledFunction,
-    CompletionRequest,
-    ImagePart,
-    Message,
-    TextPart,
-    Tool,
-)
+from octavo.serving.server.schema import CompletionRequest, ImagePart, Message, TextPart, Tool
 
 logger = logging.getLogger(__name__)
 
@@ -156,19 +149,9 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
     return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
-def num_chars(messages: Sequence[Message]) -> int:
-    """The characters that a prompt has at least; templates may shorten what assistants said."""
-    return sum(_num_chars(message) for message in messages if message.role != "assistant")
-
-
-def _num_chars(message: Message) -> int:
-    calls = message.tool_calls or ()
-    return len(message.text) + sum(len(call.function.arguments) for call in calls)
-
-
 def chat_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
     """About how many characters a chat template looks at; ApiError if it cannot write the tools."""
-    size = sum(64 + _num_chars(message) for message in messages)
+    size = sum(64 + message.num_chars for message in messages)
     for tool in tools:
         num_chars, _, depth = json_size(tool.function.parameters or {})
         if depth > MAX_DEPTH:
@@ -212,18 +195,15 @@ def _written(message: Message, *, keeps_parts: bool) -> dict[str, Any]:
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
             for part in message.parts
         ]
-    if message.tool_calls:
-        written["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _called(call.function)}
-            for call in message.tool_calls
-        ]
+    for call in message.tool_calls or ():
+        # Templates write arguments as JSON themselves, so they want the object.
+        try:
+            arguments = json.loads(call.function.arguments)
+        except (ValueError, RecursionError):
+            got = brief(call.function.arguments)
+            expected = "expected the arguments of a tool call as JSON"
+            raise bad_request(f"{expected}, got {got}", "messages") from None
+        function = {"name": call.function.name, "arguments": arguments}
+        calls = written.setdefault("tool_calls", [])
+        calls.append({"id": call.id, "type": "function", "function": function})
     return written
-
-
-def _called(function: CalledFunction) -> dict[str, Any]:
-    # Templates write arguments as JSON themselves, so they want the object.
-    try:
-        return {"name": function.name, "arguments": json.loads(function.arguments)}
-    except (ValueError, RecursionError):
-        message = f"expected the arguments of a tool call as JSON, got {brief(function.arguments)}"
-        raise bad_request(message, "messages") from None

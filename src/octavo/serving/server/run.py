@@ -75,7 +75,13 @@ def bound(host: str, port: int) -> Iterator[Address]:
         for family, kind, protocol, _, place in dict.fromkeys(found):
             try:
                 one = stack.enter_context(socket.socket(family, kind, protocol))
-                _bind(one, (place[0], port, *place[2:]))
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.bind((place[0], port, *place[2:]))
+                # Two sockets with this option may be bound to one port until the first of them
+                # listens. A server that loads its model keeps its port to itself.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             except OSError as error:
                 if error.errno in _ABSENT and len(found) > 1:
                     continue
@@ -85,16 +91,6 @@ def bound(host: str, port: int) -> Iterator[Address]:
         if not sockets:
             raise ConfigError(f"expected --host of this machine, got {host!r}, which is another")
         yield Address(host, port, tuple(sockets))
-
-
-def _bind(one: socket.socket, place: tuple[object, ...]) -> None:
-    if one.family == socket.AF_INET6:
-        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    one.bind(place)
-    # Two sockets with this option may be bound to one port until the first of them listens. A
-    # server that loads its model keeps its port to itself.
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def _problem(host: str, port: int, error: OSError) -> str:
@@ -171,7 +167,14 @@ class DrainingServer(uvicorn.Server):
 
 def run(app: FastAPI, address: Address, *, log_level: str = "info") -> None:
     """Serve until a signal ends it; log lines go to stderr."""
-    _set_up_logs(log_level)
+    for name in ("octavo", "uvicorn", "octavo.requests"):
+        is_requests = name == "octavo.requests"  # whose lines are JSON
+        layout = "%(message)s" if is_requests else "%(levelname)s %(name)s: %(message)s"
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(layout))
+        named = logging.getLogger(name)
+        named.handlers, named.propagate = [handler], False
+        named.setLevel(log_level.upper())
     server: BaseServer = app.state.server
     config = uvicorn.Config(
         app,
@@ -204,16 +207,3 @@ def _allow_files(wanted: int) -> None:
         )
         wanted = most
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _set_up_logs(level: str) -> None:
-    for name, layout in (
-        ("octavo", "%(levelname)s %(name)s: %(message)s"),
-        ("uvicorn", "%(levelname)s %(name)s: %(message)s"),
-        ("octavo.requests", "%(message)s"),
-    ):
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(layout))
-        named = logging.getLogger(name)
-        named.handlers, named.propagate = [handler], False
-        named.setLevel(level.upper())

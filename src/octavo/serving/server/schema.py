@@ -35,6 +35,7 @@ Tokens = Annotated[list[TokenId], FAIL_FAST]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]  # JSON's keys are texts
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 ModelName = Annotated[str, Field(max_length=1000)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -135,8 +136,11 @@ class Message(Body):
         """The texts of the content, in lines of their own."""
         return "\n".join(part.text for part in self.parts if isinstance(part, TextPart))
 
-
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    @property
+    def num_chars(self) -> int:
+        """The characters of its texts and of the arguments in its calls."""
+        calls = self.tool_calls or ()
+        return len(self.text) + sum(len(call.function.arguments) for call in calls)
 
 
 class Function(Body):

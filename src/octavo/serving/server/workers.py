@@ -175,23 +175,18 @@ class _Worker:
     def ask(self, task: Any, limit_s: float) -> tuple[bool, Any]:
         """(whether it returned, what it returned or raised); called in a thread."""
         try:
-            process, connection = self._ready()
-            return self._ask(process, connection, task, limit_s)
+            return self._ask(task, limit_s)
         except BaseException:
             self.kill()
             raise
 
-    def _ready(self) -> tuple[Any, Connection]:
-        """A process that waits for a task."""
+    def _ask(self, task: Any, limit_s: float) -> tuple[bool, Any]:
+        is_ready = False
         with contextlib.suppress(EOFError, OSError):
             process, connection = self._starting.result()
             is_ready = connection.poll(START_S) and connection.recv() == "ready"
-            if is_ready and process.is_alive():
-                return process, connection
-        raise _NotReady
-
-    @staticmethod
-    def _ask(process: Any, connection: Connection, task: Any, limit_s: float) -> tuple[bool, Any]:
+        if not is_ready or not process.is_alive():
+            raise _NotReady
         try:
             connection.send((task, limit_s))
             if connection.poll(PATIENCE * limit_s):
@@ -240,7 +235,10 @@ def _work(connection: Connection, set_up: bytes) -> None:
         signal.signal(sent_to_all, signal.SIG_IGN)
     yield_to_others()
     made = pickle.loads(set_up)()
-    _limit_memory()
+    with open("/proc/self/statm") as file:
+        data_pages = int(file.read().split()[5])
+    limit = data_pages * resource.getpagesize() + MAX_GROWN_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send("ready")
@@ -262,10 +260,3 @@ def _result(task: Callable[..., Any], made: Any, args: tuple[Any, ...]) -> tuple
     # A panic of a library in Rust is none of Exception's.
     except BaseException as error:
         return False, WorkerError(f"{type(error).__name__}: {error}")
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        data_pages = int(file.read().split()[5])
-    limit = data_pages * resource.getpagesize() + MAX_GROWN_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
