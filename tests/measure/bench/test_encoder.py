@@ -18,7 +18,7 @@ from octavo.integrations.transformers.vision_tower import (
     twin,
 )
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.measure.bench import encoder, peer_impls
+from octavo.measure.bench import encoder, peer_impls, timing
 from octavo.measure.bench.cases import RESOLUTIONS
 from octavo.measure.bench.encoder import (
     MAX_GRAPH_ERROR,
@@ -181,7 +181,7 @@ def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
 
     monkeypatch.setattr(peer_impls, "PEERS", {"missing": missing, "fast": fast})
     monkeypatch.setattr(
-        peer_impls, "sample_in_turn_ms", lambda calls, *_, **__: [[2.0 / (i + 1)] for i in range(2)]
+        timing, "sample_in_turn_ms", lambda calls, *_, **__: [[2.0 / (i + 1)] for i in range(2)]
     )
     with peer_impls.registered(tmp := Path("peers"), ["missing", "fast"]) as names:
         inputs = make_pixels(tower.module, [(256, 256)])

@@ -1,8 +1,7 @@
 """Peers' BF16 attention as implementations of our ops, while a benchmark runs."""
 
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.errors import UnsupportedError
 from octavo.measure.bench import peers
-from octavo.measure.bench.timing import sample_in_turn_ms
+from octavo.measure.bench.timing import fastest
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.testing.inputs import make_packing
@@ -29,30 +28,30 @@ IGNORED = frozenset({"one-level", "promote-later"})
 
 
 @contextmanager
-def registered(folder: Path | None, names: Sequence[str] = tuple(PEERS)) -> Iterator[list[str]]:
-    """Inside, `attention` has these peers as implementations, to be asked for by name.
+def registered(
+    folder: Path | None, names: Sequence[str] = tuple(PEERS), op: str = "attention"
+) -> Iterator[list[str]]:
+    """Inside, an op has these peers as implementations, to be asked for by name.
 
     folder: may hold their libraries. One whose library is not there raises when it is called.
     """
-    with _added("attention", {name: partial(_run, PEERS[name], folder) for name in names}):
+    with ExitStack() as stack:
+        for name in names:
+            is_prefill = op == "prefill_attention"
+            run = (
+                partial(_run_prefill, folder) if is_prefill else partial(_run, PEERS[name], folder)
+            )
+            reason = "a peer, for a benchmark"
+            ops.register_impl(op, name, run, objection=_objection, reason=reason)
+            stack.callback(ops.unregister_impl, op, name)
         yield list(names)
 
 
 @contextmanager
 def registered_prefill(folder: Path | None) -> Iterator[str]:
     """Inside, `prefill_attention` has vLLM's FlashAttention-3 by the name that this gives."""
-    with _added("prefill_attention", {PREFILL_PEER: partial(_run_prefill, folder)}):
+    with registered(folder, [PREFILL_PEER], "prefill_attention"):
         yield PREFILL_PEER
-
-
-@contextmanager
-def _added(op: str, runs: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name, run in runs.items():
-            reason = "a peer, for a benchmark"
-            ops.register_impl(op, name, run, objection=_objection, reason=reason)
-            stack.callback(ops.unregister_impl, op, name)
-        yield
 
 
 def _objection(request: ops.Request) -> str | None:
@@ -121,11 +120,12 @@ def _run_prefill(
         q.contiguous(),
         key,
         value,
-        out=out,
+        out,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=ends,
         lengths=view.lengths,
-        max_seqlen=(max_seqlen_q, room),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=room,
         softmax_scale=q.shape[-1] ** -0.5,
         is_causal=spec.causal,
         window=spec.window,
@@ -173,6 +173,4 @@ def find_fastest(
             calls[name] = call
     if len(calls) == 1:
         return None
-    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
-    medians = dict(zip(calls, map(statistics.median, samples), strict=True))
-    return min(medians, key=lambda name: medians[name])
+    return fastest(calls, device)

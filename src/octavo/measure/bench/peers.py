@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from octavo.numerics.quantize import Quantized, quantize
 Call = Callable[[], Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
 Scales = Three | tuple[None, None, None]
-ONE = [1, 1, 1, 1]
 # Namespace in torch.ops -> (package that ships it, end of the library's file name).
 LIBRARIES = {
     "_vllm_fa3_C": ("vllm", "vllm_fa3_C.abi3.so"),
@@ -99,30 +98,16 @@ def fa3_fwd(
 
     out: where the result goes, like q; rows of no sequence are left as they are.
     """
-    library, head_dim = load("fa3_fwd", folder), q.shape[-1]
-    (q, k, v), (q_scale, k_scale, v_scale) = _operands(q, k, v, fp8, packing)
-    if out is None:
-        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    sequences: dict[str, Tensor | int] = {}
-    if packing is not None:
-        sequences |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
-        sequences |= {"max_seqlen_q": packing.max_seqlen_q, "max_seqlen_k": packing.max_seqlen_k}
+    library = load("fa3_fwd", folder)
+    sequences = {} if packing is None else vars(packing)
+    scale = q.shape[-1] ** -0.5
 
-    def call() -> Tensor:
-        library.fwd(
-            *(q, k, v),
-            out=out,
-            **sequences,
-            q_descale=q_scale,
-            k_descale=k_scale,
-            v_descale=v_scale,
-            softmax_scale=head_dim**-0.5,
-            is_causal=is_causal,
-            num_splits=1,
-        )
-        return out[..., :head_dim]
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scales: Scales) -> None:
+        named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+        options: Any = {"softmax_scale": scale, "is_causal": is_causal, "num_splits": 1}
+        library.fwd(q, k, v, out=out, **sequences, **named, **options)
 
-    return call
+    return _over_operands(run, q, k, v, fp8, packing, out)
 
 
 def vllm_fa3(
@@ -147,22 +132,28 @@ def vllm_fa3(
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         packed = vllm_fa3(folder, fp8, q, k, v, is_causal, Packing.same(ends, length))
         return lambda: packed().unflatten(0, (batch, length))
-    library, head_dim = load("_vllm_fa3_C", folder), q.shape[-1]
+    options: Any = {**vars(packing), "softmax_scale": q.shape[-1] ** -0.5, "is_causal": is_causal}
+    run = partial(vllm_fwd, load("_vllm_fa3_C", folder), **options)
+    return _over_operands(run, q, k, v, fp8, packing, out)
+
+
+def _over_operands(
+    run: Callable[[Tensor, Tensor, Tensor, Tensor, Scales], None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fp8: bool,
+    packing: Packing | None,
+    out: Tensor | None,
+) -> Call:
+    """A call that has `run` write to `out`, given operands as FlashAttention takes them."""
+    head_dim = q.shape[-1]
     (q, k, v), scales = _operands(q, k, v, fp8, packing)
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
     def call() -> Tensor:
-        vllm_fwd(
-            *(library, q, k, v),
-            out=out,
-            cu_seqlens_q=packing.cu_seqlens_q,
-            cu_seqlens_k=packing.cu_seqlens_k,
-            max_seqlen=(packing.max_seqlen_q, packing.max_seqlen_k),
-            scales=scales,
-            softmax_scale=head_dim**-0.5,
-            is_causal=is_causal,
-        )
+        run(q, k, v, out, scales)
         return out[..., :head_dim]
 
     return call
@@ -212,22 +203,25 @@ class CudnnGraph:
             handle=self.handle,
         )
         self.bound: list[tuple[Any, Tensor]] = []  # the graph's tensors and ours
-        q, k, v = (self._operand(part.data) for part in parts)
+        q, k, v = (self._bind_rows(part.data) for part in parts)
+        q_scale, k_scale, v_scale = (part.scale for part in parts)
+        weight = torch.full_like(v_scale, 448.0)  # P ≤ 1 fills e4m3
+        # As cuDNN names them: a descale multiplies, a scale is a reciprocal.
+        factors = {"descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale}
+        factors |= {"descale_s": 1 / weight, "scale_s": weight, "scale_o": 1 / v_scale}
         out, _, amax_s, amax_o = self.graph.sdpa_fp8(
             q=q,
             k=k,
             v=v,
-            **self._factors(parts),
+            **{name: self._bind(x, self.kinds.FLOAT) for name, x in factors.items()},
             **self._mask(is_causal),
             generate_stats=False,
             attn_scale=softmax_scale,
         )
         self.out = torch.empty_like(parts[0].data)
-        self._write(out, self.out, *self._layout(self.out), self.kinds.FP8_E4M3)
-        if packing is not None:
-            out.set_ragged_offset(self._offsets(self.out, packing))
+        self._bind_rows(self.out, out)
         for largest in (amax_s, amax_o):  # of P and of the result, which nobody reads
-            self._write(largest, torch.ones_like(parts[0].scale), ONE, ONE, self.kinds.FLOAT)
+            self._bind(torch.ones_like(v_scale), self.kinds.FLOAT, output=largest)
         self._build()
         self.pack = dict(self.bound)  # not before: building names the tensors
         size = max(1, self.graph.get_workspace_size())
@@ -239,34 +233,19 @@ class CudnnGraph:
         self.graph.execute(self.pack, self.workspace, handle=self.handle)
         return self.out
 
-    def _operand(self, x: Tensor) -> Any:
-        dim, stride = self._layout(x)
-        operand = self._read(x, self.kinds.FP8_E4M3, dim, stride)
-        if self.packing is not None:
-            operand.set_ragged_offset(self._offsets(x, self.packing))
-        return operand
-
-    def _layout(self, x: Tensor) -> tuple[list[int], list[int]]:
-        """Sizes and strides of x, heads before tokens; of packed x, as if all were the longest."""
+    def _bind_rows(self, x: Tensor, output: Any = None) -> Any:
+        """Bind q, k, v or the result: heads before tokens, packed x as if all were the longest."""
         num_heads, head_dim = x.shape[-2:]
         num_sequences, length = x.shape[:2]
         if self.packing is not None:
             num_sequences, length = len(self.packing.cu_seqlens_q) - 1, self.packing.max_seqlen_q
         row = num_heads * head_dim
-        return [num_sequences, num_heads, length, head_dim], [length * row, head_dim, row, 1]
-
-    def _offsets(self, x: Tensor, packing: Packing) -> Any:
-        """Where each sequence of packed x starts, in values."""
-        starts = packing.cu_seqlens_q.long() * x.shape[1] * x.shape[2]
-        return self._read_column(starts, self.kinds.INT64)
-
-    def _factors(self, parts: tuple[Quantized, Quantized, Quantized]) -> dict[str, Any]:
-        """The scales as cuDNN names them: a descale multiplies, a scale is a reciprocal."""
-        q, k, v = (part.scale for part in parts)
-        weight = torch.full_like(v, 448.0)  # P ≤ 1 fills e4m3
-        values = {"descale_q": q, "descale_k": k, "descale_v": v}
-        values |= {"descale_s": 1 / weight, "scale_s": weight, "scale_o": 1 / v}
-        return {name: self._read_column(x, self.kinds.FLOAT) for name, x in values.items()}
+        layout = [num_sequences, num_heads, length, head_dim], [length * row, head_dim, row, 1]
+        tensor = self._bind(x, self.kinds.FP8_E4M3, layout, output)
+        if self.packing is not None:  # where each sequence starts, in values
+            starts = self.packing.cu_seqlens_q.long() * row
+            tensor.set_ragged_offset(self._bind(starts, self.kinds.INT64))
+        return tensor
 
     def _mask(self, is_causal: bool) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -277,22 +256,30 @@ class CudnnGraph:
             lengths = self.packing.cu_seqlens_q.diff()
             options["use_padding_mask"] = True
             for name in ("seq_len_q", "seq_len_kv"):
-                options[name] = self._read_column(lengths, self.kinds.INT32)
+                options[name] = self._bind(lengths, self.kinds.INT32)
         return options
 
-    def _read_column(self, x: Tensor, kind: Any) -> Any:
-        """An input [n, 1, 1, 1]: scales, lengths and offsets."""
-        column = x.reshape(-1, 1, 1, 1).contiguous()
-        return self._read(column, kind, [*column.shape], ONE)
+    def _bind(
+        self,
+        x: Tensor,
+        kind: Any,
+        layout: tuple[list[int], list[int]] | None = None,
+        output: Any = None,
+    ) -> Any:
+        """The graph's tensor whose memory is x: a new input, or this output of the graph.
 
-    def _read(self, x: Tensor, kind: Any, dim: list[int], stride: list[int]) -> Any:
-        tensor = self.graph.tensor(dim=dim, stride=stride, data_type=kind)
+        layout: sizes and strides; None is a column [n, 1, 1, 1] of scales, lengths or offsets.
+        """
+        if layout is None:
+            x = x.reshape(-1, 1, 1, 1).contiguous()
+            layout = [*x.shape], [1, 1, 1, 1]
+        dim, stride = layout
+        if output is None:
+            tensor = self.graph.tensor(dim=dim, stride=stride, data_type=kind)
+        else:
+            tensor = output.set_output(True).set_dim(dim).set_stride(stride).set_data_type(kind)
         self.bound.append((tensor, x))
         return tensor
-
-    def _write(self, tensor: Any, x: Tensor, dim: list[int], stride: list[int], kind: Any) -> None:
-        tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(kind)
-        self.bound.append((tensor, x))
 
     def _build(self) -> None:
         try:
@@ -342,39 +329,39 @@ def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
     num_sequences, _, num_heads, head_dim = q.shape
     heads, longest = view.num_kv_heads, view.max_pages * view.page_size
     ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device)
-    none = None
-    schedule = library.get_scheduler_metadata(
-        *(num_sequences, 1, longest, num_heads, heads, head_dim, head_dim, view.dtype),
-        *(view.lengths, ends, none, none, none, none, view.page_size, 0, True, -1, -1),
-        *(False, 0, none, 0),
-    )
+    # The arguments that are not None, by their places.
+    asked: list[Any] = [None] * 23
+    asked[:7] = num_sequences, 1, longest, num_heads, heads, head_dim, head_dim
+    asked[7:10] = view.dtype, view.lengths, ends
+    asked[14:21] = view.page_size, 0, True, -1, -1, False, 0
+    asked[22] = 0
     query = q.squeeze(1)
     scales: Scales = (None, None, None)
     if view.is_fp8:
-        part, shape = quantize(query, PerTensor()), (num_sequences, heads)
+        part = quantize(query, PerTensor())
         query = part.data
-        scales = (
-            part.scale.expand(shape).contiguous(),
-            view.key_scale.expand(shape).contiguous(),
-            view.value_scale.expand(shape).contiguous(),
-        )
+        scales = _spread(num_sequences, heads, part.scale, view.key_scale, view.value_scale)
     out = torch.empty(query.shape, dtype=torch.bfloat16, device=q.device)
-    key, value = view.as_token_major()
+    run = partial(
+        vllm_fwd,
+        library,
+        query,
+        *view.as_token_major(),
+        out,
+        scales,
+        cu_seqlens_q=ends,
+        lengths=view.lengths,
+        page_table=view.page_table,
+        max_seqlen_q=1,
+        max_seqlen_k=longest,
+        softmax_scale=head_dim**-0.5,
+        is_causal=True,
+        schedule=library.get_scheduler_metadata(*asked),
+        num_splits=0,
+    )
 
     def call() -> Tensor:
-        vllm_fwd(
-            *(library, query, key, value),
-            out=out,
-            cu_seqlens_q=ends,
-            lengths=view.lengths,
-            page_table=view.page_table,
-            max_seqlen=(1, longest),
-            scales=scales,
-            softmax_scale=head_dim**-0.5,
-            is_causal=True,
-            schedule=schedule,
-            num_splits=0,
-        )
+        run()
         return out.unsqueeze(1)
 
     return call
@@ -385,16 +372,17 @@ def vllm_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     out: Tensor,
+    scales: Scales = (None, None, None),
+    *,
     cu_seqlens_q: Tensor,
-    max_seqlen: tuple[int, int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     softmax_scale: float,
     is_causal: bool,
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     page_table: Tensor | None = None,
-    scales: Scales = (None, None, None),
     schedule: Tensor | None = None,
     num_splits: int = 1,
     window: int | None = None,
@@ -404,17 +392,16 @@ def vllm_fwd(
 
     window: as of an AttentionSpec that is causal. sinks: [num_heads], in q's dtype.
     """
-    none = None
     left, right = (-1, -1) if window is None else (window - 1, 0)
-    library.fwd(
-        *(q, k, v, none, none, none, out),
-        *(cu_seqlens_q, cu_seqlens_k, none, none, lengths),
-        *(*max_seqlen, page_table),
-        *(none, none, none, none, none),
-        *(*scales, softmax_scale, is_causal, left, right),
-        *(0.0, True, schedule, num_splits, none, 0),
-        *(sinks, 1, 0, none),
-    )
+    # It takes no names. At the other places are new keys, offsets, rotary tables and the like.
+    asked: list[Any] = [None] * 37
+    asked[:3] = q, k, v
+    asked[6:9] = out, cu_seqlens_q, cu_seqlens_k
+    asked[11:15] = lengths, max_seqlen_q, max_seqlen_k, page_table
+    asked[20:25] = *scales, softmax_scale, is_causal
+    asked[25:31] = left, right, 0.0, True, schedule, num_splits
+    asked[32:36] = 0, sinks, 1, 0
+    library.fwd(*asked)
 
 
 def _operands(
@@ -427,9 +414,14 @@ def _operands(
     if not fp8:
         return (q, k, v), (None, None, None)
     padding = (0, -q.shape[-1] % 16)
-    parts = [quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v)]
-    data, scales = [x.data for x in parts], [x.scale for x in parts]
+    q8, k8, v8 = (quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v))
     num_sequences = len(q) if packing is None else len(packing.cu_seqlens_q) - 1
-    shape = (num_sequences, k.shape[-2])
-    expanded = [scale.expand(shape).contiguous() for scale in scales]
-    return (data[0], data[1], data[2]), (expanded[0], expanded[1], expanded[2])
+    scales = _spread(num_sequences, k.shape[-2], q8.scale, k8.scale, v8.scale)
+    return (q8.data, k8.data, v8.data), scales
+
+
+def _spread(num_sequences: int, num_heads: int, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    """The scales for each sequence and KV head."""
+    shape = (num_sequences, num_heads)
+    q, k, v = (scale.expand(shape).contiguous() for scale in (q, k, v))
+    return q, k, v

@@ -1,8 +1,10 @@
 """How long a call takes: warm-up, then repeated samples on the device's own clock."""
 
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +12,8 @@ from octavo.errors import UnsupportedError
 from octavo.kernels.device import describe
 from octavo.measure.bench.expect import expect
 from octavo.measure.records import Machine, timing
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def machine_of(device: torch.device | str) -> Machine:
@@ -81,6 +85,13 @@ def sample_in_turn_ms(
         spent += sum(once(call) for call in calls)
     rounds = [[once(call) for call in calls] for _ in range(num_samples)]
     return [list(samples) for samples in zip(*rounds, strict=True)]
+
+
+def fastest(calls: Mapping[Name, Callable[[], object]], device: torch.device) -> Name:
+    """The name of the call with the shortest median."""
+    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
+    medians = dict(zip(calls, map(statistics.median, samples), strict=True))
+    return min(medians, key=lambda name: medians[name])
 
 
 def sample_sustained_ms(
