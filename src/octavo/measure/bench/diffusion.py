@@ -30,8 +30,8 @@ from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
 from octavo.integrations.transformers.vision_tower import recorded_calls
 from octavo.measure.bench import peer_impls
 from octavo.measure.bench.benchmark import Objection, read_rows
-from octavo.measure.bench.expect import expect
-from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms, time_alone
+from octavo.measure.bench.expect import expect, expect_within
+from octavo.measure.bench.timing import capture, fastest, machine_of, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import DIFFUSION, Row
 from octavo.numerics.error import relative_rms
@@ -146,15 +146,12 @@ def _fastest_attention(
             text = str(reason).partition("\n")[0] or type(reason).__name__
             objections.append(Objection("diffusion_step", candidate, "BF16", text))
             continue
-        if not error <= 0.02:
-            raise UnsupportedError(f"{candidate} is wrong: expected 0.02 at most, got {error:.3g}")
+        expect_within(0.02, error, candidate)
         calls[candidate] = timed
     if not calls:
         reasons = [f"{o.name}: {o.reason}" for o in objections]
         raise UnsupportedError(f"expected an attention that runs, got none: {list_names(reasons)}")
-    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
-    best = dict(zip(calls, map(min, samples), strict=True))
-    return min(best, key=lambda name: best[name]), objections
+    return fastest(calls, device), objections
 
 
 def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
@@ -222,13 +219,8 @@ def _static_scales(row: Row, plain: nn.Module, inputs: Mapping[str, Any]) -> Any
 
 def _checked(what: str, actual: Tensor, expected: Tensor, limit: float) -> float:
     """The relative error of a result that should be another's; raises if it is not."""
-    error = relative_rms(actual, expected)
-    if not error <= limit:
-        raise UnsupportedError(
-            f"{what} is wrong: expected what it is without, with a relative error of at most "
-            f"{limit:.3g}, got {error:.3g}"
-        )
-    return error
+    wanted = f"what it is without, with a relative error of at most {limit:.3g}"
+    return expect_within(limit, relative_rms(actual, expected), what, wanted)
 
 
 def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:

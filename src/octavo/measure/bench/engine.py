@@ -30,7 +30,7 @@ from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench.cases import RandomPrompt
-from octavo.measure.bench.expect import expect
+from octavo.measure.bench.expect import expect, expect_within
 from octavo.measure.bench.requests import RequestTimes
 from octavo.measure.records import Scalar
 from octavo.measure.rows import ENGINE, Row, parse_rows
@@ -355,12 +355,10 @@ def judge(
                 f"{row.name} is wrong: expected the tokens of generate() in float32, {expected}, "
                 f"got {tokens}"
             )
-        errors.append(_relative_error(model, answer))
-        if not errors[-1] <= limit:  # nor if it is NaN
-            raise UnsupportedError(
-                f"{row.name} is wrong: expected log-probabilities within {limit:g} standard "
-                f"deviations of the stock model's logits, got {errors[-1]:.3g}"
-            )
+        wanted = (
+            f"log-probabilities within {limit:g} standard deviations of the stock model's logits"
+        )
+        errors.append(expect_within(limit, _relative_error(model, answer), row.name, wanted))
     return max(errors)
 
 
@@ -386,12 +384,10 @@ def judge_linear(subject: Subject, own: Subject, row: Row, answer: Answer) -> fl
     if missing := layers.keys() - errors:
         raise UnsupportedError(f"{row.name}: expected all FP8 layers to run, got none of {missing}")
     worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] <= MAX_LINEAR_ERROR:  # nor if it is NaN
-        raise UnsupportedError(
-            f"{row.name} is wrong: expected results of linear layers within {MAX_LINEAR_ERROR:g} "
-            f"of the plain ones, got {errors[worst]:.3g} in {worst}"
-        )
-    return errors[worst]
+    wanted = (
+        f"results of linear layers within {MAX_LINEAR_ERROR:g} of the plain ones, as in {worst}"
+    )
+    return expect_within(MAX_LINEAR_ERROR, errors[worst], row.name, wanted)
 
 
 def _generate(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.cache.view import PagedView
-from octavo.errors import UnsupportedError
 from octavo.layers.linear import Fp8Linear
 from octavo.measure.bench.benchmark import MAX_ERROR, Call, normal
+from octavo.measure.bench.expect import expect_within
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.records import Measurement, timing
 from octavo.numerics.attention import AttentionSpec
@@ -61,12 +61,7 @@ class HostCall:
     def error(self) -> float:
         """The relative error of a first call; raises if the call is wrong."""
         error = relative_rms(self.checked(self.call()), self.truth)
-        if not error <= self.max_error:  # nor if it is NaN
-            raise UnsupportedError(
-                f"{self.name} by {self.impl} is wrong: expected a relative error of at most "
-                f"{self.max_error}, got {error:.3g}"
-            )
-        return error
+        return expect_within(self.max_error, error, f"{self.name} by {self.impl}")
 
 
 def run_host(device: torch.device, command: str) -> list[Measurement]:
