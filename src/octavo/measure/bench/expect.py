@@ -5,10 +5,10 @@ from collections.abc import Collection
 from octavo.errors import ConfigError, UnsupportedError
 
 
-def expect(is_right: bool, what: str, got: object) -> None:
-    """Raise ConfigError unless it is right."""
+def expect(is_right: bool, what: str, got: object, where: str = "") -> None:
+    """Raise ConfigError unless it is right; where: in which file or row it is."""
     if not is_right:
-        raise ConfigError(f"expected {what}, got {got}")
+        raise ConfigError(f"{where and f'{where}: '}expected {what}, got {got}")
 
 
 def expect_one_of(what: str, known: Collection[str], *got: str) -> None:
