@@ -124,13 +124,10 @@ def our_impls(
     prepare: Callable[[str, Any], Call] | None = None,
 ) -> list[Participant]:
     """The implementations of an op; prepare: the call of one by name, or ops.<op>(*inputs)."""
-
-    def take_all(impl: str, inputs: tuple[Any, ...]) -> Call:
-        return partial(getattr(ops, op), *inputs, impl=impl)
-
+    take = prepare or (lambda impl, inputs: partial(getattr(ops, op), *inputs, impl=impl))
     limit = MAX_ERROR[operands]
     return [
-        Participant(name, operands, partial(prepare or take_all, name), limit, num_bytes)
+        Participant(name, operands, partial(take, name), limit, num_bytes)
         for name in timed_impls(op, device)
     ]
 
@@ -267,7 +264,6 @@ def _sample_all(
     if device.type != "cuda":
         return [(sample_ms(call, device), {}) for _, call, _ in entered]
     sets = [_calls(benchmark, one, call) for one, call, _ in entered]
-    sets = [calls * _num_rounds(calls) for calls in sets]
     graphs = [capture(calls) for calls in sets]
     sampled: list[tuple[list[float], dict[str, float]]]
     if load_s is None:
@@ -280,22 +276,19 @@ def _sample_all(
     ]
 
 
-def _num_rounds(calls: list[Call]) -> int:
-    """How often a graph goes through `calls`, so that it is long enough to be timed."""
-    graph, device = capture(calls), torch.device("cuda")
-    (samples,) = sample_in_turn_ms([graph], device, warmup_ms=0.0, num_samples=3)
-    enough = math.ceil(MIN_GRAPH_MS / min(samples))
-    return max(1, min(enough, MAX_CALLS // len(calls)))
-
-
 def _calls(benchmark: Benchmark, participant: Participant, call: Call) -> list[Call]:
-    """One call for each set of inputs."""
+    """One call for each set of inputs, again and again until a graph of them is long enough."""
     num_sets = CACHED_SETS
     if not benchmark.is_cached:
         num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / participant.bytes)))
     more = [participant.prepare(benchmark.make_inputs(seed)) for seed in range(1, num_sets)]
     calls = [call, *more]
-    return [partial(_dropped, one) for one in calls] if benchmark.is_cached else calls
+    if benchmark.is_cached:
+        calls = [partial(_dropped, one) for one in calls]
+    (samples,) = sample_in_turn_ms(
+        [capture(calls)], torch.device("cuda"), warmup_ms=0.0, num_samples=3
+    )
+    return calls * max(1, min(math.ceil(MIN_GRAPH_MS / min(samples)), MAX_CALLS // len(calls)))
 
 
 def _dropped(call: Call) -> None:

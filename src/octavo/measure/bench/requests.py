@@ -155,7 +155,7 @@ def custom_data(
         is_count = isinstance(length, int) and not isinstance(length, bool) and length >= 1
         got = f"{length!r}; or one length for all"
         expect(is_count, "output_tokens of at least 1", got, row.where)
-        prompts.append(ServingPrompt(str(text), int(length or 0)))
+        prompts.append(ServingPrompt(text, length))
     return _choose("custom", path, prompts, num_prompts, seed)
 
 
