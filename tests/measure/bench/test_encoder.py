@@ -172,9 +172,9 @@ def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
     """A peer that is there takes part by its name, in every layer; one that is not is left out."""
     seen = []
 
-    def fast(folder, fp8, q, k, v, is_causal, packing, out):
+    def fast(folder, fp8, inputs):
         seen.append(folder)
-        return lambda: ops.attention(q, k, v, packing=packing, impl="reference")
+        return lambda: ops.attention(*inputs.qkv, packing=inputs.packing, impl="reference")
 
     def missing(*_):
         raise UnsupportedError("vllm is not installed")
@@ -183,7 +183,7 @@ def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
     monkeypatch.setattr(
         timing, "sample_in_turn_ms", lambda calls, *_, **__: [[2.0 / (i + 1)] for i in range(2)]
     )
-    with peer_impls.registered(tmp := Path("peers"), ["missing", "fast"]) as names:
+    with peer_impls.registered(tmp := Path("peers"), torch.device("cuda")) as names:
         inputs = make_pixels(tower.module, [(256, 256)])
         other = twin(tower.module)
         apply_(other, Recipe(vision_attention="bf16"))

@@ -26,6 +26,7 @@ from octavo.measure.bench.benchmark import (
     value_of,
 )
 from octavo.measure.bench.linear import scaling_options
+from octavo.measure.bench.peers import Inputs
 from octavo.measure.records import Scalar
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.granularity import PerHead
@@ -78,7 +79,7 @@ class Size:
         packed = value.flatten(0, 1) if value.dim() == 4 else value
         return torch.cat([rows[-CHECKED:] for rows in packed.split(self.lengths)])
 
-    def truth(self, inputs: "Inputs") -> Tensor:
+    def truth(self, inputs: Inputs) -> Tensor:
         """What the last queries of every sequence see of all its keys, in float64."""
         q, k, v = (x.flatten(0, 1) if x.dim() == 4 else x for x in inputs.qkv)
         counts = tuple(min(CHECKED, length) for length in self.lengths)
@@ -88,17 +89,9 @@ class Size:
         return varlen_attention(rows, k, v, packing, spec, compute=torch.float64)[0]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """q, k and v [tokens, heads, head_dim] in BF16 and where their sequences lie, or a batch."""
-
-    qkv: tuple[Tensor, Tensor, Tensor]
-    packing: Packing | None
-
-
-def _ours(impl: str, operands: str, is_causal: bool, inputs: Inputs) -> Call:
+def _ours(impl: str, operands: str, inputs: Inputs) -> Call:
     """Our own attention over BF16, or over q, k and v that are quantized before."""
-    spec, packing = AttentionSpec(causal=is_causal), inputs.packing
+    spec, packing = AttentionSpec(causal=inputs.is_causal), inputs.packing
     if operands == "BF16":
         return partial(ops.attention, *inputs.qkv, spec, packing=packing, impl=impl)
     ends = None if packing is None else packing.cu_seqlens_k
@@ -121,7 +114,7 @@ def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -
             heads = (size.num_heads, size.num_kv_heads, size.num_kv_heads)
             q, k, v = (normal(generator, *tokens, n, size.head_dim) for n in heads)
         packing = None if is_dense else make_packing(size.lengths, size.lengths, device=device)
-        return Inputs((q, k, v), packing)
+        return Inputs((q, k, v), packing, size.is_causal)
 
     def entry(name: str, operands: str, prepare: Prepare, **notes: Scalar) -> Participant:
         num_bytes = size.num_bytes("BF16" if is_encoder else operands)
@@ -155,36 +148,30 @@ def _participants(
         for scaling in ("static", "dynamic with history"):
             yield entry("octavo", "FP8", partial(_quantized_inside, scaling), scaling=scaling)
         if not is_cuda:
-            yield entry("reference", "BF16", partial(_ours, "reference", "BF16", False))
+            yield entry("reference", "BF16", partial(_ours, "reference", "BF16"))
     else:
         for operands in MAX_ERROR:
             for name in timed_impls("attention", device):
-                yield entry(name, operands, partial(_ours, name, operands, size.is_causal))
+                yield entry(name, operands, partial(_ours, name, operands))
     if not is_cuda:
         return
-    peer = partial(_peer, size.is_causal)
     if not is_encoder:
-        yield entry("vllm-fa3", "FP8", peer(peers.vllm_fa3, folder, True))
-        yield entry("fa3-fwd", "FP8", peer(peers.fa3_fwd, folder, True), levels=1)
-        yield entry("cudnn", "FP8", peer(peers.cudnn_fp8, folder), output="FP8")
-    yield entry("vllm-fa3", "BF16", peer(peers.vllm_fa3, folder, False))
-    yield entry("fa3-fwd", "BF16", peer(peers.fa3_fwd, folder, False))
+        yield entry("vllm-fa3", "FP8", partial(peers.vllm_fa3, folder, True))
+        yield entry("fa3-fwd", "FP8", partial(peers.fa3_fwd, folder, True), levels=1)
+        yield entry("cudnn", "FP8", partial(peers.cudnn_fp8, folder), output="FP8")
+    yield entry("vllm-fa3", "BF16", partial(peers.vllm_fa3, folder, False))
+    yield entry("fa3-fwd", "BF16", partial(peers.fa3_fwd, folder, False))
     if op != "packed_attention":
         yield entry("torch-cudnn", "BF16", partial(_sdpa, SDPBackend.CUDNN_ATTENTION, size))
     if op == "attention":
         yield entry("torch-flash", "BF16", partial(_sdpa, SDPBackend.FLASH_ATTENTION, size))
 
 
-def _peer(is_causal: bool, function: Callable[..., Call], *settings: object) -> Prepare:
-    """A peer over packed sequences or a dense batch."""
-    return lambda inputs: function(*settings, *inputs.qkv, is_causal, inputs.packing)
-
-
 def _sdpa(backend: SDPBackend, size: Size, inputs: Inputs) -> Call:
     """Images of one size are a dense batch to torch."""
     dense = (len(size.lengths), size.lengths[0])
     q, k, v = (x if x.dim() == 4 else x.unflatten(0, dense) for x in inputs.qkv)
-    return peers.sdpa(backend, q, k, v, size.is_causal)
+    return peers.sdpa(backend, replace(inputs, qkv=(q, k, v)))
 
 
 def _quantized_inside(scaling: str, inputs: Inputs) -> Call:

@@ -101,8 +101,7 @@ def run_step(
     size = full_size.find_full_size(case.size)
     plain = full_size.make_transformer(size, device, num_layers=case.num_layers)
     inputs = full_size.make_inputs(size, device)
-    peers = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
-    with peer_impls.registered(folder, peers):
+    with peer_impls.registered(folder, device) as peers:
         attention, objections = _fastest_attention(plain, inputs, ("native", "cudnn", *peers))
         full_size.use_bf16_attention_(plain, attention)
         truth = _truth(plain, inputs)

@@ -37,9 +37,11 @@ from octavo.measure.bench.attention import MAX_ERROR
 from octavo.measure.bench.benchmark import Objection, read_rows
 from octavo.measure.bench.cases import RESOLUTIONS
 from octavo.measure.bench.expect import expect, expect_one_of, expect_within
+from octavo.measure.bench.peers import Inputs
 from octavo.measure.bench.timing import machine_of, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import VISION, Row
+from octavo.numerics.attention import Packing
 from octavo.numerics.error import relative_rms
 from octavo.recipe import Bf16Settings, Recipe
 
@@ -131,8 +133,7 @@ def run_encoder(
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got a tower on {device}")
     inputs = make_pixels(tower.module, case.sizes)
     truth = _truth(tower, inputs)
-    names = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
-    with peer_impls.registered(folder, names):
+    with peer_impls.registered(folder, device) as names:
         entries, objections = _enter(tower, rows, inputs, folder, names)
         checked, refused = _check_all(entries, inputs, truth, case.num_images, use_graphs)
         num_tokens = {"tokens": float(len(inputs["hidden_states"]))}
@@ -164,10 +165,9 @@ def _enter(
     found: list[_Entry] = []
     objections: list[Objection] = []
 
-    def attend(name: str, *qkv_and_packing: Any) -> Tensor:
+    def attend(name: str, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         """A peer's BF16 attention of all images in one call, without the checks of our op."""
-        *qkv, packing = qkv_and_packing
-        return peer_impls.PEERS[name](folder, False, *qkv, False, packing)()
+        return peer_impls.PEERS[name](folder, False, Inputs((q, k, v), packing))()
 
     for row in sorted(rows, key=lambda row: not row.is_plain):
         for name in (STOCK, *peers) if row.is_plain else ("octavo",):

@@ -26,6 +26,7 @@ from octavo.kernels.scaled_mm import config as scaled_mm_config
 from octavo.measure.bench import attention, linear
 from octavo.measure.bench.benchmark import Benchmark, Call, Suite, run_benchmark
 from octavo.measure.bench.expect import expect_one_of
+from octavo.measure.bench.peers import Inputs
 from octavo.measure.records import Measurement
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
@@ -133,7 +134,7 @@ def _attention_problem(size: attention.Size, device: Device) -> Problem | None:
     return attention_config.problem(shape), configs
 
 
-def _attend(config: attention_config.AttentionConfig, inputs: attention.Inputs) -> Call:
+def _attend(config: attention_config.AttentionConfig, inputs: Inputs) -> Call:
     from octavo.kernels.attention.triton import attention as run
 
     qkv = ops.quantize_qkv(*inputs.qkv, value_layout="transposed")

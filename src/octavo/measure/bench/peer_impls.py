@@ -1,7 +1,7 @@
 """Peers' BF16 attention as implementations of our ops, while a benchmark runs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,30 +28,31 @@ IGNORED = frozenset({"one-level", "promote-later"})
 
 
 @contextmanager
-def registered(
-    folder: Path | None, names: Sequence[str] = tuple(PEERS), op: str = "attention"
-) -> Iterator[list[str]]:
-    """Inside, an op has these peers as implementations, to be asked for by name.
+def registered(folder: Path | None, device: torch.device) -> Iterator[list[str]]:
+    """Inside, on a GPU, `attention` has the peers as implementations, to be asked for by name.
 
     folder: may hold their libraries. One whose library is not there raises when it is called.
     """
-    with ExitStack() as stack:
-        for name in names:
-            is_prefill = op == "prefill_attention"
-            run = (
-                partial(_run_prefill, folder) if is_prefill else partial(_run, PEERS[name], folder)
-            )
-            reason = "a peer, for a benchmark"
-            ops.register_impl(op, name, run, objection=_objection, reason=reason)
-            stack.callback(ops.unregister_impl, op, name)
-        yield list(names)
+    runs = {name: partial(_run, prepare, folder) for name, prepare in PEERS.items()}
+    with _added("attention", runs if device.type == "cuda" else {}) as names:
+        yield names
 
 
 @contextmanager
 def registered_prefill(folder: Path | None) -> Iterator[str]:
     """Inside, `prefill_attention` has vLLM's FlashAttention-3 by the name that this gives."""
-    with registered(folder, [PREFILL_PEER], "prefill_attention"):
+    with _added("prefill_attention", {PREFILL_PEER: partial(_run_prefill, folder)}):
         yield PREFILL_PEER
+
+
+@contextmanager
+def _added(op: str, runs: Mapping[str, Callable[..., Any]]) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        for name, run in runs.items():
+            reason = "a peer, for a benchmark"
+            ops.register_impl(op, name, run, objection=_objection, reason=reason)
+            stack.callback(ops.unregister_impl, op, name)
+        yield list(runs)
 
 
 def _objection(request: ops.Request) -> str | None:
@@ -86,7 +87,7 @@ def _run(
     # Rows of no sequence are zeros, as our op promises: FlashAttention-3 reads values beyond the
     # end of a sequence, and 0 · NaN would reach its result.
     given = None if packing is None else torch.zeros_like(q)
-    out = prepare(folder, False, q, k, v, False, packing, given)()
+    out = prepare(folder, False, peers.Inputs((q, k, v), packing, out=given))()
     return out.to(out_dtype), q.new_empty(0, dtype=torch.float32)
 
 

@@ -1,8 +1,7 @@
 """Other libraries' kernels, called as ours are: to be measured beside, never to run a model.
 
 A peer is installed, or in a folder with its library (`*.abi3.so`, or that as .xz) or its package.
-Each one takes q, k, v [batch, length, heads, head_dim] in BF16, or packed [tokens, heads, head_dim]
-with a Packing, and returns a call that gives the result in that layout.
+Each one takes Inputs in BF16, and returns a call that gives the result in the layout of q.
 """
 
 import ctypes
@@ -11,7 +10,8 @@ import lzma
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,26 @@ LIBRARIES = {
     "_vllm_fa3_C": ("vllm", "vllm_fa3_C.abi3.so"),
     "fa3_fwd": ("fa3_fwd", "fa3_fwd_C.abi3.so"),
 }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What attention is computed of.
+
+    qkv: each [batch, length, heads, head_dim], or packed [tokens, heads, head_dim] with `packing`.
+    out: where FlashAttention-3 puts the result of packed sequences, like q; rows of no sequence
+    stay as they are there.
+    """
+
+    qkv: Three
+    packing: Packing | None = None
+    is_causal: bool = False
+    out: Tensor | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        """That of all peers: 1/√head_dim."""
+        return float(self.qkv[0].shape[-1] ** -0.5)
 
 
 @cache
@@ -66,16 +86,14 @@ def _unpacked(root: Path, ending: str) -> list[Path]:
     return found
 
 
-def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Call:
-    """torch's scaled_dot_product_attention with one of its backends."""
-    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+def sdpa(backend: SDPBackend, inputs: Inputs) -> Call:
+    """torch's scaled_dot_product_attention with one of its backends, of a dense batch."""
+    qkv = [x.transpose(1, 2) for x in inputs.qkv]
+    options: Any = {"is_causal": inputs.is_causal, "enable_gqa": True}
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal, enable_gqa=True
-            )
-        return out.transpose(1, 2)
+            return F.scaled_dot_product_attention(*qkv, **options).transpose(1, 2)
 
     try:
         call()
@@ -84,71 +102,43 @@ def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) 
     return call
 
 
-def fa3_fwd(
-    folder: Path | None,
-    fp8: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    packing: Packing | None = None,
-    out: Tensor | None = None,
-) -> Call:
-    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`.
-
-    out: where the result goes, like q; rows of no sequence are left as they are.
-    """
+def fa3_fwd(folder: Path | None, fp8: bool, inputs: Inputs) -> Call:
+    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`."""
     library = load("fa3_fwd", folder)
-    sequences = {} if packing is None else vars(packing)
-    scale = q.shape[-1] ** -0.5
+    options: Any = {"is_causal": inputs.is_causal, "softmax_scale": inputs.softmax_scale}
+    if inputs.packing is not None:
+        options |= vars(inputs.packing)
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scales: Scales) -> None:
         named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-        options: Any = {"softmax_scale": scale, "is_causal": is_causal, "num_splits": 1}
-        library.fwd(q, k, v, out=out, **sequences, **named, **options)
+        library.fwd(q, k, v, out=out, **options, **named, num_splits=1)
 
-    return _over_operands(run, q, k, v, fp8, packing, out)
+    return _over_operands(run, fp8, inputs)
 
 
-def vllm_fa3(
-    folder: Path | None,
-    fp8: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    packing: Packing | None = None,
-    out: Tensor | None = None,
-) -> Call:
-    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it.
-
-    out: where the result of packed sequences goes, like q; rows of none are left as they are.
-    """
-    if packing is None:
+def vllm_fa3(folder: Path | None, fp8: bool, inputs: Inputs) -> Call:
+    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it."""
+    if inputs.packing is None:
+        q, k, v = inputs.qkv
         batch, length = q.shape[:2]
         if k.shape[1] != length:
             raise UnsupportedError("called with as many queries as keys only")
         ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        packed = vllm_fa3(folder, fp8, q, k, v, is_causal, Packing.same(ends, length))
+        flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        packing = Packing.same(ends, length)
+        packed = vllm_fa3(folder, fp8, replace(inputs, qkv=flat, packing=packing))
         return lambda: packed().unflatten(0, (batch, length))
-    options: Any = {**vars(packing), "softmax_scale": q.shape[-1] ** -0.5, "is_causal": is_causal}
-    run = partial(vllm_fwd, load("_vllm_fa3_C", folder), **options)
-    return _over_operands(run, q, k, v, fp8, packing, out)
+    options: Any = {"is_causal": inputs.is_causal, "softmax_scale": inputs.softmax_scale}
+    run = partial(vllm_fwd, load("_vllm_fa3_C", folder), **options, **vars(inputs.packing))
+    return _over_operands(run, fp8, inputs)
 
 
 def _over_operands(
-    run: Callable[[Tensor, Tensor, Tensor, Tensor, Scales], None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    fp8: bool,
-    packing: Packing | None,
-    out: Tensor | None,
+    run: Callable[[Tensor, Tensor, Tensor, Tensor, Scales], None], fp8: bool, inputs: Inputs
 ) -> Call:
-    """A call that has `run` write to `out`, given operands as FlashAttention takes them."""
-    head_dim = q.shape[-1]
-    (q, k, v), scales = _operands(q, k, v, fp8, packing)
+    """A call that has `run` write the result, given operands as FlashAttention takes them."""
+    (q, k, v), scales = _operands(fp8, inputs)
+    head_dim, out = inputs.qkv[0].shape[-1], inputs.out
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
@@ -159,42 +149,27 @@ def _over_operands(
     return call
 
 
-def cudnn_fp8(
-    folder: Path | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    packing: Packing | None = None,
-) -> Callable[[], Quantized]:
+def cudnn_fp8(folder: Path | None, inputs: Inputs) -> Callable[[], Quantized]:
     """cuDNN's FP8 attention through its own frontend; on Hopper its result is FP8, too.
 
     head_dim is padded to a power of two: 72 is faster as 128 than as 80.
     """
-    cudnn, head_dim = load_cudnn(folder), q.shape[-1]
+    cudnn, head_dim = load_cudnn(folder), inputs.qkv[0].shape[-1]
     padding = (0, (1 << (head_dim - 1).bit_length()) - head_dim)
-    q8, k8, v8 = (quantize(F.pad(x, padding).contiguous(), PerTensor()) for x in (q, k, v))
-    graph = CudnnGraph(cudnn, (q8, k8, v8), head_dim**-0.5, is_causal, packing)
-    return lambda: Quantized(graph.run()[..., :head_dim], v8.scale, PerTensor())
+    parts = [quantize(F.pad(x, padding).contiguous(), PerTensor()) for x in inputs.qkv]
+    graph = CudnnGraph(cudnn, parts, inputs)
+    return lambda: Quantized(graph.run()[..., :head_dim], parts[2].scale, PerTensor())
 
 
 class CudnnGraph:
     """cuDNN's FP8 attention: one built sdpa_fp8 graph of its frontend, and the tensors it runs on.
 
-    cudnn: the frontend's module. parts: q, k and v, contiguous, [batch, length, heads, head_dim],
-    or packed [tokens, heads, head_dim] with `packing`. The result has q's layout, and the scale of
-    the values: it is a mean of them.
+    cudnn: the frontend's module. parts: q, k and v of the inputs, contiguous. The result has q's
+    layout, and the scale of the values: it is a mean of them.
     """
 
-    def __init__(
-        self,
-        cudnn: Any,
-        parts: tuple[Quantized, Quantized, Quantized],
-        softmax_scale: float,
-        is_causal: bool,
-        packing: Packing | None = None,
-    ) -> None:
-        self.cudnn, self.kinds, self.packing = cudnn, cudnn.data_type, packing
+    def __init__(self, cudnn: Any, parts: Sequence[Quantized], inputs: Inputs) -> None:
+        self.cudnn, self.kinds, self.packing = cudnn, cudnn.data_type, inputs.packing
         self.handle = cudnn.create_handle()
         self.graph = cudnn.pygraph(
             io_data_type=self.kinds.FP8_E4M3,
@@ -214,9 +189,9 @@ class CudnnGraph:
             k=k,
             v=v,
             **{name: self._bind(x, self.kinds.FLOAT) for name, x in factors.items()},
-            **self._mask(is_causal),
+            **self._mask(inputs.is_causal),
             generate_stats=False,
-            attn_scale=softmax_scale,
+            attn_scale=inputs.softmax_scale,
         )
         self.out = torch.empty_like(parts[0].data)
         self._bind_rows(self.out, out)
@@ -404,17 +379,16 @@ def vllm_fwd(
     library.fwd(*asked)
 
 
-def _operands(
-    q: Tensor, k: Tensor, v: Tensor, fp8: bool, packing: Packing | None
-) -> tuple[Three, Scales]:
+def _operands(fp8: bool, inputs: Inputs) -> tuple[Three, Scales]:
     """The tensors as FlashAttention takes them, and one scale for each sequence and KV head.
 
     In FP8 its head_dim is a multiple of 16: others are padded with zeros.
     """
     if not fp8:
-        return (q, k, v), (None, None, None)
+        return inputs.qkv, (None, None, None)
+    (q, k, _), packing = inputs.qkv, inputs.packing
     padding = (0, -q.shape[-1] % 16)
-    q8, k8, v8 = (quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v))
+    q8, k8, v8 = (quantize(F.pad(x, padding), PerTensor()) for x in inputs.qkv)
     num_sequences = len(q) if packing is None else len(packing.cu_seqlens_q) - 1
     scales = _spread(num_sequences, k.shape[-2], q8.scale, k8.scale, v8.scale)
     return (q8.data, k8.data, v8.data), scales
