@@ -35,7 +35,7 @@ RECIPE_FILES = (".json", ".toml")
 FORMATS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}  # of --kv-cache-dtype
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Word:
     """A word of the grammar.
 
@@ -44,7 +44,6 @@ class Word:
     text after the equals sign.
     """
 
-    help: str
     recipe_field: str | None
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_single: bool = False
@@ -59,24 +58,21 @@ class Word:
         return f"{name}[={'|'.join(self.values)}{more}]" if self.values else name
 
 
-def _patterns(recipe_field: str, help: str) -> Word:
-    return Word(help=help, recipe_field=recipe_field, operand="PATTERN", is_repeatable=True)
+def _patterns(recipe_field: str) -> Word:
+    return Word(recipe_field, operand="PATTERN", is_repeatable=True)
 
 
-_TENSOR, _HEAD = {"granularity": "tensor"}, {"granularity": "head"}
-_STATIC = {"scaling": "static"}
+_SCALES = {name: {"granularity": name} for name in ("tensor", "head")}
+_STATIC = {"static": {"scaling": "static"}}
+# docs/reference/rows.md says what each of them means.
 WORDS: Mapping[str, Word] = {
     "kv": Word(
-        help="KV cache in FP8. Scales per tensor, head or token; the checkpoint's (static: "
-        "calibrated or of a scale file, unit: 1.0); e4m3 or e5m2. rotate multiplies keys and "
-        "queries by a Hadamard matrix, center takes the calibrated mean off keys",
-        recipe_field="kv_cache",
-        values={
-            "tensor": _TENSOR,
-            "head": _HEAD,
+        "kv_cache",
+        {
+            **_SCALES,
             "token": {"granularity": "token"},
             "checkpoint": {"scaling": "checkpoint"},
-            "static": _STATIC,
+            **_STATIC,
             "unit": {"scaling": "unit"},
             "e4m3": {"format": "e4m3"},
             "e5m2": {"format": "e5m2"},
@@ -85,48 +81,25 @@ WORDS: Mapping[str, Word] = {
         },
     ),
     "linear": Word(
-        help="linear layers in FP8: weights per channel and activations per token; one scale for "
-        "each (tensor); weights in blocks of 128 × 128 (block); FP8 weights alone (weights); "
-        "static scales of activations (static)",
-        recipe_field="linear",
-        values={
+        "linear",
+        {
             "tensor": {"weight": "tensor", "activation": "tensor"},
             "block": {"weight": "block 128x128"},
             "weights": {"activation": None},
-            "static": _STATIC,
+            **_STATIC,
         },
         is_single=True,
     ),
-    "attention": Word(
-        help="attention of diffusion transformers in FP8, per tensor or head; dynamic or static "
-        "scales",
-        recipe_field="attention",
-        values={"tensor": _TENSOR, "head": _HEAD, "static": _STATIC},
-    ),
-    "vision": Word(
-        help="attention of vision towers in FP8, per tensor or head; dynamic or static scales; "
-        "bf16: the same fused path in BF16",
-        recipe_field="vision_attention",
-        values={"tensor": _TENSOR, "head": _HEAD, "static": _STATIC, "bf16": {"dtype": "bf16"}},
-    ),
-    "text_encoder": Word(
-        help="linear layers of a pipeline's text encoders in FP8", recipe_field="text_encoder"
-    ),
-    "ignore": _patterns("ignored_layers", "linear layers that stay as they are"),
-    "include": _patterns(
-        "included_layers", "linear layers that are quantized although they stay by default"
-    ),
-    "weight_only": _patterns("weight_only_layers", "linear layers with FP8 weights alone"),
-    "skip": _patterns("skip_layers", "attention layers that stay as they are"),
-    "promote": Word(
-        help="tiles between additions to the FP32 sum; none: one-level accumulation",
-        recipe_field="promote_every",
-        operand="TILES",
-    ),
-    "scales": Word(help="scale file for static scales", recipe_field="scales", operand="FILE"),
-    "prefill": Word(
-        help="attention of prompts by this implementation", recipe_field=None, operand="IMPL"
-    ),
+    "attention": Word("attention", {**_SCALES, **_STATIC}),
+    "vision": Word("vision_attention", {**_SCALES, **_STATIC, "bf16": {"dtype": "bf16"}}),
+    "text_encoder": Word("text_encoder"),
+    "ignore": _patterns("ignored_layers"),
+    "include": _patterns("included_layers"),
+    "weight_only": _patterns("weight_only_layers"),
+    "skip": _patterns("skip_layers"),
+    "promote": Word("promote_every", operand="TILES"),
+    "scales": Word("scales", operand="FILE"),
+    "prefill": Word(None, operand="IMPL"),
 }
 
 
