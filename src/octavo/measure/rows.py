@@ -115,51 +115,32 @@ class Dialect:
     plain: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
 
-    def operand(self, word: str) -> str:
-        """What stands for the value of an older word, such as "FILE"; "" if it takes none."""
-        if not word.endswith("="):
-            return ""
-        _, _, last = self.words[word].rpartition("+")
-        return WORDS[last.rstrip("=")].operand or ""
-
     @property
     def names(self) -> dict[str, str]:
         """Every word by its name, with how it is written."""
-        own = {word.rstrip("="): word + self.operand(word) for word in self.words}
-        known = {n: w.usage(n) for n, w in WORDS.items() if not self.takes or n in self.takes}
-        return {**{word: word for word in (*PLAIN, *self.plain)}, **own, **known}
+        found = {word: word for word in (*PLAIN, *self.plain)}
+        for word, meaning in self.words.items():
+            name, equals, _ = word.partition("=")
+            last = meaning.rpartition("+")[2].rstrip("=")  # takes the value
+            found[name] = WORDS[last].usage(name) if equals else name
+        known = self.takes or WORDS
+        return {**found, **{name: WORDS[name].usage(name) for name in WORDS if name in known}}
 
 
 CANONICAL = Dialect()
 _LINEAR_PATTERNS = ("ignore", "include", "weight_only")
 ENGINE = Dialect(
-    words={
-        "fp8": "kv",
-        "fp8_e4m3": "kv=e4m3",
-        "fp8_e5m2": "kv=e5m2",
-        "head": "kv=head",
-        "token": "kv=token",
-        "unit": "kv=unit",
-    }
+    words={"fp8": "kv", "fp8_e4m3": "kv=e4m3", "fp8_e5m2": "kv=e5m2"}
+    | {word: f"kv={word}" for word in ("head", "token", "unit")}
 )
 LANGUAGE = Dialect(  # perplexity, needles, MRCR, choice and math
-    words={
-        "unit": "kv=unit",
-        "tensor": "kv=tensor,static",
-        "head": "kv=head,static",
-        "token": "kv=token",
-        "rotate": "kv=rotate",
-        "center": "kv=center",
-    }
+    words={"unit": "kv=unit", "tensor": "kv=tensor,static", "head": "kv=head,static"}
+    | {word: f"kv={word}" for word in ("token", "rotate", "center")}
 )
 IMAGES = Dialect(
-    words={
-        "fp8": "linear",
-        "tensor": "linear=tensor",
-        "block": "linear=block",
-        "weights": "linear=weights",
-        "static=": "linear=static+scales=",
-    }
+    words={"fp8": "linear"}
+    | {word: f"linear={word}" for word in ("tensor", "block", "weights")}
+    | {"static=": "linear=static+scales="}
 )
 DIFFUSION = Dialect(
     words={
