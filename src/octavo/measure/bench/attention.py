@@ -269,6 +269,7 @@ def _decode(size: DecodeSize, device: torch.device, folder: Path | None) -> Benc
     def vllm(_: str, operands: str, inputs: DecodeInputs) -> Call:
         return peers.vllm_decode(folder, inputs.q, inputs.view_as(operands))
 
+    who: list[tuple[str, Callable[..., Call]]]
     who = [(name, ours) for name in timed_impls("decode_attention", device)]
     if device.type == "cuda":
         who.append(("vllm-fa3", vllm))

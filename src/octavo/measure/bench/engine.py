@@ -14,7 +14,7 @@ and each is compared with the plain one on the same input.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +49,7 @@ class Subject:
     """The model that all rows run, and what records say of it."""
 
     model: Any
-    about: dict[str, Scalar]
+    about: Mapping[str, Scalar]
     is_random: bool
 
     @property
@@ -135,7 +135,7 @@ def make_rows(
     return found
 
 
-def row_about(row: Row) -> dict[str, Scalar]:
+def row_about(row: Row) -> Mapping[str, Scalar]:
     """What records say of a row."""
     settings = row.kv_cache
     linear = None if row.linear is None else str(row.linear)

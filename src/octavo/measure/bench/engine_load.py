@@ -185,12 +185,12 @@ def run_load(
         )
         for row in rows
     ]
-    is_latency = isinstance(case, LatencyCase)
-    op = "latency" if is_latency else "throughput"
+    lengths = case.input_lens if isinstance(case, LatencyCase) else ()
+    op = "latency" if lengths else "throughput"
     workload = Workload(
         op=op,
         command=command,
-        cells={n: {"input_len": n} for n in case.input_lens} if is_latency else {0: {}},
+        cells={length: {"input_len": length} for length in lengths} or {0: {}},
         measure=measure,
         compare=partial(_compare, op),
         derive=_fits,

@@ -154,8 +154,8 @@ def _linear(generator: torch.Generator, device: str) -> list[HostCall]:
 def _vision(generator: torch.Generator, device: str) -> list[HostCall]:
     q, k, v = (normal(generator, 1, NUM_TOKENS, NUM_HEADS, HEAD_DIM) for _ in range(3))
     heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    exact = F.scaled_dot_product_attention(*(x.double() for x in heads_first))
-    truth = exact.transpose(1, 2)
+    query, key, value = (x.double() for x in heads_first)
+    truth = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     # As EncoderAttention stores values.
     layout: ValueLayout = "transposed" if device == "cuda" else "rows"
     quantize: Callable[..., QuantizedQkv] = partial(ops.quantize_qkv, q, k, v, value_layout=layout)

@@ -113,8 +113,8 @@ def tune(search: Search, device: Device, folder: Path, command: str) -> list[Mea
     tuning.save(search.benchmark.op, search.problem, device, search.configs[winner], folder)
     found = []
     for record in records:
-        about = {"problem": search.problem, "is_winner": record.impl == winner}
-        found.append(replace(record, case={**record.case, **about}))
+        case = {**record.case, "problem": search.problem, "is_winner": record.impl == winner}
+        found.append(replace(record, case=case))
     return found
 
 

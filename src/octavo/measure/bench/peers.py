@@ -88,12 +88,12 @@ def _unpacked(root: Path, ending: str) -> list[Path]:
 
 def sdpa(backend: SDPBackend, inputs: Inputs) -> Call:
     """torch's scaled_dot_product_attention with one of its backends, of a dense batch."""
-    qkv = [x.transpose(1, 2) for x in inputs.qkv]
+    q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
     options: Any = {"is_causal": inputs.is_causal, "enable_gqa": True}
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*qkv, **options).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     try:
         call()

@@ -148,8 +148,9 @@ def custom_data(
         raise ConfigError(f"expected a JSON Lines file: {error}") from None
     prompts = []
     for row in rows:
-        own = row.content if isinstance(row.content, dict) else {}
-        text, length = own.get("prompt"), output_len or own.get("output_tokens")
+        own: dict[str, Any] = row.content if isinstance(row.content, dict) else {}
+        text: Any = own.get("prompt")
+        length: Any = output_len or own.get("output_tokens")
         is_text = isinstance(text, str) and bool(text)
         expect(is_text, '{"prompt": "a text"}', brief(row.content), row.where)
         is_count = isinstance(length, int) and not isinstance(length, bool) and length >= 1
@@ -183,7 +184,7 @@ def sharegpt_data(
     prompts = []
     for number, row in enumerate(rows):
         where, own = f"{path}, conversation {number}", row if isinstance(row, dict) else {}
-        turns = own.get("conversations", own.get("conversation"))
+        turns: Any = own.get("conversations", own.get("conversation"))
         expect(isinstance(turns, list), '{"conversations": […]}', brief(row), where)
         for turn in turns:
             is_turn = isinstance(turn, dict) and isinstance(turn.get("value"), str)

@@ -288,9 +288,9 @@ def told(case: ServingCase, served: Served) -> Iterator[str | Table]:
     yield Table(caption=caption, header=("", ""), rows=tuple(lines.items()))
     kinds = ["mean", "median", "std", *(f"p{p:g}" for p in case.percentiles)]
     times = {name: [metrics[f"{kind}_{name}_ms"] for kind in kinds] for name in METRICS}
-    rows = tuple((name.upper(), *own) for name, own in times.items())
+    rows: list[tuple[Cell, ...]] = [(name.upper(), *own) for name, own in times.items()]
     header = ("ms", *map(str.capitalize, kinds))
-    yield Table(caption="Latency", header=header, rows=rows)
+    yield Table(caption="Latency", header=header, rows=tuple(rows))
     num_tokens, num_parts = metrics["total_output_tokens"], metrics["total_parts"]
     if num_parts < num_tokens:
         yield (
