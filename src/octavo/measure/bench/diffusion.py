@@ -191,7 +191,8 @@ def _measure(case: StepCase, row: Row, plain: _Plain) -> list[_Timed]:
         compiled = call()[0]
         values["compiled_relative_rms"] = _checked(f"{name} compiled", compiled, result, limit)
         result = compiled
-    timed = [(False, values | _memory(model, call) | _sample(call, device))]
+    sample = partial(time_alone, call, device, num_samples=NUM_SAMPLES)
+    timed = [(False, values | _memory(model, call) | sample())]
     if case.use_graphs:
         use_step_graphs_(model)
         # Joint products round elsewhere, too; a replay is what they are without a graph.
@@ -199,7 +200,7 @@ def _measure(case: StepCase, row: Row, plain: _Plain) -> list[_Timed]:
         joint_error = _checked(f"{name} by joint products", joint, result, limit)
         replayed = _checked(f"{name} by graphs", call()[0], joint, MAX_GRAPH_ERROR)
         own = values | {"joint_relative_rms": joint_error, "graph_relative_rms": replayed}
-        timed.append((True, own | _sample(call, device)))
+        timed.append((True, own | sample()))
     return timed
 
 
@@ -265,10 +266,6 @@ def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:
     torch.cuda.synchronize()
     peak = weights + torch.cuda.max_memory_allocated() - before
     return {"weight_bytes": weights, "peak_bytes": peak}
-
-
-def _sample(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    return time_alone(call, device, num_samples=NUM_SAMPLES)
 
 
 def _records(

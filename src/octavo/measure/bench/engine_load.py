@@ -175,6 +175,13 @@ def run_load(
         latencies_s[run.row.name, length] = tuple(map(_batch_s, batches))
         return Outcome({**length_values(batches), **run.errors}, engine_about(run.engine))
 
+    def compare(own: Values, first: Values) -> Values:
+        """How many times as good a row is as the first one."""
+        return {
+            gain: own[name] / first[name] if is_more_better else first[name] / own[name]
+            for gain, (name, is_more_better) in COMPARED[op].items()
+        }
+
     participants = [
         Participant(
             name=row.name,
@@ -192,7 +199,7 @@ def run_load(
         command=command,
         cells={length: {"input_len": length} for length in lengths} or {0: {}},
         measure=measure,
-        compare=partial(_compare, op),
+        compare=compare,
         derive=_fits,
         row_key="row",
     )
@@ -204,14 +211,6 @@ def run_load(
         on_failure=lambda name, error: failures.update({name: str(error)}),
     )
     return LoadResult(tuple(found), failures, latencies_s)
-
-
-def _compare(op: str, own: Values, first: Values) -> Values:
-    """How many times as good a row is as the first one."""
-    return {
-        gain: own[name] / first[name] if is_more_better else first[name] / own[name]
-        for gain, (name, is_more_better) in COMPARED[op].items()
-    }
 
 
 def _fits(own: list[Measurement], first: list[Measurement]) -> Iterator[Measurement]:
@@ -367,29 +366,26 @@ def vllm_documents(result: LoadResult) -> dict[tuple[str | int, ...], dict[str, 
 
     By row and input length, or by row alone.
     """
-    if not result.latencies_s:
-        return {(str(one.case["row"]),): _vllm_throughput(one) for one in result.records}
-    model = str(result.records[0].case["model"])
-    return {
-        key: {
-            "model_id": model,
-            "avg_latency": float(np.mean(seconds)),
-            "latencies": list(seconds),
-            "percentiles": {str(p): float(np.percentile(seconds, p)) for p in BATCH_PERCENTILES},
+    documents: dict[tuple[str | int, ...], dict[str, Any]] = {}
+    for record in result.records if not result.latencies_s else ():
+        values = record.values
+        num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
+        documents[(str(record.case["row"]),)] = {
+            "model_id": str(record.case["model"]),
+            "elapsed_time": values["duration"],
+            "num_requests": int(values["completed"]),
+            "total_num_tokens": int(num_tokens),
+            "requests_per_second": values["request_throughput"],
+            "tokens_per_second": values["total_token_throughput"],
         }
-        for key, seconds in result.latencies_s.items()
-        if key[0] not in result.failures
-    }
-
-
-def _vllm_throughput(record: Measurement) -> dict[str, Any]:
-    values = record.values
-    num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
-    return {
-        "model_id": str(record.case["model"]),
-        "elapsed_time": values["duration"],
-        "num_requests": int(values["completed"]),
-        "total_num_tokens": int(num_tokens),
-        "requests_per_second": values["request_throughput"],
-        "tokens_per_second": values["total_token_throughput"],
-    }
+    for (row, length), seconds in result.latencies_s.items():
+        if row not in result.failures:
+            documents[row, length] = {
+                "model_id": str(result.records[0].case["model"]),
+                "avg_latency": float(np.mean(seconds)),
+                "latencies": list(seconds),
+                "percentiles": {
+                    f"{p}": float(np.percentile(seconds, p)) for p in BATCH_PERCENTILES
+                },
+            }
+    return documents

@@ -71,7 +71,8 @@ def run_host(device: torch.device, command: str) -> list[Measurement]:
     with torch.inference_mode():
         calls = host_calls(device)
         errors = [one.error() for one in calls]
-        times = [_in_us(samples) for samples in _sample_us([one.call for one in calls], device)]
+        samples = _sample_us([one.call for one in calls], device)
+    times = [{n.replace("_ms", "_us"): x for n, x in timing(own).items()} for own in samples]
     units = [own["median_us"] for one, own in zip(calls, times, strict=True) if one.name == UNIT]
     machine = machine_of(device)
     records = []
@@ -116,10 +117,6 @@ def _sample_us(calls: list[Call], device: torch.device) -> list[list[float]]:
         once(call)
     rounds = [[once(call) for call in calls] for _ in range(NUM_ROUNDS[device.type])]
     return [list(samples) for samples in zip(*rounds, strict=True)]
-
-
-def _in_us(samples_us: list[float]) -> dict[str, float]:
-    return {name.replace("_ms", "_us"): value for name, value in timing(samples_us).items()}
 
 
 def _linear(generator: torch.Generator, device: str) -> list[HostCall]:

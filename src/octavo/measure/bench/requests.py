@@ -312,6 +312,9 @@ def summarize(
     """Throughput and latency of all requests, by vLLM's names; failed ones count only as such."""
     done = [one for one in requests if one.error is None]
     num_input, num_output = sum(one.input_len for one in done), sum(one.output_len for one in done)
+    # At the same time, ends come first.
+    changes = sorted([(one.start_s, 1) for one in done] + [(one.parts_s[-1], -1) for one in done])
+    num_open = itertools.accumulate(change for _, change in changes)
     result: dict[str, float] = {
         "duration": duration_s,
         "completed": len(done),
@@ -322,7 +325,7 @@ def summarize(
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
         "max_output_tokens_per_s": _peak_rate(done),
-        "max_concurrent_requests": _peak_open(done),
+        "max_concurrent_requests": max(num_open, default=0),
     }
     samples = {
         "ttft": [one.ttft_s for one in done],
@@ -379,11 +382,3 @@ def _peak_rate(requests: Sequence[RequestTimes]) -> float:
         for part in one.parts_s:
             counts[int(part - first)] += one.output_len / len(one.parts_s)
     return round(max(counts.values()), 6)  # shares of a token add up to a last bit more or less
-
-
-def _peak_open(requests: Sequence[RequestTimes]) -> int:
-    """The most requests that were open at once."""
-    changes = [(one.start_s, 1) for one in requests] + [(one.parts_s[-1], -1) for one in requests]
-    # At the same time, ends come first.
-    opened = itertools.accumulate(change for _, change in sorted(changes))
-    return max(opened, default=0)
