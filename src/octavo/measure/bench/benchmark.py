@@ -23,7 +23,6 @@ from octavo.measure.bench.timing import (
     capture,
     machine_of,
     sample_in_turn_ms,
-    sample_ms,
     sample_sustained_ms,
 )
 from octavo.measure.records import Measurement, Scalar, timing
@@ -169,9 +168,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     is_gpu = device.type == "cuda"
 
     def median_ms(call: Call) -> float:
-        samples = (
-            sample_in_turn_ms([capture([call])], device)[0] if is_gpu else sample_ms(call, device)
-        )
+        (samples,) = sample_in_turn_ms([capture([call]) if is_gpu else call], device)
         return timing(samples)["median_ms"]
 
     size, num_values = (8192, 2**30) if is_gpu else (512, 2**24)
@@ -262,7 +259,8 @@ def _sample_all(
 ) -> list[tuple[list[float], dict[str, float]]]:
     """Milliseconds of everyone's calls, taken in turn unless under load, and what else was seen."""
     if device.type != "cuda":
-        return [(sample_ms(call, device), {}) for _, call, _ in entered]
+        in_turn = sample_in_turn_ms([call for _, call, _ in entered], device)
+        return [(samples, {}) for samples in in_turn]
     sets = [_calls(benchmark, one, call) for one, call, _ in entered]
     graphs = [capture(calls) for calls in sets]
     sampled: list[tuple[list[float], dict[str, float]]]
