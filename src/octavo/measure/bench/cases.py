@@ -15,6 +15,7 @@ from octavo.measure.bench.requests import (
     GOODPUT_METRICS,
     DataSet,
     ImageRequests,
+    Prompt,
     custom_data,
     random_mm_data,
     sharegpt_data,
@@ -31,14 +32,6 @@ RESOLUTIONS: Mapping[str, tuple[int, int]] = {
     "qhd": (1440, 2560),
     "4k": (2160, 3840),
 }
-
-
-@dataclass(frozen=True)
-class RandomPrompt:
-    """A prompt, and how many tokens answer it."""
-
-    tokens: tuple[int, ...]
-    output_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ class Workload:
         room = context - self._range(self.output_len)[1]
         return replace(self, input_len=max(1, int(room / (1 + self.range_ratio))))
 
-    def draw(self, vocab_size: int) -> list[RandomPrompt]:
+    def draw(self, vocab_size: int) -> list[Prompt]:
         """The prompts, of tokens below vocab_size."""
         import numpy as np
 
@@ -92,7 +85,7 @@ class Workload:
             for length in (self.input_len, self.output_len)
         ]
         return [
-            RandomPrompt(tuple(random.integers(0, vocab_size, inputs).tolist()), int(outputs))
+            Prompt(int(outputs), tuple(random.integers(0, vocab_size, inputs).tolist()))
             for inputs, outputs in zip(*sizes, strict=True)
         ]
 

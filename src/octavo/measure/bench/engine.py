@@ -29,9 +29,8 @@ from octavo.integrations.transformers.decoder import about_decoder, make_decoder
 from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.layers.linear import Fp8Linear
-from octavo.measure.bench.cases import RandomPrompt
 from octavo.measure.bench.expect import expect, expect_within
-from octavo.measure.bench.requests import RequestTimes
+from octavo.measure.bench.requests import Prompt, RequestTimes
 from octavo.measure.records import Scalar
 from octavo.measure.rows import ENGINE, Row, parse_rows
 from octavo.numerics.error import relative_rms
@@ -178,14 +177,14 @@ def engine_about(engine: Engine) -> dict[str, Scalar]:
 WARM_UP_LEN = 8
 
 
-def shortened(prompts: Sequence[RandomPrompt]) -> list[RandomPrompt]:
+def shortened(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The same prompts with short answers, to warm up with."""
     return [replace(one, output_len=min(WARM_UP_LEN, one.output_len)) for one in prompts]
 
 
 def serve_prompts(
     engine: Engine,
-    prompts: Sequence[RandomPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_concurrency: int | None = None,
     on_token: Callable[[], None] = lambda: None,

@@ -32,11 +32,12 @@ QUESTION = "Describe the image."
 
 
 @dataclass(frozen=True)
-class ServingPrompt:
-    """A text, how many tokens answer it at most, and images as data URLs, for chat alone."""
+class Prompt:
+    """Tokens, or a text and images (data URLs) for chat; and how many tokens answer it at most."""
 
-    text: str
     output_len: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
     images: tuple[str, ...] = ()
 
 
@@ -44,7 +45,7 @@ class ServingPrompt:
 class DataSet:
     """Prompts in the order they are sent; seed: of the choice, and of arrivals."""
 
-    prompts: tuple[ServingPrompt, ...]
+    prompts: tuple[Prompt, ...]
     seed: int = 0
     facts: Mapping[str, Scalar] = field(default_factory=dict)
 
@@ -156,7 +157,7 @@ def custom_data(
         is_count = isinstance(length, int) and not isinstance(length, bool) and length >= 1
         got = f"{length!r}; or one length for all"
         expect(is_count, "output_tokens of at least 1", got, row.where)
-        prompts.append(ServingPrompt(text, length))
+        prompts.append(Prompt(length, text=text))
     return _choose("custom", path, prompts, num_prompts, seed)
 
 
@@ -198,7 +199,7 @@ def sharegpt_data(
             is_long_enough = min(num_input, length) >= MIN_LEN
             if not is_long_enough or num_input > MAX_INPUT or num_input + length > MAX_TOTAL:
                 continue
-        prompts.append(ServingPrompt(question, length))
+        prompts.append(Prompt(length, text=question))
     return _choose("sharegpt", path, prompts, num_prompts, seed)
 
 
@@ -211,7 +212,7 @@ def random_mm_data(asked: ImageRequests, *, output_len: int) -> DataSet:
             file = io.BytesIO()
             image.save(file, "PNG")
             urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
-        prompts.append(ServingPrompt(one.prompt, output_len, tuple(urls)))
+        prompts.append(Prompt(output_len, text=one.prompt, images=tuple(urls)))
     facts: dict[str, Scalar] = {
         "dataset": "random-mm",
         "input_len": asked.random_input_len,
@@ -223,9 +224,7 @@ def random_mm_data(asked: ImageRequests, *, output_len: int) -> DataSet:
     return DataSet(prompts=tuple(prompts), seed=asked.seed, facts=facts)
 
 
-def _choose(
-    name: str, path: Path, prompts: list[ServingPrompt], num_prompts: int, seed: int
-) -> DataSet:
+def _choose(name: str, path: Path, prompts: list[Prompt], num_prompts: int, seed: int) -> DataSet:
     """So many of the prompts in an order of the seed; ConfigError if there are fewer."""
     got = f"{len(prompts)}: ask for fewer"
     expect(len(prompts) >= num_prompts, f"{num_prompts} prompts or more", got, str(path))

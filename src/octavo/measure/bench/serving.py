@@ -20,12 +20,12 @@ from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.extras import need
-from octavo.measure.bench.cases import ENDPOINTS, RandomPrompt, ServingCase
+from octavo.measure.bench.cases import ENDPOINTS, ServingCase
 from octavo.measure.bench.requests import (
     METRICS,
     DataSet,
+    Prompt,
     RequestTimes,
-    ServingPrompt,
     goodput,
     summarize,
 )
@@ -54,9 +54,6 @@ MAX_LOG = 2000  # characters of what a server that failed had to say
 POLL_S = 0.2  # between two looks at whether the server is ready
 # Until a server that was asked to end is killed; it gives open requests GRACE_S.
 GRACE_S, KILL_S = 5, 20
-
-
-Prompt = RandomPrompt | ServingPrompt
 
 
 @dataclass(frozen=True)
@@ -174,10 +171,8 @@ async def _send(client: Any, case: ServingCase, model: str, prompt: Prompt) -> R
         error = f"{type(failure).__name__}: {failure}"
     except OctavoError as failure:
         error = str(failure)
-    # Of a text it is the server that counts the tokens.
-    own_len = len(prompt.tokens) if isinstance(prompt, RandomPrompt) else 0
     return RequestTimes(
-        input_len=usage.get("prompt_tokens", own_len),
+        input_len=usage.get("prompt_tokens", len(prompt.tokens)),
         output_len=usage.get("completion_tokens", len(parts)),
         start_s=start_s,
         parts_s=tuple(time_s for time_s, _ in parts),
@@ -197,10 +192,8 @@ def _request_body(case: ServingCase, model: str, prompt: Prompt) -> dict[str, An
     }
     if case.ignore_eos:
         body["ignore_eos"] = True
-    if isinstance(prompt, RandomPrompt):
-        return {**body, "prompt": list(prompt.tokens)}
-    if case.backend != "openai-chat":
-        return {**body, "prompt": prompt.text}
+    if case.backend == "openai":
+        return {**body, "prompt": prompt.text or list(prompt.tokens)}
     content: Any = prompt.text
     if prompt.images:
         images = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
