@@ -8,7 +8,7 @@ the first one's records, whether it ran now or before.
 
 import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -225,14 +225,8 @@ def stored_records(
 
 
 def run_sweep(
-    sweep: SweepFile,
-    todo: Sequence[Combination],
-    path: Path,
-    *,
-    device: str,
-    on_start: Callable[[Combination], None] = lambda combination: None,
-    on_end: Callable[[Outcome], None] = lambda outcome: None,
-) -> list[Outcome]:
+    sweep: SweepFile, todo: Sequence[Combination], path: Path, *, device: str
+) -> Iterator[Outcome]:
     """Run what the file has no records of, and append records as each combination ends.
 
     One that fails has its reason; the others go on, without a comparison if it was the first.
@@ -261,19 +255,14 @@ def run_sweep(
 
     records = store.read(path) if path.exists() else []
     machine = machine_of(device)
-    outcomes: list[Outcome] = []
     baselines: dict[LatencyLoad | ThroughputLoad, tuple[Measurement, ...]] = {}
     for one in todo:
-        on_start(one)
-        if found := stored_records(one, records, machine):
-            outcome = Outcome(one, "skipped", found)
-        else:
-            outcome = run(one, baselines.get(one.load, ()))
+        found = stored_records(one, records, machine)
+        skipped = Outcome(one, "skipped", found)
+        outcome = skipped if found else run(one, baselines.get(one.load, ()))
         if outcome.state != "failed" and one.row.name == sweep.recipes[0]:
             baselines[one.load] = outcome.records
-        outcomes.append(outcome)
-        on_end(outcome)
-    return outcomes
+        yield outcome
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
