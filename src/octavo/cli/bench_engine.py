@@ -107,10 +107,8 @@ def latency(
         check_packages()
 
     def fitting(model: "Subject") -> "Load":
-        if input_len is not None:
-            return case, case.num_runs, {"input_len": lengths}
-        own = case.within(model.max_context)
-        return own, own.num_runs, {"input_len": ",".join(map(str, own.input_lens))}
+        own = case if input_len else case.within(model.max_context)
+        return own, own.num_runs, {"input_len": input_len or ",".join(map(str, own.input_lens))}
 
     settings = engine.settings(max_num_seqs=case.batch_size)
     records, failures = _run(context, subject, rows, results, settings, fitting)

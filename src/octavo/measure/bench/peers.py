@@ -184,12 +184,21 @@ class CudnnGraph:
         # As cuDNN names them: a descale multiplies, a scale is a reciprocal.
         factors = {"descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale}
         factors |= {"descale_s": 1 / weight, "scale_s": weight, "scale_o": 1 / v_scale}
+        options = {name: self._bind(x, self.kinds.FLOAT) for name, x in factors.items()}
+        if inputs.is_causal:
+            options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+            options["right_bound"] = 0
+        if self.packing is not None:
+            lengths = self.packing.cu_seqlens_q.diff()
+            options |= {
+                n: self._bind(lengths, self.kinds.INT32) for n in ("seq_len_q", "seq_len_kv")
+            }
+            options["use_padding_mask"] = True
         out, _, amax_s, amax_o = self.graph.sdpa_fp8(
             q=q,
             k=k,
             v=v,
-            **{name: self._bind(x, self.kinds.FLOAT) for name, x in factors.items()},
-            **self._mask(inputs.is_causal),
+            **options,
             generate_stats=False,
             attn_scale=inputs.softmax_scale,
         )
@@ -221,18 +230,6 @@ class CudnnGraph:
             starts = self.packing.cu_seqlens_q.long() * row
             tensor.set_ragged_offset(self._bind(starts, self.kinds.INT64))
         return tensor
-
-    def _mask(self, is_causal: bool) -> dict[str, Any]:
-        options: dict[str, Any] = {}
-        if is_causal:
-            options["diagonal_alignment"] = self.cudnn.diagonal_alignment.TOP_LEFT
-            options["right_bound"] = 0
-        if self.packing is not None:
-            lengths = self.packing.cu_seqlens_q.diff()
-            options["use_padding_mask"] = True
-            for name in ("seq_len_q", "seq_len_kv"):
-                options[name] = self._bind(lengths, self.kinds.INT32)
-        return options
 
     def _bind(
         self,
