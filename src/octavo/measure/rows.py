@@ -48,7 +48,11 @@ class Word:
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_single: bool = False
     operand: str | None = None
-    is_repeatable: bool = False
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a row may say it more than once."""
+        return self.operand == "PATTERN"
 
     def usage(self, name: str) -> str:
         """How the word is written, such as "attention[=tensor|head|static]"."""
@@ -56,10 +60,6 @@ class Word:
             return f"{name}={self.operand}"
         more = "" if self.is_single else ",…"
         return f"{name}[={'|'.join(self.values)}{more}]" if self.values else name
-
-
-def _patterns(recipe_field: str) -> Word:
-    return Word(recipe_field, operand="PATTERN", is_repeatable=True)
 
 
 _SCALES = {name: {"granularity": name} for name in ("tensor", "head")}
@@ -93,10 +93,10 @@ WORDS: Mapping[str, Word] = {
     "attention": Word("attention", {**_SCALES, **_STATIC}),
     "vision": Word("vision_attention", {**_SCALES, **_STATIC, "bf16": {"dtype": "bf16"}}),
     "text_encoder": Word("text_encoder"),
-    "ignore": _patterns("ignored_layers"),
-    "include": _patterns("included_layers"),
-    "weight_only": _patterns("weight_only_layers"),
-    "skip": _patterns("skip_layers"),
+    "ignore": Word("ignored_layers", operand="PATTERN"),
+    "include": Word("included_layers", operand="PATTERN"),
+    "weight_only": Word("weight_only_layers", operand="PATTERN"),
+    "skip": Word("skip_layers", operand="PATTERN"),
     "promote": Word("promote_every", operand="TILES"),
     "scales": Word("scales", operand="FILE"),
     "prefill": Word(None, operand="IMPL"),
