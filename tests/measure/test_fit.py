@@ -19,8 +19,9 @@ from octavo.measure.fit import (
     fit_line,
     fit_polynomial,
     fit_quadratic,
-    last_term_ratio,
     ratio_interval,
+    slope_ratio,
+    square_ratio,
     student_t,
 )
 from octavo.measure.records import Machine, Measurement
@@ -83,11 +84,11 @@ def test_equal_intercepts_break_even_at_nothing():
 def test_the_lines_of_vllm_s_blog():
     """Llama-3.1-8B on an H100: 54 % of the slope, and a break-even of about 7,000 tokens."""
     bf16, fp8 = Line(6.44, 4.37e-5, 0.0), Line(6.58, 2.37e-5, 0.0)
-    assert last_term_ratio(fp8, bf16).value == pytest.approx(0.54, abs=0.005)
+    assert slope_ratio(fp8, bf16).value == pytest.approx(0.54, abs=0.005)
     found = break_even(fp8, bf16)
     assert found.tokens == pytest.approx(7000, rel=0.01)
     assert str(found) == "faster from 7,000 tokens on"
-    assert found.interval is None and last_term_ratio(fp8, bf16).interval is None
+    assert found.interval is None and slope_ratio(fp8, bf16).interval is None
 
 
 def test_measured_lines_like_the_blog_s_have_intervals_around_it():
@@ -99,7 +100,7 @@ def test_measured_lines_like_the_blog_s_have_intervals_around_it():
         fit_line(lengths, (i + s * np.asarray(lengths) + shared + random.normal(0, 0.01, 5)))
         for i, s in ((6.44, 4.37e-5), (6.58, 2.37e-5))
     )
-    found, ratio = break_even(fp8, bf16), last_term_ratio(fp8, bf16)
+    found, ratio = break_even(fp8, bf16), slope_ratio(fp8, bf16)
     assert 7000 in found.interval and found.tokens in found.interval
     assert found.interval.low > 0 and found.interval.high < 14_000
     assert 0.5423 in ratio.interval and ratio.interval.high - ratio.interval.low < 0.05
@@ -163,8 +164,8 @@ def test_a_negative_term_is_held_at_zero():
     assert (curve.constant, curve.linear) == (0, 0) and curve.interval("constant") is None
     assert curve.square == pytest.approx(sum(x**2 * (x**2 - 4) for x in lengths) / 979)
     free = fit_quadratic(lengths, [x**2 + x + 4 for x in lengths])
-    assert free.held == () and last_term_ratio(curve, free).interval is None
-    assert last_term_ratio(curve, free).value == pytest.approx(curve.square)
+    assert free.held == () and square_ratio(curve, free).interval is None
+    assert square_ratio(curve, free).value == pytest.approx(curve.square)
 
 
 def test_the_best_of_what_is_allowed():
@@ -179,9 +180,9 @@ def test_the_best_of_what_is_allowed():
 
 def test_square_ratio():
     first, other = Quadratic(1, 1, 0.5, 0), Quadratic(1, 1, 2.0, 0)
-    assert last_term_ratio(first, other) == Ratio(0.25)
-    assert math.isnan(last_term_ratio(first, Quadratic(1, 1, 0, 0)).value)
-    assert math.isnan(last_term_ratio(Line(1, 1, 0), Line(1, 0, 0)).value)
+    assert square_ratio(first, other) == Ratio(0.25)
+    assert math.isnan(square_ratio(first, Quadratic(1, 1, 0, 0)).value)
+    assert math.isnan(slope_ratio(Line(1, 1, 0), Line(1, 0, 0)).value)
 
 
 @pytest.mark.parametrize(

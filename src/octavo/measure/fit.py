@@ -437,3 +437,7 @@ def last_term_ratio(own: _Fitted, other: _Fitted) -> Ratio:
     zeros = [0.0] * len(rest)
     above, below = [*zeros, 1.0, *zeros, 0.0], [*zeros, 0.0, *zeros, 1.0]
     return Ratio(value, ratio_interval(own.fit, other.fit, above, below))
+
+
+# By the names of the last terms.
+slope_ratio = square_ratio = last_term_ratio

@@ -209,8 +209,8 @@ def run_benchmark(
     ):
         values |= timing(samples, flops=benchmark.flops, bytes=one.bytes) | seen
         if ceilings is not None:
-            rates = (values[work] / values["median_ms"] * 1e3 for work in ("flops", "bytes"))
-            tflops, gb_per_s = (rate / unit for rate, unit in zip(rates, (1e12, 1e9), strict=True))
+            seconds = values["median_ms"] / 1e3
+            tflops, gb_per_s = benchmark.flops / seconds / 1e12, one.bytes / seconds / 1e9
             values["of_ceiling_percent"] = ceilings.percent(one.operands, tflops, gb_per_s)
     in_bf16 = [
         (values["median_ms"], one.name)
