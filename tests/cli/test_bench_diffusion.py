@@ -17,7 +17,7 @@ def octavo(*arguments: str) -> int:
 def test_records_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(diffusion, "_sample", lambda *_: {"median_ms": 1.0})
+    monkeypatch.setattr(diffusion, "time_alone", lambda *_, **__: {"median_ms": 1.0})
     flags = ["--config", "tiny-wan", "--recipes", "bf16,linear", "--no-compile", "--json"]
     assert octavo(*flags) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -34,7 +34,7 @@ def test_a_size_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_recipe_that_is_wrong_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(diffusion, "_sample", lambda *_: {"median_ms": 1.0})
+    monkeypatch.setattr(diffusion, "time_alone", lambda *_, **__: {"median_ms": 1.0})
     monkeypatch.setattr(diffusion, "MAX_LINEAR_ERROR", 1e-3)
     assert octavo("--config", "tiny-wan", "--recipes", "bf16,linear", "--no-compile") == 1
     said = capsys.readouterr()

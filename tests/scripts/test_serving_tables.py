@@ -10,9 +10,10 @@ import pytest
 from octavo.measure import store
 from octavo.measure.bench.cases import LatencyCase, ThroughputCase
 from octavo.measure.bench.engine import make_rows, open_subject
-from octavo.measure.bench.engine_load import curve_values, line_values, run_load
+from octavo.measure.bench.engine_load import fit_values, run_load
 from octavo.measure.fit import Line, Quadratic, fit_line, fit_quadratic
 from octavo.measure.records import Machine, Measurement
+from octavo.measure.report.latency import ITL, TTFT
 from octavo.serving.engine.settings import EngineSettings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "update_tables.py"
@@ -70,7 +71,7 @@ def times(row, input_len, ttft, itl, *, day=1, speedup=None, **case):
 
 def line(row, own, first=None, *, day=1, input_lens="256,4096,32768"):
     case = {**BATCH, "row": row, "input_lens": input_lens}
-    values = line_values(own, first)
+    values = fit_values(ITL, own, first)
     return record("latency_fit", case, values, baseline=first and "auto", day=day)
 
 
@@ -197,9 +198,9 @@ def test_intervals_and_curves_in_words(tables, tmp_path):
     ]
     bf16, fp8 = (fit_quadratic(lengths, ttft) for ttft in ttfts)
     case = {**BATCH, "row": "fp8", "input_lens": "256,4096,8192,32768"}
-    curve = record("ttft_fit", case, curve_values(fp8, bf16), baseline="auto")
+    curve = record("ttft_fit", case, fit_values(TTFT, fp8, bf16), baseline="auto")
     alone = record(
-        "ttft_fit", {**case, "row": "auto"}, curve_values(Quadratic(1, 2e-3, 3e-6, 0), None)
+        "ttft_fit", {**case, "row": "auto"}, fit_values(TTFT, Quadratic(1, 2e-3, 3e-6, 0), None)
     )
     text = latency(
         tables, tmp_path, [times("fp8", 256, 70, 5), line("fp8", own, first), curve, alone]
@@ -266,7 +267,7 @@ def test_two_lengths_have_no_line_in_words(tables, tmp_path):
     text = latency(tables, tmp_path, [times("auto", 256, 70.0, 5.0), own])
     assert "as a line" not in text
     case = {**BATCH, "row": "auto", "input_lens": "256,8192,9000"}
-    curve = record("ttft_fit", case, curve_values(Quadratic(1, 2e-3, 3e-6, 0), None))
+    curve = record("ttft_fit", case, fit_values(TTFT, Quadratic(1, 2e-3, 3e-6, 0), None))
     assert "as a curve" not in latency(tables, tmp_path, [curve])
 
 

@@ -28,7 +28,6 @@ from octavo.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from octavo.measure.bench.benchmark import Objection
-    from octavo.measure.bench.kernels import Task
     from octavo.measure.records import Measurement
 
 app = typer.Typer(add_completion=False, help="Measure speed; every result is checked first.")
@@ -93,13 +92,11 @@ def kernels(
     """
     from octavo.kernels.device import default_device
     from octavo.measure.bench.benchmark import measure_ceilings, run_benchmark
-    from octavo.measure.bench.kernels import SUITES, benchmarks, tasks
+    from octavo.measure.bench.kernels import SUITES, benchmarks
 
     if tune:
         _tune(op, jobs, results.output)
-    if jobs > 1:
-        names = op or SUITES
-        _precompile([t for n in names for t in tasks(n, peers)], jobs)
+    _precompile(op or SUITES, jobs, peers)
     device = default_device().torch_device
     command = repeat_command(context, without=(*PLACES, "peers", "jobs", "tune"))
     ceilings = measure_ceilings(device)
@@ -108,31 +105,33 @@ def kernels(
     _run(results, parts, len(chosen), ("op", KERNELS, "{op}"))
 
 
-def _precompile(tasks: "list[Task]", jobs: int) -> None:
-    from octavo.measure.bench.kernels import precompile
+def _precompile(
+    ops: Iterable[str], jobs: int, peers: Path | None = None, *, is_search: bool = False
+) -> None:
+    """Compile what some ops call, in so many processes; what one would, is compiled as it runs."""
+    from octavo.measure.bench.kernels import precompile, tasks
 
-    for _ in track(precompile(tasks, jobs), "compiling", total=len(tasks), console=err):
-        pass
+    if jobs > 1:
+        found = [task for op in ops for task in tasks(op, peers, is_search=is_search)]
+        for _ in track(precompile(found, jobs), "compiling", total=len(found), console=err):
+            pass
 
 
 def _tune(op: Sequence[str], jobs: int, output: Path | None) -> None:
     """Search for the settings of some ops, or of all that have any."""
     from octavo.kernels import tuning
     from octavo.kernels.device import default_device
-    from octavo.measure import store
-    from octavo.measure.bench.kernels import SEARCHES, searches, tasks, tune
+    from octavo.measure.bench.kernels import SEARCHES, searches, tune
     from octavo.measure.report.tables import from_records
 
-    device = default_device()
+    device, collected = default_device(), Collected(output)
     names = list(op or SEARCHES)
-    if jobs > 1:
-        _precompile([t for n in names for t in tasks(n, is_search=True)], jobs)
+    _precompile(names, jobs, is_search=True)
     chosen = [search for name in names for search in searches(name, device)]
     for search in track(chosen, description="tuning", console=err):
         records = tune(search, device, tuning.FOLDER, "octavo bench kernels --tune")
         records.sort(key=lambda record: record.values["median_ms"])
-        if output is not None:
-            store.append(output, records)
+        collected.keep(records)
         caption = f"{search.benchmark.op}: {search.problem}"
         columns = ("impl", "is_winner", *TIMES)
         print_table(from_records(records[:5], caption=caption, columns=columns))
@@ -141,7 +140,7 @@ def _tune(op: Sequence[str], jobs: int, output: Path | None) -> None:
 
 def _run(
     asked: ResultOptions,
-    parts: "Iterable[tuple[list[Measurement], list[Objection]]]",
+    parts: "Iterable[tuple[list[Measurement], Iterable[Objection]]]",
     num_parts: int,
     by_case: tuple[str, Sequence[str], str],
     title: str | None = None,
@@ -348,9 +347,8 @@ def generate(
     about = {"model": name, "layers": model.config.num_hidden_layers}
     taken = {"config": name, "batch": batch, "recipes": ",".join(rows)}
     commands = {n: repeat_command(called, taken=taken | {"context": n.context}) for n in cases}
-    none: list[Objection] = []
     parts = (
-        (run_generate(model, case, rows, about=about, command=command), none)
+        (run_generate(model, case, rows, about=about, command=command), ())
         for case, command in commands.items()
     )
     caption = "{batch} × {context} tokens; baseline: {baseline}"
@@ -372,8 +370,7 @@ def host(*, context: typer.Context, results: ResultOptions) -> None:
     from octavo.measure.bench.host import run_host
 
     device = default_device()
-    none: list[Objection] = []
-    parts = ((run_host(device.torch_device, repeat_command(context)), none) for _ in range(1))
+    parts = ((run_host(device.torch_device, repeat_command(context)), ()) for _ in range(1))
     title = f"{device.name}: time of one call"
     _run(results, parts, 1, ("device", HOST, "baseline: {baseline}"), title)
 

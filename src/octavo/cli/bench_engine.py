@@ -37,7 +37,7 @@ from octavo.measure.rows import ENGINE, describe_words
 
 if TYPE_CHECKING:
     from octavo.measure.bench.engine import Subject
-    from octavo.measure.bench.sweep import Combination, Outcome
+    from octavo.measure.bench.sweep import Combination
     from octavo.measure.records import Measurement
     from octavo.serving.engine.settings import EngineSettings
 
@@ -107,10 +107,8 @@ def latency(
         check_packages()
 
     def fitting(model: "Subject") -> "Load":
-        if input_len is not None:
-            return case, case.num_runs, {"input_len": lengths}
-        own = case.within(model.max_context)
-        return own, own.num_runs, {"input_len": ",".join(map(str, own.input_lens))}
+        own = case if input_len else case.within(model.max_context)
+        return own, own.num_runs, {"input_len": input_len or ",".join(map(str, own.input_lens))}
 
     settings = engine.settings(max_num_seqs=case.batch_size)
     records, failures = _run(context, subject, rows, results, settings, fitting)
@@ -285,23 +283,16 @@ def sweep(
     if is_dry_run:
         _print_plan(todo, output, device)
         return
+    outcomes = []
     bar = progress_bar("combinations", len(todo), every_s=0)
     with registered_prefill(rows.peers), bar as move:
-
-        def ended(outcome: "Outcome") -> None:
+        move(str(todo[0]), 0)
+        for number, outcome in enumerate(run_sweep(asked, todo, output, device=device), 1):
             if outcome.state == "skipped":
                 text = f"skipped, its records are in {output}: {outcome.combination}"
                 err.print(text, soft_wrap=True)
-            move(done=todo.index(outcome.combination) + 1)
-
-        outcomes = run_sweep(
-            asked,
-            todo,
-            output,
-            device=device,
-            on_start=lambda one: move(str(one), todo.index(one)),
-            on_end=ended,
-        )
+            move(str(todo[min(number, len(todo) - 1)]), number)
+            outcomes.append(outcome)
     print_table(outcome_table(outcomes))
     print_file(output)
     _end([f"{one.combination}: {one.reason}" for one in outcomes if one.state == "failed"])

@@ -1,7 +1,6 @@
 """octavo bench serve and mm-processor: requests as vLLM's commands of these names time them."""
 
 import shlex
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,7 +138,7 @@ def serve(
         ready_s: For a server of our own to be ready.
     """
     from octavo import env
-    from octavo.measure.bench.serving import make_record, told
+    from octavo.measure.bench.serving import make_record, own_server, run_serving, told
     from octavo.measure.run import Records
 
     model, url, options = served_model, base_url, list(context.args)
@@ -156,8 +155,13 @@ def serve(
         api_key=case.api_key or env.API_KEY.read() or None,
         percentiles=split_numbers(percentiles, "percentiles such as 50,99"),
     )
-    command_line = None if model is None else [model, *options]
-    case, served = _load(case, command_line, ready_s, workload.num_prompts)
+    with ExitStack() as stack:
+        if model is not None:
+            with err.status("starting octavo serve"):
+                own = own_server([model, *options], ready_s=ready_s)
+                case = replace(case, base_url=stack.enter_context(own))
+        move = stack.enter_context(progress_bar("requests", workload.num_prompts))
+        served = run_serving(case, on_request=move)
     places = (*PLACES, "api_key", "ready_s", *field_names(ResultOptions))
     file = None if data.dataset_path is None else data.dataset_path.name
     command = repeat_command(context, without=places, taken={"dataset_path": file})
@@ -173,21 +177,6 @@ def serve(
     if failed := [one.error for one in served.times if one.error is not None]:
         print_error(f"{len(failed)} of {len(served.times)} requests failed; the first: {failed[0]}")
         raise typer.Exit(1)
-
-
-def _load(
-    case: ServingCase, server: Sequence[str] | None, ready_s: float, num_prompts: int
-) -> "tuple[ServingCase, Served]":
-    """Load a server, or one of our own that is started with these words; the case has its URL."""
-    from octavo.measure.bench.serving import own_server, run_serving
-
-    with ExitStack() as stack:
-        if server is not None:
-            with err.status("starting octavo serve"):
-                own = own_server(server, ready_s=ready_s)
-                case = replace(case, base_url=stack.enter_context(own))
-        move = stack.enter_context(progress_bar("requests", num_prompts))
-        return case, run_serving(case, on_request=move)
 
 
 @takes_settings

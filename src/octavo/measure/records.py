@@ -48,25 +48,37 @@ class Machine:
     def __post_init__(self) -> None:
         _check_texts(self, ("cpu", "python", "platform"), optional="gpu")
         if self.capability is not None:
-            object.__setattr__(self, "capability", _capability(self.capability))
-        versions = _checked_mapping("versions", self.versions, _text)
-        object.__setattr__(self, "versions", versions)
+            pair: Any = self.capability  # a list in JSON
+            is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+            is_right = is_pair and all(isinstance(part, int) for part in pair)
+            _must(is_right, "capability", "two integers such as (9, 0)", pair)
+            object.__setattr__(self, "capability", tuple(pair))
+        object.__setattr__(self, "versions", _checked("versions", self.versions, _text))
 
     @classmethod
     def current(cls, *, gpu: str | None = None, capability: tuple[int, int] | None = None) -> Self:
         """This machine and the versions installed on it; the GPU's name comes from the caller."""
+        versions = {"octavo": __version__}
+        for package in _PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        # platform.processor() is empty on most Linux systems.
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpus = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         return cls(
-            cpu=_cpu_name(),
+            cpu=next(filter(None, [*cpus, platform.processor(), platform.machine()]), "unknown"),
             python=platform.python_version(),
             platform=f"{platform.system()} {platform.machine()}",
             gpu=gpu,
             capability=capability,
-            versions=_installed_versions(),
+            versions=versions,
         )
 
     def __str__(self) -> str:
         torch = self.versions.get("torch")
-        return ", ".join([self.gpu or self.cpu, *([f"torch {torch}"] if torch else [])])
+        return f"{self.gpu or self.cpu}{f', torch {torch}' if torch else ''}"
 
 
 def utc_now() -> str:
@@ -92,11 +104,15 @@ class Measurement:
         if isinstance(self.schema, bool) or self.schema != SCHEMA:
             raise ConfigError(f"this octavo knows records of schema {SCHEMA}, got {self.schema!r}")
         _check_texts(self, ("op", "impl", "command"), optional="baseline")
-        _check_date(self.date)
-        if not isinstance(self.machine, Machine):
-            raise ConfigError(f"machine must be a Machine, got {self.machine!r}")
-        object.__setattr__(self, "case", _checked_mapping("case", self.case, _scalar))
-        object.__setattr__(self, "values", _checked_mapping("values", self.values, _number))
+        try:
+            datetime.strptime(_text("date", self.date), _DATE_FORMAT)
+        except ValueError:  # a ConfigError is one
+            raise ConfigError(
+                f"date must look like 2026-01-31T12:00:00Z, got {self.date!r}"
+            ) from None
+        _must(isinstance(self.machine, Machine), "machine", "a Machine", self.machine)
+        object.__setattr__(self, "case", _checked("case", self.case, _scalar))
+        object.__setattr__(self, "values", _checked("values", self.values, _number))
         if both := sorted(self.case.keys() & self.values.keys()):
             raise ConfigError(f"a name is a case or a value, not both: {', '.join(both)}")
 
@@ -143,8 +159,7 @@ class Measurement:
                     "a newer octavo may read it"
                 )
             _check_keys(cls, row, "record")
-            values = _mapping("values", row["values"])
-            row["values"] = {name: _from_json_number(name, value) for name, value in values.items()}
+            row["values"] = _checked("values", row["values"], _finite_or_word)
             machine = _mapping("machine", row["machine"])
             _check_keys(Machine, machine, "machine")
             row["machine"] = Machine(**machine)
@@ -173,22 +188,9 @@ def timing(
     return values | {name: amount for name, amount in work.items() if amount is not None}
 
 
-def _installed_versions() -> dict[str, str]:
-    versions = {"octavo": __version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
-
-
-def _cpu_name() -> str:
-    # platform.processor() is empty on most Linux systems.
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")
+def _must(is_right: object, name: str, what: str, value: object) -> None:
+    if not is_right:
+        raise ConfigError(f"{name} must be {what}, got {value!r}")
 
 
 def _check_texts(owner: object, names: Sequence[str], optional: str) -> None:
@@ -196,63 +198,45 @@ def _check_texts(owner: object, names: Sequence[str], optional: str) -> None:
         _text(name, getattr(owner, name))
 
 
-def _check_date(date: object) -> None:
-    try:
-        datetime.strptime(_text("date", date), _DATE_FORMAT)
-    except ValueError as error:
-        raise ConfigError(f"date must look like 2026-01-31T12:00:00Z, got {date!r}") from error
+def _text(name: str, value: Any) -> str:
+    _must(isinstance(value, str) and value, name, "a text that is not empty", value)
+    return str(value)
 
 
-def _capability(value: object) -> tuple[int, int]:
-    match value:
-        case [int(major), int(minor)]:
-            return major, minor
-    raise ConfigError(f"capability must be two integers such as (9, 0), got {value!r}")
+def _scalar(name: str, value: Any) -> Scalar:
+    is_right = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    _must(is_right, name, "a text, a truth value or a finite number", value)
+    return value  # type: ignore[no-any-return]
 
 
-def _text(name: str, value: object) -> str:
-    if isinstance(value, str) and value:
-        return value
-    raise ConfigError(f"{name} must be a text that is not empty, got {value!r}")
-
-
-def _scalar(name: str, value: object) -> Scalar:
-    if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    raise ConfigError(f"{name} must be a text, a truth value or a finite number, got {value!r}")
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
+def _number(name: str, value: Any) -> float:
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        except OverflowError:
-            pass
     raise ConfigError(f"{name} must be a number, got {value!r}")
 
 
-def _mapping(name: str, value: object) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    raise ConfigError(f"{name} must be a mapping of names, got {value!r}")
+def _finite_or_word(name: str, value: Any) -> float:
+    """A number of JSON, or the word for one that is not finite."""
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    number = _number(name, value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} is beyond the range of a float")
+    return number
 
 
-def _checked_mapping(
-    name: str, value: object, check: Callable[[str, object], _Item]
-) -> dict[str, _Item]:
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    _must(isinstance(value, Mapping), name, "a mapping of names", value)
+    return value  # type: ignore[no-any-return]
+
+
+def _checked(name: str, value: object, check: Callable[[str, Any], _Item]) -> dict[str, _Item]:
+    """The items of a mapping as `check` gives them, by names that are texts."""
     return {
         _text(f"a name in {name}", key): check(f"{name}[{key!r}]", item)
         for key, item in _mapping(name, value).items()
     }
-
-
-def _from_json_number(name: str, value: object) -> float:
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
-    number = _number(f"values[{name!r}]", value)
-    if not math.isfinite(number):
-        raise ConfigError(f"values[{name!r}] is beyond the range of a float")
-    return number
 
 
 def _refuse_constant(name: str) -> None:

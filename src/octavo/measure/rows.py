@@ -35,7 +35,7 @@ RECIPE_FILES = (".json", ".toml")
 FORMATS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}  # of --kv-cache-dtype
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Word:
     """A word of the grammar.
 
@@ -44,12 +44,15 @@ class Word:
     text after the equals sign.
     """
 
-    help: str
     recipe_field: str | None
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_single: bool = False
     operand: str | None = None
-    is_repeatable: bool = False
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a row may say it more than once."""
+        return self.operand == "PATTERN"
 
     def usage(self, name: str) -> str:
         """How the word is written, such as "attention[=tensor|head|static]"."""
@@ -59,24 +62,17 @@ class Word:
         return f"{name}[={'|'.join(self.values)}{more}]" if self.values else name
 
 
-def _patterns(recipe_field: str, help: str) -> Word:
-    return Word(help=help, recipe_field=recipe_field, operand="PATTERN", is_repeatable=True)
-
-
-_TENSOR, _HEAD = {"granularity": "tensor"}, {"granularity": "head"}
-_STATIC = {"scaling": "static"}
+_SCALES = {name: {"granularity": name} for name in ("tensor", "head")}
+_STATIC = {"static": {"scaling": "static"}}
+# docs/reference/rows.md says what each of them means.
 WORDS: Mapping[str, Word] = {
     "kv": Word(
-        help="KV cache in FP8. Scales per tensor, head or token; the checkpoint's (static: "
-        "calibrated or of a scale file, unit: 1.0); e4m3 or e5m2. rotate multiplies keys and "
-        "queries by a Hadamard matrix, center takes the calibrated mean off keys",
-        recipe_field="kv_cache",
-        values={
-            "tensor": _TENSOR,
-            "head": _HEAD,
+        "kv_cache",
+        {
+            **_SCALES,
             "token": {"granularity": "token"},
             "checkpoint": {"scaling": "checkpoint"},
-            "static": _STATIC,
+            **_STATIC,
             "unit": {"scaling": "unit"},
             "e4m3": {"format": "e4m3"},
             "e5m2": {"format": "e5m2"},
@@ -85,48 +81,25 @@ WORDS: Mapping[str, Word] = {
         },
     ),
     "linear": Word(
-        help="linear layers in FP8: weights per channel and activations per token; one scale for "
-        "each (tensor); weights in blocks of 128 × 128 (block); FP8 weights alone (weights); "
-        "static scales of activations (static)",
-        recipe_field="linear",
-        values={
+        "linear",
+        {
             "tensor": {"weight": "tensor", "activation": "tensor"},
             "block": {"weight": "block 128x128"},
             "weights": {"activation": None},
-            "static": _STATIC,
+            **_STATIC,
         },
         is_single=True,
     ),
-    "attention": Word(
-        help="attention of diffusion transformers in FP8, per tensor or head; dynamic or static "
-        "scales",
-        recipe_field="attention",
-        values={"tensor": _TENSOR, "head": _HEAD, "static": _STATIC},
-    ),
-    "vision": Word(
-        help="attention of vision towers in FP8, per tensor or head; dynamic or static scales; "
-        "bf16: the same fused path in BF16",
-        recipe_field="vision_attention",
-        values={"tensor": _TENSOR, "head": _HEAD, "static": _STATIC, "bf16": {"dtype": "bf16"}},
-    ),
-    "text_encoder": Word(
-        help="linear layers of a pipeline's text encoders in FP8", recipe_field="text_encoder"
-    ),
-    "ignore": _patterns("ignored_layers", "linear layers that stay as they are"),
-    "include": _patterns(
-        "included_layers", "linear layers that are quantized although they stay by default"
-    ),
-    "weight_only": _patterns("weight_only_layers", "linear layers with FP8 weights alone"),
-    "skip": _patterns("skip_layers", "attention layers that stay as they are"),
-    "promote": Word(
-        help="tiles between additions to the FP32 sum; none: one-level accumulation",
-        recipe_field="promote_every",
-        operand="TILES",
-    ),
-    "scales": Word(help="scale file for static scales", recipe_field="scales", operand="FILE"),
-    "prefill": Word(
-        help="attention of prompts by this implementation", recipe_field=None, operand="IMPL"
-    ),
+    "attention": Word("attention", {**_SCALES, **_STATIC}),
+    "vision": Word("vision_attention", {**_SCALES, **_STATIC, "bf16": {"dtype": "bf16"}}),
+    "text_encoder": Word("text_encoder"),
+    "ignore": Word("ignored_layers", operand="PATTERN"),
+    "include": Word("included_layers", operand="PATTERN"),
+    "weight_only": Word("weight_only_layers", operand="PATTERN"),
+    "skip": Word("skip_layers", operand="PATTERN"),
+    "promote": Word("promote_every", operand="TILES"),
+    "scales": Word("scales", operand="FILE"),
+    "prefill": Word(None, operand="IMPL"),
 }
 
 
@@ -142,51 +115,32 @@ class Dialect:
     plain: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
 
-    def operand(self, word: str) -> str:
-        """What stands for the value of an older word, such as "FILE"; "" if it takes none."""
-        if not word.endswith("="):
-            return ""
-        _, _, last = self.words[word].rpartition("+")
-        return WORDS[last.rstrip("=")].operand or ""
-
     @property
     def names(self) -> dict[str, str]:
         """Every word by its name, with how it is written."""
-        own = {word.rstrip("="): word + self.operand(word) for word in self.words}
-        known = {n: w.usage(n) for n, w in WORDS.items() if not self.takes or n in self.takes}
-        return {**{word: word for word in (*PLAIN, *self.plain)}, **own, **known}
+        found = {word: word for word in (*PLAIN, *self.plain)}
+        for word, meaning in self.words.items():
+            name, equals, _ = word.partition("=")
+            last = meaning.rpartition("+")[2].rstrip("=")  # takes the value
+            found[name] = WORDS[last].usage(name) if equals else name
+        known = self.takes or WORDS
+        return {**found, **{name: WORDS[name].usage(name) for name in WORDS if name in known}}
 
 
 CANONICAL = Dialect()
 _LINEAR_PATTERNS = ("ignore", "include", "weight_only")
 ENGINE = Dialect(
-    words={
-        "fp8": "kv",
-        "fp8_e4m3": "kv=e4m3",
-        "fp8_e5m2": "kv=e5m2",
-        "head": "kv=head",
-        "token": "kv=token",
-        "unit": "kv=unit",
-    }
+    words={"fp8": "kv", "fp8_e4m3": "kv=e4m3", "fp8_e5m2": "kv=e5m2"}
+    | {word: f"kv={word}" for word in ("head", "token", "unit")}
 )
 LANGUAGE = Dialect(  # perplexity, needles, MRCR, choice and math
-    words={
-        "unit": "kv=unit",
-        "tensor": "kv=tensor,static",
-        "head": "kv=head,static",
-        "token": "kv=token",
-        "rotate": "kv=rotate",
-        "center": "kv=center",
-    }
+    words={"unit": "kv=unit", "tensor": "kv=tensor,static", "head": "kv=head,static"}
+    | {word: f"kv={word}" for word in ("token", "rotate", "center")}
 )
 IMAGES = Dialect(
-    words={
-        "fp8": "linear",
-        "tensor": "linear=tensor",
-        "block": "linear=block",
-        "weights": "linear=weights",
-        "static=": "linear=static+scales=",
-    }
+    words={"fp8": "linear"}
+    | {word: f"linear={word}" for word in ("tensor", "block", "weights")}
+    | {"static=": "linear=static+scales="}
 )
 DIFFUSION = Dialect(
     words={

@@ -90,11 +90,10 @@ def read_lines(path: Path, format: RowFormat[Row]) -> list[Row]:
     with open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # waits for a row that is being written
         *lines, end = file.read().split(b"\n")
-    rows = [
-        _parse(line, path, number, format) for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    if end.strip() and not _is_torn(end, path, len(lines) + 1, format):
-        rows.append(_parse(end, path, len(lines) + 1, format))
+    numbered = enumerate(lines, 1)
+    rows = [_parse(line, path, number, format) for number, line in numbered if line.strip()]
+    if end.strip() and (last := _parse_end(end, path, len(lines) + 1, format)) is not None:
+        rows.append(last)
     return rows
 
 
@@ -105,11 +104,12 @@ def _parse(line: bytes, path: str | os.PathLike[str], number: int, format: RowFo
         raise CheckpointError(f"{os.fspath(path)}:{number}: {error}") from error
 
 
-def _is_torn(end: bytes, path: str | os.PathLike[str], number: int, format: RowFormat[Row]) -> bool:
-    """Whether the text after the last newline is the beginning of a row; warns if so."""
+def _parse_end(
+    end: bytes, path: str | os.PathLike[str], number: int, format: RowFormat[Row]
+) -> Row | None:
+    """The row after the last newline; None, with a warning, where it is the beginning of one."""
     try:
-        _parse(end, path, number, format)
-        return False
+        return _parse(end, path, number, format)
     except CheckpointError:
         # A file that grew before its data arrived ends in zeros.
         start = end.rstrip(b"\0")[: len(format.start)]
@@ -120,7 +120,7 @@ def _is_torn(end: bytes, path: str | os.PathLike[str], number: int, format: RowF
         TornLineWarning,
         stacklevel=4,
     )
-    return True
+    return None
 
 
 def _repair_end(file: RawIOBase, path: str | os.PathLike[str], format: RowFormat[Row]) -> None:
@@ -133,7 +133,7 @@ def _repair_end(file: RawIOBase, path: str | os.PathLike[str], format: RowFormat
     file.seek(0)
     content = file.readall()
     start = content.rfind(b"\n") + 1
-    if _is_torn(content[start:], path, content.count(b"\n") + 1, format):
+    if _parse_end(content[start:], path, content.count(b"\n") + 1, format) is None:
         file.truncate(start)
     else:
         _write_whole(file, b"\n")

@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import UnsupportedError
 from octavo.measure.bench import peers
+from octavo.measure.bench.peers import Inputs
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.error import relative_rms
 from octavo.numerics.formats import E4M3
@@ -153,7 +154,7 @@ def three(*tokens, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 72])
 def test_a_dense_batch(cudnn, head_dim, is_causal):
     q, k, v = three(2, 9, head_dim=head_dim)
-    actual = peers.cudnn_fp8(None, q, k, v, is_causal)().dequantize()
+    actual = peers.cudnn_fp8(None, Inputs((q, k, v), is_causal=is_causal))().dequantize()
     expected, _ = attention(q, k, v, AttentionSpec(causal=is_causal))
     assert actual.shape == q.shape
     assert relative_rms(actual, expected) < 0.07
@@ -164,7 +165,7 @@ def test_a_dense_batch(cudnn, head_dim, is_causal):
 def test_packed_sequences(cudnn, head_dim, is_causal):
     q, k, v = three(18, head_dim=head_dim)
     packing = Packing.same(torch.tensor([0, 9, 10, 15, 18], dtype=torch.int32), 9)
-    actual = peers.cudnn_fp8(None, q, k, v, is_causal, packing)().dequantize()
+    actual = peers.cudnn_fp8(None, Inputs((q, k, v), packing, is_causal))().dequantize()
     expected, _ = varlen_attention(q, k, v, packing, AttentionSpec(causal=is_causal))
     assert actual.shape == q.shape
     assert relative_rms(actual, expected) < 0.07
@@ -173,4 +174,4 @@ def test_packed_sequences(cudnn, head_dim, is_causal):
 def test_what_cudnn_does_not_support(cudnn, monkeypatch):
     monkeypatch.setattr(Graph, "is_supported", False)
     with pytest.raises(UnsupportedError, match="^no engine$"):
-        peers.cudnn_fp8(None, *three(1, 4, head_dim=16), False)
+        peers.cudnn_fp8(None, Inputs(tuple(three(1, 4, head_dim=16))))

@@ -18,7 +18,7 @@ from octavo.integrations.transformers.vision_tower import (
     twin,
 )
 from octavo.layers.encoder_attention import EncoderAttention
-from octavo.measure.bench import encoder, peer_impls
+from octavo.measure.bench import encoder, peer_impls, timing
 from octavo.measure.bench.cases import RESOLUTIONS
 from octavo.measure.bench.encoder import (
     MAX_GRAPH_ERROR,
@@ -172,18 +172,18 @@ def test_the_fastest_peer_attends_in_ours(tower, monkeypatch):
     """A peer that is there takes part by its name, in every layer; one that is not is left out."""
     seen = []
 
-    def fast(folder, fp8, q, k, v, is_causal, packing, out):
+    def fast(folder, fp8, inputs):
         seen.append(folder)
-        return lambda: ops.attention(q, k, v, packing=packing, impl="reference")
+        return lambda: ops.attention(*inputs.qkv, packing=inputs.packing, impl="reference")
 
     def missing(*_):
         raise UnsupportedError("vllm is not installed")
 
     monkeypatch.setattr(peer_impls, "PEERS", {"missing": missing, "fast": fast})
     monkeypatch.setattr(
-        peer_impls, "sample_in_turn_ms", lambda calls, *_, **__: [[2.0 / (i + 1)] for i in range(2)]
+        timing, "sample_in_turn_ms", lambda calls, *_, **__: [[2.0 / (i + 1)] for i in range(2)]
     )
-    with peer_impls.registered(tmp := Path("peers"), ["missing", "fast"]) as names:
+    with peer_impls.registered(tmp := Path("peers"), torch.device("cuda")) as names:
         inputs = make_pixels(tower.module, [(256, 256)])
         other = twin(tower.module)
         apply_(other, Recipe(vision_attention="bf16"))

@@ -11,9 +11,8 @@ from octavo.measure.bench import engine, engine_load
 from octavo.measure.bench.cases import LatencyCase
 from octavo.measure.bench.engine import make_rows, open_subject
 from octavo.measure.bench.engine_load import (
-    curve_values,
+    fit_values,
     length_values,
-    line_values,
     run_load,
     vllm_documents,
 )
@@ -25,7 +24,7 @@ from octavo.measure.fit import (
     fit_quadratic,
 )
 from octavo.measure.records import Measurement
-from octavo.measure.report.latency import fit_itl, fit_ttft
+from octavo.measure.report.latency import ITL, TTFT, fit_itl, fit_ttft
 from octavo.measure.run import Records
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
@@ -207,17 +206,19 @@ def test_graphs_are_captured_before_the_clock_starts(subject, monkeypatch):
 
 def test_values_of_a_line():
     first = Line(3.0, 4e-5, 0.01)
-    assert line_values(first, None) == {
+    assert fit_values(ITL, first, None) == {
         "itl_intercept_ms": 3.0,
         "itl_slope_us_per_1k_tokens": pytest.approx(40.0),
         "itl_residual_ms": 0.01,
     }
-    values = line_values(Line(3.02, 2e-5, 0.01), first)
+    values = fit_values(ITL, Line(3.02, 2e-5, 0.01), first)
     assert values["intercept_gap_ms"] == pytest.approx(0.02)
     assert values["slope_ratio"] == 0.5
     assert values["break_even_tokens"] == pytest.approx(1000)
-    assert line_values(Line(2.9, 2e-5, 0.01), first)["break_even_tokens"] < 0
-    assert line_values(Line(2.9, 8e-5, 0.01), first)["faster_up_to_tokens"] == pytest.approx(2500)
+    assert fit_values(ITL, Line(2.9, 2e-5, 0.01), first)["break_even_tokens"] < 0
+    assert fit_values(ITL, Line(2.9, 8e-5, 0.01), first)["faster_up_to_tokens"] == pytest.approx(
+        2500
+    )
 
 
 def test_values_of_a_curve():
@@ -226,13 +227,13 @@ def test_values_of_a_curve():
         fit_quadratic(lengths, [c + 0.01 * x + a * x**2 + (x == off) / 8 for x in lengths])
         for c, a, off in ((50.0, 2e-6, 0), (75.0, 1e-6, 4000))
     )
-    values = curve_values(own, first)
+    values = fit_values(TTFT, own, first)
     assert values["ttft_break_even_tokens"] == pytest.approx(5000, rel=0.01)
     low, high = (values[f"ttft_break_even_{end}_tokens"] for end in ("low", "high"))
     assert 4500 < low < 5000 < high < 5500
     assert "ttft_faster_up_to_tokens" not in values
-    assert curve_values(first, own)["ttft_faster_up_to_tokens"] == pytest.approx(5000, rel=0.01)
-    given = curve_values(Quadratic(1, 2e-3, 3e-6, 0), first)  # at which lengths, nobody says
+    assert fit_values(TTFT, first, own)["ttft_faster_up_to_tokens"] == pytest.approx(5000, rel=0.01)
+    given = fit_values(TTFT, Quadratic(1, 2e-3, 3e-6, 0), first)  # at which lengths, nobody says
     assert "square_ratio" in given and "ttft_break_even_tokens" not in given
 
 

@@ -6,10 +6,10 @@ pytest.importorskip("transformers")
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench import engine, engine_load
-from octavo.measure.bench.cases import RandomPrompt, ThroughputCase
+from octavo.measure.bench.cases import ThroughputCase
 from octavo.measure.bench.engine import make_rows, open_engine, open_subject, serve_prompts
 from octavo.measure.bench.engine_load import run_load
-from octavo.measure.bench.requests import RequestTimes
+from octavo.measure.bench.requests import Prompt, RequestTimes
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -87,7 +87,7 @@ def test_prompts_that_never_fit_raise_before_any_runs(subject):
     (row,) = make_rows(["auto"], subject)
     with open_engine(subject, row, EngineSettings(num_pages=2)) as engine:
         with pytest.raises(ConfigError, match="within the context of 128 tokens"):
-            serve_prompts(engine, [RandomPrompt((1, 2), 3), RandomPrompt((1,) * 500, 3)])
+            serve_prompts(engine, [Prompt(3, (1, 2)), Prompt(3, (1,) * 500)])
         assert not engine.has_work
 
 
@@ -95,7 +95,7 @@ def test_times_of_served_prompts(subject):
     (row,) = make_rows(["auto"], subject)
     seen = []
     with open_engine(subject, row, EngineSettings(num_pages=8, max_queue=2)) as engine:
-        prompts = [RandomPrompt((1, 2), 3), RandomPrompt((3,), 1), RandomPrompt((4, 5, 6), 2)]
+        prompts = [Prompt(3, (1, 2)), Prompt(1, (3,)), Prompt(2, (4, 5, 6))]
         times, duration_s = serve_prompts(engine, prompts, on_token=lambda: seen.append(1))
     assert [one.output_len for one in times] == [3, 1, 2] and len(seen) == 6
     assert all(one.error is None and one.ttft_s > 0 for one in times)

@@ -144,9 +144,9 @@ def test_how_much_of_the_ceiling():
     ceilings = Ceilings(gb_per_s=4000, bf16_tflops=800, fp8_tflops=1300)
     assert ceilings.percent("FP8", 650, 400) == 50
     assert ceilings.percent("BF16", 600, 400) == 75
-    assert ceilings.percent("BF16 to FP8", None, 3000) == 75
+    assert ceilings.percent("BF16 to FP8", 0, 3000) == 75
     assert ceilings.percent("FP8", 10, 3600) == 90
-    assert Ceilings(4000, 800).percent("FP8", 400, None) == 50
+    assert Ceilings(4000, 800).percent("FP8", 400, 0) == 50
 
 
 def test_the_ceilings_of_this_machine(quantize):

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from octavo.errors import UnsupportedError
 from octavo.measure.bench import peers
+from octavo.measure.bench.peers import Inputs
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.error import relative_rms
 from octavo.numerics.qkv import QkvScales
@@ -22,9 +23,9 @@ ENDS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
 def test_a_peer_that_is_not_installed(tmp_path):
     q = torch.zeros(1, 4, 2, 16)
     with pytest.raises(UnsupportedError, match="fa3_fwd is not installed"):
-        peers.fa3_fwd(tmp_path, True, q, q, q, False)
+        peers.fa3_fwd(tmp_path, True, Inputs((q, q, q)))
     with pytest.raises(UnsupportedError, match="vllm is not installed"):
-        peers.vllm_fa3(None, False, q, q, q, False)
+        peers.vllm_fa3(None, False, Inputs((q, q, q)))
 
 
 def test_a_packed_library_is_unpacked(tmp_path):
@@ -38,7 +39,7 @@ def test_a_packed_library_is_unpacked(tmp_path):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_torch_gives_attention(is_causal):
     q, k, v = (torch.randn(1, 9, heads, 16) for heads in (4, 2, 2))
-    call = peers.sdpa(SDPBackend.MATH, q, k, v, is_causal)
+    call = peers.sdpa(SDPBackend.MATH, Inputs((q, k, v), is_causal=is_causal))
     expected, _ = attention(q, k, v, AttentionSpec(causal=is_causal))
     torch.testing.assert_close(call(), expected, rtol=0, atol=1e-5)
 
@@ -46,7 +47,7 @@ def test_torch_gives_attention(is_causal):
 def test_a_backend_that_cannot():
     q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError):
-        peers.sdpa(SDPBackend.CUDNN_ATTENTION, q, q, q, False)
+        peers.sdpa(SDPBackend.CUDNN_ATTENTION, Inputs((q, q, q)))
 
 
 class Library:
@@ -94,7 +95,7 @@ def three(*tokens):
 @pytest.mark.parametrize(("peer", "is_dense"), [(peers.vllm_fa3, False), (peers.fa3_fwd, True)])
 def test_flash_attention_of_a_dense_batch(library, peer, is_dense, fp8, error, is_causal):
     q, k, v = three(2, 9)
-    actual = peer(None, fp8, q, k, v, is_causal)()
+    actual = peer(None, fp8, Inputs((q, k, v), is_causal=is_causal))()
     assert actual.shape == q.shape and library.is_dense == is_dense
     expected, _ = attention(q, k, v, AttentionSpec(causal=is_causal))
     assert relative_rms(actual, expected) < error
@@ -106,7 +107,7 @@ def test_flash_attention_of_a_dense_batch(library, peer, is_dense, fp8, error, i
 def test_flash_attention_of_packed_sequences(library, peer, fp8, error, is_causal):
     q, k, v = three(14)
     packing = Packing.same(ENDS, 9)
-    actual = peer(None, fp8, q, k, v, is_causal, packing)()
+    actual = peer(None, fp8, Inputs((q, k, v), packing, is_causal))()
     assert actual.shape == q.shape and not library.is_dense
     expected, _ = varlen_attention(q, k, v, packing, AttentionSpec(causal=is_causal))
     assert relative_rms(actual, expected) < error
@@ -115,16 +116,16 @@ def test_flash_attention_of_packed_sequences(library, peer, fp8, error, is_causa
 def test_vllm_with_fewer_queries_than_keys(library):
     q, k, v = three(1, 9)
     with pytest.raises(UnsupportedError, match="as many queries as keys"):
-        peers.vllm_fa3(None, False, q[:, :3], k, v, False)
+        peers.vllm_fa3(None, False, Inputs((q[:, :3], k, v)))
 
 
 @pytest.mark.parametrize("packing", [None, Packing.same(torch.tensor([0, 1, 2]), 1)])
 def test_fp8_operands_are_padded_to_16(packing):
     q, k, v = three(2, 3) if packing is None else three(2)
-    (q8, k8, v8), scales = peers._operands(q, k, v, True, packing)
+    (q8, k8, v8), scales = peers._operands(True, Inputs((q, k, v), packing))
     assert q8.shape[-1] == k8.shape[-1] == v8.shape[-1] == 80
     assert [tuple(scale.shape) for scale in scales] == [(2, 2)] * 3
-    assert peers._operands(q, k, v, False, packing)[0] == (q, k, v)
+    assert peers._operands(False, Inputs((q, k, v), packing))[0] == (q, k, v)
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_cudnn_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "cudnn", None)
     q = torch.zeros(1, 4, 2, 16)
     with pytest.raises(UnsupportedError, match="nvidia-cudnn-frontend is not installed"):
-        peers.cudnn_fp8(tmp_path, q, q, q, False)
+        peers.cudnn_fp8(tmp_path, Inputs((q, q, q)))
 
 
 def test_libraries_beside_torch_are_loaded(monkeypatch, tmp_path):

@@ -12,8 +12,8 @@ from octavo.measure.bench.cases import Workload
 from octavo.measure.bench.requests import (
     DataSet,
     ImageRequests,
+    Prompt,
     RequestTimes,
-    ServingPrompt,
     custom_data,
     goodput,
     random_mm_data,
@@ -51,7 +51,7 @@ def test_a_prompt_may_have_any_character(tmp_path):
     path = tmp_path / "data"
     row = json.dumps({"prompt": text, "output_tokens": 1}, ensure_ascii=False)
     path.write_bytes(f"{row}\r\n".encode())
-    assert custom_data(path, 1).prompts == (ServingPrompt(text, 1),)
+    assert custom_data(path, 1).prompts == (Prompt(1, text=text),)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_the_first_question_of_each_conversation(tmp_path):
     system = {"conversations": [{"from": "system", "value": "x"}, {"from": "gpt", "value": "y"}]}
     path = write(tmp_path, [chat("a b c d e", "f g h i", "more"), chat("alone"), system])
     data = sharegpt_data(path, 1, output_len=7)
-    assert data.prompts == (ServingPrompt("a b c d e", 7),)
-    assert sharegpt_data(path, 1, count_tokens=words).prompts == (ServingPrompt("a b c d e", 4),)
+    assert data.prompts == (Prompt(7, text="a b c d e"),)
+    assert sharegpt_data(path, 1, count_tokens=words).prompts == (Prompt(4, text="a b c d e"),)
     with pytest.raises(ConfigError, match="expected 2 prompts or more, got 1"):
         sharegpt_data(path, 2, output_len=7)
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("httpx")
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.measure.bench.cases import ServingCase, Workload
-from octavo.measure.bench.requests import DataSet, ServingPrompt
+from octavo.measure.bench.requests import DataSet, Prompt
 from octavo.measure.bench.serving import make_record, run_serving, vllm_result
 from octavo.measure.records import Measurement
 from octavo_testkit.serving.scripted_server import scripted
@@ -155,7 +155,7 @@ def test_octavo_s_own_server_takes_the_load():
     with listening() as (url, engine, _):
         case = ServingCase(base_url=url, workload=WORK, max_concurrency=2, percentiles=(99.0,))
         served = run_serving(case)
-        texts = DataSet(prompts=(ServingPrompt("say:hello", 4),) * 2)
+        texts = DataSet(prompts=(Prompt(4, text="say:hello"),) * 2)
         chat = run_serving(ServingCase(base_url=url, workload=texts, backend="openai-chat"))
         assert engine.num_open == 0
     result = vllm_result(case, served, metadata={}, is_detailed=False)
@@ -231,7 +231,7 @@ def test_a_ramp_goes_from_one_rate_to_another(strategy, middle):
 
 
 def test_texts_and_images_go_to_chat():
-    prompts = (ServingPrompt("one", 3), ServingPrompt("two", 3, ("data:image/png;base64,AA",)))
+    prompts = (Prompt(3, text="one"), Prompt(3, text="two", images=("data:image/png;base64,AA",)))
     with scripted() as server:
         case = make_case(server, workload=DataSet(prompts=prompts), backend="openai-chat")
         served = run_serving(case)
@@ -248,14 +248,14 @@ def test_texts_and_images_go_to_chat():
 
 
 def test_a_chat_without_text_has_one_part():
-    data = DataSet(prompts=(ServingPrompt("hello", 2),))
+    data = DataSet(prompts=(Prompt(2, text="hello"),))
     with scripted(["empty"]) as server:
         served = run_serving(make_case(server, workload=data, backend="openai-chat"))
     assert len(served.times[0].parts_s) == 1 and served.metrics["total_output_tokens"] == 2
 
 
 def test_texts_go_to_completions():
-    data = DataSet(prompts=(ServingPrompt("hello", 2),), seed=3, facts={"dataset": "custom"})
+    data = DataSet(prompts=(Prompt(2, text="hello"),), seed=3, facts={"dataset": "custom"})
     with scripted() as server:
         case = make_case(server, workload=data)
         served = run_serving(case)
@@ -265,7 +265,7 @@ def test_texts_go_to_completions():
     assert "input_len" not in record.case
 
 
-IMAGES = DataSet(prompts=(ServingPrompt("x", 1, ("data:,",)),))
+IMAGES = DataSet(prompts=(Prompt(1, text="x", images=("data:,",)),))
 
 
 @pytest.mark.parametrize(

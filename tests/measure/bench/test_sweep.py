@@ -53,7 +53,7 @@ def benchmarks(monkeypatch):
 def run(tmp_path, text=TEXT):
     sweep = load(tmp_path, text)
     path = tmp_path / "records.jsonl"
-    outcomes = run_sweep(sweep, combinations(sweep), path, device="cpu")
+    outcomes = list(run_sweep(sweep, combinations(sweep), path, device="cpu"))
     reasons = {outcome.reason for outcome in outcomes if outcome.state == "failed"}
     assert reasons <= {"boom", "RuntimeError: out of memory"}
     return [(o.combination.load.kind, o.combination.row.name, o.state) for o in outcomes]

@@ -6,40 +6,30 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.measure.bench.timing import sample_ms, sample_sustained_ms
+from octavo.measure.bench.timing import sample_in_turn_ms, sample_sustained_ms
 
 CPU = torch.device("cpu")
 
 
 def test_samples_are_times_of_single_calls():
-    samples = sample_ms(lambda: time.sleep(0.002), CPU, warmup_ms=2, budget_ms=10)
-    assert len(samples) >= 5
-    assert all(2 <= sample < 200 for sample in samples)
+    calls = [lambda: time.sleep(0.002), lambda: time.sleep(0.008)]
+    short, long = sample_in_turn_ms(calls, CPU, warmup_ms=0, num_samples=3)
+    assert len(short) == len(long) == 3
+    assert all(2 <= sample < 200 for sample in short) and all(8 <= sample < 200 for sample in long)
 
 
-def test_the_budget_ends_sampling():
-    assert len(sample_ms(lambda: time.sleep(0.001), CPU, warmup_ms=0, budget_ms=50)) <= 50
-
-
-def test_a_slow_call_still_gets_its_samples():
-    samples = sample_ms(lambda: time.sleep(0.002), CPU, warmup_ms=0, budget_ms=0, min_samples=3)
-    assert len(samples) == 3
-
-
-def test_a_quick_call_stops_at_the_limit():
-    assert len(sample_ms(lambda: None, CPU, budget_ms=1e9, warmup_ms=0, max_samples=20)) == 20
-
-
-@pytest.mark.parametrize(("least", "most"), [(0, 5), (6, 5)])
-def test_limits_that_contradict_each_other(least, most):
-    with pytest.raises(ConfigError, match=f"got {least} and {most}"):
-        sample_ms(lambda: None, CPU, min_samples=least, max_samples=most)
+def test_calls_take_turns_after_the_warm_up():
+    seen = []
+    calls = [lambda: seen.append("a") or time.sleep(0.002), lambda: seen.append("b")]
+    sample_in_turn_ms(calls, CPU, warmup_ms=1, num_samples=2)
+    assert seen == ["a", "b"] * 3
+    assert sample_in_turn_ms([], CPU) == []
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_its_own_clock():
     cycles = 10_000_000
-    samples = sample_ms(lambda: torch.cuda._sleep(cycles), torch.device("cuda"), budget_ms=50)
+    (samples,) = sample_in_turn_ms([lambda: torch.cuda._sleep(cycles)], torch.device("cuda"))
     assert 1 < min(samples) <= max(samples) < 100
 
 

@@ -26,9 +26,11 @@ from octavo.measure.bench.benchmark import (
     value_of,
 )
 from octavo.measure.bench.linear import scaling_options
+from octavo.measure.bench.peers import Inputs
 from octavo.measure.records import Scalar
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.granularity import PerHead
+from octavo.numerics.qkv import QuantizedQkv
 from octavo.numerics.quantize import Quantized
 from octavo.reference.attention import varlen_attention
 from octavo.reference.paged import paged_attention
@@ -54,28 +56,20 @@ class Size:
         """Tokens of all sequences."""
         return sum(self.lengths)
 
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Heads of q, k and v."""
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
-
     def shown(self, op: str) -> str:
         """The shape as records of an op have it."""
-        count, first = len(self.lengths), self.lengths[0]
-        match op:
-            case "packed_attention":
-                tokens = "+".join(map(str, self.lengths))
-            case "decode_attention" if set(self.lengths) != {first}:
-                tokens = f"{count} uneven"
-            case _:
-                tokens = f"{count}x{first}"
+        tokens = f"{len(self.lengths)}x{self.lengths[0]}"
+        if op == "packed_attention":
+            tokens = "+".join(map(str, self.lengths))
+        elif op == "decode_attention" and len(set(self.lengths)) > 1:
+            tokens = f"{len(self.lengths)} uneven"
         kv_heads = "" if op == "encoder_attention" else f"/{self.num_kv_heads}"
         return f"{tokens} heads {self.num_heads}{kv_heads} head_dim {self.head_dim}"
 
     def num_bytes(self, operands: str) -> int:
         """Bytes moved with operands of this kind: q, k and v are read, the BF16 result written."""
         width = 1 if operands == "FP8" else 2
-        per_token = width * sum(self.heads) + 2 * self.num_heads
+        per_token = width * (self.num_heads + 2 * self.num_kv_heads) + 2 * self.num_heads
         return self.num_tokens * self.head_dim * per_token
 
     def last_queries(self, result: Tensor | Quantized) -> Tensor:
@@ -85,7 +79,7 @@ class Size:
         packed = value.flatten(0, 1) if value.dim() == 4 else value
         return torch.cat([rows[-CHECKED:] for rows in packed.split(self.lengths)])
 
-    def truth(self, inputs: "Inputs") -> Tensor:
+    def truth(self, inputs: Inputs) -> Tensor:
         """What the last queries of every sequence see of all its keys, in float64."""
         q, k, v = (x.flatten(0, 1) if x.dim() == 4 else x for x in inputs.qkv)
         counts = tuple(min(CHECKED, length) for length in self.lengths)
@@ -95,26 +89,14 @@ class Size:
         return varlen_attention(rows, k, v, packing, spec, compute=torch.float64)[0]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """q, k and v [tokens, heads, head_dim] in BF16 and where their sequences lie, or a batch."""
-
-    qkv: tuple[Tensor, Tensor, Tensor]
-    packing: Packing | None
-
-
-def _ours(impl: str, operands: str, is_causal: bool, inputs: Inputs) -> Call:
+def _ours(impl: str, operands: str, inputs: Inputs) -> Call:
     """Our own attention over BF16, or over q, k and v that are quantized before."""
-    spec, packing = AttentionSpec(causal=is_causal), inputs.packing
+    spec, packing = AttentionSpec(causal=inputs.is_causal), inputs.packing
     if operands == "BF16":
         return partial(ops.attention, *inputs.qkv, spec, packing=packing, impl=impl)
     ends = None if packing is None else packing.cu_seqlens_k
     made = ops.quantize_qkv(*inputs.qkv, value_layout="transposed", cu_seqlens=ends)
-    options: Any = {"packing": packing, "value_layout": made.value_layout, "impl": impl}
-    return partial(ops.attention, made.q, made.k, made.v, spec, made.scales, **options)
-
-
-Entry = tuple[str, str, Prepare, dict[str, Scalar]]  # who, with which operands, how, and notes
+    return _over(made, spec, packing, impl=impl)
 
 
 def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -> Benchmark:
@@ -129,77 +111,67 @@ def _attention(op: str, size: Size, device: torch.device, folder: Path | None) -
         if is_encoder:  # views of one joint projection
             q, k, v = normal(generator, *tokens, 3, size.num_heads, size.head_dim).unbind(1)
         else:
-            q, k, v = (normal(generator, *tokens, n, size.head_dim) for n in size.heads)
+            heads = (size.num_heads, size.num_kv_heads, size.num_kv_heads)
+            q, k, v = (normal(generator, *tokens, n, size.head_dim) for n in heads)
         packing = None if is_dense else make_packing(size.lengths, size.lengths, device=device)
-        return Inputs((q, k, v), packing)
+        return Inputs((q, k, v), packing, size.is_causal)
+
+    def entry(name: str, operands: str, prepare: Prepare, **notes: Scalar) -> Participant:
+        num_bytes = size.num_bytes("BF16" if is_encoder else operands)
+        return Participant(name, operands, prepare, MAX_ERROR[operands], num_bytes, notes)
 
     case: dict[str, Scalar] = {"shape": size.shown(op)}
     if not is_encoder:
         case["causal"] = size.is_causal
-    find_entries = _encoder_entries if is_encoder else partial(_entries, is_dense)
-    participants = tuple(
-        Participant(
-            name,
-            operands,
-            prepare,
-            MAX_ERROR[operands],
-            size.num_bytes("BF16" if is_encoder else operands),
-            notes,
-        )
-        for name, operands, prepare, notes in find_entries(size, device, folder)
-    )
     work_of = partial(work, num_heads=size.num_heads, head_dim=size.head_dim)
     return Benchmark(
         op=op,
         case=case,
         make_inputs=seeded(device, draw),
         truth=size.truth,
-        participants=participants,
+        participants=tuple(_participants(op, entry, size, device, folder)),
         flops=sum(work_of(1, n, n, is_causal=size.is_causal) for n in size.lengths),
         checked=lambda inputs, result: size.last_queries(result),
     )
 
 
-def _entries(
-    is_dense: bool, size: Size, device: torch.device, folder: Path | None
-) -> Iterator[Entry]:
-    for operands in ("FP8", "BF16"):
-        for name in timed_impls("attention", device):
-            yield name, operands, partial(_ours, name, operands, size.is_causal), {}
-    if device.type != "cuda":
-        return
-    peer = partial(_peer, size.is_causal)
-    yield "vllm-fa3", "FP8", peer(peers.vllm_fa3, folder, True), {}
-    yield "vllm-fa3", "BF16", peer(peers.vllm_fa3, folder, False), {}
-    yield "fa3-fwd", "FP8", peer(peers.fa3_fwd, folder, True), {"levels": 1}
-    yield "fa3-fwd", "BF16", peer(peers.fa3_fwd, folder, False), {}
-    yield "cudnn", "FP8", peer(peers.cudnn_fp8, folder), {"output": "FP8"}
-    if is_dense:
-        yield "torch-cudnn", "BF16", partial(_sdpa, SDPBackend.CUDNN_ATTENTION, size), {}
-        yield "torch-flash", "BF16", partial(_sdpa, SDPBackend.FLASH_ATTENTION, size), {}
-
-
-def _encoder_entries(size: Size, device: torch.device, folder: Path | None) -> Iterator[Entry]:
-    for scaling in ("static", "dynamic with history"):
-        yield "octavo", "FP8", partial(_quantized_inside, scaling), {"scaling": scaling}
-    if device.type == "cuda":
-        yield "vllm-fa3", "BF16", _peer(False, peers.vllm_fa3, folder, False), {}
-        yield "fa3-fwd", "BF16", _peer(False, peers.fa3_fwd, folder, False), {}
-        yield "torch-cudnn", "BF16", partial(_sdpa, SDPBackend.CUDNN_ATTENTION, size), {}
+def _participants(
+    op: str,
+    entry: Callable[..., Participant],
+    size: Size,
+    device: torch.device,
+    folder: Path | None,
+) -> Iterator[Participant]:
+    """Ours, then on a GPU the peers: all in BF16, and in FP8 where they take it."""
+    is_encoder, is_cuda = op == "encoder_attention", device.type == "cuda"
+    if is_encoder:
+        for scaling in ("static", "dynamic with history"):
+            yield entry("octavo", "FP8", partial(_quantized_inside, scaling), scaling=scaling)
+        if not is_cuda:
+            yield entry("reference", "BF16", partial(_ours, "reference", "BF16"))
     else:
-        yield "reference", "BF16", partial(_ours, "reference", "BF16", False), {}
-
-
-def _peer(is_causal: bool, function: Callable[..., Call], *settings: object) -> Prepare:
-    """A peer over packed sequences or a dense batch."""
-    return lambda inputs: function(*settings, *inputs.qkv, is_causal, inputs.packing)
+        for operands in MAX_ERROR:
+            for name in timed_impls("attention", device):
+                yield entry(name, operands, partial(_ours, name, operands))
+    if not is_cuda:
+        return
+    if not is_encoder:
+        yield entry("vllm-fa3", "FP8", partial(peers.vllm_fa3, folder, True))
+        yield entry("fa3-fwd", "FP8", partial(peers.fa3_fwd, folder, True), levels=1)
+        yield entry("cudnn", "FP8", partial(peers.cudnn_fp8, folder), output="FP8")
+    yield entry("vllm-fa3", "BF16", partial(peers.vllm_fa3, folder, False))
+    yield entry("fa3-fwd", "BF16", partial(peers.fa3_fwd, folder, False))
+    if op != "packed_attention":
+        yield entry("torch-cudnn", "BF16", partial(_sdpa, SDPBackend.CUDNN_ATTENTION, size))
+    if op == "attention":
+        yield entry("torch-flash", "BF16", partial(_sdpa, SDPBackend.FLASH_ATTENTION, size))
 
 
 def _sdpa(backend: SDPBackend, size: Size, inputs: Inputs) -> Call:
     """Images of one size are a dense batch to torch."""
     dense = (len(size.lengths), size.lengths[0])
     q, k, v = (x if x.dim() == 4 else x.unflatten(0, dense) for x in inputs.qkv)
-    return peers.sdpa(backend, q, k, v, size.is_causal)
+    return peers.sdpa(backend, replace(inputs, qkv=(q, k, v)))
 
 
 def _quantized_inside(scaling: str, inputs: Inputs) -> Call:
@@ -208,15 +180,13 @@ def _quantized_inside(scaling: str, inputs: Inputs) -> Call:
     assert packing is not None
     options = scaling_options(scaling, packing.cu_seqlens_k.device)
     options |= {"value_layout": "transposed", "cu_seqlens": packing.cu_seqlens_k}
+    return lambda: _over(ops.quantize_qkv(*inputs.qkv, **options), AttentionSpec(), packing)()
 
-    def call() -> Tensor:
-        made = ops.quantize_qkv(*inputs.qkv, **options)
-        qkv, layout = (made.q, made.k, made.v), made.value_layout
-        return ops.attention(
-            *qkv, AttentionSpec(), made.scales, packing=packing, value_layout=layout
-        )
 
-    return call
+def _over(made: QuantizedQkv, spec: AttentionSpec, packing: Packing | None, **impl: Any) -> Call:
+    """Our attention over q, k and v that are quantized."""
+    options = {"packing": packing, "value_layout": made.value_layout, **impl}
+    return partial(ops.attention, made.q, made.k, made.v, spec, made.scales, **options)
 
 
 ATTENTION = Suite(
@@ -283,11 +253,12 @@ class DecodeInputs:
 def _decode(size: DecodeSize, device: torch.device, folder: Path | None) -> Benchmark:
     checked = sorted({0, len(size.lengths) // 2, len(size.lengths) - 1})
 
-    def entry(name: str, operands: str, prepare: Prepare) -> Participant:
+    def entry(name: str, operands: str, prepare: Callable[..., Call]) -> Participant:
         # Keys and values: all else is small.
         num_values = 2 * size.num_tokens * size.num_kv_heads * size.head_dim
         num_bytes = num_values * (1 if operands == "FP8" else 2)
-        return Participant(name, operands, prepare, MAX_DECODE_ERROR[operands], num_bytes)
+        own = partial(prepare, name, operands)
+        return Participant(name, operands, own, MAX_DECODE_ERROR[operands], num_bytes)
 
     def ours(impl: str, operands: str, inputs: DecodeInputs) -> Call:
         """With a plan made before, as for one of many layers."""
@@ -295,22 +266,21 @@ def _decode(size: DecodeSize, device: torch.device, folder: Path | None) -> Benc
         plan = ops.plan_decode(view, num_heads=q.shape[2], dtype=q.dtype, impl=impl)
         return partial(ops.decode_attention, q, view, plan=plan, impl=impl)
 
-    def vllm(operands: str, inputs: DecodeInputs) -> Call:
+    def vllm(_: str, operands: str, inputs: DecodeInputs) -> Call:
         return peers.vllm_decode(folder, inputs.q, inputs.view_as(operands))
 
-    participants = [
-        entry(name, operands, partial(ours, name, operands))
-        for operands in MAX_DECODE_ERROR
-        for name in timed_impls("decode_attention", device)
-    ]
+    who: list[tuple[str, Callable[..., Call]]]
+    who = [(name, ours) for name in timed_impls("decode_attention", device)]
     if device.type == "cuda":
-        participants += [entry("vllm-fa3", kind, partial(vllm, kind)) for kind in MAX_DECODE_ERROR]
+        who.append(("vllm-fa3", vllm))
     return Benchmark(
         op="decode_attention",
         case={"shape": f"{size.shown('decode_attention')} page {size.page_size}"},
         make_inputs=seeded(device, partial(_draw_pages, size)),
         truth=partial(_decode_truth, checked),
-        participants=tuple(participants),
+        participants=tuple(
+            entry(name, operands, prepare) for operands in MAX_DECODE_ERROR for name, prepare in who
+        ),
         checked=lambda inputs, result: result[checked],
     )
 

@@ -7,7 +7,7 @@ the L2 cache counts.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from torch import Tensor
 from octavo import ops
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.internals import internals
+from octavo.measure.bench.expect import expect_within
 from octavo.measure.bench.timing import (
     capture,
     machine_of,
     sample_in_turn_ms,
-    sample_ms,
     sample_sustained_ms,
 )
 from octavo.measure.records import Measurement, Scalar, timing
@@ -123,13 +123,10 @@ def our_impls(
     prepare: Callable[[str, Any], Call] | None = None,
 ) -> list[Participant]:
     """The implementations of an op; prepare: the call of one by name, or ops.<op>(*inputs)."""
-
-    def take_all(impl: str, inputs: tuple[Any, ...]) -> Call:
-        return partial(getattr(ops, op), *inputs, impl=impl)
-
+    take = prepare or (lambda impl, inputs: partial(getattr(ops, op), *inputs, impl=impl))
     limit = MAX_ERROR[operands]
     return [
-        Participant(name, operands, partial(prepare or take_all, name), limit, num_bytes)
+        Participant(name, operands, partial(take, name), limit, num_bytes)
         for name in timed_impls(op, device)
     ]
 
@@ -160,11 +157,10 @@ class Ceilings:
     bf16_tflops: float
     fp8_tflops: float | None = None
 
-    def percent(self, operands: str, tflops: float | None, gb_per_s: float | None) -> float:
+    def percent(self, operands: str, tflops: float, gb_per_s: float) -> float:
         """How much of the nearer ceiling a speed reaches."""
-        peak = self.fp8_tflops if operands.startswith("FP8") and self.fp8_tflops else None
-        of_products = (tflops or 0.0) / (peak or self.bf16_tflops)
-        return 100 * max(of_products, (gb_per_s or 0.0) / self.gb_per_s)
+        peak = self.fp8_tflops if operands.startswith("FP8") else None
+        return 100 * max(tflops / (peak or self.bf16_tflops), gb_per_s / self.gb_per_s)
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -172,9 +168,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     is_gpu = device.type == "cuda"
 
     def median_ms(call: Call) -> float:
-        samples = (
-            sample_in_turn_ms([capture([call])], device)[0] if is_gpu else sample_ms(call, device)
-        )
+        (samples,) = sample_in_turn_ms([capture([call]) if is_gpu else call], device)
         return timing(samples)["median_ms"]
 
     size, num_values = (8192, 2**30) if is_gpu else (512, 2**24)
@@ -214,31 +208,30 @@ def run_benchmark(
         entered, _sample_all(benchmark, entered, device, load_s), strict=True
     ):
         values |= timing(samples, flops=benchmark.flops, bytes=one.bytes) | seen
+        if ceilings is not None:
+            seconds = values["median_ms"] / 1e3
+            tflops, gb_per_s = benchmark.flops / seconds / 1e12, one.bytes / seconds / 1e9
+            values["of_ceiling_percent"] = ceilings.percent(one.operands, tflops, gb_per_s)
     in_bf16 = [
         (values["median_ms"], one.name)
         for one, _, values in entered
         if one.operands == "BF16" and benchmark.baseline in (None, one.name)
     ]
     baseline_ms, baseline = min(in_bf16, default=(math.nan, None))
-    machine = machine_of(device)
     load = {} if load_s is None else {"load_s": load_s}
+    record = partial(
+        Measurement,
+        op=benchmark.op,
+        machine=machine_of(device),
+        command=command,
+        baseline=None if baseline is None else f"{baseline} BF16",
+    )
     records = []
     for one, _, values in entered:
         if baseline is not None:
             values["speedup"] = baseline_ms / values["median_ms"]
-        record = Measurement(
-            op=benchmark.op,
-            impl=one.name,
-            case={**benchmark.case, **load, "operands": one.operands, **one.notes},
-            values=values,
-            machine=machine,
-            command=command,
-            baseline=None if baseline is None else f"{baseline} BF16",
-        )
-        if ceilings is not None:
-            percent = ceilings.percent(one.operands, record.tflops, record.gb_per_s)
-            record = replace(record, values={**values, "of_ceiling_percent": percent})
-        records.append(record)
+        case = {**benchmark.case, **load, "operands": one.operands, **one.notes}
+        records.append(record(impl=one.name, case=case, values=values))
     return records, objections
 
 
@@ -255,11 +248,8 @@ def _enter(benchmark: Benchmark) -> tuple[list[Entered], list[Objection]]:
         except UnsupportedError as reason:
             objections.append(Objection(benchmark.op, one.name, one.operands, str(reason)))
             continue
-        if not error <= one.max_error:
-            raise UnsupportedError(
-                f"{benchmark.op} by {one.name} is wrong: expected a relative error of at most "
-                f"{one.max_error}, got {error:.3g} for {dict(benchmark.case)}"
-            )
+        wanted = f"a relative error of at most {one.max_error} for {dict(benchmark.case)}"
+        expect_within(one.max_error, error, f"{benchmark.op} by {one.name}", wanted)
         entered.append((one, call, {"relative_rms": error}))
     return entered, objections
 
@@ -269,9 +259,9 @@ def _sample_all(
 ) -> list[tuple[list[float], dict[str, float]]]:
     """Milliseconds of everyone's calls, taken in turn unless under load, and what else was seen."""
     if device.type != "cuda":
-        return [(sample_ms(call, device), {}) for _, call, _ in entered]
+        in_turn = sample_in_turn_ms([call for _, call, _ in entered], device)
+        return [(samples, {}) for samples in in_turn]
     sets = [_calls(benchmark, one, call) for one, call, _ in entered]
-    sets = [calls * _num_rounds(calls) for calls in sets]
     graphs = [capture(calls) for calls in sets]
     sampled: list[tuple[list[float], dict[str, float]]]
     if load_s is None:
@@ -284,22 +274,19 @@ def _sample_all(
     ]
 
 
-def _num_rounds(calls: list[Call]) -> int:
-    """How often a graph goes through `calls`, so that it is long enough to be timed."""
-    graph, device = capture(calls), torch.device("cuda")
-    (samples,) = sample_in_turn_ms([graph], device, warmup_ms=0.0, num_samples=3)
-    enough = math.ceil(MIN_GRAPH_MS / min(samples))
-    return max(1, min(enough, MAX_CALLS // len(calls)))
-
-
 def _calls(benchmark: Benchmark, participant: Participant, call: Call) -> list[Call]:
-    """One call for each set of inputs."""
+    """One call for each set of inputs, again and again until a graph of them is long enough."""
     num_sets = CACHED_SETS
     if not benchmark.is_cached:
         num_sets = min(MAX_SETS, max(1, math.ceil(ROTATED_BYTES / participant.bytes)))
     more = [participant.prepare(benchmark.make_inputs(seed)) for seed in range(1, num_sets)]
     calls = [call, *more]
-    return [partial(_dropped, one) for one in calls] if benchmark.is_cached else calls
+    if benchmark.is_cached:
+        calls = [partial(_dropped, one) for one in calls]
+    (samples,) = sample_in_turn_ms(
+        [capture(calls)], torch.device("cuda"), warmup_ms=0.0, num_samples=3
+    )
+    return calls * max(1, min(math.ceil(MIN_GRAPH_MS / min(samples)), MAX_CALLS // len(calls)))
 
 
 def _dropped(call: Call) -> None:

@@ -4,7 +4,7 @@ The entries under `Attributes:` are also the help of the flags that commands mak
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +15,7 @@ from octavo.measure.bench.requests import (
     GOODPUT_METRICS,
     DataSet,
     ImageRequests,
+    Prompt,
     custom_data,
     random_mm_data,
     sharegpt_data,
@@ -31,14 +32,6 @@ RESOLUTIONS: Mapping[str, tuple[int, int]] = {
     "qhd": (1440, 2560),
     "4k": (2160, 3840),
 }
-
-
-@dataclass(frozen=True)
-class RandomPrompt:
-    """A prompt, and how many tokens answer it."""
-
-    tokens: tuple[int, ...]
-    output_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ class Workload:
         room = context - self._range(self.output_len)[1]
         return replace(self, input_len=max(1, int(room / (1 + self.range_ratio))))
 
-    def draw(self, vocab_size: int) -> list[RandomPrompt]:
+    def draw(self, vocab_size: int) -> list[Prompt]:
         """The prompts, of tokens below vocab_size."""
         import numpy as np
 
@@ -92,7 +85,7 @@ class Workload:
             for length in (self.input_len, self.output_len)
         ]
         return [
-            RandomPrompt(tuple(random.integers(0, vocab_size, inputs).tolist()), int(outputs))
+            Prompt(int(outputs), tuple(random.integers(0, vocab_size, inputs).tolist()))
             for inputs, outputs in zip(*sizes, strict=True)
         ]
 
@@ -245,15 +238,12 @@ class PromptSource:
             return random
         if self.dataset_name == "custom":
             return custom_data(path, count, output_len=self.custom_output_len, seed=seed)
-        counter: Callable[[str], int] | None = None
+        tokenizer: Any = None
         if self.tokenizer is not None:
             from octavo.integrations.transformers.text_model import load_tokenizer
 
             tokenizer = load_tokenizer(self.tokenizer)
-
-            def counter(text: str) -> int:
-                return len(tokenizer(text).input_ids)
-
+        counter = None if tokenizer is None else (lambda text: len(tokenizer(text).input_ids))
         length = self.sharegpt_output_len
         return sharegpt_data(path, count, output_len=length, count_tokens=counter, seed=seed)
 
@@ -307,16 +297,12 @@ class ServingCase:
         is_url = self.base_url.startswith(("http://", "https://"))
         expect(is_url, "a URL such as http://localhost:8000", self.base_url)
         rates = (self.request_rate, self.burstiness)
-        is_right = all(rate > 0 for rate in rates)
-        expect(is_right, "a request rate and a burstiness above 0", rates)
+        expect(all(r > 0 for r in rates), "a request rate and a burstiness above 0", rates)
         limit, num_warmups = self.max_concurrency, self.num_warmups
         is_right = (limit is None or limit >= 1) and num_warmups >= 0
         wanted = "1 or more requests at once and 0 or more warm-ups"
         expect(is_right, wanted, f"{limit} and {num_warmups}")
         expect_percentiles(self.percentiles)
-        self._check_kinds()
-
-    def _check_kinds(self) -> None:
         expect_one_of("a backend", ENDPOINTS, self.backend)
         if isinstance(self.workload, Workload):
             if self.backend != "openai":
@@ -325,25 +311,24 @@ class ServingCase:
                 )
         elif self.backend == "openai" and any(one.images for one in self.workload.prompts):
             raise ConfigError("completions take no images: backend openai-chat")
-        strategy, start, end = self.ramp
         given = [value for value in self.ramp if value is not None]
-        if strategy is not None and start is not None and end is not None:
+        if len(given) in (1, 2):
+            flags = "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            raise ConfigError(f"a ramp needs {flags}, got {given}")
+        if given:
+            strategy, *ends = given
             expect_one_of("a ramp", RAMPS, strategy)
-            is_right = 0 < start < math.inf and 0 < end < math.inf
-            expect(is_right, "rates above 0 to ramp between", f"{start} and {end}")
+            is_right = all(0 < end < math.inf for end in ends)
+            expect(is_right, "rates above 0 to ramp between", " and ".join(map(str, ends)))
             is_one = math.isinf(self.request_rate)
             expect(is_one, "a request rate or a ramp", f"{self.request_rate} as well")
-        else:
-            flags = "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
-            if given:
-                raise ConfigError(f"a ramp needs {flags}, got {given}")
         limits = self.goodput_ms
         is_right = all(name in GOODPUT_METRICS and ms > 0 for name, ms in limits.items())
         expect(is_right, f"limits above 0 ms of {', '.join(GOODPUT_METRICS)}", dict(limits))
 
     @property
-    def ramp(self) -> tuple[str | None, float | None, float | None]:
-        """How the rate changes, from what, and to what."""
+    def ramp(self) -> tuple[Any, Any, Any]:
+        """How the rate changes, from what, and to what; or three times None."""
         return self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
 
     def delays_s(self) -> list[float]:
@@ -353,7 +338,7 @@ class ServingCase:
         count, (strategy, start, end) = self.workload.num_prompts, self.ramp
         rates: Any = self.request_rate
         if strategy is not None:
-            spaced: Any = np.linspace if strategy == "linear" else np.geomspace
+            spaced = np.linspace if strategy == "linear" else np.geomspace
             rates = spaced(start, end, count - 1)
         elif math.isinf(rates):
             return [0.0] * count

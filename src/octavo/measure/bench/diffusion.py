@@ -30,8 +30,8 @@ from octavo.integrations.diffusers.step_graphs import GRAPHS, use_step_graphs_
 from octavo.integrations.transformers.vision_tower import recorded_calls
 from octavo.measure.bench import peer_impls
 from octavo.measure.bench.benchmark import Objection, read_rows
-from octavo.measure.bench.expect import expect
-from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms, time_alone
+from octavo.measure.bench.expect import expect, expect_within
+from octavo.measure.bench.timing import capture, fastest, machine_of, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import DIFFUSION, Row
 from octavo.numerics.error import relative_rms
@@ -76,9 +76,11 @@ class StepCase:
 
 
 @dataclass(frozen=True)
-class _Truth:
-    """What the BF16 model gave, and the calls of some of its layers by kind: arguments, result."""
+class _Plain:
+    """The BF16 model, what it gave, and calls of some of its layers by kind: arguments, result."""
 
+    model: nn.Module
+    inputs: Mapping[str, Any]
     result: Tensor
     linear: Mapping[str, _Call]
     attention: Mapping[str, _Call]
@@ -99,20 +101,20 @@ def run_step(
     if case.use_graphs and device.type != "cuda":
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got {device}")
     size = full_size.find_full_size(case.size)
-    plain = full_size.make_transformer(size, device, num_layers=case.num_layers)
+    model = full_size.make_transformer(size, device, num_layers=case.num_layers)
     inputs = full_size.make_inputs(size, device)
-    peers = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
-    with peer_impls.registered(folder, peers):
-        attention, objections = _fastest_attention(plain, inputs, ("native", "cudnn", *peers))
-        full_size.use_bf16_attention_(plain, attention)
-        truth = _truth(plain, inputs)
+    with peer_impls.registered(folder, device) as peers:
+        attention, objections = _fastest_attention(model, inputs, ("native", "cudnn", *peers))
+        full_size.use_bf16_attention_(model, attention)
+        plain = _run_plain(model, inputs)
         in_bf16: list[_Timed] = []
         for row in sorted(case.rows(), key=lambda row: row.name != BF16):
             records: list[Measurement] = []
             try:
-                timed = _measure(case, row, plain, inputs, truth)
+                timed = _measure(case, row, plain)
                 in_bf16 = in_bf16 or (timed if row.name == BF16 else [])
-                records = _records(case, row, timed, in_bf16, attention, device, command)
+                if in_bf16:
+                    records = _records(case, row, timed, in_bf16, attention, device, command)
             except UnsupportedError as error:
                 objections.append(Objection("diffusion_step", "octavo", row.name, str(error)))
             # What compiling has kept of the last model: two of them may be all that fits.
@@ -146,18 +148,15 @@ def _fastest_attention(
             text = str(reason).partition("\n")[0] or type(reason).__name__
             objections.append(Objection("diffusion_step", candidate, "BF16", text))
             continue
-        if not error <= 0.02:
-            raise UnsupportedError(f"{candidate} is wrong: expected 0.02 at most, got {error:.3g}")
+        expect_within(0.02, error, candidate)
         calls[candidate] = timed
     if not calls:
         reasons = [f"{o.name}: {o.reason}" for o in objections]
         raise UnsupportedError(f"expected an attention that runs, got none: {list_names(reasons)}")
-    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
-    best = dict(zip(calls, map(min, samples), strict=True))
-    return min(best, key=lambda name: best[name]), objections
+    return fastest(calls, device), objections
 
 
-def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
+def _run_plain(model: nn.Module, inputs: Mapping[str, Any]) -> _Plain:
     """The BF16 model's own result, and its layers in the first and the last block."""
     blocks = list(full_size.repeated_blocks(model))
     some = {blocks[0], blocks[-1]}
@@ -167,16 +166,14 @@ def _truth(model: nn.Module, inputs: Mapping[str, Any]) -> _Truth:
     with recorded_calls(model, [*linear, *attention]) as calls:
         result = model(**inputs)[0]
     kinds = ({n: calls[n] for n in names if n in calls} for names in (linear, attention))
-    return _Truth(result, *kinds)
+    return _Plain(model, inputs, result, *kinds)
 
 
-def _measure(
-    case: StepCase, row: Row, plain: nn.Module, inputs: Mapping[str, Any], truth: _Truth
-) -> list[_Timed]:
+def _measure(case: StepCase, row: Row, plain: _Plain) -> list[_Timed]:
     """Check one recipe, then time it, by graphs as well if they are asked for."""
-    name, device = row.name, truth.result.device
-    recipe = row.recipe(_static_scales(row, plain, inputs) if row.needs_scales else None)
-    model: Any = copy.deepcopy(plain)
+    name, device = row.name, plain.result.device
+    recipe = row.recipe(_static_scales(row, plain) if row.needs_scales else None)
+    model: Any = copy.deepcopy(plain.model)
     if recipe is not None:
         try:
             apply_(model, recipe)
@@ -184,37 +181,38 @@ def _measure(
             raise UnsupportedError(str(error)) from None
     if name == FASTER:
         use_faster_forms_(model)
-    values = _check(name, model, truth)
-    call = partial(model, **inputs)
+    values = _check(name, model, plain)
+    call = partial(model, **plain.inputs)
     result = call()[0]
-    values["relative_rms"] = relative_rms(result, truth.result)
+    values["relative_rms"] = relative_rms(result, plain.result)
     limit = max(MAX_COMPILED_ERROR, values["relative_rms"])
     if case.is_compiled:
         model.compile_repeated_blocks(fullgraph=True)
         compiled = call()[0]
         values["compiled_relative_rms"] = _checked(f"{name} compiled", compiled, result, limit)
         result = compiled
-    timed = [(False, values | _memory(model, call) | _sample(call, device))]
+    sample = partial(time_alone, call, device, num_samples=NUM_SAMPLES)
+    timed = [(False, values | _memory(model, call) | sample())]
     if case.use_graphs:
         use_step_graphs_(model)
         # Joint products round elsewhere, too; a replay is what they are without a graph.
-        joint = vars(model)[GRAPHS].run(**inputs)[0]
+        joint = vars(model)[GRAPHS].run(**plain.inputs)[0]
         joint_error = _checked(f"{name} by joint products", joint, result, limit)
         replayed = _checked(f"{name} by graphs", call()[0], joint, MAX_GRAPH_ERROR)
         own = values | {"joint_relative_rms": joint_error, "graph_relative_rms": replayed}
-        timed.append((True, own | _sample(call, device)))
+        timed.append((True, own | sample()))
     return timed
 
 
-def _static_scales(row: Row, plain: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def _static_scales(row: Row, plain: _Plain) -> Any:
     """The static scales that a row needs, found on the inputs of the step itself."""
-    scales = calibrate_linear(plain, [inputs])
+    scales = calibrate_linear(plain.model, [plain.inputs])
     settings = AttentionSettings.read(row.fields.get("attention"))
     if settings is not None and settings.scaling == "static":
-        layers = find_layers(plain)
+        layers = find_layers(plain.model)
         seen = Calibration(list(layers), CalibrationSettings())
         with observe_attention(layers, seen.see):
-            plain(**inputs)
+            plain.model(**plain.inputs)
         header = replace(scales.header, kind=None)  # no longer of linear layers alone
         scales = replace(scales, layers=seen.result().scales.layers, header=header)
     return scales.to_dict()
@@ -222,21 +220,16 @@ def _static_scales(row: Row, plain: nn.Module, inputs: Mapping[str, Any]) -> Any
 
 def _checked(what: str, actual: Tensor, expected: Tensor, limit: float) -> float:
     """The relative error of a result that should be another's; raises if it is not."""
-    error = relative_rms(actual, expected)
-    if not error <= limit:
-        raise UnsupportedError(
-            f"{what} is wrong: expected what it is without, with a relative error of at most "
-            f"{limit:.3g}, got {error:.3g}"
-        )
-    return error
+    wanted = f"what it is without, with a relative error of at most {limit:.3g}"
+    return expect_within(limit, relative_rms(actual, expected), what, wanted)
 
 
-def _check(name: str, model: nn.Module, truth: _Truth) -> dict[str, float]:
+def _check(name: str, model: nn.Module, plain: _Plain) -> dict[str, float]:
     """The worst errors of linear and of attention layers; raises if one is wrong."""
     values = {}
     for kind, calls, limit in (
-        ("linear", truth.linear, MAX_LINEAR_ERROR),
-        ("attention", truth.attention, MAX_ATTENTION_ERROR),
+        ("linear", plain.linear, MAX_LINEAR_ERROR),
+        ("attention", plain.attention, MAX_ATTENTION_ERROR),
     ):
         errors = {
             layer: _error(model.get_submodule(layer)(*args, **kwargs), expected)
@@ -275,10 +268,6 @@ def _memory(model: nn.Module, call: Callable[[], Any]) -> dict[str, float]:
     return {"weight_bytes": weights, "peak_bytes": peak}
 
 
-def _sample(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    return time_alone(call, device, num_samples=NUM_SAMPLES)
-
-
 def _records(
     case: StepCase,
     row: Row,
@@ -288,38 +277,37 @@ def _records(
     device: torch.device,
     command: str,
 ) -> list[Measurement]:
-    """The records of a row beside the fastest in BF16; none without one."""
-    if not in_bf16:
-        return []
+    """The records of a row beside the fastest in BF16."""
     fastest_ms, is_graph = min((values["median_ms"], is_graph) for is_graph, values in in_bf16)
     _, plain = in_bf16[0]  # without graphs: what they keep is no part of a model
     parts = {"compiled": case.is_compiled, "by graphs": is_graph}
     told = [f"diffusers BF16, {attention}", *(part for part, is_told in parts.items() if is_told)]
     has_fp8_attention = row.fields.get("attention") is not None
-    about: dict[str, Scalar] = {
-        "model": case.size,
-        "weights": "random",
-        "inputs": full_size.find_full_size(case.size).about,
-        "layers": "all" if case.num_layers is None else case.num_layers,
-        "recipe": row.name,
-        "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
-        "compiled": case.is_compiled,
-    }
-    record = partial(
-        Measurement,
-        op="diffusion_step",
-        impl="diffusers" if row.name == BF16 else "octavo",
-        machine=machine_of(device),
-        command=command,
-        baseline=", ".join(told),
-    )
     records = []
     for is_graph, values in timed:
+        about: dict[str, Scalar] = {
+            "model": case.size,
+            "weights": "random",
+            "inputs": full_size.find_full_size(case.size).about,
+            "layers": "all" if case.num_layers is None else case.num_layers,
+            "recipe": row.name,
+            "attention": "octavo FP8" if has_fp8_attention else f"{attention} BF16",
+            "compiled": case.is_compiled,
+            "graphs": is_graph,
+        }
         ratios = {
             f"{part}_ratio": values[part] / plain[part]
             for part in ("peak_bytes", "weight_bytes")
             if part in values
         }
-        speedup = {"speedup": fastest_ms / values["median_ms"]}
-        records.append(record(case={**about, "graphs": is_graph}, values=values | speedup | ratios))
+        record = Measurement(
+            op="diffusion_step",
+            impl="diffusers" if row.name == BF16 else "octavo",
+            case=about,
+            values={**values, "speedup": fastest_ms / values["median_ms"], **ratios},
+            machine=machine_of(device),
+            command=command,
+            baseline=", ".join(told),
+        )
+        records.append(record)
     return records

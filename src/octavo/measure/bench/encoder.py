@@ -36,10 +36,12 @@ from octavo.measure.bench import peer_impls
 from octavo.measure.bench.attention import MAX_ERROR
 from octavo.measure.bench.benchmark import Objection, read_rows
 from octavo.measure.bench.cases import RESOLUTIONS
-from octavo.measure.bench.expect import expect, expect_one_of
+from octavo.measure.bench.expect import expect, expect_one_of, expect_within
+from octavo.measure.bench.peers import Inputs
 from octavo.measure.bench.timing import machine_of, time_alone
 from octavo.measure.records import Measurement, Scalar
 from octavo.measure.rows import VISION, Row
+from octavo.numerics.attention import Packing
 from octavo.numerics.error import relative_rms
 from octavo.recipe import Bf16Settings, Recipe
 
@@ -85,15 +87,16 @@ class _Entry:
     def __str__(self) -> str:
         return f"{self.name}, {self.row.name} {'by graphs' if self.is_graph else 'eagerly'}"
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is ours in BF16."""
+        recipe = None if self.row.needs_scales else self.row.recipe()
+        return recipe is not None and isinstance(recipe.vision_attention, Bf16Settings)
+
     def objection(self, reason: object) -> Objection:
         """Why it cannot run."""
         name = f"{self.name} by graphs" if self.is_graph else self.name
         return Objection("encoder", name, self.row.name, str(reason))
-
-
-def _is_fused(row: Row) -> bool:
-    recipe = None if row.needs_scales else row.recipe()
-    return recipe is not None and isinstance(recipe.vision_attention, Bf16Settings)
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,7 @@ def run_encoder(
         raise UnsupportedError(f"CUDA graphs need a CUDA GPU, got a tower on {device}")
     inputs = make_pixels(tower.module, case.sizes)
     truth = _truth(tower, inputs)
-    names = tuple(peer_impls.PEERS) if device.type == "cuda" else ()
-    with peer_impls.registered(folder, names):
+    with peer_impls.registered(folder, device) as names:
         entries, objections = _enter(tower, rows, inputs, folder, names)
         checked, refused = _check_all(entries, inputs, truth, case.num_images, use_graphs)
         num_tokens = {"tokens": float(len(inputs["hidden_states"]))}
@@ -140,6 +142,77 @@ def run_encoder(
             times = time_alone(one.call, device, num_samples=NUM_SAMPLES)
             timed.append(replace(one, values={**times, **one.values, **num_tokens}))
     return _records(tower, case, timed, device, command), objections + refused
+
+
+def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
+    stock = twin(tower.module)
+    use_attention(stock, STOCK)
+    names = list(find_layers(stock))
+    some = sorted({0, len(names) // 2, len(names) - 1})
+    with recorded_calls(stock, [names[i] for i in some]) as calls:
+        result = stock(**inputs).pooler_output
+    return _Truth(result, calls)
+
+
+def _enter(
+    tower: Tower,
+    rows: Sequence[Row],
+    inputs: Mapping[str, Tensor],
+    folder: Path | None,
+    peers: Sequence[str],
+) -> tuple[list[_Entry], list[Objection]]:
+    """Towers that share their weights, each with its own attention; the stock ones come first."""
+    found: list[_Entry] = []
+    objections: list[Objection] = []
+
+    def attend(name: str, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        """A peer's BF16 attention of all images in one call, without the checks of our op."""
+        return peer_impls.PEERS[name](folder, False, Inputs((q, k, v), packing))()
+
+    for row in sorted(rows, key=lambda row: not row.is_plain):
+        for name in (STOCK, *peers) if row.is_plain else ("octavo",):
+            entry = _Entry(name, row, twin(tower.module))
+            try:
+                if row.is_plain:
+                    own = None if name == STOCK else partial(attend, name)
+                    use_attention(entry.tower, name, own)
+                else:
+                    apply_(entry.tower, _recipe(tower, row, inputs))
+                    peer = _use_fastest(entry.tower, inputs, peers) if entry.is_fused else None
+                    entry = entry if peer is None else replace(entry, name=f"octavo with {peer}")
+            except UnsupportedError as error:
+                objections.append(entry.objection(error))
+                continue
+            found.append(entry)
+    return found, objections
+
+
+def _use_fastest(tower: Any, inputs: Mapping[str, Tensor], peers: Sequence[str]) -> str | None:
+    """Let a tower in BF16 attend by the fastest peer, if it is faster than what is ours."""
+    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
+    sizes = (layers[0].num_heads, layers[0].head_dim)
+    lengths = inputs["grid_thw"].prod(dim=1).tolist()
+    peer = peer_impls.find_fastest(peers, *sizes, lengths, inputs["hidden_states"].device)
+    for layer in layers:
+        layer.impl = peer
+    return peer
+
+
+def _recipe(tower: Tower, row: Row, inputs: Mapping[str, Tensor]) -> Recipe:
+    """The recipe of a row; static scales are those of this run's own images."""
+    scales: dict[str, dict[str, float]] = {}
+    if row.needs_scales:
+        seen = twin(tower.module)
+        apply_(seen, Recipe(vision_attention="fp8"))
+        seen(**inputs)
+        for layer in seen.modules():
+            if isinstance(layer, EncoderAttention) and isinstance(layer.scaling, DynamicScaling):
+                own = layer.scaling.scales()
+                found = {"q": float(own.q), "k": float(own.k), "v": float(own.v)}
+                scales[scale_name(layer.name)] = found
+    recipe = row.recipe(scales)
+    assert recipe is not None
+    return recipe
 
 
 def _check_all(
@@ -175,95 +248,19 @@ def _check_all(
     return found, objections
 
 
-def _truth(tower: Tower, inputs: Mapping[str, Tensor]) -> _Truth:
-    stock = twin(tower.module)
-    use_attention(stock, STOCK)
-    names = list(find_layers(stock))
-    some = sorted({0, len(names) // 2, len(names) - 1})
-    with recorded_calls(stock, [names[i] for i in some]) as calls:
-        result = stock(**inputs).pooler_output
-    return _Truth(result, calls)
-
-
-def _enter(
-    tower: Tower,
-    rows: Sequence[Row],
-    inputs: Mapping[str, Tensor],
-    folder: Path | None,
-    peers: Sequence[str],
-) -> tuple[list[_Entry], list[Objection]]:
-    """Towers that share their weights, each with its own attention."""
-    found: list[_Entry] = []
-    objections: list[Objection] = []
-
-    def attend(name: str, *qkv_and_packing: Any) -> Tensor:
-        """A peer's BF16 attention of all images in one call, without the checks of our op."""
-        *qkv, packing = qkv_and_packing
-        return peer_impls.PEERS[name](folder, False, *qkv, False, packing)()
-
-    for row in sorted(rows, key=lambda row: not row.is_plain):
-        for name in (STOCK, *peers) if row.is_plain else ():
-            stock = twin(tower.module)
-            use_attention(stock, name, None if name == STOCK else partial(attend, name))
-            found.append(_Entry(name, row, stock))
-        if row.is_plain:
-            continue
-        entry = _Entry("octavo", row, twin(tower.module))
-        try:
-            apply_(entry.tower, _recipe(tower, row, inputs))
-            if _is_fused(row) and (peer := _use_fastest(entry.tower, inputs, peers)) is not None:
-                entry = replace(entry, name=f"octavo with {peer}")
-        except UnsupportedError as error:
-            objections.append(entry.objection(error))
-            continue
-        found.append(entry)
-    return found, objections
-
-
-def _use_fastest(tower: Any, inputs: Mapping[str, Tensor], peers: Sequence[str]) -> str | None:
-    """Let a tower in BF16 attend by the fastest peer, if it is faster than what is ours."""
-    layers = [m for m in tower.modules() if isinstance(m, EncoderAttention)]
-    sizes = (layers[0].num_heads, layers[0].head_dim)
-    lengths = inputs["grid_thw"].prod(dim=1).tolist()
-    peer = peer_impls.find_fastest(peers, *sizes, lengths, inputs["hidden_states"].device)
-    for layer in layers:
-        layer.impl = peer
-    return peer
-
-
-def _recipe(tower: Tower, row: Row, inputs: Mapping[str, Tensor]) -> Recipe:
-    """The recipe of a row; static scales are those of this run's own images."""
-    scales: dict[str, dict[str, float]] = {}
-    if row.needs_scales:
-        seen = twin(tower.module)
-        apply_(seen, Recipe(vision_attention="fp8"))
-        seen(**inputs)
-        for layer in seen.modules():
-            if isinstance(layer, EncoderAttention) and isinstance(layer.scaling, DynamicScaling):
-                own = layer.scaling.scales()
-                found = {"q": float(own.q), "k": float(own.k), "v": float(own.v)}
-                scales[scale_name(layer.name)] = found
-    recipe = row.recipe(scales)
-    assert recipe is not None
-    return recipe
-
-
 def _check(entry: _Entry, truth: _Truth, result: Any) -> dict[str, float]:
     """How far attention and the whole tower are from stock; raises if attention is wrong."""
-    errors = []
     with history_kept(entry.tower):
-        for name, (args, kwargs, expected) in truth.layers.items():
-            actual = entry.tower.get_submodule(name)(*args, **kwargs)
-            errors.append(relative_rms(actual, expected))
+        errors = [
+            relative_rms(entry.tower.get_submodule(name)(*args, **kwargs), expected)
+            for name, (args, kwargs, expected) in truth.layers.items()
+        ]
     of_attention = float(np.max(errors))
-    is_bf16 = entry.row.is_plain or _is_fused(entry.row)
-    limit = MAX_ERROR["BF16" if is_bf16 else "FP8"]
+    limit = MAX_ERROR["BF16" if entry.row.is_plain or entry.is_fused else "FP8"]
+    who, wanted = f"encoder with {entry}", f"attention with a relative error of at most {limit}"
+    expect_within(limit, of_attention, who, wanted)
     of_tower = relative_rms(result.pooler_output, truth.result)
-    if not of_attention <= limit or math.isnan(of_tower):
-        raise UnsupportedError(
-            f"encoder with {entry} is wrong: expected attention with a relative error of "
-            f"at most {limit} and a finite result, got {of_attention:.3g} and {of_tower:.3g}"
-        )
+    expect_within(math.inf, of_tower, who, "a finite result")
     return {"relative_rms": of_attention, "tower_relative_rms": of_tower}
 
 
@@ -275,11 +272,8 @@ def _check_replay(entry: _Entry, truth: _Truth, call: Call) -> dict[str, float]:
         result = entry.call()
     pairs = zip(_outputs(result), expected, strict=True)
     of_graph = float(np.max([relative_rms(actual, eager) for actual, eager in pairs]))
-    if not of_graph <= MAX_GRAPH_ERROR:
-        raise UnsupportedError(
-            f"encoder with {entry} is wrong: expected the eager tower's result with a "
-            f"relative error of at most {MAX_GRAPH_ERROR}, got {of_graph:.3g}"
-        )
+    wanted = f"the eager tower's result with a relative error of at most {MAX_GRAPH_ERROR}"
+    expect_within(MAX_GRAPH_ERROR, of_graph, f"encoder with {entry}", wanted)
     of_tower = relative_rms(result.pooler_output, truth.result)
     return {"tower_relative_rms": of_tower, "graph_relative_rms": of_graph}
 
@@ -294,30 +288,29 @@ def _records(
 ) -> list[Measurement]:
     # Stock is what a user has without octavo: no graphs, and no attention of ours.
     stock = [one for one in timed if one.row.is_plain and not one.is_graph]
-    times = [(one.values["median_ms"], one.name) for one in stock]
-    baseline_ms, baseline = min(times, default=(math.nan, None))
-    fused_ms = {one.is_graph: one.values["median_ms"] for one in timed if _is_fused(one.row)}
-    about: dict[str, Scalar] = {
-        "model": tower.name,
-        "weights": tower.weights,
-        "layers": tower.num_layers,
-        "resolution": case.resolution,
-        "images": case.num_images,
-    }
+    first = min(stock, key=lambda one: one.values["median_ms"], default=None)
+    fused = {one.is_graph: one for one in timed if one.is_fused}
     record = partial(
         Measurement,
         op="encoder",
         machine=machine_of(device),
         command=command,
-        baseline=None if baseline is None else f"transformers {baseline} BF16",
+        baseline=None if first is None else f"transformers {first.name} BF16",
     )
     records = []
     for one in timed:
         values = dict(one.values)
-        if baseline is not None:
-            values["speedup"] = baseline_ms / values["median_ms"]
-        if one.is_graph in fused_ms:
-            values["fused_speedup"] = fused_ms[one.is_graph] / values["median_ms"]
-        own = {**about, "recipe": one.row.name, "graphs": one.is_graph}
-        records.append(record(impl=one.name, case=own, values=values))
+        for name, other in (("speedup", first), ("fused_speedup", fused.get(one.is_graph))):
+            if other is not None:
+                values[name] = other.values["median_ms"] / values["median_ms"]
+        about: dict[str, Scalar] = {
+            "model": tower.name,
+            "weights": tower.weights,
+            "layers": tower.num_layers,
+            "resolution": case.resolution,
+            "images": case.num_images,
+            "recipe": one.row.name,
+            "graphs": one.is_graph,
+        }
+        records.append(record(impl=one.name, case=about, values=values))
     return records

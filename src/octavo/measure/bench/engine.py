@@ -14,7 +14,7 @@ and each is compared with the plain one on the same input.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,9 +29,8 @@ from octavo.integrations.transformers.decoder import about_decoder, make_decoder
 from octavo.integrations.transformers.engine_model import max_context
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.layers.linear import Fp8Linear
-from octavo.measure.bench.cases import RandomPrompt
-from octavo.measure.bench.expect import expect
-from octavo.measure.bench.requests import RequestTimes
+from octavo.measure.bench.expect import expect, expect_within
+from octavo.measure.bench.requests import Prompt, RequestTimes
 from octavo.measure.records import Scalar
 from octavo.measure.rows import ENGINE, Row, parse_rows
 from octavo.numerics.error import relative_rms
@@ -49,7 +48,7 @@ class Subject:
     """The model that all rows run, and what records say of it."""
 
     model: Any
-    about: dict[str, Scalar]
+    about: Mapping[str, Scalar]
     is_random: bool
 
     @property
@@ -77,17 +76,16 @@ def open_subject(
         if layers is not None:
             raise ConfigError("a number of layers is for random weights: leave it out, or --config")
         loaded = load_text_model(name, dtype=dtype, device=device, prompts=None)
-        return Subject(loaded.model, _about(loaded.name, loaded.model), False)
-    own = "bfloat16" if dtype == "auto" else dtype
-    is_known = own in ("bfloat16", "float16", "float32")
-    expect(is_known, "auto, bfloat16, float16 or float32", repr(dtype))
-    model = make_decoder(config, torch.device(device), layers, getattr(torch, own))
-    return Subject(model, {**_about(config, model), **about_decoder(model)}, True)
-
-
-def _about(name: str, model: Any) -> dict[str, Scalar]:
-    dtype = str(model.dtype).removeprefix("torch.")
-    return {"model": name, "dtype": dtype, "weight_bytes": weight_bytes(model)}
+        shown, model, more = loaded.name, loaded.model, {}
+    else:
+        own = "bfloat16" if dtype == "auto" else dtype
+        is_known = own in ("bfloat16", "float16", "float32")
+        expect(is_known, "auto, bfloat16, float16 or float32", repr(dtype))
+        model = make_decoder(config, torch.device(device), layers, getattr(torch, own))
+        shown, more = config, about_decoder(model)
+    own_dtype = str(model.dtype).removeprefix("torch.")
+    about = {"model": shown, "dtype": own_dtype, "weight_bytes": weight_bytes(model), **more}
+    return Subject(model, about, is_random=config is not None)
 
 
 def weight_bytes(model: Any) -> int:
@@ -116,7 +114,11 @@ def make_rows(
 ) -> list[Row]:
     """The rows of these names, with scales for this model where it has random weights."""
     rows = check_rows(names, skip_layers)
-    needing = [row for row in rows if row.needs_scales or _is_of_checkpoint(row)]
+    needing = [
+        row
+        for row in rows
+        if row.needs_scales or (row.kv_cache and row.kv_cache.scaling == "checkpoint")
+    ]
     if not subject.is_random or not needing:
         return rows
     # Random tokens are what random weights get to see here.
@@ -124,35 +126,24 @@ def make_rows(
     ids = torch.randint(0, subject.vocab_size, (1, CALIBRATION_LEN), generator=generator)
     settings = CalibrationSettings(granularity="head", margin=1.5)
     scales = calibrate_kv(subject.model, [{"input_ids": ids.to(subject.device)}], settings)
-
-    def with_scales(row: Row) -> Row:
+    found = []
+    for row in rows:
         static = {**dict(row.kv_cache or {}), "scaling": "static"}
-        return replace(row, fields={**row.fields, "kv_cache": static, "scales": scales.to_dict()})
-
-    return [with_scales(row) if row in needing else row for row in rows]
-
-
-def _is_of_checkpoint(row: Row) -> bool:
-    return row.kv_cache is not None and row.kv_cache.scaling == "checkpoint"
+        fields = {**row.fields, "kv_cache": static, "scales": scales.to_dict()}
+        found.append(replace(row, fields=fields) if row in needing else row)
+    return found
 
 
-def row_about(row: Row) -> dict[str, Scalar]:
+def row_about(row: Row) -> Mapping[str, Scalar]:
     """What records say of a row."""
     settings = row.kv_cache
-    found: dict[str, Scalar] = {"row": row.name}
-    if row.linear is not None:
-        found["linear"] = str(row.linear)
-    if row.prefill_impl is not None:
-        found["prefill_impl"] = row.prefill_impl
-    if row.digest is not None:
-        found["recipe_digest"] = row.digest
-    if settings is None:
-        return {**found, "kv_cache_dtype": "auto"}
-    found["kv_cache_dtype"] = f"fp8_{settings.format}"
-    found |= {"granularity": settings.granularity, "scaling": settings.scaling}
-    if skipped := row.fields.get("skip_layers"):
-        found["skip_layers"] = ",".join(skipped)
-    return found
+    linear = None if row.linear is None else str(row.linear)
+    found = {"linear": linear, "prefill_impl": row.prefill_impl, "recipe_digest": row.digest}
+    found["kv_cache_dtype"] = "auto" if settings is None else f"fp8_{settings.format}"
+    if settings is not None:
+        found |= {"granularity": settings.granularity, "scaling": settings.scaling}
+        found["skip_layers"] = ",".join(row.fields.get("skip_layers", ())) or None
+    return {"row": row.name} | {name: one for name, one in found.items() if one is not None}
 
 
 @contextmanager
@@ -186,14 +177,14 @@ def engine_about(engine: Engine) -> dict[str, Scalar]:
 WARM_UP_LEN = 8
 
 
-def shortened(prompts: Sequence[RandomPrompt]) -> list[RandomPrompt]:
+def shortened(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The same prompts with short answers, to warm up with."""
     return [replace(one, output_len=min(WARM_UP_LEN, one.output_len)) for one in prompts]
 
 
 def serve_prompts(
     engine: Engine,
-    prompts: Sequence[RandomPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_concurrency: int | None = None,
     on_token: Callable[[], None] = lambda: None,
@@ -205,15 +196,11 @@ def serve_prompts(
     that can never run raises.
     """
     limit = min(max_concurrency or len(prompts), engine.settings.max_queue)
-    greedy = Sampling(temperature=0, ignore_eos=True)
-    requests = {
-        name: Request(
-            request_id=name, prompt=one.tokens, sampling=replace(greedy, max_tokens=one.output_len)
-        )
-        for name, one in ((f"bench-{index}", one) for index, one in enumerate(prompts))
-    }
-    for request in requests.values():
-        engine.check(request)
+    requests: dict[str, Request] = {}
+    for index, one in enumerate(prompts):
+        sampling = Sampling(temperature=0, ignore_eos=True, max_tokens=one.output_len)
+        request = Request(request_id=f"bench-{index}", prompt=one.tokens, sampling=sampling)
+        requests[request.request_id] = engine.check(request)
     waiting = list(reversed(requests))
     starts: dict[str, float] = {}
     tokens: dict[str, list[float]] = {name: [] for name in requests}
@@ -355,12 +342,10 @@ def judge(
                 f"{row.name} is wrong: expected the tokens of generate() in float32, {expected}, "
                 f"got {tokens}"
             )
-        errors.append(_relative_error(model, answer))
-        if not errors[-1] <= limit:  # nor if it is NaN
-            raise UnsupportedError(
-                f"{row.name} is wrong: expected log-probabilities within {limit:g} standard "
-                f"deviations of the stock model's logits, got {errors[-1]:.3g}"
-            )
+        wanted = (
+            f"log-probabilities within {limit:g} standard deviations of the stock model's logits"
+        )
+        errors.append(expect_within(limit, _relative_error(model, answer), row.name, wanted))
     return max(errors)
 
 
@@ -386,12 +371,10 @@ def judge_linear(subject: Subject, own: Subject, row: Row, answer: Answer) -> fl
     if missing := layers.keys() - errors:
         raise UnsupportedError(f"{row.name}: expected all FP8 layers to run, got none of {missing}")
     worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] <= MAX_LINEAR_ERROR:  # nor if it is NaN
-        raise UnsupportedError(
-            f"{row.name} is wrong: expected results of linear layers within {MAX_LINEAR_ERROR:g} "
-            f"of the plain ones, got {errors[worst]:.3g} in {worst}"
-        )
-    return errors[worst]
+    wanted = (
+        f"results of linear layers within {MAX_LINEAR_ERROR:g} of the plain ones, as in {worst}"
+    )
+    return expect_within(MAX_LINEAR_ERROR, errors[worst], row.name, wanted)
 
 
 def _generate(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,12 +31,12 @@ from octavo.measure.bench.engine import (
 from octavo.measure.bench.expect import expect
 from octavo.measure.bench.requests import RequestTimes, statistics_ms, summarize
 from octavo.measure.bench.timing import machine_of
-from octavo.measure.fit import BreakEven, Interval, Line, Quadratic
+from octavo.measure.fit import Interval, Line, Quadratic
 from octavo.measure.records import Measurement, utc_now
 from octavo.measure.report import latency
 from octavo.measure.report.tables import Table, from_records
 from octavo.measure.rows import Row
-from octavo.measure.run import ALL, Outcome, Participant, Records, Values, Workload, run_workload
+from octavo.measure.run import Outcome, Participant, Records, Values, Workload, run_workload
 from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.settings import EngineSettings
 
@@ -44,12 +44,15 @@ MAX_WARM_UPS = 8
 PERCENTILES = (10, 20, 80, 90, 99)
 # Those that vLLM's `bench latency` has of whole batches.
 BATCH_PERCENTILES = (10, 25, 50, 75, 90, 99)
-# Of the terms of TTFT: what follows the name, and how many of it are in one of the fit's.
-CURVE_UNITS = {
-    "constant": ("ms", 1.0),
-    "linear": ("ms_per_1k_tokens", 1e3),
-    "square": ("ms_per_1k_tokens_squared", 1e6),
+# Of the terms of fits: what follows the name, and how many of it are in one of the fit's.
+UNITS = {
+    "intercept": ("_ms", 1.0),
+    "slope": ("_us_per_1k_tokens", 1e6),
+    "constant": ("_ms", 1.0),
+    "linear": ("_ms_per_1k_tokens", 1e3),
+    "square": ("_ms_per_1k_tokens_squared", 1e6),
 }
+FITS = {"latency_fit": latency.ITL, "ttft_fit": latency.TTFT}
 # What a row is compared by with the first one: the value that says how many times as good it is,
 # what it is made of, and whether more of that is better.
 COMPARED = {
@@ -60,22 +63,7 @@ COMPARED = {
         "median_itl_gain": ("median_itl_ms", False),
     },
 }
-TTFT_COLUMNS = (
-    *("input_len", "row", "median_ttft_ms", "mean_ttft_ms", "p20_ttft_ms", "p80_ttft_ms"),
-    *("ttft_speedup", "relative_rms"),
-)
-ITL_COLUMNS = (
-    *("input_len", "row", "median_itl_ms", "mean_itl_ms", "p20_itl_ms", "p80_itl_ms"),
-    *("p99_itl_ms", "itl_speedup"),
-)
-SPEED_COLUMNS = (
-    *("row", "duration", "request_throughput", "output_throughput", "output_throughput_gain"),
-    *("total_token_throughput", "relative_rms"),
-)
-LATENCY_COLUMNS = (
-    *("row", "median_ttft_ms", "p99_ttft_ms", "median_ttft_gain"),
-    *("median_itl_ms", "p99_itl_ms", "median_itl_gain", "median_e2el_ms"),
-)
+Fit = Line | Quadratic
 OnStep = Callable[[str], None]  # told which row's batch begins, or which row has a token more
 
 
@@ -98,6 +86,43 @@ class RowRun:
     row: Row
     engine: Engine
     errors: Values
+    vocab_size: int
+    on_step: OnStep
+
+    def serve_batches(self, case: LatencyCase, length: int) -> list[list[RequestTimes]]:
+        """One batch of a length, so many times."""
+        prompts = case.workload(length).draw(self.vocab_size)
+        batches = []
+        for number in range(case.num_warmups + case.num_iters):
+            self.on_step(f"{self.row.name}, {length:,} tokens")
+            is_warm_up = number < case.num_warmups
+            times, _ = serve_prompts(self.engine, shortened(prompts) if is_warm_up else prompts)
+            self._check_served(times)
+            if not is_warm_up:
+                _decoding_s(times)  # before more time goes into it
+                batches.append(times)
+        return batches
+
+    def serve_all(self, case: ThroughputCase) -> Outcome:
+        """All requests of the load."""
+        engine, limit = self.engine, case.max_concurrency
+        prompts, num_warm_ups = case.draw(self.vocab_size), case.num_warmups
+        if num_warm_ups is None:
+            num_warm_ups = min(limit or MAX_WARM_UPS, MAX_WARM_UPS)
+        if short := shortened(prompts[:num_warm_ups]):
+            serve_prompts(engine, short, max_concurrency=limit)
+        before = engine.stats().num_preemptions
+        on_token = partial(self.on_step, f"{self.row.name}, tokens")
+        times, duration_s = serve_prompts(engine, prompts, max_concurrency=limit, on_token=on_token)
+        num_preemptions = engine.stats().num_preemptions - before
+        self._check_served(times)
+        values = {**summarize(times, duration_s, (10, 90, 99)), "num_preemptions": num_preemptions}
+        about = {**engine_about(engine), "max_num_seqs": engine.settings.max_num_seqs}
+        return Outcome({**values, **self.errors}, about)
+
+    def _check_served(self, times: Sequence[RequestTimes]) -> None:
+        if failed := [one.error for one in times if one.error is not None]:
+            raise OctavoError(f"{self.row.name}: {len(failed)} requests failed: {failed[0]}")
 
 
 def run_load(
@@ -130,6 +155,8 @@ def run_load(
     )
     is_plain = bool(baseline) and baseline[0].case["kv_cache_dtype"] == "auto"
     plain_error = baseline[0].values["relative_rms"] if is_plain else None
+    latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
+    failures: dict[str, str] = {}
 
     @contextmanager
     def opened(row: Row) -> Iterator[RowRun]:
@@ -139,7 +166,21 @@ def run_load(
             plain_error = errors["relative_rms"]
         with open_engine(subject, row, settings) as engine:
             engine.warm_up()
-            yield RowRun(row, engine, errors)
+            yield RowRun(row, engine, errors, subject.vocab_size, on_step)
+
+    def measure(run: RowRun, length: int) -> Outcome:
+        if isinstance(case, ThroughputCase):
+            return run.serve_all(case)
+        batches = run.serve_batches(case, length)
+        latencies_s[run.row.name, length] = tuple(map(_batch_s, batches))
+        return Outcome({**length_values(batches), **run.errors}, engine_about(run.engine))
+
+    def compare(own: Values, first: Values) -> Values:
+        """How many times as good a row is as the first one."""
+        return {
+            gain: own[name] / first[name] if is_more_better else first[name] / own[name]
+            for gain, (name, is_more_better) in COMPARED[op].items()
+        }
 
     participants = [
         Participant(
@@ -151,9 +192,17 @@ def run_load(
         )
         for row in rows
     ]
-    latencies_s: dict[tuple[str, int], tuple[float, ...]] = {}
-    workload = _workload(case, subject.vocab_size, command, latencies_s, on_step)
-    failures: dict[str, str] = {}
+    lengths = case.input_lens if isinstance(case, LatencyCase) else ()
+    op = "latency" if lengths else "throughput"
+    workload = Workload(
+        op=op,
+        command=command,
+        cells={length: {"input_len": length} for length in lengths} or {0: {}},
+        measure=measure,
+        compare=compare,
+        derive=_fits,
+        row_key="row",
+    )
     found = run_workload(
         participants,
         workload,
@@ -164,98 +213,17 @@ def run_load(
     return LoadResult(tuple(found), failures, latencies_s)
 
 
-def _workload(
-    case: LatencyCase | ThroughputCase,
-    vocab_size: int,
-    command: str,
-    latencies_s: dict[tuple[str, int], tuple[float, ...]],
-    on_step: OnStep,
-) -> Workload[RowRun, Any]:
-    """What is measured of every row: lengths, then fits over them, or all requests at once."""
-    make = partial(Workload, command=command, row_key="row")
-    if isinstance(case, LatencyCase):
-        return make(
-            op="latency",
-            cells={length: {"input_len": length} for length in case.input_lens},
-            measure=partial(_measure_length, case, vocab_size, latencies_s, on_step),
-            compare=partial(_compare, "latency"),
-            derive=_fits,
-        )
-    measure = partial(_measure_all, case, vocab_size, on_step)
-    compare = partial(_compare, "throughput")
-    return make(op="throughput", cells={ALL: {}}, measure=measure, compare=compare)
-
-
-def _compare(op: str, own: Values, first: Values) -> Values:
-    """How many times as good a row is as the first one."""
-    return {
-        gain: own[name] / first[name] if is_more_better else first[name] / own[name]
-        for gain, (name, is_more_better) in COMPARED[op].items()
-    }
-
-
-def _measure_length(
-    case: LatencyCase,
-    vocab_size: int,
-    latencies_s: dict[tuple[str, int], tuple[float, ...]],
-    on_step: OnStep,
-    run: RowRun,
-    length: int,
-) -> Outcome:
-    """One batch of a length, so many times; the seconds of each go to latencies_s."""
-    prompts, name = case.workload(length).draw(vocab_size), run.row.name
-    batches = []
-    for number in range(case.num_warmups + case.num_iters):
-        on_step(f"{name}, {length:,} tokens")
-        is_warm_up = number < case.num_warmups
-        times, _ = serve_prompts(run.engine, shortened(prompts) if is_warm_up else prompts)
-        _check_served(name, times)
-        if not is_warm_up:
-            _decoding_s(times)  # before more time goes into it
-            batches.append(times)
-    latencies_s[name, length] = tuple(map(_batch_s, batches))
-    return Outcome({**length_values(batches), **run.errors}, engine_about(run.engine))
-
-
-def _measure_all(
-    case: ThroughputCase, vocab_size: int, on_step: OnStep, run: RowRun, cell: str
-) -> Outcome:
-    """All requests of the load."""
-    prompts = case.draw(vocab_size)
-    engine, name, limit = run.engine, run.row.name, case.max_concurrency
-    num_warm_ups = case.num_warmups
-    if num_warm_ups is None:
-        num_warm_ups = min(limit or MAX_WARM_UPS, MAX_WARM_UPS)
-    if short := shortened(prompts[:num_warm_ups]):
-        serve_prompts(engine, short, max_concurrency=limit)
-    before = engine.stats().num_preemptions
-    times, duration_s = serve_prompts(
-        engine, prompts, max_concurrency=limit, on_token=lambda: on_step(f"{name}, tokens")
-    )
-    num_preemptions = engine.stats().num_preemptions - before
-    _check_served(name, times)
-    values = summarize(times, duration_s, (10, 90, 99))
-    about = {**engine_about(engine), "max_num_seqs": engine.settings.max_num_seqs}
-    return Outcome({**values, "num_preemptions": num_preemptions, **run.errors}, about)
-
-
-def _check_served(name: str, times: Sequence[RequestTimes]) -> None:
-    if failed := [one.error for one in times if one.error is not None]:
-        raise OctavoError(f"{name}: {len(failed)} requests failed: {failed[0]}")
-
-
 def _fits(own: list[Measurement], first: list[Measurement]) -> Iterator[Measurement]:
     """The records of a row's line and curve, with as many lengths as these take."""
+    if own[0].op == "throughput":
+        return
     about = dict(own[0].case)
     del about["input_len"]
     about["input_lens"] = ",".join(str(record.case["input_len"]) for record in own)
-    fitted = partial(replace, own[0], case=about, date=utc_now())
-    if len(own) > 1:
-        line = line_values(latency.fit_itl(own), latency.fit_itl(first) if first else None)
-        yield fitted(op="latency_fit", values=line)
-    if len(own) > 2:
-        curve = curve_values(latency.fit_ttft(own), latency.fit_ttft(first) if first else None)
-        yield fitted(op="ttft_fit", values=curve)
+    for op, metric in FITS.items():
+        if len(own) >= len(metric.scales):
+            values = fit_values(metric, metric.fit(own), metric.fit(first) if first else None)
+            yield replace(own[0], op=op, case=about, values=values, date=utc_now())
 
 
 def length_values(batches: Sequence[Sequence[RequestTimes]]) -> dict[str, float]:
@@ -300,56 +268,40 @@ def _batch_s(batch: Sequence[RequestTimes]) -> float:
     return max(times.parts_s[-1] for times in batch) - min(times.start_s for times in batch)
 
 
-def line_values(line: Line, first: Line | None) -> dict[str, float]:
-    """A line of the time between tokens over the context, beside that of the first row."""
-    values = {
-        **_term("itl_intercept", line.intercept, line.interval("intercept"), "ms"),
-        **_term("itl_slope", line.slope, line.interval("slope"), "us_per_1k_tokens", 1e6),
-        "itl_residual_ms": line.residual,
-    }
-    if first is None:
-        return values
-    ratio = fit.slope_ratio(line, first)
-    values["intercept_gap_ms"] = line.intercept - first.intercept
-    values |= _term("slope_ratio", ratio.value, ratio.interval)
-    return values | _crossing("", fit.break_even(line, first))
+def fit_values(metric: latency.Metric, own: Fit, first: Fit | None) -> dict[str, float]:
+    """The line or the curve of a metric, beside that of the first row.
 
-
-def curve_values(curve: Quadratic, first: Quadratic | None) -> dict[str, float]:
-    """A curve of the time to the first token over the input, beside that of the first row.
-
-    Where they cross is said of curves that were fitted, between the lengths that both have.
+    Where curves cross is said of those that were fitted, between the lengths that both have.
     """
+    name, is_line = metric.name, metric is latency.ITL
     values: dict[str, float] = {}
-    for term, (unit, factor) in CURVE_UNITS.items():
-        values |= _term(f"ttft_{term}", getattr(curve, term), curve.interval(term), unit, factor)
-    values["ttft_residual_ms"] = curve.residual
+    for term, value in zip(own.TERMS, own.terms, strict=True):
+        values |= _term(f"{name}_{term}", value, own.interval(term), *UNITS[term])
+    values[f"{name}_residual_ms"] = own.residual
     if first is None:
         return values
-    ratio = fit.square_ratio(curve, first)
-    values |= _term("square_ratio", ratio.value, ratio.interval)
-    if curve.fit is None or first.fit is None:
+    if is_line:
+        values["intercept_gap_ms"] = own.terms[0] - first.terms[0]
+    ratio = fit.last_term_ratio(own, first)
+    values |= _term(f"{own.TERMS[-1]}_ratio", ratio.value, ratio.interval)
+    if not is_line and None in (own.fit, first.fit):
         return values
-    return values | _crossing("ttft_", fit.curve_break_even(curve, first))
+    before, found = "" if is_line else f"{name}_", metric.break_even(own, first)
+    values |= _term(f"{before}break_even", found.tokens, found.interval, "_tokens")
+    if found.up_to is not None:
+        values[f"{before}faster_up_to_tokens"] = found.up_to
+    return values
 
 
 def _term(
     name: str, value: float, interval: Interval | None, unit: str = "", factor: float = 1.0
 ) -> dict[str, float]:
     """A value, and the two ends of its interval where there is one."""
-    after = f"_{unit}" if unit else ""
-    found = {f"{name}{after}": value * factor}
+    found = {f"{name}{unit}": value * factor}
     if interval is not None:
         ends = {"low": interval.low, "high": interval.high}
-        found |= {f"{name}_{end}{after}": own * factor for end, own in ends.items()}
+        found |= {f"{name}_{end}{unit}": own * factor for end, own in ends.items()}
     return found
-
-
-def _crossing(before: str, found: BreakEven) -> dict[str, float]:
-    values = _term(f"{before}break_even", found.tokens, found.interval, "tokens")
-    if found.up_to is not None:
-        values[f"{before}faster_up_to_tokens"] = found.up_to
-    return values
 
 
 def told(records: Sequence[Measurement]) -> Iterator[str | Table]:
@@ -364,8 +316,13 @@ def _told_latency(records: Sequence[Measurement]) -> Iterator[str | Table]:
     sizes = f"{case['batch_size']} at once, {case['output_len']} tokens out"
     lengths = [record for record in records if record.op == "latency"]
     lengths.sort(key=lambda record: int(record.case["input_len"]))
-    yield from_records(lengths, caption=f"To the first token: {sizes}", columns=TTFT_COLUMNS)
-    yield from_records(lengths, caption=f"Between tokens: {sizes}", columns=ITL_COLUMNS)
+    times = ["median_{}_ms", "mean_{}_ms", "p20_{}_ms", "p80_{}_ms"]
+    for metric, what, columns in (
+        ("ttft", "To the first token", [*times, "{}_speedup", "relative_rms"]),
+        ("itl", "Between tokens", [*times, "p99_{}_ms", "{}_speedup"]),
+    ):
+        names = ("input_len", "row", *(column.format(metric) for column in columns))
+        yield from_records(lengths, caption=f"{what}: {sizes}", columns=names)
     for section in latency.latency_sections(records):
         yield from section.tables
         yield from section.paragraphs[1:]
@@ -374,9 +331,9 @@ def _told_latency(records: Sequence[Measurement]) -> Iterator[str | Table]:
         latency.TTFT: ", by the curves between the shortest and the longest input",
     }
     for row in latency.rows_of(lengths):
-        for metric, end in ends.items():
-            if row.baseline is not None and (found := row.break_even(metric)) is not None:
-                yield f"{metric.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"
+        for of, end in ends.items():
+            if row.baseline is not None and (found := row.break_even(of)) is not None:
+                yield f"{of.name.upper()}: {row.name} is {found} than {row.baseline.name}{end}"
 
 
 def _told_throughput(records: Sequence[Measurement]) -> Iterator[str | Table]:
@@ -386,8 +343,15 @@ def _told_throughput(records: Sequence[Measurement]) -> Iterator[str | Table]:
         f"{case['input_len']} tokens in and {case['output_len']} out, "
         f"± {100 * float(case['range_ratio']):g} %"
     )
-    yield from_records(records, caption=caption, columns=SPEED_COLUMNS)
-    yield from_records(records, caption="Latency", columns=LATENCY_COLUMNS)
+    columns: tuple[str, ...] = ("row", "duration", "request_throughput", "output_throughput")
+    columns += ("output_throughput_gain", "total_token_throughput", "relative_rms")
+    yield from_records(records, caption=caption, columns=columns)
+    times = [
+        name
+        for metric in ("ttft", "itl")
+        for name in (f"median_{metric}_ms", f"p99_{metric}_ms", f"median_{metric}_gain")
+    ]
+    yield from_records(records, caption="Latency", columns=("row", *times, "median_e2el_ms"))
     for record in records:
         values = record.values
         yield (
@@ -402,29 +366,26 @@ def vllm_documents(result: LoadResult) -> dict[tuple[str | int, ...], dict[str, 
 
     By row and input length, or by row alone.
     """
-    if not result.latencies_s:
-        return {(str(one.case["row"]),): _vllm_throughput(one) for one in result.records}
-    model = str(result.records[0].case["model"])
-    return {
-        key: {
-            "model_id": model,
-            "avg_latency": float(np.mean(seconds)),
-            "latencies": list(seconds),
-            "percentiles": {str(p): float(np.percentile(seconds, p)) for p in BATCH_PERCENTILES},
+    documents: dict[tuple[str | int, ...], dict[str, Any]] = {}
+    for record in result.records if not result.latencies_s else ():
+        values = record.values
+        num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
+        documents[(str(record.case["row"]),)] = {
+            "model_id": str(record.case["model"]),
+            "elapsed_time": values["duration"],
+            "num_requests": int(values["completed"]),
+            "total_num_tokens": int(num_tokens),
+            "requests_per_second": values["request_throughput"],
+            "tokens_per_second": values["total_token_throughput"],
         }
-        for key, seconds in result.latencies_s.items()
-        if key[0] not in result.failures
-    }
-
-
-def _vllm_throughput(record: Measurement) -> dict[str, Any]:
-    values = record.values
-    num_tokens = values["total_input_tokens"] + values["total_output_tokens"]
-    return {
-        "model_id": str(record.case["model"]),
-        "elapsed_time": values["duration"],
-        "num_requests": int(values["completed"]),
-        "total_num_tokens": int(num_tokens),
-        "requests_per_second": values["request_throughput"],
-        "tokens_per_second": values["total_token_throughput"],
-    }
+    for (row, length), seconds in result.latencies_s.items():
+        if row not in result.failures:
+            documents[row, length] = {
+                "model_id": str(result.records[0].case["model"]),
+                "avg_latency": float(np.mean(seconds)),
+                "latencies": list(seconds),
+                "percentiles": {
+                    f"{p}": float(np.percentile(seconds, p)) for p in BATCH_PERCENTILES
+                },
+            }
+    return documents

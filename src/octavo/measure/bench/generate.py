@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from octavo.calibration.scale_file import ScaleSet
-from octavo.errors import UnsupportedError
 from octavo.integrations.transformers import kv_cache
 from octavo.integrations.transformers.decoder import (
     KeysAndValues,
@@ -25,7 +24,7 @@ from octavo.integrations.transformers.decoder import (
     random_keys_and_values,
 )
 from octavo.measure.bench.benchmark import read_rows
-from octavo.measure.bench.expect import expect
+from octavo.measure.bench.expect import expect, expect_within
 from octavo.measure.bench.timing import capture, machine_of, sample_in_turn_ms
 from octavo.measure.records import Measurement, Scalar, timing
 from octavo.measure.rows import GENERATE, Row
@@ -62,14 +61,10 @@ class _Prepared:
 
     def error(self, first: Tensor) -> float:
         """How far the logits are from the first one's; raises if they are wrong."""
-        error = relative_rms(self.logits, first)
         limit = MAX_ERROR["bf16" if self.row.kv_cache is None else "fp8"]
-        if not error <= limit:  # nor if it is NaN
-            raise UnsupportedError(
-                f"generate with {self.row.name} is wrong: expected logits within {limit} of the "
-                f"baseline's, got {error:.3g}"
-            )
-        return error
+        wanted = f"logits within {limit} of the baseline's"
+        error = relative_rms(self.logits, first)
+        return expect_within(limit, error, f"generate with {self.row.name}", wanted)
 
 
 def run_generate(

@@ -31,71 +31,50 @@ class Area:
     tests: tuple[str, ...]
 
 
+def _files(folder: str, names: str) -> tuple[str, ...]:
+    """The Python files of these names or patterns in a folder."""
+    return tuple(f"{folder}/{name}.py" for name in names.split())
+
+
+_TRANSFORMERS, _DIFFUSERS = "integrations/transformers", "integrations/diffusers"
 AREAS = {
     "vision": Area(
         sources=(
-            "layers/encoder_attention.py",
-            "layers/scaling.py",
-            "integrations/transformers/*vision*.py",
+            *_files("layers", "encoder_attention scaling"),
+            *_files(_TRANSFORMERS, "*vision*"),
         ),
-        without=("integrations/transformers/vision_language.py",),
-        tests=(
-            "integrations/transformers/test_*vision*.py",
-            "integrations/transformers/test_peaked_attention.py",
-        ),
+        without=_files(_TRANSFORMERS, "vision_language"),
+        tests=_files(_TRANSFORMERS, "test_*vision* test_peaked_attention"),
     ),
     "kv": Area(
         sources=(
-            "cache/storage.py",
-            "cache/view.py",
-            "layers/decoder_attention.py",
-            "integrations/transformers/*cache*.py",
-            "integrations/transformers/decoder*.py",
-            "integrations/transformers/calibrate.py",
-            "integrations/transformers/paged_steps.py",
-            "integrations/transformers/saturation.py",
+            *_files("cache", "storage view"),
+            *_files("layers", "decoder_attention"),
+            *_files(_TRANSFORMERS, "*cache* decoder* calibrate paged_steps saturation"),
         ),
         tests=(
-            "cache/test_storage.py",
-            "integrations/transformers/test_calibrate_text.py",
-            "integrations/transformers/test_kv_cache*.py",
+            *_files("cache", "test_storage"),
+            *_files(_TRANSFORMERS, "test_calibrate_text test_kv_cache*"),
         ),
     ),
     "linear": Area(
         sources=(
-            "layers/joint_linear.py",
-            "layers/linear.py",
-            "layers/saturation.py",
-            "layers/warmup.py",
-            "integrations/linear.py",
-            "integrations/output_heads.py",
-            "integrations/transformers/load.py",
-            "integrations/transformers/quantizer.py",
+            *_files("layers", "joint_linear linear saturation warmup"),
+            *_files("integrations", "linear output_heads"),
+            *_files(_TRANSFORMERS, "load quantizer"),
         ),
         tests=(
-            "layers/test_joint_linear.py",
-            "layers/test_linear_gpu.py",
-            "layers/test_warmup.py",
-            "integrations/transformers/test_load_fp8.py",
-            "integrations/transformers/test_quantizer.py",
+            *_files("layers", "test_joint_linear test_linear_gpu test_warmup"),
+            *_files(_TRANSFORMERS, "test_load_fp8 test_quantizer"),
         ),
     ),
     "diffusion": Area(
-        sources=(
-            "integrations/diffusers/attention.py",
-            "integrations/diffusers/calibrate.py",
-            "integrations/diffusers/linear.py",
-            "integrations/diffusers/pipeline.py",
-            "integrations/diffusers/processors.py",
-            "integrations/diffusers/sensitivity.py",
-            "integrations/diffusers/step_graphs.py",
+        sources=_files(
+            _DIFFUSERS, "attention calibrate linear pipeline processors sensitivity step_graphs"
         ),
-        tests=(
-            "integrations/diffusers/test_attention.py",
-            "integrations/diffusers/test_calibrate.py",
-            "integrations/diffusers/test_fused_attention.py",
-            "integrations/diffusers/test_plain_layers.py",
-            "integrations/diffusers/test_step_graphs.py",
+        tests=_files(
+            _DIFFUSERS,
+            "test_attention test_calibrate test_fused_attention test_plain_layers test_step_graphs",
         ),
     ),
     "retrieval": Area(
@@ -103,9 +82,9 @@ AREAS = {
         tests=("demo/test_retrieval_model.py",),
     ),
     "engine": Area(
-        sources=("integrations/transformers/engine_*.py", "serving/engine/*.py"),
-        without=("serving/engine/__init__.py", "serving/engine/llm.py", "serving/engine/text.py"),
-        tests=("serving/engine/test_*.py",),
+        sources=(*_files(_TRANSFORMERS, "engine_*"), *_files("serving/engine", "*")),
+        without=_files("serving/engine", "__init__ llm text"),
+        tests=_files("serving/engine", "test_*"),
     ),
 }
 

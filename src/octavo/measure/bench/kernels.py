@@ -26,6 +26,7 @@ from octavo.kernels.scaled_mm import config as scaled_mm_config
 from octavo.measure.bench import attention, linear
 from octavo.measure.bench.benchmark import Benchmark, Call, Suite, run_benchmark
 from octavo.measure.bench.expect import expect_one_of
+from octavo.measure.bench.peers import Inputs
 from octavo.measure.records import Measurement
 from octavo.numerics.attention import AttentionSpec
 from octavo.numerics.formats import E4M3
@@ -96,12 +97,10 @@ def searches(op: str, device: Device) -> list[Search]:
     if device.capability is None:
         raise UnsupportedError(f"settings are tuned on the GPU they are for, got {device.name}")
     find_problem, prepare = SEARCHES[op]
-    suite = SUITES[op]
-    problems = [(size, find_problem(size, device)) for size in suite.large]
     return [
-        Search.of(problem, suite.make(size, device.torch_device, None), prepare)
-        for size, problem in problems
-        if problem is not None
+        Search.of(problem, SUITES[op].make(size, device.torch_device, None), prepare)
+        for size in SUITES[op].large
+        if (problem := find_problem(size, device)) is not None
     ]
 
 
@@ -112,11 +111,11 @@ def tune(search: Search, device: Device, folder: Path, command: str) -> list[Mea
     fastest, default = min(times, key=lambda name: times[name]), next(iter(search.configs))
     winner = fastest if times[default] > MARGIN * times[fastest] else default
     tuning.save(search.benchmark.op, search.problem, device, search.configs[winner], folder)
-    about = {"problem": search.problem}
-    return [
-        replace(record, case={**record.case, **about, "is_winner": record.impl == winner})
-        for record in records
-    ]
+    found = []
+    for record in records:
+        case = {**record.case, "problem": search.problem, "is_winner": record.impl == winner}
+        found.append(replace(record, case=case))
+    return found
 
 
 def name_of(config: Any) -> str:
@@ -133,7 +132,7 @@ def _attention_problem(size: attention.Size, device: Device) -> Problem | None:
     return attention_config.problem(shape), configs
 
 
-def _attend(config: attention_config.AttentionConfig, inputs: attention.Inputs) -> Call:
+def _attend(config: attention_config.AttentionConfig, inputs: Inputs) -> Call:
     from octavo.kernels.attention.triton import attention as run
 
     qkv = ops.quantize_qkv(*inputs.qkv, value_layout="transposed")
@@ -230,19 +229,18 @@ def precompile(tasks: list[Task], jobs: int) -> Iterator[Task]:
     """Run all tasks, up to `jobs` at a time; yields each as it ends. A task that fails raises."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(min(jobs, MAX_JOBS), mp_context=context) as pool:
-        futures = {pool.submit(run_task, task): task for task in tasks}
-        for future in as_completed(futures):
-            future.result()
-            yield futures[future]
+        for future in as_completed([pool.submit(run_task, task) for task in tasks]):
+            yield future.result()
 
 
-def run_task(task: Task) -> None:
+def run_task(task: Task) -> Task:
     """The call of one task, if this machine can run it."""
     try:
         benchmark = _benchmarks(task.op, task.peers, task.is_search)[task.index]
         benchmark.participants[task.entry].prepare(benchmark.make_inputs(0))()
     except UnsupportedError:
-        return  # listed when the benchmark itself runs
+        pass  # listed when the benchmark itself runs
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    return task

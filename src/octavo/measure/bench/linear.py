@@ -360,10 +360,8 @@ def _mm(size: tuple[int, int, int], device: torch.device, folder: Path | None) -
     ]
     if shape.rows <= FEW_ROWS:
         in_front = f"{by_token}, quantized in front"
-        found += [
-            entry("selected", "FP8", partial(_plain_by_fp8, PerToken()), in_front),
-            entry("selected", "BF16 by FP8", partial(_plain_by_fp8, None), "channel"),
-        ]
+        found.append(entry("selected", "FP8", partial(_plain_by_fp8, PerToken()), in_front))
+        found.append(entry("selected", "BF16 by FP8", partial(_plain_by_fp8, None), "channel"))
     found.append(entry("torch", "BF16", lambda x: partial(F.linear, x.a, x.b, x.bias), "none"))
     return Benchmark(
         op="scaled_mm",

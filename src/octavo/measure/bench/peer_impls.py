@@ -1,7 +1,6 @@
 """Peers' BF16 attention as implementations of our ops, while a benchmark runs."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -15,7 +14,7 @@ from octavo import ops
 from octavo.cache.view import PagedView
 from octavo.errors import UnsupportedError
 from octavo.measure.bench import peers
-from octavo.measure.bench.timing import sample_in_turn_ms
+from octavo.measure.bench.timing import fastest
 from octavo.numerics.attention import AttentionSpec, Packing
 from octavo.numerics.qkv import QkvScales
 from octavo.testing.inputs import make_packing
@@ -29,13 +28,14 @@ IGNORED = frozenset({"one-level", "promote-later"})
 
 
 @contextmanager
-def registered(folder: Path | None, names: Sequence[str] = tuple(PEERS)) -> Iterator[list[str]]:
-    """Inside, `attention` has these peers as implementations, to be asked for by name.
+def registered(folder: Path | None, device: torch.device) -> Iterator[list[str]]:
+    """Inside, on a GPU, `attention` has the peers as implementations, to be asked for by name.
 
     folder: may hold their libraries. One whose library is not there raises when it is called.
     """
-    with _added("attention", {name: partial(_run, PEERS[name], folder) for name in names}):
-        yield list(names)
+    runs = {name: partial(_run, prepare, folder) for name, prepare in PEERS.items()}
+    with _added("attention", runs if device.type == "cuda" else {}) as names:
+        yield names
 
 
 @contextmanager
@@ -46,13 +46,13 @@ def registered_prefill(folder: Path | None) -> Iterator[str]:
 
 
 @contextmanager
-def _added(op: str, runs: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def _added(op: str, runs: Mapping[str, Callable[..., Any]]) -> Iterator[list[str]]:
     with ExitStack() as stack:
         for name, run in runs.items():
             reason = "a peer, for a benchmark"
             ops.register_impl(op, name, run, objection=_objection, reason=reason)
             stack.callback(ops.unregister_impl, op, name)
-        yield
+        yield list(runs)
 
 
 def _objection(request: ops.Request) -> str | None:
@@ -87,7 +87,7 @@ def _run(
     # Rows of no sequence are zeros, as our op promises: FlashAttention-3 reads values beyond the
     # end of a sequence, and 0 · NaN would reach its result.
     given = None if packing is None else torch.zeros_like(q)
-    out = prepare(folder, False, q, k, v, False, packing, given)()
+    out = prepare(folder, False, peers.Inputs((q, k, v), packing, out=given))()
     return out.to(out_dtype), q.new_empty(0, dtype=torch.float32)
 
 
@@ -121,11 +121,12 @@ def _run_prefill(
         q.contiguous(),
         key,
         value,
-        out=out,
+        out,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=ends,
         lengths=view.lengths,
-        max_seqlen=(max_seqlen_q, room),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=room,
         softmax_scale=q.shape[-1] ** -0.5,
         is_causal=spec.causal,
         window=spec.window,
@@ -173,6 +174,4 @@ def find_fastest(
             calls[name] = call
     if len(calls) == 1:
         return None
-    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
-    medians = dict(zip(calls, map(statistics.median, samples), strict=True))
-    return min(medians, key=lambda name: medians[name])
+    return fastest(calls, device)

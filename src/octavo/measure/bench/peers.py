@@ -1,8 +1,7 @@
 """Other libraries' kernels, called as ours are: to be measured beside, never to run a model.
 
 A peer is installed, or in a folder with its library (`*.abi3.so`, or that as .xz) or its package.
-Each one takes q, k, v [batch, length, heads, head_dim] in BF16, or packed [tokens, heads, head_dim]
-with a Packing, and returns a call that gives the result in that layout.
+Each one takes Inputs in BF16, and returns a call that gives the result in the layout of q.
 """
 
 import ctypes
@@ -11,8 +10,9 @@ import lzma
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,31 @@ from octavo.numerics.quantize import Quantized, quantize
 Call = Callable[[], Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
 Scales = Three | tuple[None, None, None]
-ONE = [1, 1, 1, 1]
 # Namespace in torch.ops -> (package that ships it, end of the library's file name).
 LIBRARIES = {
     "_vllm_fa3_C": ("vllm", "vllm_fa3_C.abi3.so"),
     "fa3_fwd": ("fa3_fwd", "fa3_fwd_C.abi3.so"),
 }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What attention is computed of.
+
+    qkv: each [batch, length, heads, head_dim], or packed [tokens, heads, head_dim] with `packing`.
+    out: where FlashAttention-3 puts the result of packed sequences, like q; rows of no sequence
+    stay as they are there.
+    """
+
+    qkv: Three
+    packing: Packing | None = None
+    is_causal: bool = False
+    out: Tensor | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        """That of all peers: 1/√head_dim."""
+        return float(self.qkv[0].shape[-1] ** -0.5)
 
 
 @cache
@@ -67,16 +86,14 @@ def _unpacked(root: Path, ending: str) -> list[Path]:
     return found
 
 
-def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Call:
-    """torch's scaled_dot_product_attention with one of its backends."""
-    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+def sdpa(backend: SDPBackend, inputs: Inputs) -> Call:
+    """torch's scaled_dot_product_attention with one of its backends, of a dense batch."""
+    q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
+    options: Any = {"is_causal": inputs.is_causal, "enable_gqa": True}
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal, enable_gqa=True
-            )
-        return out.transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     try:
         call()
@@ -85,125 +102,74 @@ def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) 
     return call
 
 
-def fa3_fwd(
-    folder: Path | None,
-    fp8: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    packing: Packing | None = None,
-    out: Tensor | None = None,
-) -> Call:
-    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`.
+def fa3_fwd(folder: Path | None, fp8: bool, inputs: Inputs) -> Call:
+    """FlashAttention-3 of the fa3-fwd package: FP8 with one level; dense without `packing`."""
+    library = load("fa3_fwd", folder)
+    options: Any = {"is_causal": inputs.is_causal, "softmax_scale": inputs.softmax_scale}
+    if inputs.packing is not None:
+        options |= vars(inputs.packing)
 
-    out: where the result goes, like q; rows of no sequence are left as they are.
-    """
-    library, head_dim = load("fa3_fwd", folder), q.shape[-1]
-    (q, k, v), (q_scale, k_scale, v_scale) = _operands(q, k, v, fp8, packing)
-    if out is None:
-        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    sequences: dict[str, Tensor | int] = {}
-    if packing is not None:
-        sequences |= {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
-        sequences |= {"max_seqlen_q": packing.max_seqlen_q, "max_seqlen_k": packing.max_seqlen_k}
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scales: Scales) -> None:
+        named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+        library.fwd(q, k, v, out=out, **options, **named, num_splits=1)
 
-    def call() -> Tensor:
-        library.fwd(
-            *(q, k, v),
-            out=out,
-            **sequences,
-            q_descale=q_scale,
-            k_descale=k_scale,
-            v_descale=v_scale,
-            softmax_scale=head_dim**-0.5,
-            is_causal=is_causal,
-            num_splits=1,
-        )
-        return out[..., :head_dim]
-
-    return call
+    return _over_operands(run, fp8, inputs)
 
 
-def vllm_fa3(
-    folder: Path | None,
-    fp8: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    packing: Packing | None = None,
-    out: Tensor | None = None,
-) -> Call:
-    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it.
-
-    out: where the result of packed sequences goes, like q; rows of none are left as they are.
-    """
-    if packing is None:
+def vllm_fa3(folder: Path | None, fp8: bool, inputs: Inputs) -> Call:
+    """vLLM's FlashAttention-3: FP8 with two levels. A dense batch is packed sequences to it."""
+    if inputs.packing is None:
+        q, k, v = inputs.qkv
         batch, length = q.shape[:2]
         if k.shape[1] != length:
             raise UnsupportedError("called with as many queries as keys only")
         ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        packed = vllm_fa3(folder, fp8, q, k, v, is_causal, Packing.same(ends, length))
+        flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        packing = Packing.same(ends, length)
+        packed = vllm_fa3(folder, fp8, replace(inputs, qkv=flat, packing=packing))
         return lambda: packed().unflatten(0, (batch, length))
-    library, head_dim = load("_vllm_fa3_C", folder), q.shape[-1]
-    (q, k, v), scales = _operands(q, k, v, fp8, packing)
+    options: Any = {"is_causal": inputs.is_causal, "softmax_scale": inputs.softmax_scale}
+    run = partial(vllm_fwd, load("_vllm_fa3_C", folder), **options, **vars(inputs.packing))
+    return _over_operands(run, fp8, inputs)
+
+
+def _over_operands(
+    run: Callable[[Tensor, Tensor, Tensor, Tensor, Scales], None], fp8: bool, inputs: Inputs
+) -> Call:
+    """A call that has `run` write the result, given operands as FlashAttention takes them."""
+    (q, k, v), scales = _operands(fp8, inputs)
+    head_dim, out = inputs.qkv[0].shape[-1], inputs.out
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
 
     def call() -> Tensor:
-        vllm_fwd(
-            *(library, q, k, v),
-            out=out,
-            cu_seqlens_q=packing.cu_seqlens_q,
-            cu_seqlens_k=packing.cu_seqlens_k,
-            max_seqlen=(packing.max_seqlen_q, packing.max_seqlen_k),
-            scales=scales,
-            softmax_scale=head_dim**-0.5,
-            is_causal=is_causal,
-        )
+        run(q, k, v, out, scales)
         return out[..., :head_dim]
 
     return call
 
 
-def cudnn_fp8(
-    folder: Path | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    packing: Packing | None = None,
-) -> Callable[[], Quantized]:
+def cudnn_fp8(folder: Path | None, inputs: Inputs) -> Callable[[], Quantized]:
     """cuDNN's FP8 attention through its own frontend; on Hopper its result is FP8, too.
 
     head_dim is padded to a power of two: 72 is faster as 128 than as 80.
     """
-    cudnn, head_dim = load_cudnn(folder), q.shape[-1]
+    cudnn, head_dim = load_cudnn(folder), inputs.qkv[0].shape[-1]
     padding = (0, (1 << (head_dim - 1).bit_length()) - head_dim)
-    q8, k8, v8 = (quantize(F.pad(x, padding).contiguous(), PerTensor()) for x in (q, k, v))
-    graph = CudnnGraph(cudnn, (q8, k8, v8), head_dim**-0.5, is_causal, packing)
-    return lambda: Quantized(graph.run()[..., :head_dim], v8.scale, PerTensor())
+    parts = [quantize(F.pad(x, padding).contiguous(), PerTensor()) for x in inputs.qkv]
+    graph = CudnnGraph(cudnn, parts, inputs)
+    return lambda: Quantized(graph.run()[..., :head_dim], parts[2].scale, PerTensor())
 
 
 class CudnnGraph:
     """cuDNN's FP8 attention: one built sdpa_fp8 graph of its frontend, and the tensors it runs on.
 
-    cudnn: the frontend's module. parts: q, k and v, contiguous, [batch, length, heads, head_dim],
-    or packed [tokens, heads, head_dim] with `packing`. The result has q's layout, and the scale of
-    the values: it is a mean of them.
+    cudnn: the frontend's module. parts: q, k and v of the inputs, contiguous. The result has q's
+    layout, and the scale of the values: it is a mean of them.
     """
 
-    def __init__(
-        self,
-        cudnn: Any,
-        parts: tuple[Quantized, Quantized, Quantized],
-        softmax_scale: float,
-        is_causal: bool,
-        packing: Packing | None = None,
-    ) -> None:
-        self.cudnn, self.kinds, self.packing = cudnn, cudnn.data_type, packing
+    def __init__(self, cudnn: Any, parts: Sequence[Quantized], inputs: Inputs) -> None:
+        self.cudnn, self.kinds, self.packing = cudnn, cudnn.data_type, inputs.packing
         self.handle = cudnn.create_handle()
         self.graph = cudnn.pygraph(
             io_data_type=self.kinds.FP8_E4M3,
@@ -212,22 +178,34 @@ class CudnnGraph:
             handle=self.handle,
         )
         self.bound: list[tuple[Any, Tensor]] = []  # the graph's tensors and ours
-        q, k, v = (self._operand(part.data) for part in parts)
+        q, k, v = (self._bind_rows(part.data) for part in parts)
+        q_scale, k_scale, v_scale = (part.scale for part in parts)
+        weight = torch.full_like(v_scale, 448.0)  # P ≤ 1 fills e4m3
+        # As cuDNN names them: a descale multiplies, a scale is a reciprocal.
+        factors = {"descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale}
+        factors |= {"descale_s": 1 / weight, "scale_s": weight, "scale_o": 1 / v_scale}
+        options = {name: self._bind(x, self.kinds.FLOAT) for name, x in factors.items()}
+        if inputs.is_causal:
+            options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+            options["right_bound"] = 0
+        if self.packing is not None:
+            lengths = self.packing.cu_seqlens_q.diff()
+            options |= {
+                n: self._bind(lengths, self.kinds.INT32) for n in ("seq_len_q", "seq_len_kv")
+            }
+            options["use_padding_mask"] = True
         out, _, amax_s, amax_o = self.graph.sdpa_fp8(
             q=q,
             k=k,
             v=v,
-            **self._factors(parts),
-            **self._mask(is_causal),
+            **options,
             generate_stats=False,
-            attn_scale=softmax_scale,
+            attn_scale=inputs.softmax_scale,
         )
         self.out = torch.empty_like(parts[0].data)
-        self._write(out, self.out, *self._layout(self.out), self.kinds.FP8_E4M3)
-        if packing is not None:
-            out.set_ragged_offset(self._offsets(self.out, packing))
+        self._bind_rows(self.out, out)
         for largest in (amax_s, amax_o):  # of P and of the result, which nobody reads
-            self._write(largest, torch.ones_like(parts[0].scale), ONE, ONE, self.kinds.FLOAT)
+            self._bind(torch.ones_like(v_scale), self.kinds.FLOAT, output=largest)
         self._build()
         self.pack = dict(self.bound)  # not before: building names the tensors
         size = max(1, self.graph.get_workspace_size())
@@ -239,60 +217,41 @@ class CudnnGraph:
         self.graph.execute(self.pack, self.workspace, handle=self.handle)
         return self.out
 
-    def _operand(self, x: Tensor) -> Any:
-        dim, stride = self._layout(x)
-        operand = self._read(x, self.kinds.FP8_E4M3, dim, stride)
-        if self.packing is not None:
-            operand.set_ragged_offset(self._offsets(x, self.packing))
-        return operand
-
-    def _layout(self, x: Tensor) -> tuple[list[int], list[int]]:
-        """Sizes and strides of x, heads before tokens; of packed x, as if all were the longest."""
+    def _bind_rows(self, x: Tensor, output: Any = None) -> Any:
+        """Bind q, k, v or the result: heads before tokens, packed x as if all were the longest."""
         num_heads, head_dim = x.shape[-2:]
         num_sequences, length = x.shape[:2]
         if self.packing is not None:
             num_sequences, length = len(self.packing.cu_seqlens_q) - 1, self.packing.max_seqlen_q
         row = num_heads * head_dim
-        return [num_sequences, num_heads, length, head_dim], [length * row, head_dim, row, 1]
-
-    def _offsets(self, x: Tensor, packing: Packing) -> Any:
-        """Where each sequence of packed x starts, in values."""
-        starts = packing.cu_seqlens_q.long() * x.shape[1] * x.shape[2]
-        return self._read_column(starts, self.kinds.INT64)
-
-    def _factors(self, parts: tuple[Quantized, Quantized, Quantized]) -> dict[str, Any]:
-        """The scales as cuDNN names them: a descale multiplies, a scale is a reciprocal."""
-        q, k, v = (part.scale for part in parts)
-        weight = torch.full_like(v, 448.0)  # P ≤ 1 fills e4m3
-        values = {"descale_q": q, "descale_k": k, "descale_v": v}
-        values |= {"descale_s": 1 / weight, "scale_s": weight, "scale_o": 1 / v}
-        return {name: self._read_column(x, self.kinds.FLOAT) for name, x in values.items()}
-
-    def _mask(self, is_causal: bool) -> dict[str, Any]:
-        options: dict[str, Any] = {}
-        if is_causal:
-            options["diagonal_alignment"] = self.cudnn.diagonal_alignment.TOP_LEFT
-            options["right_bound"] = 0
-        if self.packing is not None:
-            lengths = self.packing.cu_seqlens_q.diff()
-            options["use_padding_mask"] = True
-            for name in ("seq_len_q", "seq_len_kv"):
-                options[name] = self._read_column(lengths, self.kinds.INT32)
-        return options
-
-    def _read_column(self, x: Tensor, kind: Any) -> Any:
-        """An input [n, 1, 1, 1]: scales, lengths and offsets."""
-        column = x.reshape(-1, 1, 1, 1).contiguous()
-        return self._read(column, kind, [*column.shape], ONE)
-
-    def _read(self, x: Tensor, kind: Any, dim: list[int], stride: list[int]) -> Any:
-        tensor = self.graph.tensor(dim=dim, stride=stride, data_type=kind)
-        self.bound.append((tensor, x))
+        layout = [num_sequences, num_heads, length, head_dim], [length * row, head_dim, row, 1]
+        tensor = self._bind(x, self.kinds.FP8_E4M3, layout, output)
+        if self.packing is not None:  # where each sequence starts, in values
+            starts = self.packing.cu_seqlens_q.long() * row
+            tensor.set_ragged_offset(self._bind(starts, self.kinds.INT64))
         return tensor
 
-    def _write(self, tensor: Any, x: Tensor, dim: list[int], stride: list[int], kind: Any) -> None:
-        tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(kind)
+    def _bind(
+        self,
+        x: Tensor,
+        kind: Any,
+        layout: tuple[list[int], list[int]] | None = None,
+        output: Any = None,
+    ) -> Any:
+        """The graph's tensor whose memory is x: a new input, or this output of the graph.
+
+        layout: sizes and strides; None is a column [n, 1, 1, 1] of scales, lengths or offsets.
+        """
+        if layout is None:
+            x = x.reshape(-1, 1, 1, 1).contiguous()
+            layout = [*x.shape], [1, 1, 1, 1]
+        dim, stride = layout
+        if output is None:
+            tensor = self.graph.tensor(dim=dim, stride=stride, data_type=kind)
+        else:
+            tensor = output.set_output(True).set_dim(dim).set_stride(stride).set_data_type(kind)
         self.bound.append((tensor, x))
+        return tensor
 
     def _build(self) -> None:
         try:
@@ -342,39 +301,39 @@ def vllm_decode(folder: Path | None, q: Tensor, view: PagedView) -> Call:
     num_sequences, _, num_heads, head_dim = q.shape
     heads, longest = view.num_kv_heads, view.max_pages * view.page_size
     ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=q.device)
-    none = None
-    schedule = library.get_scheduler_metadata(
-        *(num_sequences, 1, longest, num_heads, heads, head_dim, head_dim, view.dtype),
-        *(view.lengths, ends, none, none, none, none, view.page_size, 0, True, -1, -1),
-        *(False, 0, none, 0),
-    )
+    # The arguments that are not None, by their places.
+    asked: list[Any] = [None] * 23
+    asked[:7] = num_sequences, 1, longest, num_heads, heads, head_dim, head_dim
+    asked[7:10] = view.dtype, view.lengths, ends
+    asked[14:21] = view.page_size, 0, True, -1, -1, False, 0
+    asked[22] = 0
     query = q.squeeze(1)
     scales: Scales = (None, None, None)
     if view.is_fp8:
-        part, shape = quantize(query, PerTensor()), (num_sequences, heads)
+        part = quantize(query, PerTensor())
         query = part.data
-        scales = (
-            part.scale.expand(shape).contiguous(),
-            view.key_scale.expand(shape).contiguous(),
-            view.value_scale.expand(shape).contiguous(),
-        )
+        scales = _spread(num_sequences, heads, part.scale, view.key_scale, view.value_scale)
     out = torch.empty(query.shape, dtype=torch.bfloat16, device=q.device)
-    key, value = view.as_token_major()
+    run = partial(
+        vllm_fwd,
+        library,
+        query,
+        *view.as_token_major(),
+        out,
+        scales,
+        cu_seqlens_q=ends,
+        lengths=view.lengths,
+        page_table=view.page_table,
+        max_seqlen_q=1,
+        max_seqlen_k=longest,
+        softmax_scale=head_dim**-0.5,
+        is_causal=True,
+        schedule=library.get_scheduler_metadata(*asked),
+        num_splits=0,
+    )
 
     def call() -> Tensor:
-        vllm_fwd(
-            *(library, query, key, value),
-            out=out,
-            cu_seqlens_q=ends,
-            lengths=view.lengths,
-            page_table=view.page_table,
-            max_seqlen=(1, longest),
-            scales=scales,
-            softmax_scale=head_dim**-0.5,
-            is_causal=True,
-            schedule=schedule,
-            num_splits=0,
-        )
+        run()
         return out.unsqueeze(1)
 
     return call
@@ -385,16 +344,17 @@ def vllm_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     out: Tensor,
+    scales: Scales = (None, None, None),
+    *,
     cu_seqlens_q: Tensor,
-    max_seqlen: tuple[int, int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     softmax_scale: float,
     is_causal: bool,
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     page_table: Tensor | None = None,
-    scales: Scales = (None, None, None),
     schedule: Tensor | None = None,
     num_splits: int = 1,
     window: int | None = None,
@@ -404,32 +364,35 @@ def vllm_fwd(
 
     window: as of an AttentionSpec that is causal. sinks: [num_heads], in q's dtype.
     """
-    none = None
     left, right = (-1, -1) if window is None else (window - 1, 0)
-    library.fwd(
-        *(q, k, v, none, none, none, out),
-        *(cu_seqlens_q, cu_seqlens_k, none, none, lengths),
-        *(*max_seqlen, page_table),
-        *(none, none, none, none, none),
-        *(*scales, softmax_scale, is_causal, left, right),
-        *(0.0, True, schedule, num_splits, none, 0),
-        *(sinks, 1, 0, none),
-    )
+    # It takes no names. At the other places are new keys, offsets, rotary tables and the like.
+    asked: list[Any] = [None] * 37
+    asked[:3] = q, k, v
+    asked[6:9] = out, cu_seqlens_q, cu_seqlens_k
+    asked[11:15] = lengths, max_seqlen_q, max_seqlen_k, page_table
+    asked[20:25] = *scales, softmax_scale, is_causal
+    asked[25:31] = left, right, 0.0, True, schedule, num_splits
+    asked[32:36] = 0, sinks, 1, 0
+    library.fwd(*asked)
 
 
-def _operands(
-    q: Tensor, k: Tensor, v: Tensor, fp8: bool, packing: Packing | None
-) -> tuple[Three, Scales]:
+def _operands(fp8: bool, inputs: Inputs) -> tuple[Three, Scales]:
     """The tensors as FlashAttention takes them, and one scale for each sequence and KV head.
 
     In FP8 its head_dim is a multiple of 16: others are padded with zeros.
     """
     if not fp8:
-        return (q, k, v), (None, None, None)
+        return inputs.qkv, (None, None, None)
+    (q, k, _), packing = inputs.qkv, inputs.packing
     padding = (0, -q.shape[-1] % 16)
-    parts = [quantize(F.pad(x, padding), PerTensor()) for x in (q, k, v)]
-    data, scales = [x.data for x in parts], [x.scale for x in parts]
+    q8, k8, v8 = (quantize(F.pad(x, padding), PerTensor()) for x in inputs.qkv)
     num_sequences = len(q) if packing is None else len(packing.cu_seqlens_q) - 1
-    shape = (num_sequences, k.shape[-2])
-    expanded = [scale.expand(shape).contiguous() for scale in scales]
-    return (data[0], data[1], data[2]), (expanded[0], expanded[1], expanded[2])
+    scales = _spread(num_sequences, k.shape[-2], q8.scale, k8.scale, v8.scale)
+    return (q8.data, k8.data, v8.data), scales
+
+
+def _spread(num_sequences: int, num_heads: int, q: Tensor, k: Tensor, v: Tensor) -> Three:
+    """The scales for each sequence and KV head."""
+    shape = (num_sequences, num_heads)
+    q, k, v = (scale.expand(shape).contiguous() for scale in (q, k, v))
+    return q, k, v

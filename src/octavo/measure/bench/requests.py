@@ -32,11 +32,12 @@ QUESTION = "Describe the image."
 
 
 @dataclass(frozen=True)
-class ServingPrompt:
-    """A text, how many tokens answer it at most, and images as data URLs, for chat alone."""
+class Prompt:
+    """Tokens, or a text and images (data URLs) for chat; and how many tokens answer it at most."""
 
-    text: str
     output_len: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
     images: tuple[str, ...] = ()
 
 
@@ -44,7 +45,7 @@ class ServingPrompt:
 class DataSet:
     """Prompts in the order they are sent; seed: of the choice, and of arrivals."""
 
-    prompts: tuple[ServingPrompt, ...]
+    prompts: tuple[Prompt, ...]
     seed: int = 0
     facts: Mapping[str, Scalar] = field(default_factory=dict)
 
@@ -146,20 +147,18 @@ def custom_data(
         rows = list(read_jsonl(path))
     except (OSError, CheckpointError) as error:
         raise ConfigError(f"expected a JSON Lines file: {error}") from None
-    prompts = [_custom(row.content, row.where, output_len) for row in rows]
+    prompts = []
+    for row in rows:
+        own: dict[str, Any] = row.content if isinstance(row.content, dict) else {}
+        text: Any = own.get("prompt")
+        length: Any = output_len or own.get("output_tokens")
+        is_text = isinstance(text, str) and bool(text)
+        expect(is_text, '{"prompt": "a text"}', brief(row.content), row.where)
+        is_count = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        got = f"{length!r}; or one length for all"
+        expect(is_count, "output_tokens of at least 1", got, row.where)
+        prompts.append(Prompt(length, text=text))
     return _choose("custom", path, prompts, num_prompts, seed)
-
-
-def _custom(row: Any, where: str, output_len: int | None) -> ServingPrompt:
-    text = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(text, str) or not text:
-        raise ConfigError(f'{where}: expected {{"prompt": "a text"}}, got {brief(row)}')
-    length = row.get("output_tokens") if output_len is None else output_len
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ConfigError(
-            f"{where}: expected output_tokens of at least 1, got {length!r}; or one length for all"
-        )
-    return ServingPrompt(text, length)
 
 
 def sharegpt_data(
@@ -182,67 +181,53 @@ def sharegpt_data(
         rows = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: expected a JSON list of conversations: {error}") from None
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path}: expected a JSON list of conversations, got {brief(rows)}")
+    expect(isinstance(rows, list), "a JSON list of conversations", brief(rows), str(path))
     prompts = []
     for number, row in enumerate(rows):
-        question, answer = _first_turns(row, f"{path}, conversation {number}")
-        if not question:
+        where, own = f"{path}, conversation {number}", row if isinstance(row, dict) else {}
+        turns: Any = own.get("conversations", own.get("conversation"))
+        expect(isinstance(turns, list), '{"conversations": […]}', brief(row), where)
+        for turn in turns:
+            is_turn = isinstance(turn, dict) and isinstance(turn.get("value"), str)
+            expect(is_turn, 'turns with "from" and "value"', brief(turn), where)
+        if len(turns) < 2 or turns[0].get("from") not in HUMAN or not turns[0]["value"]:
             continue
+        question, answer = (turn["value"] for turn in turns[:2])
         length = output_len or (count_tokens(answer) if count_tokens else 0)
         if count_tokens is not None:
             num_input = count_tokens(question)
             is_long_enough = min(num_input, length) >= MIN_LEN
             if not is_long_enough or num_input > MAX_INPUT or num_input + length > MAX_TOTAL:
                 continue
-        prompts.append(ServingPrompt(question, length))
+        prompts.append(Prompt(length, text=question))
     return _choose("sharegpt", path, prompts, num_prompts, seed)
-
-
-def _first_turns(row: Any, where: str) -> tuple[str, str]:
-    """The first question and its answer; "" if the conversation does not begin with them."""
-    turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
-    if not isinstance(turns, list):
-        raise ConfigError(f'{where}: expected {{"conversations": […]}}, got {brief(row)}')
-    for turn in turns:
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise ConfigError(f'{where}: expected turns with "from" and "value", got {brief(turn)}')
-    if len(turns) < 2 or turns[0].get("from") not in HUMAN:
-        return "", ""
-    return turns[0]["value"], turns[1]["value"]
 
 
 def random_mm_data(asked: ImageRequests, *, output_len: int) -> DataSet:
     """Random letters with random images, of vLLM's sizes and shares."""
-    prompts = [
-        ServingPrompt(one.prompt, output_len, tuple(map(_data_url, one.images)))
-        for one in make_image_prompts(asked)
-    ]
-    buckets = asked.bucket_config
+    prompts = []
+    for one in make_image_prompts(asked):
+        urls = []
+        for image in one.images:
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+        prompts.append(Prompt(output_len, text=one.prompt, images=tuple(urls)))
     facts: dict[str, Scalar] = {
         "dataset": "random-mm",
         "input_len": asked.random_input_len,
         "output_len": output_len,
         "items_per_request": asked.base_items_per_request,
-        **({} if buckets is None else {"bucket_config": buckets}),
     }
+    if asked.bucket_config is not None:
+        facts["bucket_config"] = asked.bucket_config
     return DataSet(prompts=tuple(prompts), seed=asked.seed, facts=facts)
 
 
-def _data_url(image: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _choose(
-    name: str, path: Path, prompts: list[ServingPrompt], num_prompts: int, seed: int
-) -> DataSet:
+def _choose(name: str, path: Path, prompts: list[Prompt], num_prompts: int, seed: int) -> DataSet:
     """So many of the prompts in an order of the seed; ConfigError if there are fewer."""
-    if len(prompts) < num_prompts:
-        raise ConfigError(
-            f"{path}: expected {num_prompts} prompts or more, got {len(prompts)}: ask for fewer"
-        )
+    got = f"{len(prompts)}: ask for fewer"
+    expect(len(prompts) >= num_prompts, f"{num_prompts} prompts or more", got, str(path))
     random.Random(seed).shuffle(prompts)
     chosen = tuple(prompts[:num_prompts])
     facts: dict[str, Scalar] = {"dataset": name, "dataset_file": path.name}
@@ -253,24 +238,20 @@ def _choose(
 
 def make_image_prompts(asked: ImageRequests) -> list[ImagePrompt]:
     """The prompts that were asked for; ConfigError if a data set has too few."""
-    from octavo.calibration.data import open_images
+    if asked.dataset_path is not None:
+        from octavo.calibration.data import open_images
 
-    if asked.dataset_path is None:
-        return _random_prompts(asked)
-    data = open_images(asked.dataset_path, split=asked.hf_split, subset=asked.hf_subset)
-    prompts = [tuple(images) for images in data.prompts(asked.num_prompts)]
-    wanted = f"{asked.num_prompts} prompts in {asked.dataset_path}"
-    expect(len(prompts) >= asked.num_prompts, wanted, f"{len(prompts)}: ask for fewer")
-    return [ImagePrompt(QUESTION, images) for images in prompts]
-
-
-def _random_prompts(asked: ImageRequests) -> list[ImagePrompt]:
+        data = open_images(asked.dataset_path, split=asked.hf_split, subset=asked.hf_subset)
+        prompts = [ImagePrompt(QUESTION, tuple(found)) for found in data.prompts(asked.num_prompts)]
+        wanted = f"{asked.num_prompts} prompts in {asked.dataset_path}"
+        expect(len(prompts) >= asked.num_prompts, wanted, f"{len(prompts)}: ask for fewer")
+        return prompts
     import numpy as np
     from PIL import Image
 
     buckets = parse_buckets(asked.bucket_config)
     chooser, pixels = random.Random(asked.seed), np.random.default_rng(asked.seed)
-    found = []
+    prompts = []
     for _ in range(asked.num_prompts):
         sizes = chooser.choices(
             list(buckets), list(buckets.values()), k=asked.base_items_per_request
@@ -280,8 +261,8 @@ def _random_prompts(asked: ImageRequests) -> list[ImagePrompt]:
             for height, width, _ in sizes
         )
         letters = chooser.choices("abcdefghijklmnopqrstuvwxyz ", k=asked.random_input_len)
-        found.append(ImagePrompt("".join(letters), images))
-    return found
+        prompts.append(ImagePrompt("".join(letters), images))
+    return prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +311,9 @@ def summarize(
     """Throughput and latency of all requests, by vLLM's names; failed ones count only as such."""
     done = [one for one in requests if one.error is None]
     num_input, num_output = sum(one.input_len for one in done), sum(one.output_len for one in done)
+    # At the same time, ends come first.
+    changes = sorted([(one.start_s, 1) for one in done] + [(one.parts_s[-1], -1) for one in done])
+    num_open = itertools.accumulate(change for _, change in changes)
     result: dict[str, float] = {
         "duration": duration_s,
         "completed": len(done),
@@ -340,7 +324,7 @@ def summarize(
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
         "max_output_tokens_per_s": _peak_rate(done),
-        "max_concurrent_requests": _peak_open(done),
+        "max_concurrent_requests": max(num_open, default=0),
     }
     samples = {
         "ttft": [one.ttft_s for one in done],
@@ -397,11 +381,3 @@ def _peak_rate(requests: Sequence[RequestTimes]) -> float:
         for part in one.parts_s:
             counts[int(part - first)] += one.output_len / len(one.parts_s)
     return round(max(counts.values()), 6)  # shares of a token add up to a last bit more or less
-
-
-def _peak_open(requests: Sequence[RequestTimes]) -> int:
-    """The most requests that were open at once."""
-    changes = [(one.start_s, 1) for one in requests] + [(one.parts_s[-1], -1) for one in requests]
-    # At the same time, ends come first.
-    opened = itertools.accumulate(change for _, change in sorted(changes))
-    return max(opened, default=0)

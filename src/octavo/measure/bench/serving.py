@@ -7,7 +7,6 @@ of vLLM's `bench serve`. `own_server` runs `octavo serve` for as long as a bench
 import asyncio
 import json
 import math
-import signal
 import socket
 import subprocess
 import sys
@@ -15,18 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.extras import need
-from octavo.measure.bench.cases import ENDPOINTS, RandomPrompt, ServingCase
+from octavo.measure.bench.cases import ENDPOINTS, ServingCase
 from octavo.measure.bench.requests import (
     METRICS,
     DataSet,
+    Prompt,
     RequestTimes,
-    ServingPrompt,
     goodput,
     summarize,
 )
@@ -55,9 +54,6 @@ MAX_LOG = 2000  # characters of what a server that failed had to say
 POLL_S = 0.2  # between two looks at whether the server is ready
 # Until a server that was asked to end is killed; it gives open requests GRACE_S.
 GRACE_S, KILL_S = 5, 20
-
-
-Prompt = RandomPrompt | ServingPrompt
 
 
 @dataclass(frozen=True)
@@ -140,25 +136,55 @@ async def _first_model(client: Any) -> str:
         ) from None
 
 
-def _request_body(prompt: Prompt, *, is_chat: bool) -> dict[str, Any]:
-    """The prompt as OpenAI's completions or chat take it."""
-    if isinstance(prompt, RandomPrompt):
-        return {"prompt": list(prompt.tokens)}
-    if not is_chat:
-        return {"prompt": prompt.text}
-    content: Any = prompt.text
-    if prompt.images:
-        images = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
-        content = [{"type": "text", "text": prompt.text}, *images]
-    return {"messages": [{"role": "user", "content": content}]}
-
-
 async def _send(client: Any, case: ServingCase, model: str, prompt: Prompt) -> RequestTimes:
+    """Send one prompt and read what comes; a request without a whole answer has an error."""
     import httpx
 
+    # Serialized before the clock starts: 20,000 tokens take a while.
+    content = json.dumps(_request_body(case, model, prompt))
+    headers = {"Content-Type": "application/json"}
+    request = client.stream("POST", ENDPOINTS[case.backend], content=content, headers=headers)
+    parts: list[tuple[float, str]] = []  # when each came, and its text
+    usage: Mapping[str, int] = {}
+    error, is_done = None, False
+    start_s = time.perf_counter()
+    try:
+        async with request as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")[:MAX_BODY]
+                raise OctavoError(f"status {response.status_code}: {text}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                now_s, text = time.perf_counter(), line.removeprefix("data:").strip()
+                is_done = is_done or text == DONE
+                event = {} if text == DONE else _read_event(text)
+                for choice in (event.get("choices") or ())[:1]:
+                    if (part := _text_of(choice, is_first=not parts)) is not None:
+                        parts.append((now_s, part))
+                usage = event.get("usage") or usage
+        if not is_done:
+            error = f"the stream ended after {len(parts)} parts, without {DONE}"
+        elif not parts:
+            error = "the answer has no parts"
+    except httpx.HTTPError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    except OctavoError as failure:
+        error = str(failure)
+    return RequestTimes(
+        input_len=usage.get("prompt_tokens", len(prompt.tokens)),
+        output_len=usage.get("completion_tokens", len(parts)),
+        start_s=start_s,
+        parts_s=tuple(time_s for time_s, _ in parts),
+        error=error,
+        text="".join(text for _, text in parts),
+    )
+
+
+def _request_body(case: ServingCase, model: str, prompt: Prompt) -> dict[str, Any]:
+    """The prompt as OpenAI's completions or chat take it."""
     body: dict[str, Any] = {
         "model": model,
-        **_request_body(prompt, is_chat=case.backend == "openai-chat"),
         "max_tokens": prompt.output_len,
         "temperature": 0,
         "stream": True,
@@ -166,93 +192,38 @@ async def _send(client: Any, case: ServingCase, model: str, prompt: Prompt) -> R
     }
     if case.ignore_eos:
         body["ignore_eos"] = True
-    # Of a text it is what the server counts.
-    stream = _Stream(len(prompt.tokens) if isinstance(prompt, RandomPrompt) else 0)
-    # Serialized before the clock starts: 20,000 tokens take a while.
-    content = json.dumps(body)
-    headers = {"Content-Type": "application/json"}
-    request = client.stream("POST", ENDPOINTS[case.backend], content=content, headers=headers)
-    stream.start_s = time.perf_counter()
+    if case.backend == "openai":
+        return {**body, "prompt": prompt.text or list(prompt.tokens)}
+    content: Any = prompt.text
+    if prompt.images:
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
+        content = [{"type": "text", "text": prompt.text}, *images]
+    return {**body, "messages": [{"role": "user", "content": content}]}
+
+
+def _read_event(text: str) -> Any:
+    """The JSON of one event; OctavoError if it is none, or tells of an error."""
     try:
-        async with request as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")[:MAX_BODY]
-                stream.error = f"status {response.status_code}: {text}"
-            else:
-                async for line in response.aiter_lines():
-                    stream.read(line)
-                    if stream.error is not None:
-                        break
-    except httpx.HTTPError as error:
-        stream.error = f"{type(error).__name__}: {error}"
-    return stream.times()
+        event = json.loads(text)
+    except ValueError:
+        raise OctavoError(f"expected events of JSON, got {text[:MAX_BODY]}") from None
+    if "error" in event:
+        raise OctavoError(str(event["error"])[:MAX_BODY])
+    return event
 
 
-@dataclass
-class _Stream:
-    """What has come of an answer; error: why no more of it is read."""
+def _text_of(choice: Mapping[str, Any], *, is_first: bool) -> str | None:
+    """The text of a part; None where it is no part of the answer.
 
-    input_len: int
-    start_s: float = 0.0
-    parts_s: list[float] = field(default_factory=list)
-    num_tokens: int | None = None
-    is_done: bool = False
-    error: str | None = None
-    texts: list[str] = field(default_factory=list)
-
-    def read(self, line: str) -> None:
-        """Take one line of the stream; anything but data is none of ours."""
-        if not line.startswith("data:"):
-            return
-        now, text = time.perf_counter(), line.removeprefix("data:").strip()
-        if text == DONE:
-            self.is_done = True
-            return
-        try:
-            event = json.loads(text)
-        except ValueError:
-            self.error = f"expected events of JSON, got {text[:MAX_BODY]}"
-            return
-        if "error" in event:
-            self.error = str(event["error"])[:MAX_BODY]
-            return
-        if choices := event.get("choices"):
-            self._take(choices[0], now)
-        if usage := event.get("usage"):
-            self.input_len = int(usage["prompt_tokens"])
-            self.num_tokens = int(usage["completion_tokens"])
-
-    def _take(self, choice: Mapping[str, Any], now: float) -> None:
-        """Count a part; of chats the first may be a role alone, and the last a reason to end.
-
-        An answer of tokens without text, which random weights give, has one part: its end.
-        """
-        delta = choice.get("delta")
-        if delta is None:
-            text = choice.get("text")
-        else:
-            text = delta.get("content") or delta.get("reasoning_content")
-            is_end = choice.get("finish_reason") is not None
-            if not text and (self.parts_s or not is_end):
-                return
-        self.parts_s.append(now)
-        self.texts.append(str(text or ""))
-
-    def times(self) -> RequestTimes:
-        """The request's times; one without a whole answer has an error."""
-        error = self.error
-        if error is None and not self.is_done:
-            error = f"the stream ended after {len(self.parts_s)} parts, without {DONE}"
-        elif error is None and not self.parts_s:
-            error = "the answer has no parts"
-        return RequestTimes(
-            input_len=self.input_len,
-            output_len=len(self.parts_s) if self.num_tokens is None else self.num_tokens,
-            start_s=self.start_s,
-            parts_s=tuple(self.parts_s),
-            error=error,
-            text="".join(self.texts),
-        )
+    Of chats the first may be a role alone, and the last a reason to end. An answer of tokens
+    without text, which random weights give, has one part: its end.
+    """
+    delta = choice.get("delta")
+    if delta is None:
+        return str(choice.get("text") or "")
+    text = delta.get("content") or delta.get("reasoning_content")
+    is_end = choice.get("finish_reason") is not None
+    return str(text or "") if text or (is_first and is_end) else None
 
 
 def vllm_result(
@@ -308,12 +279,11 @@ def told(case: ServingCase, served: Served) -> Iterator[str | Table]:
     lines = {line: format_column([values[key]])[0] for line, key in LINES.items() if key in values}
     caption = f"Serving Benchmark Result: {served.model}"
     yield Table(caption=caption, header=("", ""), rows=tuple(lines.items()))
-    kinds = ("mean", "median", "std", *(f"p{p:g}" for p in case.percentiles))
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (metric.upper(), *(metrics[f"{kind}_{metric}_ms"] for kind in kinds)) for metric in METRICS
-    )
-    header = ("ms", *(kind.capitalize() for kind in kinds))
-    yield Table(caption="Latency", header=header, rows=rows)
+    kinds = ["mean", "median", "std", *(f"p{p:g}" for p in case.percentiles)]
+    times = {name: [metrics[f"{kind}_{name}_ms"] for kind in kinds] for name in METRICS}
+    rows: list[tuple[Cell, ...]] = [(name.upper(), *own) for name, own in times.items()]
+    header = ("ms", *map(str.capitalize, kinds))
+    yield Table(caption="Latency", header=header, rows=tuple(rows))
     num_tokens, num_parts = metrics["total_output_tokens"], metrics["total_parts"]
     if num_parts < num_tokens:
         yield (
@@ -382,7 +352,12 @@ def own_server(arguments: Sequence[str], *, ready_s: float = 600.0) -> Iterator[
                 raise OctavoError(f"expected octavo serve to start, but {reason}: {words}")
             yield url
         finally:
-            _end(process)
+            process.terminate()  # nothing happens if it has ended
+            try:
+                process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, ready_s: float) -> str | None:
@@ -400,12 +375,3 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, ready_s: flo
             pass
         time.sleep(POLL_S)
     return f"it was not ready in {ready_s:g} s"
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.send_signal(signal.SIGTERM)  # nothing happens if it has ended
-    try:
-        process.wait(KILL_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -8,7 +8,7 @@ the first one's records, whether it ran now or before.
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,13 +29,16 @@ from octavo.serving.engine.settings import EngineSettings
 from octavo.settings import Settings, Tokens
 
 
-def _flags(settings: Settings, **changed: object) -> dict[str, Any]:
-    """Settings by the names of the command line."""
-    found = {**dict(settings), **changed}
-    return {f"--{name.replace('_', '-')}": value for name, value in found.items()}
+class Flagged(Settings):
+    """Settings that are flags of a command, by their names with hyphens."""
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Those of the command."""
+        return {f"--{name.replace('_', '-')}": value for name, value in self}
 
 
-class LatencyLoad(Settings):
+class LatencyLoad(Flagged):
     """One batch by itself, at each of these lengths: the flags of octavo bench latency."""
 
     input_len: tuple[Tokens, ...]
@@ -58,15 +61,15 @@ class LatencyLoad(Settings):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Those of the command."""
-        return _flags(self, input_len=",".join(map(str, self.input_len)))
+        """Those of the command, the lengths as one."""
+        return {**super().flags, "--input-len": ",".join(map(str, self.input_len))}
 
     def __str__(self) -> str:
         lengths = ", ".join(f"{length:,}" for length in self.input_len)
         return f"{lengths} in, {self.output_len} out, {self.batch_size} at once"
 
 
-class ThroughputLoad(Settings):
+class ThroughputLoad(Flagged):
     """Many requests, so many of them open at once: the flags of octavo bench throughput."""
 
     num_prompts: int = 48
@@ -83,18 +86,13 @@ class ThroughputLoad(Settings):
         """What runs."""
         return ThroughputCase(**self.model_dump(exclude={"max_num_seqs"}))
 
-    @property
-    def flags(self) -> dict[str, Any]:
-        """Those of the command."""
-        return _flags(self)
-
     def __str__(self) -> str:
         limit = "all" if self.max_concurrency is None else self.max_concurrency
         sizes = f"{self.input_len:,} in, {self.output_len:,} out"
         return f"{self.num_prompts} × {sizes}, {limit} at once"
 
 
-class EngineOptions(Settings):
+class EngineOptions(Flagged):
     """What all combinations have in common."""
 
     max_num_batched_tokens: int = 2048
@@ -158,17 +156,6 @@ class SweepFile(Settings):
         self.engine.settings(1)
         check_rows(self.recipes, self.skip_layers)
 
-    @property
-    def flags(self) -> Mapping[str, Any]:
-        """Those that all combinations share, beside the recipe's."""
-        return {
-            "--config": self.config,
-            "--kv-cache-dtype-skip-layers": self.skip_layers,
-            "--layers": self.layers,
-            "--dtype": self.dtype,
-            **_flags(self.engine),
-        }
-
 
 @dataclass(frozen=True)
 class Combination:
@@ -194,12 +181,18 @@ class Outcome:
 
 def combinations(sweep: SweepFile, *, peers: bool = False) -> list[Combination]:
     """All of a sweep: for each workload the recipes in their order; peers: whether with peers."""
-    rows = check_rows(sweep.recipes, sweep.skip_layers)
+    shared: dict[str, Any] = {
+        "--config": sweep.config,
+        "--kv-cache-dtype-skip-layers": sweep.skip_layers,
+        "--layers": sweep.layers,
+        "--dtype": sweep.dtype,
+        **sweep.engine.flags,
+    }
     found = []
     for load in sweep.loads:
-        for row in rows:
+        for row in check_rows(sweep.recipes, sweep.skip_layers):
             names = list(dict.fromkeys([sweep.recipes[0], row.name]))
-            flags = {**sweep.flags, **load.flags, "--kv-cache-dtype": names}
+            flags = {**shared, **load.flags, "--kv-cache-dtype": names}
             if peers:
                 flags["--peers"] = "FOLDER"  # whichever it was on this machine
             command = command_line("octavo", "bench", load.kind, sweep.model, flags=flags)
@@ -232,14 +225,8 @@ def stored_records(
 
 
 def run_sweep(
-    sweep: SweepFile,
-    todo: Sequence[Combination],
-    path: Path,
-    *,
-    device: str,
-    on_start: Callable[[Combination], None] = lambda combination: None,
-    on_end: Callable[[Outcome], None] = lambda outcome: None,
-) -> list[Outcome]:
+    sweep: SweepFile, todo: Sequence[Combination], path: Path, *, device: str
+) -> Iterator[Outcome]:
     """Run what the file has no records of, and append records as each combination ends.
 
     One that fails has its reason; the others go on, without a comparison if it was the first.
@@ -268,19 +255,14 @@ def run_sweep(
 
     records = store.read(path) if path.exists() else []
     machine = machine_of(device)
-    outcomes: list[Outcome] = []
     baselines: dict[LatencyLoad | ThroughputLoad, tuple[Measurement, ...]] = {}
     for one in todo:
-        on_start(one)
-        if found := stored_records(one, records, machine):
-            outcome = Outcome(one, "skipped", found)
-        else:
-            outcome = run(one, baselines.get(one.load, ()))
+        found = stored_records(one, records, machine)
+        skipped = Outcome(one, "skipped", found)
+        outcome = skipped if found else run(one, baselines.get(one.load, ()))
         if outcome.state != "failed" and one.row.name == sweep.recipes[0]:
             baselines[one.load] = outcome.records
-        outcomes.append(outcome)
-        on_end(outcome)
-    return outcomes
+        yield outcome
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:

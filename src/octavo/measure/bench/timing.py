@@ -1,8 +1,10 @@
 """How long a call takes: warm-up, then repeated samples on the device's own clock."""
 
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,38 +13,13 @@ from octavo.kernels.device import describe
 from octavo.measure.bench.expect import expect
 from octavo.measure.records import Machine, timing
 
+Name = TypeVar("Name", bound=Hashable)
+
 
 def machine_of(device: torch.device | str) -> Machine:
     """What records say of the machine, and of this device of it."""
     described = describe(device)
     return Machine.current(gpu=described.gpu, capability=described.capability)
-
-
-def sample_ms(
-    call: Callable[[], object],
-    device: torch.device,
-    *,
-    warmup_ms: float = 50.0,
-    budget_ms: float = 300.0,
-    min_samples: int = 5,
-    max_samples: int = 1000,
-) -> list[float]:
-    """Milliseconds of single calls: at least `min_samples`, then until the budget is spent.
-
-    On a GPU each call is timed by events on its stream, so that launching is not counted.
-    """
-    is_right = 1 <= min_samples <= max_samples
-    expect(is_right, "1 ≤ min_samples ≤ max_samples", f"{min_samples} and {max_samples}")
-    once = _clock(device)
-
-    def repeat(least: int, enough_ms: float) -> list[float]:
-        samples: list[float] = []
-        while len(samples) < least or (len(samples) < max_samples and sum(samples) < enough_ms):
-            samples.append(once(call))
-        return samples
-
-    repeat(1, warmup_ms)
-    return repeat(min_samples, budget_ms)
 
 
 def capture(calls: list[Callable[[], object]]) -> Callable[[], None]:
@@ -73,14 +50,22 @@ def sample_in_turn_ms(
 ) -> list[list[float]]:
     """Milliseconds of single calls, each in turn, so that what drifts does so for all of them.
 
-    The warm-up brings the clocks up.
+    On a GPU each is timed by events on its stream, so that launching is not counted. The warm-up
+    brings the clocks up.
     """
-    once = _clock(device)
+    once = _once_cuda if device.type == "cuda" else _once_cpu
     spent = 0.0
-    while spent < warmup_ms:
+    while calls and spent < warmup_ms:
         spent += sum(once(call) for call in calls)
     rounds = [[once(call) for call in calls] for _ in range(num_samples)]
     return [list(samples) for samples in zip(*rounds, strict=True)]
+
+
+def fastest(calls: Mapping[Name, Callable[[], object]], device: torch.device) -> Name:
+    """The name of the call with the shortest median."""
+    samples = sample_in_turn_ms(list(calls.values()), device, num_samples=5)
+    medians = dict(zip(calls, map(statistics.median, samples), strict=True))
+    return min(medians, key=lambda name: medians[name])
 
 
 def sample_sustained_ms(
@@ -108,7 +93,7 @@ def time_alone(
     A GPU is loaded with the call for a second first.
     """
     if device.type != "cuda":
-        return timing(sample_ms(call, device, warmup_ms=0.0, budget_ms=0.0, min_samples=3))
+        return timing(*sample_in_turn_ms([call], device, warmup_ms=0.0, num_samples=3))
     samples, seen = sample_sustained_ms(call, load_s=1.0, num_samples=num_samples)
     return timing(samples) | seen
 
@@ -131,11 +116,6 @@ def _meter(call: Callable[[], object]) -> tuple[float, float]:
     except ValueError:
         raise UnsupportedError(f"expected clock and power of nvidia-smi, got {text!r}") from None
     return sm_mhz, watts
-
-
-def _clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """What times one call on a device."""
-    return _once_cuda if device.type == "cuda" else _once_cpu
 
 
 def _once_cpu(call: Callable[[], object]) -> float:
