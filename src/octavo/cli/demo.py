@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.extras import need
 
 if TYPE_CHECKING:
-    from octavo.demo.stage import Stage
+    from octavo.demo.stages import Stage
     from octavo.measure.records import Measurement
 
 FOLDER = Path("octavo-demo")

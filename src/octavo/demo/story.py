@@ -5,9 +5,16 @@ from importlib import resources
 from pathlib import Path
 
 from octavo.demo.chart_reader import load_chart_reader
-from octavo.demo.chart_story import IMAGE, SCALES, ChartDemo
-from octavo.demo.language import TEXT, LanguageDemo
-from octavo.demo.stage import Sizes, Stage, one_thread
+from octavo.demo.stages import (
+    IMAGE,
+    SCALES,
+    TEXT,
+    ChartDemo,
+    LanguageDemo,
+    Sizes,
+    Stage,
+    one_thread,
+)
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
 from octavo.measure.advise.advice import Advice, told
@@ -22,7 +29,6 @@ from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Watch
 
-COMMAND = "octavo demo"
 MODEL, GPU, CONTEXT = "llama-3.1-8b", "h200", 32768  # of the advice
 IMAGE_ROWS = ("bf16", "fp8")
 # What the stages write beside the records, as patterns.
@@ -53,8 +59,8 @@ def make_stages(records: Path, results: Path, sizes: Sizes | None = None) -> lis
     sizes = sizes or Sizes()
     # First what may be missing here: nothing has run then.
     text_model = load_text_model(device="cpu")
-    charts = ChartDemo(load_chart_reader(), records, COMMAND, sizes)
-    language = LanguageDemo(text_model, long_text(), records, COMMAND, sizes)
+    charts = ChartDemo(load_chart_reader(), records, sizes)
+    language = LanguageDemo(text_model, long_text(), records, sizes)
     return [
         *charts.stages,
         *language.stages,

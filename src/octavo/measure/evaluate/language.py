@@ -7,10 +7,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from octavo.measure.rows import Row
 from octavo.measure.run import Participant, Progress, Watch
 from octavo.recipe import Recipe
 
+T = TypeVar("T")
 MAX_BODY = 300  # characters of a server's answer in an error
 TIMEOUT_S = 3600.0  # of a request: a long prompt and its answer
 
@@ -167,8 +168,7 @@ def clients(request: ServedRequest) -> list[Client]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Keys:
+class Keys(NamedTuple):
     """What is done to keys before they are stored, and was before their scales were found."""
 
     rotate_keys: bool = False
@@ -178,15 +178,13 @@ class Keys:
     def of(scales: ScaleSet) -> "Keys":
         """Those of a scale file."""
         has_means = any(layer.k_mean is not None for layer in scales.layers.values())
-        return Keys(rotate_keys=scales.header.rotate_keys, center_keys=has_means)
+        return Keys(scales.header.rotate_keys, has_means)
 
     @staticmethod
     def of_row(row: Row) -> "Keys":
         """Those of a row."""
         own = row.kv_cache
-        if own is None:
-            return PLAIN_KEYS
-        return Keys(rotate_keys=own.rotate_keys, center_keys=own.center_keys)
+        return Keys() if own is None else Keys(own.rotate_keys, own.center_keys)
 
     @property
     def num_passes(self) -> int:
@@ -194,8 +192,7 @@ class Keys:
         return 2 if self.center_keys else 1
 
     def __str__(self) -> str:
-        words = {"rotate": self.rotate_keys, "center": self.center_keys}
-        done = [word for word, is_done in words.items() if is_done]
+        done = [word for word, is_done in zip(("rotate", "center"), self, strict=True) if is_done]
         return f"keys with {' and '.join(done)}" if done else "keys as they are"
 
 
@@ -223,7 +220,7 @@ def choose_scales(row: Row, scales: Scales) -> ScaleSet | None:
     found = scales.get(keys)
     if found is None and settings.granularity == "token":
         # Only the means are used, which are those of keys before they are rotated.
-        found = scales.get(replace(keys, rotate_keys=not keys.rotate_keys))
+        found = scales.get(keys._replace(rotate_keys=not keys.rotate_keys))
     if found is None:
         got = ", ".join(map(str, scales)) or "none"
         raise ConfigError(f"expected scales for the row {row.name}, of {keys}, got {got}")
@@ -273,7 +270,7 @@ def calibration_scales(
     Rows per tensor take the largest of the heads. on_window is told how many windows are done; all
     passes count.
     """
-    settings = CalibrationSettings(granularity="head", margin=margin, **vars(keys))
+    settings = CalibrationSettings(granularity="head", margin=margin, **keys._asdict())
     header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
     tokens = [window.tolist() for window in windows]
     seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
@@ -381,6 +378,15 @@ def local_participants(
     ]
 
 
+def served_row(
+    client: Client, open: Callable[[], AbstractContextManager[T]], **about: Scalar
+) -> Participant[T]:
+    """A server that takes part; the machine of its records is the one that asked."""
+    about = {"model": client.model, "url": client.url, **about}
+    machine = Machine.current()
+    return Participant(name=client.name, impl="http", about=about, machine=machine, open=open)
+
+
 def participants(
     request: ServedRequest,
     text_model: TextModel | None,
@@ -391,19 +397,12 @@ def participants(
 ) -> list[Participant[Ask]]:
     """Rows that answer greedily: the local model's, or servers where there is none.
 
-    The machine of a server's record is the one that asked. progress: counts tokens of prompts.
-    calibration: what scales that were calibrated here depend on, for the digest of a recipe.
+    progress: counts tokens of prompts. calibration: what scales that were calibrated here depend on, for the digest of a recipe.
     """
     if text_model is None:
         tokenizer = {} if request.tokenizer is None else {"tokenizer": request.tokenizer}
         return [
-            Participant(
-                name=client.name,
-                impl="http",
-                about={"model": client.model, "url": client.url, **tokenizer},
-                machine=Machine.current(),
-                open=partial(_open_server, client, progress),
-            )
+            served_row(client, partial(_open_server, client, progress), **tokenizer)
             for client in clients(request)
         ]
     about = {**model_about(text_model), "chunk": request.chunk or 0}
