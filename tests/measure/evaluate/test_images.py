@@ -127,7 +127,7 @@ def test_every_frame_of_a_video_counts(made):
     _, fp8 = run(
         made,
         make=lambda: Pipe("frames", (1, 4, 3, 16, 16)),
-        on_images=lambda row, pictures: seen.append([tuple(x.shape) for x in pictures]),
+        on_row=lambda rows: seen.append([tuple(x.shape) for x in rows[-1][1]]) or {},
     )
     assert seen == [[(4, 3, 16, 16)] * 2] * 2
     assert fp8.case["num_frames"] == 4 and fp8.case["num_pictures"] == 2
@@ -280,24 +280,24 @@ def test_a_record_names_the_picture_that_was_kept(made):
 
     def keep(rows):
         kept.append([(name, len(pictures)) for name, pictures in rows])
-        return "pictures/x.jpg", ["dog"]
+        return {"picture": "pictures/x.jpg"} if len(rows) > 1 else {}
 
-    plain, fp8 = run(made, keep=keep)
-    assert kept == [[("bf16", 2), ("fp8", 2)]] and "picture" not in plain.case
-    assert (fp8.case["picture"], fp8.case["picture_prompts"]) == ("pictures/x.jpg", "dog")
+    plain, fp8 = run(made, on_row=keep)
+    assert kept == [[("bf16", 2)], [("bf16", 2), ("fp8", 2)]] and "picture" not in plain.case
+    assert fp8.case["picture"] == "pictures/x.jpg"
 
 
 def test_pictures_are_named_from_the_records_file_on(made, tmp_path, monkeypatch):
     pytest.importorskip("PIL")
-    from octavo.measure.evaluate.image_scores import keep_compared
+    from octavo.measure.evaluate.image_scores import save_row
 
     monkeypatch.chdir(tmp_path)
     records, folder = Path("a/records.jsonl"), Path("b")
     records.parent.mkdir()
-    assert keep_compared(None, JOB.prompts, records) is None
-    assert keep_compared(folder, JOB.prompts, None) is None
-    keep = keep_compared(folder, JOB.prompts, records)
-    _, fp8 = run(made, keep=keep)
+    plain, fp8 = run(made, on_row=lambda rows: save_row(folder, JOB.prompts, rows))
+    assert "picture" not in fp8.case and not Path("b/compared_fp8.jpg").exists()
+    plain, fp8 = run(made, on_row=lambda rows: save_row(folder, JOB.prompts, rows, records))
+    assert "picture" not in plain.case
     assert fp8.case["picture"] == "../b/compared_fp8.jpg" and Path("b/compared_fp8.jpg").is_file()
     assert fp8.case["picture_prompts"] == "dog; cat"
 

@@ -21,10 +21,9 @@ from octavo.integrations.changes import Changes
 from octavo.integrations.embedded_models import ASSETS, SMALL_IMAGE_MODEL
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.evaluate.image_scores import (
-    Keep,
+    DrawnRow,
     compare_images,
-    keep_compared,
-    save_images,
+    save_row,
     why_no_lpips,
 )
 from octavo.measure.evaluate.requests import ImageRequest
@@ -92,22 +91,20 @@ def evaluate(
     command: str,
     lpips: bool | None = None,
     scorer: "ClipScorer | None" = None,
-    keep: Keep | None = None,
     on_image: Callable[[str], None] = lambda row: None,
-    on_images: Callable[[str, list[Tensor]], None] = lambda row, images: None,
+    on_row: Callable[[Sequence[DrawnRow]], Mapping[str, Scalar]] = lambda rows: {},
     records: Records | None = None,
 ) -> list[Measurement]:
     """One record for each row: how near its images are to the first row's.
 
     make_pipeline: makes a pipeline as it is loaded, for every row: linear layers in FP8 cannot be
-    restored. lpips: as in `compare_images`. scorer: tells how well images fit their prompts. keep:
-    writes the images of every row after the first beside the first row's, in a file that its record
-    then names. on_image: is told a row's name after each image. on_images: is given a row's name
-    and its images, [frames, 3, height, width] a prompt.
+    restored. lpips: as in `compare_images`. scorer: tells how well images fit their prompts.
+    on_image: is told a row's name after each image. on_row: is given all rows so far after each
+    row, and tells what its record says besides.
     """
     if lpips:
         why_no_lpips(lpips)  # what must be there and is not raises before anything is drawn
-    drawn: list[list[Tensor]] = []  # by the rows so far
+    drawn: list[DrawnRow] = []
 
     def measure(work: tuple[Any, Changes | None]) -> Outcome:
         (pipe, changes), name = work, rows[len(drawn)].name
@@ -115,20 +112,16 @@ def evaluate(
         try:
             images = draw(pipe, job, on_image=partial(on_image, name))
             if drawn:
-                scores = compare_images(torch.cat(images), torch.cat(drawn[0]), lpips=lpips)
-                values = scores.values()
+                first = torch.cat(list(drawn[0][1]))
+                values = compare_images(torch.cat(images), first, lpips=lpips).values()
         except ConfigError as error:
             raise ConfigError(f"row {name}: {error}") from error
         about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(changes)}
         if scorer is not None:
             about["clip_model"] = scorer.name
             values |= _prompt_values(scorer, images, job.prompts)
-        if keep is not None and drawn:
-            path, prompts = keep([(rows[0].name, drawn[0]), (name, images)])
-            about |= {"picture": path, "picture_prompts": "; ".join(prompts)}
-        drawn.append(images)
-        on_images(name, images)
-        return Outcome(values, about, machine_of(pipe.device))
+        drawn.append((name, images))
+        return Outcome(values, {**about, **on_row(drawn)}, machine_of(pipe.device))
 
     participants = [
         Participant(
@@ -233,24 +226,18 @@ def run(request: ImageRequest, output: Path | None, watch: Watch) -> list[Measur
         scorer = load_clip_scorer(request.clip)
     if folder is not None:  # before anything is drawn for it
         folder.mkdir(parents=True, exist_ok=True)
-    drawn: dict[str, list[Tensor]] = {}
     places = count(1)
-    try:
-        return evaluate(
-            lambda: load_pipeline(request.model, torch_dtype(job.dtype), request.device),
-            rows,
-            job,
-            command=request.command,
-            lpips=request.lpips,
-            scorer=scorer,
-            keep=keep_compared(folder, job.prompts, output),
-            on_image=lambda name: watch(name, next(places), len(rows) * len(job.prompts)),
-            on_images=drawn.__setitem__,
-            records=records,
-        )
-    finally:
-        if folder is not None and drawn:  # those of the rows before one that fails, too
-            save_images(folder, job.prompts, list(drawn.items()))
+    return evaluate(
+        lambda: load_pipeline(request.model, torch_dtype(job.dtype), request.device),
+        rows,
+        job,
+        command=request.command,
+        lpips=request.lpips,
+        scorer=scorer,
+        on_image=lambda name: watch(name, next(places), len(rows) * len(job.prompts)),
+        on_row=lambda drawn: save_row(folder, job.prompts, drawn, output) if folder else {},
+        records=records,
+    )
 
 
 def make_job(request: ImageRequest) -> ImageJob:

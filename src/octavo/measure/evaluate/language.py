@@ -397,7 +397,8 @@ def participants(
 ) -> list[Participant[Ask]]:
     """Rows that answer greedily: the local model's, or servers where there is none.
 
-    progress: counts tokens of prompts. calibration: what scales that were calibrated here depend on, for the digest of a recipe.
+    progress: counts tokens of prompts. calibration: what scales that were calibrated here depend
+    on, for the digest of a recipe.
     """
     if text_model is None:
         tokenizer = {} if request.tokenizer is None else {"tokenizer": request.tokenizer}

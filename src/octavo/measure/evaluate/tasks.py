@@ -342,8 +342,11 @@ def _local(
             identity=json.dumps(identity, sort_keys=True),
             ask=partial(_ask_engine, text_model, Row.of(row.name, recipe), plan, engine),
         )
-        own = {"about": model_about(text_model), "machine": machine_of(text_model.model)}
-        rows.append(Participant(name=row.name, impl="engine", **own, open=ready(sampler)))
+        about, machine = model_about(text_model), machine_of(text_model.model)
+        found = Participant(
+            name=row.name, impl="engine", about=about, machine=machine, open=ready(sampler)
+        )
+        rows.append(found)
     return plan, rows
 
 
@@ -384,7 +387,7 @@ def _answer_all(
     def grade(item: Item, reply: Reply) -> StoredAnswer:
         found, is_right = task.grade(reply.text, item)
         asked = {"question": item.question, "repetition": item.repetition, "answer": item.answer}
-        about = {"row": row.name, **asked, "found": found, "is_right": is_right}
+        about: dict[str, Any] = {"row": row.name, **asked, "found": found, "is_right": is_right}
         graded[item] = StoredAnswer(key=row.key(item), **about, reply=reply)
         on_answer()
         return graded[item]
