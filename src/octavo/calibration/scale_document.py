@@ -78,13 +78,54 @@ def check_name(name: object) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """The scales of one attention layer's Q, K and V: one number, or one for each head.
+
+    q is None where only the KV cache has scales. k_mean: the mean key of each KV head, which was
+    subtracted from all keys before k was found; None if nothing was.
+    """
+
+    q: Scale | None
+    k: Scale
+    v: Scale
+    k_mean: KeyMean | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
+            object.__setattr__(self, key, checked_scale(key, getattr(self, key)))
+        if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
+            raise ConfigError(
+                f"expected as many heads in k as in v, got {len(self.k)} and {len(self.v)}"
+            )
+        if self.k_mean is not None:
+            object.__setattr__(self, "k_mean", checked_mean(self.k_mean, self.k))
+
+    def per_tensor(self) -> "LayerScales":
+        """The scales that serve all heads: the largest of each."""
+        return LayerScales(*map(_largest, (self.q, self.k, self.v)), k_mean=self.k_mean)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layer's entry in a scale file."""
+        entry: dict[str, Any] = {key: _largest(getattr(self, key)) for key, _, _ in _KEYS}
+        heads = {name: getattr(self, key) for key, _, name in _KEYS}
+        entry |= {name: [*scale] for name, scale in heads.items() if isinstance(scale, tuple)}
+        if self.k_mean is not None:
+            entry["k_mean"] = [list(row) for row in self.k_mean]
+        return entry
+
+
+def _largest(scale: Scale | None) -> Any:
+    return max(scale) if isinstance(scale, tuple) else scale
+
+
 class _Incomplete(ConfigError):
     """An entry without q, k or v."""
 
 
 @dataclass
 class ScaleDocument:
-    """The content of a scale file: fields of its header, of each attention layer, and input scales.
+    """The content of a scale file: fields of its header, scales of attention layers and of inputs.
 
     incomplete: layers whose entry was passed over, with the reason. tolerated: what else was passed
     over, or read although it is not as octavo writes it.
@@ -92,7 +133,7 @@ class ScaleDocument:
 
     is_strict: bool
     header: dict[str, Any] = field(default_factory=dict)
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layers: dict[str, LayerScales] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)
     incomplete: dict[str, str] = field(default_factory=dict)
     tolerated: dict[str, list[str]] = field(default_factory=dict)
@@ -188,7 +229,7 @@ def _read_header(entry: object) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "format_version"}
 
 
-def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layer(entry: Mapping[str, Any]) -> LayerScales:
     if not entry.keys() <= _ALL_KEYS:
         unknown = [key for key in entry if key not in _ALL_KEYS]
         raise ConfigError(
@@ -197,11 +238,11 @@ def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
     if "k_mean" in entry and entry["k_mean"] is None:
         raise ConfigError("expected k_mean to be a list for each head, got null")
     has_q = entry.get("q", 0) is not None or entry.keys() & {"q_scale", "q_heads"}
-    found = {keys[0]: _read_scale(entry, *keys) for keys in (_KEYS if has_q else _KEYS[1:])}
-    return {"q": None, **found, "k_mean": entry.get("k_mean")}
+    q, k, v = (_read_scale(entry, *keys) if has_q or keys[0] != "q" else None for keys in _KEYS)
+    return LayerScales(q, k, v, k_mean=entry.get("k_mean"))
 
 
-def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:
+def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Any:
     if key not in entry and alias not in entry:
         got = f"only {list_names(list(entry)) or 'nothing'}"
         raise _Incomplete(f"expected {key} or {alias}, got {got}")
@@ -211,7 +252,7 @@ def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) 
     if isinstance(scale, list | tuple):
         raise ConfigError(f"expected {key} to be one number, got a list; move it to {heads_key}")
     if heads_key not in entry:
-        return scale  # type: ignore[no-any-return]  # LayerScales checks it
+        return scale  # LayerScales checks it
     heads = checked_scale(heads_key, entry[heads_key])
     if not isinstance(heads, tuple):
         raise ConfigError(f"expected {heads_key} to be a list, got {heads}")
