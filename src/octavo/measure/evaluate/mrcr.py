@@ -31,7 +31,7 @@ from octavo.measure.evaluate.language import (
     load_model,
     participants,
 )
-from octavo.measure.evaluate.question_files import read_rows
+from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
@@ -85,7 +85,7 @@ def load_questions(data: str, num_needles: int | None = None) -> list[Question]:
     if data == GENERATED:
         found = generated_questions()
     else:  # files of the data set lie in folders of 2, 4 and 8 needles
-        found = [_question(row) for row in read_rows(data, columns=COLUMNS, suffixes=SUFFIXES)]
+        found = read_questions(_question, data, columns=COLUMNS, suffixes=SUFFIXES)
     chosen = [q for q in found if num_needles in (None, q.num_needles)]
     if not chosen:
         there = ", ".join(map(str, sorted({q.num_needles for q in found})))
@@ -130,19 +130,18 @@ def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Q
 
 
 def _question(row: FileRow) -> Question:
-    cells, where = row.content, row.where
-    prompt = cells["prompt"]
-    messages = parse_json(prompt, f"{where}: prompt") if isinstance(prompt, str) else prompt
+    prompt, *texts, num_needles = (row.content[name] for name in COLUMNS)
+    messages = parse_json(prompt, "prompt") if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise CheckpointError(f"{where}: expected messages in prompt, got {brief(messages)}")
-    texts = (cells["answer"], cells["random_string_to_prepend"])
+        raise CheckpointError(f"expected messages in prompt, got {brief(messages)}")
     if not all(isinstance(text, str) for text in texts):
-        raise CheckpointError(f"{where}: expected texts of answer and prefix, got {brief(texts)}")
+        raise CheckpointError(f"expected texts of answer and prefix, got {brief(texts)}")
     own = tuple({"role": m["role"], "content": m["content"]} for m in messages)
     try:
-        return Question(own, *texts, int(cells["n_needles"]))
-    except (CheckpointError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        count = int(num_needles)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from None
+    return Question(own, *texts, count)
 
 
 def _is_message(message: Any) -> bool:

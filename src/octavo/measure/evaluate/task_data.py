@@ -19,7 +19,7 @@ from typing import Any
 from octavo.brief import brief
 from octavo.errors import CheckpointError
 from octavo.measure.evaluate.answering import Message
-from octavo.measure.evaluate.question_files import read_rows
+from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED
 
 NUM_GENERATED = 24
@@ -87,12 +87,7 @@ def _load(
     make: Callable[[Mapping[str, Any]], Question],
 ) -> list[Question]:
     """The questions of a path or a data set of the hub; numbers are names if some are missing."""
-    found = []
-    for row in read_rows(data, subset, split):
-        try:
-            found.append(make(row.content))
-        except CheckpointError as error:
-            raise CheckpointError(f"{row.where}: {error}") from None
+    found = read_questions(lambda row: make(row.content), data, subset, split)
     names = [question.name for question in found]
     if all(names) and len(set(names)) == len(names):
         return found
