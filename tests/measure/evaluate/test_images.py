@@ -187,7 +187,7 @@ def test_what_a_pipeline_cannot_do_raises():
         def __call__(self, prompt, num_inference_steps=None, **options):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match="num_inference_steps for Vague"):
+    with pytest.raises(ConfigError, match="num_inference_steps from 1 on, got None"):
         draw(Vague(), JOB)
 
     class Strict(Pipe):

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,12 @@ class ImageJob:
     def prompts_sha256(self) -> str:
         """The beginning of the hash of the prompts, in their order."""
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+
+    def num_steps(self, pipe: Any) -> int:
+        """The steps that are asked for, or else those of the pipeline's own default."""
+        from octavo.integrations.diffusers.call import Run
+
+        return Run(num_inference_steps=self.num_inference_steps).num_steps(pipe)
 
 
 def parse_image_rows(names: Sequence[str], dtype: str) -> list[Row]:
@@ -118,8 +124,10 @@ def evaluate(
             raise ConfigError(f"row {name}: {error}") from error
         about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(changes)}
         if scorer is not None:
+            pairs = zip(images, job.prompts, strict=True)
+            fits = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
             about["clip_model"] = scorer.name
-            values |= _prompt_values(scorer, images, job.prompts)
+            values |= {"clip_score": fmean(fits), "worst_clip_score": min(fits)}
         drawn.append((name, images))
         return Outcome(values, {**about, **on_row(drawn)}, machine_of(pipe.device))
 
@@ -169,7 +177,7 @@ def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) 
         try:
             result = pipe(
                 prompt=prompt,
-                num_inference_steps=num_steps(pipe, job),
+                num_inference_steps=job.num_steps(pipe),
                 generator=torch.Generator().manual_seed(job.seed + place),
                 output_type="pt",
                 **job.options,
@@ -181,16 +189,6 @@ def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) 
         images.append(_frames(result))
         on_image()
     return images
-
-
-def num_steps(pipe: Any, job: ImageJob) -> int:
-    """The steps that are asked for, or else those of the pipeline's own default."""
-    if job.num_inference_steps is not None:
-        return job.num_inference_steps
-    parameter = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
-    if parameter is None or not isinstance(parameter.default, int):
-        raise ConfigError(f"expected num_inference_steps for {type(pipe).__name__}, got none")
-    return parameter.default
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -306,14 +304,6 @@ def _frames(result: Any) -> Tensor:
     return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
 
 
-def _prompt_values(
-    scorer: "ClipScorer", images: list[Tensor], prompts: Sequence[str]
-) -> dict[str, float]:
-    pairs = zip(images, prompts, strict=True)
-    found = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
-    return {"clip_score": sum(found) / len(found), "worst_clip_score": min(found)}
-
-
 def _case(job: ImageJob, pipe: Any, images: list[Tensor]) -> dict[str, Scalar]:
     num_frames, _, height, width = images[0].shape
     return {
@@ -322,7 +312,7 @@ def _case(job: ImageJob, pipe: Any, images: list[Tensor]) -> dict[str, Scalar]:
         "dtype": job.dtype,
         "num_pictures": len(images),
         **({"num_frames": num_frames} if num_frames > 1 else {}),
-        "num_inference_steps": num_steps(pipe, job),
+        "num_inference_steps": job.num_steps(pipe),
         "seed": job.seed,
         "prompts_sha256": job.prompts_sha256,
         **job.options,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.calibration.data import batches
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.decoder import counts_on_host, make_static_cache
 from octavo.integrations.transformers.text_model import TextModel, read_text
@@ -71,6 +72,7 @@ class Reading:
         return found
 
 
+@torch.inference_mode()
 def window_losses(
     model: Any, windows: Sequence[Tensor], reading: Reading, on_step: Step = lambda n: None
 ) -> list[float]:
@@ -78,31 +80,24 @@ def window_losses(
 
     Token t + 1 is predicted by the pass that reads token t, from the cache of all before.
     """
-    losses: list[float] = []
-    for start in range(0, len(windows), reading.batch):
-        batch = torch.stack(list(windows[start : start + reading.batch]))
-        losses += _batch_losses(model, batch, reading, on_step)
-    return losses
-
-
-@torch.inference_mode()
-def _batch_losses(model: Any, windows: Tensor, reading: Reading, on_step: Step) -> list[float]:
-    """The losses of windows [batch, context], read side by side."""
-    batch, context = windows.shape
+    context, device = len(windows[0]), next(model.parameters()).device
     passes = reading.passes(context)
-    tokens = windows.to(next(model.parameters()).device)
+    num_counted = sum(len(chunk) for chunk, is_counted in passes if is_counted)
     # Short passes take as long as their launches: on a GPU all but the first are one graph.
-    is_graph = tokens.is_cuda and reading.chunk <= MAX_QUERY_TOKENS
-    reader = _Replays(model, batch, context, reading.chunk) if is_graph else _Passes(model)
-    totals = torch.zeros(batch, dtype=torch.float64, device=tokens.device)
-    num_counted = 0
-    for chunk, is_counted in passes:
-        logits = reader.read(tokens[:, chunk.start : chunk.stop], chunk.start, is_counted)
-        if is_counted:
-            totals += _losses(logits, tokens[:, chunk.start + 1 : chunk.stop + 1])
-            num_counted += len(chunk)
-        on_step(batch * len(chunk))
-    return [total / num_counted for total in totals.tolist()]
+    is_graph = device.type == "cuda" and reading.chunk <= MAX_QUERY_TOKENS
+    losses: list[float] = []
+    for batch in batches(iter(windows), reading.batch):
+        tokens = torch.stack(batch).to(device)
+        size = len(batch)
+        reader = _Replays(model, size, context, reading.chunk) if is_graph else _Passes(model)
+        totals = torch.zeros(size, dtype=torch.float64, device=device)
+        for chunk, is_counted in passes:
+            logits = reader.read(tokens[:, chunk.start : chunk.stop], chunk.start, is_counted)
+            if is_counted:
+                totals += _losses(logits, tokens[:, chunk.start + 1 : chunk.stop + 1])
+            on_step(size * len(chunk))
+        losses += (totals / num_counted).tolist()
+    return losses
 
 
 class _Passes:

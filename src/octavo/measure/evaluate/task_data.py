@@ -144,12 +144,11 @@ def _listed(row: Mapping[str, Any]) -> Question:
         raise CheckpointError(f"expected texts in choices, got {brief(options)}")
     if not 2 <= len(options) <= len(ascii_uppercase):
         raise CheckpointError(f"expected 2 to {len(ascii_uppercase)} options, got {len(options)}")
-    if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha():
-        place = ascii_uppercase.find(answer.strip().upper())
-    elif isinstance(answer, int) and not isinstance(answer, bool):
-        place = answer
-    else:
-        place = int(answer) if isinstance(answer, str) and answer.isdecimal() else -1
+    text_of = str(answer).strip()
+    if len(text_of) == 1 and text_of.isalpha():
+        place = ascii_uppercase.find(text_of.upper())
+    else:  # True is no number here, and neither is 1.5
+        place = int(text_of) if text_of.isdecimal() else -1
     if not 0 <= place < len(options):
         raise CheckpointError(
             f"expected an answer that is one of {len(options)} choices, got {brief(answer)}"
