@@ -117,15 +117,33 @@ def make_chart(
     series = tuple(rng.sample(SERIES, 2)) if is_grouped else ("",)
     is_colored_by_label = kind == "pie" or (kind in ("bar", "horizontal") and rng.random() < 0.6)
     num_colors = num_labels if is_colored_by_label else len(series)
+    values = _values(rng, kind, len(series), num_labels)
+    colors = tuple(rng.sample(COLORS, num_colors))
+    width, height = rng.choice(SIZES[distribution])
+    is_noisy = distribution == "noisy"
+    light = rng.randint(225, 245) if is_noisy else rng.randint(246, 255)
+    dark = rng.randint(0, 70)
+    style = Style(
+        width=width,
+        height=height,
+        palette=rng.choice(PALETTES[distribution]),
+        background=(light, light - rng.randint(0, 12), light - rng.randint(0, 12)),
+        ink=(dark, dark, dark),
+        font_px=rng.choice((11, 16) if is_noisy else (12, 13, 14)),
+        bar_percent=rng.randint(40, 60) if is_noisy else rng.randint(60, 80),
+        has_grid=rng.random() < 0.5,
+        is_noisy=is_noisy,
+        seed=seed,
+    )
     return Chart(
         kind=kind,
         title=title,
         labels=labels,
         series=series,
-        values=_values(rng, kind, len(series), num_labels),
-        colors=tuple(rng.sample(COLORS, num_colors)),
+        values=values,
+        colors=colors,
         is_colored_by_label=is_colored_by_label,
-        style=_style(rng, distribution, seed),
+        style=style,
     )
 
 
@@ -142,25 +160,6 @@ def _values(
                 return (tuple(shares),)
     flat = rng.sample(range(1, rng.choice(MAX_VALUES) + 1), count)
     return tuple(tuple(flat[i : i + num_labels]) for i in range(0, count, num_labels))
-
-
-def _style(rng: random.Random, distribution: Distribution, seed: int) -> Style:
-    width, height = rng.choice(SIZES[distribution])
-    is_noisy = distribution == "noisy"
-    light = rng.randint(225, 245) if is_noisy else rng.randint(246, 255)
-    dark = rng.randint(0, 70)
-    return Style(
-        width=width,
-        height=height,
-        palette=rng.choice(PALETTES[distribution]),
-        background=(light, light - rng.randint(0, 12), light - rng.randint(0, 12)),
-        ink=(dark, dark, dark),
-        font_px=rng.choice((11, 16) if is_noisy else (12, 13, 14)),
-        bar_percent=rng.randint(40, 60) if is_noisy else rng.randint(60, 80),
-        has_grid=rng.random() < 0.5,
-        is_noisy=is_noisy,
-        seed=seed,
-    )
 
 
 def all_questions(chart: Chart) -> list[ChartQuestion]:

@@ -127,7 +127,9 @@ class ChartDemo:
             Stage(
                 f"Chart reader: {num_images} noisy charts set scales",
                 self._calibrate,
-                lambda found: [f"Static scales of {_num_layers(found)} layers: {SCALES}"],
+                lambda found: [
+                    f"Static scales of {len({r.case['layer'] for r in found})} layers: {SCALES}"
+                ],
             ),
             Stage(
                 f"Chart reader: {num_questions} questions, BF16 and FP8 attention",
@@ -187,10 +189,6 @@ class ChartDemo:
             for other, answers in others
         )
         return f"Answers in other words than {name}'s, of {len(first)}: {changed}."
-
-
-def _num_layers(records: Sequence[Measurement]) -> int:
-    return len({record.case["layer"] for record in records})
 
 
 def noisy_charts(num_images: int) -> PromptData[ImagePrompt]:
