@@ -160,7 +160,19 @@ def read_document(document: object, *, strict: bool) -> ScaleDocument:
         raise ConfigError(f"expected an object of layers, got {brief(document)}")
     found = ScaleDocument(strict)
     if "octavo" in document:
-        found.header = _read_header(document["octavo"])
+        header = document["octavo"]
+        if not isinstance(header, Mapping):
+            raise ConfigError(f"expected octavo to be the header, an object, got {brief(header)}")
+        version = header.get("format_version")
+        if type(version) is not int or version < 1:
+            raise ConfigError(
+                f"expected format_version to be a whole number from 1 on, got {brief(version)}"
+            )
+        if version > FORMAT_VERSION:
+            raise ConfigError(
+                f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
+            )
+        found.header = {key: value for key, value in header.items() if key != "format_version"}
     layers = {key: value for key, value in document.items() if key != "octavo"}
     if "layers" in layers:
         extra = [key for key in layers if key != "layers"]
@@ -212,21 +224,6 @@ def _number_of(value: object) -> object:
         except ValueError:
             pass
     return value
-
-
-def _read_header(entry: object) -> dict[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
-    version = entry.get("format_version")
-    if type(version) is not int or version < 1:
-        raise ConfigError(
-            f"expected format_version to be a whole number from 1 on, got {brief(version)}"
-        )
-    if version > FORMAT_VERSION:
-        raise ConfigError(
-            f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
-        )
-    return {key: value for key, value in entry.items() if key != "format_version"}
 
 
 def _read_layer(entry: Mapping[str, Any]) -> LayerScales:

@@ -245,7 +245,18 @@ def load_scales(path: str | os.PathLike[str], *, strict: bool | None = None) -> 
     """
     name = brief(os.fspath(path))
     try:
-        content = _read_content(path)
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe or a device may never end
+            raise CheckpointError("expected a scale file, got something that is no file")
+        _check_size(os.stat(path).st_size)
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{name}: expected a scale file: {reason}") from None
+    try:
+        _check_size(len(content), content.count(b","))
         document = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
         found, notes = _from_document(document, strict)
     except CheckpointError as error:
@@ -267,21 +278,6 @@ def save_scales(path: str | os.PathLike[str], scale_set: ScaleSet) -> None:
     content = text.encode()
     _check_size(len(content), content.count(b","))
     write_atomically(path, content)
-
-
-def _read_content(path: str | os.PathLike[str]) -> bytes:
-    try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # reading a pipe or a device may never end
-            raise CheckpointError("expected a scale file, got something that is no file")
-        _check_size(info.st_size)
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"expected a scale file: {reason}") from None
-    _check_size(len(content), content.count(b","))
-    return content
 
 
 def _check_size(num_bytes: int, num_commas: int = 0) -> None:

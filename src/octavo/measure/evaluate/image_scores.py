@@ -76,7 +76,13 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
     _check(a, b)
     a, b = a.to("cpu", torch.float64), b.to("cpu", torch.float64)
     note = why_no_lpips(lpips, min(a.shape[2:]))
-    return ImageScores(_psnr_db(a, b), _ssim(a, b), _lpips(a, b) if note is None else None, note)
+    errors = (a - b).square().mean((1, 2, 3)).tolist()
+    psnr = tuple(min(MAX_PSNR_DB, -10 * math.log10(e)) if e else MAX_PSNR_DB for e in errors)
+    if note is not None:
+        return ImageScores(psnr, _ssim(a, b), None, note)
+    net, pairs = _lpips_net(), zip((2 * a - 1).float(), (2 * b - 1).float(), strict=True)
+    with torch.inference_mode():
+        return ImageScores(psnr, _ssim(a, b), tuple(float(net(x[None], y[None])) for x, y in pairs))
 
 
 def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str | None:
@@ -123,11 +129,6 @@ def _check(a: Tensor, b: Tensor) -> None:
             raise ConfigError(f"expected values from 0 to 1, got {low:g} to {high:g}")
 
 
-def _psnr_db(a: Tensor, b: Tensor) -> tuple[float, ...]:
-    errors = (a - b).square().mean((1, 2, 3)).tolist()
-    return tuple(min(MAX_PSNR_DB, -10 * math.log10(e)) if e else MAX_PSNR_DB for e in errors)
-
-
 def _ssim(a: Tensor, b: Tensor) -> tuple[float, ...]:
     mean_a, mean_b = _blur(a), _blur(b)
     var_a = _blur(a * a) - mean_a**2
@@ -146,12 +147,6 @@ def _blur(x: Tensor) -> Tensor:
     weights = (weights / weights.sum()).expand(x.shape[1], 1, 1, WINDOW)
     across = F.conv2d(x, weights, groups=x.shape[1])
     return F.conv2d(across, weights.transpose(2, 3), groups=x.shape[1])
-
-
-def _lpips(a: Tensor, b: Tensor) -> tuple[float, ...]:
-    net, pairs = _lpips_net(), zip(2 * a - 1, 2 * b - 1, strict=True)
-    with torch.inference_mode():
-        return tuple(float(net(x.float()[None], y.float()[None])) for x, y in pairs)
 
 
 @cache

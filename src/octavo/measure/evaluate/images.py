@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -122,7 +123,24 @@ def evaluate(
                 values = compare_images(torch.cat(images), first, lpips=lpips).values()
         except ConfigError as error:
             raise ConfigError(f"row {name}: {error}") from error
-        about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(changes)}
+        num_frames, _, height, width = images[0].shape
+        about: dict[str, Scalar] = {
+            "model": job.model,
+            "pipeline": type(pipe).__name__,
+            "dtype": job.dtype,
+            "num_pictures": len(images),
+            **({"num_frames": num_frames} if num_frames > 1 else {}),
+            "num_inference_steps": job.num_steps(pipe),
+            "seed": job.seed,
+            "prompts_sha256": job.prompts_sha256,
+            **job.options,
+            "height": height,
+            "width": width,
+        }
+        kinds = Counter({"linear": 0, "attention": 0})  # layers in FP8, of all components
+        for layer_kind, layers in ({} if changes is None else changes.layers).items():
+            kinds[layer_kind.rpartition(".")[2]] += len(layers)
+        about |= {f"num_{kind}": number for kind, number in kinds.items()}
         if scorer is not None:
             pairs = zip(images, job.prompts, strict=True)
             fits = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
@@ -186,7 +204,15 @@ def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) 
             raise
         except ValueError as error:  # of arguments that the pipeline refuses
             raise ConfigError(f"{type(pipe).__name__}: {error}") from error
-        images.append(_frames(result))
+        made = (getattr(result, name, None) for name in RESULTS)
+        found = next((x for x in made if x is not None), None)
+        if isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        if not isinstance(found, Tensor) or found.dim() < 3 or found.shape[-3] != 3:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"expected images [..., 3, height, width] of a pipeline, got {got}")
+        frames = found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
+        images.append(frames)
         on_image()
     return images
 
@@ -291,40 +317,3 @@ def images_table(records: Sequence[Measurement]) -> Table:
         columns=("row", *heads),
         heads=heads,
     )
-
-
-def _frames(result: Any) -> Tensor:
-    """What a pipeline has made for one prompt, [frames, 3, height, width]."""
-    found = next((x for name in RESULTS if (x := getattr(result, name, None)) is not None), None)
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, Tensor) or found.dim() < 3 or found.shape[-3] != 3:
-        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ConfigError(f"expected images [..., 3, height, width] of a pipeline, got {got}")
-    return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
-
-
-def _case(job: ImageJob, pipe: Any, images: list[Tensor]) -> dict[str, Scalar]:
-    num_frames, _, height, width = images[0].shape
-    return {
-        "model": job.model,
-        "pipeline": type(pipe).__name__,
-        "dtype": job.dtype,
-        "num_pictures": len(images),
-        **({"num_frames": num_frames} if num_frames > 1 else {}),
-        "num_inference_steps": job.num_steps(pipe),
-        "seed": job.seed,
-        "prompts_sha256": job.prompts_sha256,
-        **job.options,
-        "height": height,
-        "width": width,
-    }
-
-
-def _counts(changes: Changes | None) -> dict[str, Scalar]:
-    """How many layers of each kind are in FP8, of all components."""
-    counts: dict[str, Scalar] = {"num_linear": 0, "num_attention": 0}
-    for name, layers in ({} if changes is None else changes.layers).items():
-        kind = f"num_{name.rpartition('.')[2]}"
-        counts[kind] = int(counts.get(kind, 0)) + len(layers)
-    return counts

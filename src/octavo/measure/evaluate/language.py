@@ -407,24 +407,22 @@ def participants(
             for client in clients(request)
         ]
     about = {**model_about(text_model), "chunk": request.chunk or 0}
+
+    @contextmanager
+    def open_local(row: Participant[Any]) -> Iterator[Ask]:
+        with row.open() as model:
+            own = replace(text_model, model=model)
+            answer = partial(answer_text, own, chunk=request.chunk or 2048, on_step=progress.add)
+            yield lambda prompts: [answer(p.content, max_tokens=p.max_tokens) for p in prompts]
+
     found = []
     for asked, row in local_rows(request, text_model, scales):
         is_calibrated = asked.needs_scales and request.scales is None
         digest = recipe_digest(row.recipe(), calibration if is_calibrated else None)
         own = about if digest is None else {**about, "recipe_digest": digest}
         (one,) = local_participants([row], text_model.model, own)
-        found.append(replace(one, open=partial(_open_local, text_model, one, request, progress)))
+        found.append(replace(one, open=partial(open_local, one)))
     return found
-
-
-@contextmanager
-def _open_local(
-    text_model: TextModel, row: Participant[Any], request: ServedRequest, progress: Progress
-) -> Iterator[Ask]:
-    with row.open() as model:
-        own = replace(text_model, model=model)
-        answer = partial(answer_text, own, chunk=request.chunk or 2048, on_step=progress.add)
-        yield lambda prompts: [answer(one.content, max_tokens=one.max_tokens) for one in prompts]
 
 
 @contextmanager

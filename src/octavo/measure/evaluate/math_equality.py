@@ -85,11 +85,12 @@ def make_checker(name: str = AUTO) -> Checker:
     if name == OWN or (name == AUTO and importlib.util.find_spec("math_verify") is None):
         return Checker(OWN, is_equal)
     need("--checker math_verify", "math_verify")
-    version = importlib.metadata.version("math-verify")
-    return Checker(
-        f"{OWN}, {MATH_VERIFY} {version}",
-        lambda found, true: is_equal(found, true) or _is_verified(found, true),
-    )
+    from math_verify import parse, verify  # type: ignore[import-not-found]
+
+    def is_verified(found: str, true: str) -> bool:
+        return is_equal(found, true) or bool(verify(parse(f"${true}$"), parse(f"${found}$")))
+
+    return Checker(f"{OWN}, {MATH_VERIFY} {importlib.metadata.version('math-verify')}", is_verified)
 
 
 def is_equal(found: str, true: str) -> bool:
@@ -97,12 +98,6 @@ def is_equal(found: str, true: str) -> bool:
     if max(len(found), len(true)) > MAX_CHARACTERS:  # no answer but a text that was boxed
         return found.strip() == true.strip()
     return _is_same(normalize(found), normalize(true))
-
-
-def _is_verified(found: str, true: str) -> bool:
-    from math_verify import parse, verify  # type: ignore[import-not-found]
-
-    return bool(verify(parse(f"${true}$"), parse(f"${found}$")))
 
 
 def _is_same(a: str, b: str, depth: int = 0) -> bool:
@@ -225,8 +220,11 @@ def value_of(text: str, variable: Callable[[str], Value]) -> Value:
     """
     if len(text) > MAX_EXPRESSION:
         raise NotAnExpression("too long")
+    # 3\frac{1}{2} and 3 1/2 are sums.
+    text = re.sub(r"(?<![\w.}])(\d+)\s*(\\frac\{\d+\}\{\d+\}|\\frac\d\d)", r"(\1+\2)", text)
+    text = re.sub(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", text)
     try:
-        found = _Evaluation(_tokens(_with_mixed_numbers(text)), variable).whole()
+        found = _Evaluation(_tokens(text), variable).whole()
     except (ArithmeticError, ValueError) as error:
         raise NotAnExpression(str(error)) from None
     if isinstance(found, complex) and not cmath.isfinite(found):
@@ -363,12 +361,6 @@ def _tokens(text: str) -> list[str]:
     if not found:
         raise NotAnExpression("nothing")
     return found
-
-
-def _with_mixed_numbers(text: str) -> str:
-    """3\\frac{1}{2} and 3 1/2 are sums."""
-    text = re.sub(r"(?<![\w.}])(\d+)\s*(\\frac\{\d+\}\{\d+\}|\\frac\d\d)", r"(\1+\2)", text)
-    return re.sub(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", text)
 
 
 def _raised(a: Value, b: Value) -> Value:

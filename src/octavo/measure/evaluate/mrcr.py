@@ -50,7 +50,6 @@ from octavo.measure.run import (
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 SUFFIXES = (".jsonl", ".parquet")
 OF_ALL = ("score_percent", "score_standard_error_percent", "auc_percent", "recovery_percent")
-ROLES = ("assistant", "system", "user")
 
 _KINDS = ("poem", "riddle", "short story", "news report", "song", "letter", "speech", "recipe")
 _TOPICS = ("tapirs", "rocks", "clouds", "harbors", "violins", "maps", "lemons", "trains", "owls")
@@ -132,24 +131,20 @@ def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Q
 def _question(row: FileRow) -> Question:
     prompt, *texts, num_needles = (row.content[name] for name in COLUMNS)
     messages = parse_json(prompt, "prompt") if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise CheckpointError(f"expected messages in prompt, got {brief(messages)}")
+    own = []
+    for message in messages if isinstance(messages, list) else [messages]:
+        match message:
+            case {"role": "assistant" | "system" | "user" as role, "content": str(content)}:
+                own.append({"role": role, "content": content})
+            case _:
+                raise CheckpointError(f"expected messages in prompt, got {brief(messages)}")
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"expected texts of answer and prefix, got {brief(texts)}")
-    own = tuple({"role": m["role"], "content": m["content"]} for m in messages)
     try:
         count = int(num_needles)
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(error)) from None
-    return Question(own, *texts, count)
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-    )
+    return Question(tuple(own), *texts, count)
 
 
 # Generated chats to calibrate on, where an evaluation asks about others.
@@ -208,7 +203,14 @@ def run(request: MrcrRequest, output: Path | None, watch: Watch) -> list[Measure
     scales = given_scales(request)  # before a model is loaded
     questions = load_questions(request.data, request.num_needles)
     text_model = None if request.endpoint else load_model(request)
-    tokenizer, limit = counting_tokenizer(request, text_model), _limit(request, text_model)
+    tokenizer = counting_tokenizer(request, text_model)
+    own = None if text_model is None else text_model.max_length
+    asked = None if request.max_length is None else parse_tokens(request.max_length)
+    if own is not None and asked is not None and asked > own:
+        raise ConfigError(
+            f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"
+        )
+    limit = asked or own
     counting, counted = Progress(watch, "counting tokens", len(questions)), []
     for question in questions:
         counted.append(count_tokens(tokenizer, question))
@@ -247,17 +249,6 @@ def calibrate_on_chats(
     return calibrate_rows(request, text_model, make_windows, watch)
 
 
-def _limit(request: MrcrRequest, text_model: TextModel | None) -> int | None:
-    """Tokens that a prompt and its answer may have."""
-    own = text_model.max_length if text_model is not None else None
-    asked = None if request.max_length is None else parse_tokens(request.max_length)
-    if own is not None and asked is not None and asked > own:
-        raise ConfigError(
-            f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"
-        )
-    return asked or own
-
-
 def make_workload(
     buckets: Mapping[int, Sequence[Counted]], about: Mapping[str, Scalar], command: str
 ) -> Workload[Ask, Scalar]:
@@ -267,6 +258,15 @@ def make_workload(
     """
     asked: dict[Scalar, Sequence[Counted]] = {end: some for end, some in buckets.items()}
     asked[ALL] = [one for some in buckets.values() for one in some]
+
+    def summarize(values: Mapping[Scalar, Values]) -> dict[str, float]:
+        """The scores of all questions, and AUC, from those of each bucket."""
+        scores = {int(end): own["score_percent"] for end, own in values.items()}
+        longest = max(scores)
+        area = area_under_curve(scores, longest)
+        assert area is not None
+        whole = joined_values(list(values.values()))
+        return {**whole, "auc_percent": area, "auc_length": float(longest)}
 
     def measure(ask: Ask, bucket: Scalar) -> Outcome:
         texts = ask([one.prompt for one in asked[bucket]])
@@ -282,7 +282,7 @@ def make_workload(
         },
         measure=measure,
         compare=recovery,
-        summary=(ALL, _values_of_all),
+        summary=(ALL, summarize),
     )
 
 
@@ -348,16 +348,6 @@ def area_under_curve(scores: Mapping[int, float], length: int) -> float | None:
         return scores[ends[0]]
     areas = [(b - a) * (scores[a] + scores[b]) / 2 for a, b in zip(ends, ends[1:], strict=False)]
     return sum(areas) / (ends[-1] - ends[0])
-
-
-def _values_of_all(values: Mapping[Scalar, Values]) -> dict[str, float]:
-    """The scores of all questions, and AUC, from those of each bucket."""
-    scores = {int(end): own["score_percent"] for end, own in values.items()}
-    longest = max(scores)
-    area = area_under_curve(scores, longest)
-    assert area is not None
-    whole = joined_values(list(values.values()))
-    return {**whole, "auc_percent": area, "auc_length": float(longest)}
 
 
 def mrcr_table(records: Sequence[Measurement]) -> Table:

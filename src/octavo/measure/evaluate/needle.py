@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -173,9 +174,7 @@ Haystack = PairHaystack | TextHaystack
 
 def split_sentences(text: str) -> tuple[str, ...]:
     """The sentences of a text, each in one line; ConfigError if there are none."""
-    joined = " ".join(text.split())
-    ends = joined.replace("! ", "!\n").replace("? ", "?\n").replace(". ", ".\n")
-    found = tuple(line for line in ends.split("\n") if line.strip())
+    found = tuple(filter(None, re.split("(?<=[.!?]) ", " ".join(text.split()))))
     if not found:
         raise ConfigError("expected a text with sentences to hide needles in, got an empty one")
     return found

@@ -94,7 +94,13 @@ def window_losses(
         for chunk, is_counted in passes:
             logits = reader.read(tokens[:, chunk.start : chunk.stop], chunk.start, is_counted)
             if is_counted:
-                totals += _losses(logits, tokens[:, chunk.start + 1 : chunk.stop + 1])
+                targets = tokens[:, chunk.start + 1 : chunk.stop + 1]
+                rows = logits.flatten(0, 1).split(LOSS_ROWS)
+                found = [  # in float32, added up in float64
+                    torch.nn.functional.cross_entropy(some.float(), own, reduction="none")
+                    for some, own in zip(rows, targets.flatten().split(LOSS_ROWS), strict=True)
+                ]
+                totals += torch.cat(found).double().view(targets.shape).sum(1)
             on_step(size * len(chunk))
         losses += (totals / num_counted).tolist()
     return losses
@@ -158,16 +164,6 @@ class _Replays:
         )
         logits: Tensor = result.logits
         return logits
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sums of the negative log-likelihoods of each text, in float32, added up in float64."""
-    rows, wanted = logits.flatten(0, 1).split(LOSS_ROWS), targets.flatten().split(LOSS_ROWS)
-    losses = [
-        torch.nn.functional.cross_entropy(some.float(), own, reduction="none")
-        for some, own in zip(rows, wanted, strict=True)
-    ]
-    return torch.cat(losses).double().view(targets.shape).sum(1)
 
 
 def _reading(request: PerplexityRequest, context: int) -> Reading:

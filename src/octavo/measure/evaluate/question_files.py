@@ -53,8 +53,12 @@ def read_questions(
         raise ConfigError(f"--subset and --split are for data sets of the hub, {data} is a path")
     else:
         files = [path]
-        if path.is_dir():
-            files = find_files(path) if find_files else _all_files(path, suffixes)
+        if path.is_dir() and find_files is not None:
+            files = find_files(path)
+        elif path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
+            if not files:
+                raise CheckpointError(f"expected {', '.join(suffixes)} files in {path}, got none")
         rows = chain.from_iterable(_read_file(file, columns, suffixes) for file in files)
 
     def checked(row: Row) -> T:
@@ -68,13 +72,6 @@ def read_questions(
     if not found:
         raise CheckpointError(f"expected questions in {data}, got none")
     return found
-
-
-def _all_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix in suffixes)
-    if not files:
-        raise CheckpointError(f"expected {', '.join(suffixes)} files in {folder}, got none")
-    return files
 
 
 def _read_file(path: Path, columns: tuple[str, ...], suffixes: tuple[str, ...]) -> Iterator[Row]:

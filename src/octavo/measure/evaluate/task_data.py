@@ -205,7 +205,12 @@ def _problem(kind: int, draw: random.Random) -> tuple[str, str]:
 def _math_question(cells: Mapping[str, Any]) -> Question:
     row = {str(name).strip().lower().replace(" ", "_"): value for name, value in cells.items()}
     text = next((row[name] for name in TEXTS if row.get(name)), None)
-    answer = _answer(row)
+    answer, solution = row.get("answer"), row.get("solution")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        # Of AIME, as some copies have it: 73.0 is 73.
+        answer = str(int(answer) if float(answer).is_integer() else answer)
+    elif not isinstance(answer, str) or not answer.strip():
+        answer = last_boxed(solution) if isinstance(solution, str) else None
     if not isinstance(text, str) or answer is None:
         raise CheckpointError(
             "expected problem or question, and answer or a solution with a \\boxed one, "
@@ -213,17 +218,6 @@ def _math_question(cells: Mapping[str, Any]) -> Question:
         )
     name = next((row[name] for name in NAMES if row.get(name) is not None), "")
     return Question(str(name), text.strip(), answer.strip())
-
-
-def _answer(row: Mapping[str, Any]) -> str | None:
-    found = row.get("answer")
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        # Of AIME, as some copies have it: 73.0 is 73.
-        return str(int(found)) if float(found).is_integer() else str(found)
-    if isinstance(found, str) and found.strip():
-        return found
-    solution = row.get("solution")
-    return last_boxed(solution) if isinstance(solution, str) else None
 
 
 _COMMAND = r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|mathsf)\s*\{[ \t$(*]*"

@@ -372,7 +372,14 @@ def make_workload(
         scores = list(by_question.values())
         compared = paired_recovery(scores, first) if first else {}
         first = first or scores
-        return Outcome(pass_values(scores) | _counts(graded) | compared)
+        values = pass_values(scores)
+        values["num_unparsed"] = float(sum(answer.found is None for answer in graded))
+        values["unparsed_percent"] = 100 * values["num_unparsed"] / len(graded)
+        values["num_cut"] = float(sum(answer.reply.is_cut for answer in graded))
+        lengths = [n for answer in graded if (n := answer.reply.num_tokens) is not None]
+        if len(lengths) == len(graded):
+            values["mean_answer_tokens"] = sum(lengths) / len(lengths)
+        return Outcome(values | compared)
 
     cells = {ALL: {**about, **task.about}}
     return Workload(op=task.op, command=command, cells=cells, measure=measure)
@@ -398,19 +405,6 @@ def _answer_all(
     if todo := [item for item in task.items if item not in graded]:
         row.ask(todo, lambda item, reply: answers.append(grade(item, reply)))
     return [graded[item] for item in task.items]
-
-
-def _counts(answers: Sequence[StoredAnswer]) -> dict[str, float]:
-    num_unparsed = sum(answer.found is None for answer in answers)
-    values = {
-        "num_unparsed": float(num_unparsed),
-        "unparsed_percent": 100 * num_unparsed / len(answers),
-        "num_cut": float(sum(answer.reply.is_cut for answer in answers)),
-    }
-    lengths = [n for answer in answers if (n := answer.reply.num_tokens) is not None]
-    if len(lengths) == len(answers):
-        values["mean_answer_tokens"] = sum(lengths) / len(lengths)
-    return values
 
 
 def pass_table(records: Sequence[Measurement]) -> Table:
