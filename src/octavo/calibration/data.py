@@ -162,9 +162,9 @@ def read_image(cell: object, folder: Path | None) -> "Image":
         case str() if cell.lower().endswith(IMAGE_SUFFIXES):
             raise CheckpointError(f"expected an image file, got none at {brief(cell)}")
         case str():
-            content = cell.partition(",")[2] if cell.startswith("data:") else cell
+            encoded = cell.partition(",")[2] if cell.startswith("data:") else cell
             try:
-                return _open(base64.b64decode(content, validate=True))
+                return _open(base64.b64decode(encoded, validate=True))
             except (binascii.Error, ValueError):
                 raise CheckpointError(
                     f"expected the path of an image, or one in base64, got {brief(cell)}"

@@ -60,7 +60,16 @@ class Histogram:
             amax = finite_amax(chunk, PerHead())
             self.amax = torch.maximum(self.amax, amax if num_groups == heads else amax.amax())
             self._grow(int(_code(self.amax.amax())))  # waits for the device
-            self._count(chunk)
+            codes = _code(chunk)
+            if num_groups > 1:
+                group = torch.arange(num_groups, dtype=codes.dtype, device=codes.device)
+                codes = codes + group[:, None] * _NUM_CODES
+            found = torch.bincount(codes.flatten(), minlength=num_groups * _NUM_CODES)
+            found = found.reshape(num_groups, _NUM_CODES)
+            self.num_nonfinite += found[:, _MAX_CODE + 1 :].sum()
+            binned = found[:, self.first_code : min(self.first_code + _NUM_BINS, _MAX_CODE + 1)]
+            self.counts[:, 0] += found[:, : self.first_code].sum(dim=1)
+            self.counts[:, 1 : 1 + binned.shape[1]] += binned
 
     def _grow(self, largest_code: int) -> None:
         """Move up by whole powers of two until the largest value has a bin."""
@@ -73,19 +82,6 @@ class Histogram:
         kept[:, 0] = self.counts[:, : 1 + shift].sum(dim=1)
         kept[:, 1 : 1 + _NUM_BINS - shift] = self.counts[:, 1 + shift :]
         self.counts, self.first_code = kept, first_code
-
-    def _count(self, chunk: Tensor) -> None:
-        num_groups = len(self.counts)
-        codes = _code(chunk)
-        if num_groups > 1:
-            group = torch.arange(num_groups, dtype=codes.dtype, device=codes.device)
-            codes = codes + group[:, None] * _NUM_CODES
-        found = torch.bincount(codes.flatten(), minlength=num_groups * _NUM_CODES)
-        found = found.reshape(num_groups, _NUM_CODES)
-        self.num_nonfinite += found[:, _MAX_CODE + 1 :].sum()
-        binned = found[:, self.first_code : min(self.first_code + _NUM_BINS, _MAX_CODE + 1)]
-        self.counts[:, 0] += found[:, : self.first_code].sum(dim=1)
-        self.counts[:, 1 : 1 + binned.shape[1]] += binned
 
     def values(self) -> Tensor:
         """The value that each column of `counts` stands for, float32."""

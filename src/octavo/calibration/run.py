@@ -19,7 +19,6 @@ from octavo.calibration.autosave import check_scale_paths
 from octavo.calibration.data import Prompt, PromptData, batches
 from octavo.calibration.observers import (
     CalibrationSettings,
-    Histogram,
     KeyMeans,
     LayerObserver,
     check_all_ran,
@@ -158,7 +157,10 @@ class Calibration:
         for name, layer in seen.items():
             found = []
             for tensor, part in layer.parts.items():
-                scale = self._scale(f"layer {name}: {tensor}", part)
+                where, limits = f"layer {name}: {tensor}", part.limits(self.settings)
+                for what, values in ((where, part.amax), (f"{self.settings} of {where}", limits)):
+                    _check_values(what, values, int(part.num_nonfinite))
+                scale = amax_to_scale(limits, margin=self.settings.margin)  # [num_groups]
                 row = TensorStatistics(
                     layer=name,
                     tensor=tensor,
@@ -188,19 +190,16 @@ class Calibration:
             num_prompts=self.num_prompts,
         )
 
-    def _scale(self, name: str, part: Histogram) -> Tensor:
-        """float32 [num_groups]; a scale of zeros would be a guess, and is refused."""
-        limits = part.limits(self.settings)
-        for what, values in ((name, part.amax), (f"{self.settings} of {name}", limits)):
-            if zero := torch.nonzero(values == 0).flatten().tolist():
-                heads = f" in heads {list_names([str(h) for h in zero])}" if len(values) > 1 else ""
-                bad = int(part.num_nonfinite)
-                others = f" and {bad} that were not finite" if bad else ""
-                raise ConfigError(
-                    f"{what}: expected values to calibrate on, got only zeros{heads}{others}: "
-                    "no scales are saved; use other data or another observer, or skip the layer"
-                )
-        return amax_to_scale(limits, margin=self.settings.margin)
+
+def _check_values(what: str, values: Tensor, num_nonfinite: int) -> None:
+    """Refuse zeros of heads: a scale of them would be a guess."""
+    if zero := torch.nonzero(values == 0).flatten().tolist():
+        heads = f" in heads {list_names([str(h) for h in zero])}" if len(values) > 1 else ""
+        others = f" and {num_nonfinite} that were not finite" if num_nonfinite else ""
+        raise ConfigError(
+            f"{what}: expected values to calibrate on, got only zeros{heads}{others}: no scales "
+            "are saved; use other data or another observer, or skip the layer"
+        )
 
 
 def calibrate_to_file(

@@ -235,7 +235,8 @@ def _read_layer(entry: Mapping[str, Any]) -> LayerScales:
     if "k_mean" in entry and entry["k_mean"] is None:
         raise ConfigError("expected k_mean to be a list for each head, got null")
     has_q = entry.get("q", 0) is not None or entry.keys() & {"q_scale", "q_heads"}
-    q, k, v = (_read_scale(entry, *keys) if has_q or keys[0] != "q" else None for keys in _KEYS)
+    q = _read_scale(entry, *_KEYS[0]) if has_q else None
+    k, v = (_read_scale(entry, *keys) for keys in _KEYS[1:])
     return LayerScales(q, k, v, k_mean=entry.get("k_mean"))
 
 

@@ -276,7 +276,17 @@ class LanguageDemo:
         sizes = self.sizes
         longest = f"{max(sizes.needle_lengths):,}"
         return [
-            Stage(f"{SMALL_MODEL}: the error of FP8 in its attention", self._errors, _errors_told),
+            Stage(
+                f"{SMALL_MODEL}: the error of FP8 in its attention",
+                self._errors,
+                # The tables of the report's sections, without its texts.
+                lambda records: [
+                    table
+                    for kind in ERRORS
+                    for section in kind.make([row for row in records if row.op in kind.ops])
+                    for table in section.tables
+                ],
+            ),
             Stage(
                 f"{SMALL_MODEL}: perplexity, {sizes.num_windows} × {sizes.context} tokens",
                 self._perplexity,
@@ -358,12 +368,6 @@ class LanguageDemo:
                 command=COMMAND,
                 records=Records(on_record=keep),
             )
-
-
-def _errors_told(records: Sequence[Measurement]) -> list[Table | str]:
-    """The tables of the report's sections, without its texts."""
-    by_kind = ((kind, [row for row in records if row.op in kind.ops]) for kind in ERRORS)
-    return [table for kind, own in by_kind for made in kind.make(own) for table in made.tables]
 
 
 def chat_turn(

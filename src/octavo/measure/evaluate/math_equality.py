@@ -173,31 +173,28 @@ def _coordinate(number: int, name: str) -> Value:
 
 def normalize(answer: str) -> str:
     """The answer without what does not matter; `normalize` of it is itself."""
-    text = answer.strip()
+    text, before = answer.strip(), None
     # Rules uncover each other: a unit may stand inside of delimiters, a number behind "x =".
     for _ in range(4):
-        before, text = text, _once(text)
         if text == before:
             break
+        before = text
+        for pattern, replacement in _REPLACED:
+            text = re.sub(pattern, replacement, text)
+        text = _AND.sub(",", text).strip().rstrip(".,;").strip()
+        text = re.sub(r",(\s*,)+", ",", text)
+        whole = _TEXT.fullmatch(text)
+        text = whole[1] if whole else _UNIT_AS_TEXT.sub("", text)
+        text = _TEXT.sub(r"\1", _UNIT_AS_WORDS.sub("", text)).strip()
+        if variable := _VARIABLE.fullmatch(text):
+            text = variable[1].strip()
+        if _THOUSANDS.fullmatch(text):
+            text = re.sub(r"[,\s]", "", text)
+        if text.startswith("{") and braced(text, 0) == text[1:-1]:
+            text = text[1:-1]
+        # Between two digits a space is no decoration: 1 1/2.
+        text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", _kept_space, text.strip())
     return text
-
-
-def _once(text: str) -> str:
-    for pattern, replacement in _REPLACED:
-        text = re.sub(pattern, replacement, text)
-    text = _AND.sub(",", text).strip().rstrip(".,;").strip()
-    text = re.sub(r",(\s*,)+", ",", text)
-    whole = _TEXT.fullmatch(text)
-    text = whole[1] if whole else _UNIT_AS_TEXT.sub("", text)
-    text = _TEXT.sub(r"\1", _UNIT_AS_WORDS.sub("", text)).strip()
-    if variable := _VARIABLE.fullmatch(text):
-        text = variable[1].strip()
-    if _THOUSANDS.fullmatch(text):
-        text = re.sub(r"[,\s]", "", text)
-    if text.startswith("{") and braced(text, 0) == text[1:-1]:
-        text = text[1:-1]
-    # Between two digits a space is no decoration: 1 1/2.
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", _kept_space, text.strip())
 
 
 def _kept_space(match: re.Match[str]) -> str:

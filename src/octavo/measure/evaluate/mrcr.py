@@ -129,7 +129,7 @@ def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Q
 
 
 def _question(row: FileRow) -> Question:
-    prompt, *texts, num_needles = (row.content[name] for name in COLUMNS)
+    prompt, answer, prefix, num_needles = (row.content[name] for name in COLUMNS)
     messages = parse_json(prompt, "prompt") if isinstance(prompt, str) else prompt
     own = []
     for message in messages if isinstance(messages, list) else [messages]:
@@ -138,13 +138,13 @@ def _question(row: FileRow) -> Question:
                 own.append({"role": role, "content": content})
             case _:
                 raise CheckpointError(f"expected messages in prompt, got {brief(messages)}")
-    if not all(isinstance(text, str) for text in texts):
-        raise CheckpointError(f"expected texts of answer and prefix, got {brief(texts)}")
+    if not isinstance(answer, str) or not isinstance(prefix, str):
+        raise CheckpointError(f"expected texts of answer and prefix, got {brief((answer, prefix))}")
     try:
         count = int(num_needles)
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(error)) from None
-    return Question(tuple(own), *texts, count)
+    return Question(tuple(own), answer, prefix, count)
 
 
 # Generated chats to calibrate on, where an evaluation asks about others.

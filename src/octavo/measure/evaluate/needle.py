@@ -3,7 +3,7 @@
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import cycle, repeat
@@ -148,7 +148,12 @@ class TextHaystack:
             room -= max(1, self.count(sentences[-1]))
         shares = [depth, *(draw.random() for _ in others)]
         while True:
-            text = head + " " + " ".join(_hide(sentences, needles, shares)) + tail
+            # Each needle stands after its share of the sentences.
+            spots = [round(share * len(sentences)) for share in shares]
+            hidden = list(sentences)
+            for spot, needle in sorted(zip(spots, needles, strict=True), key=itemgetter(0))[::-1]:
+                hidden.insert(spot, needle)
+            text = head + " " + " ".join(hidden) + tail
             too_much = self.count(text) - length
             if too_much <= 0:
                 return NeedlePrompt(text, numbers[0])
@@ -182,15 +187,6 @@ def split_sentences(text: str) -> tuple[str, ...]:
 
 def _statement(place: str, number: str) -> str:
     return f"The secret number of the {place} is {number}."
-
-
-def _hide(sentences: Sequence[str], needles: Sequence[str], shares: Sequence[float]) -> list[str]:
-    """The sentences with each needle after its share of them."""
-    spots = [round(share * len(sentences)) for share in shares]
-    found = list(sentences)
-    for spot, needle in reversed(sorted(zip(spots, needles, strict=True), key=itemgetter(0))):
-        found.insert(spot, needle)
-    return found
 
 
 def _check(length: int, depth: float, shortest: int) -> None:

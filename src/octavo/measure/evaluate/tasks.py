@@ -9,7 +9,7 @@ were made.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -65,7 +65,6 @@ from octavo.measure.run import (
     run_workload,
 )
 from octavo.recipe import Recipe
-from octavo.serving.engine.engine import Engine
 from octavo.serving.engine.request import Delta, Request, Sampling, gather
 from octavo.serving.engine.settings import EngineSettings
 
@@ -158,26 +157,20 @@ def _ask_engine(
             requests.append(Request(request_id=str(place), prompt=prompt, sampling=sampling))
         for request in requests:  # before any of them runs
             engine.check(request)
-        for name, deltas in _run(engine, requests):
-            found = gather(deltas)
-            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
-            is_cut = found.finish_reason == "length"
-            on_reply(items[int(name)], Reply(str(text), is_cut, len(found.tokens)))
-
-
-def _run(engine: Engine, requests: list[Request]) -> Iterator[tuple[str, list[Delta]]]:
-    """Every request with all of its deltas, as soon as it has ended; the queue is never full."""
-    waiting = list(reversed(requests))
-    deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
-    while waiting or engine.has_work:
-        while waiting and engine.stats().num_waiting < engine.settings.max_queue:
-            engine.add(waiting.pop())
-        for delta in engine.step():
-            if delta.finish_reason == "error":
-                raise OctavoError(f"an answer failed: {delta.error}")
-            deltas[delta.request_id].append(delta)
-            if delta.finish_reason is not None:
-                yield delta.request_id, deltas.pop(delta.request_id)
+        waiting = list(reversed(requests))
+        deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+        while waiting or engine.has_work:
+            while waiting and engine.stats().num_waiting < engine.settings.max_queue:
+                engine.add(waiting.pop())
+            for delta in engine.step():
+                if delta.finish_reason == "error":
+                    raise OctavoError(f"an answer failed: {delta.error}")
+                deltas[delta.request_id].append(delta)
+                if delta.finish_reason is not None:
+                    found = gather(deltas.pop(delta.request_id))
+                    text = str(tokenizer.decode(found.tokens, skip_special_tokens=True))
+                    reply = Reply(text, found.finish_reason == "length", len(found.tokens))
+                    on_reply(items[int(delta.request_id)], reply)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +248,6 @@ class Task:
         """All that is asked, question by question."""
         numbers = range(self.repetitions)
         return [one.item(number, self.seed) for one in self.questions for number in numbers]
-
-    @property
-    def about(self) -> dict[str, Scalar]:
-        """What records say of it."""
-        checked = {} if self.checker is None else {"checker": self.checker.name}
-        return {"repetitions": self.repetitions, **checked}
 
     def grade(self, text: str, item: Item) -> tuple[str | None, bool]:
         """What a text answers, None if that cannot be read, and whether it is right."""
@@ -381,7 +368,8 @@ def make_workload(
             values["mean_answer_tokens"] = sum(lengths) / len(lengths)
         return Outcome(values | compared)
 
-    cells = {ALL: {**about, **task.about}}
+    checked = {} if task.checker is None else {"checker": task.checker.name}
+    cells = {ALL: {**about, "repetitions": task.repetitions, **checked}}
     return Workload(op=task.op, command=command, cells=cells, measure=measure)
 
 
