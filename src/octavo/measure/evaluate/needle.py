@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import cycle, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -271,9 +271,9 @@ def make_haystack(request: NeedleRequest, tokenizer: Any) -> Haystack:
     )
 
 
-def calibration_of(request: NeedleRequest, grid: Grid) -> list[float]:
+def calibration_of(request: NeedleRequest, grid: Grid) -> tuple[float, int]:
     """What scales that are calibrated here depend on: the margin, and tokens of a prompt."""
-    return [request.margin, min(CALIBRATION_LENGTH, max(grid.lengths))]
+    return request.margin, min(CALIBRATION_LENGTH, max(grid.lengths))
 
 
 def run(
@@ -296,8 +296,18 @@ def run(
     haystack = make_haystack(request, counting_tokenizer(request, text_model))
     calibration = calibration_of(request, grid)
     if text_model is not None and not scales:
-        make_windows = partial(_calibration_windows, text_model, haystack, int(calibration[1]))
-        scales = calibrate_rows(request, text_model, make_windows, watch)
+        tokenizer, count, length = text_model.tokenizer, NUM_CALIBRATION_PROMPTS, calibration[1]
+
+        def other_prompts() -> tuple[str, list[torch.Tensor]]:
+            """Prompts that are not searched, and what records call them."""
+            windows = []
+            for i in range(count):
+                seed = prompt_seed(-1, length, 0.0, i)
+                text = haystack.make(length, (i + 0.5) / count, seed).text
+                windows.append(torch.tensor(text_tokens(tokenizer, text)))
+            return f"{count} other haystacks ({haystack.name}) of {length} tokens", windows
+
+        scales = calibrate_rows(request, text_model, other_prompts, watch)
     num_rows = len(request.endpoint or request.parsed_rows)
     progress = Progress(watch, "searching", num_rows * grid.num_tokens)
     rows = participants(request, text_model, scales, progress, calibration=calibration)
@@ -307,18 +317,6 @@ def run(
         records,
         on_skip=lambda cell: progress.add(cell[0] * grid.repetitions),
     )
-
-
-def _calibration_windows(
-    text_model: TextModel, haystack: Haystack, length: int
-) -> tuple[str, list[torch.Tensor]]:
-    """Prompts that are not searched."""
-    count = NUM_CALIBRATION_PROMPTS
-    windows = []
-    for i in range(count):
-        prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
-        windows.append(torch.tensor(text_tokens(text_model.tokenizer, prompt.text)))
-    return f"{count} other haystacks ({haystack.name}) of {length} tokens", windows
 
 
 def make_workload(grid: Grid, haystack: Haystack, command: str) -> Workload[Ask, Cell]:

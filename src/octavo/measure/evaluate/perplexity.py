@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +195,19 @@ def run(
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     reading = _reading(request, context)
     windows = text_model.windows(text, context, request.num_windows)
-    if not scales:
-        make_windows = partial(_calibration_windows, request, data, text_model, text, context)
-        scales = calibrate_rows(request, text_model, make_windows, watch)
+
+    def other_windows() -> tuple[str, list[Tensor]]:
+        """Text that is not measured, and what records call it."""
+        count, source, start, other = request.calibration_windows, data, request.num_windows, text
+        if request.calibration_data is not None:
+            source, start = request.calibration_data, 0
+            other = read_text(source)
+            if source.resolve() == data.resolve():
+                raise ConfigError("expected --calibration-data to be another text than --data")
+        about = f"{source.name}, windows {start} to {start + count - 1} of {context} tokens"
+        return about, text_model.windows(other, context, count, start)
+
+    scales = scales or calibrate_rows(request, text_model, other_windows, watch)
     rows = [row for _, row in local_rows(request, text_model, scales)]
     progress = Progress(watch, "reading", len(rows) * len(windows) * (context - 1))
     return run_workload(
@@ -206,20 +215,6 @@ def run(
         make_workload(windows, reading, data.name, request.command, progress.add),
         records,
     )
-
-
-def _calibration_windows(
-    request: PerplexityRequest, data: Path, text_model: TextModel, text: str, context: int
-) -> tuple[str, list[Tensor]]:
-    """Text that is not measured."""
-    count, source, start = request.calibration_windows, data, request.num_windows
-    if request.calibration_data is not None:
-        source, start = request.calibration_data, 0
-        text = read_text(source)
-        if source.resolve() == data.resolve():
-            raise ConfigError("expected --calibration-data to be another text than --data")
-    about = f"{source.name}, windows {start} to {start + count - 1} of {context} tokens"
-    return about, text_model.windows(text, context, count, start)
 
 
 def make_workload(
