@@ -118,7 +118,7 @@ LINES = {
     "{accumulation} accumulation | {found}",
     "perplexity": "perplexity of a text | {model} | {first[perplexity]:.3f} | {recipe} | "
     "{perplexity:.3f}, recovers {recovery_percent:.1f} %",
-    "needle": "{repetitions} needles in {length:,} tokens, found | {model} | "
+    "needle": "a needle in {length:,} tokens, found | {model} | "
     "{first[found_percent]:.0f} % | {recipe} | {found_percent:.0f} %",
     "texts": "an answer, by the token | {model} | {first[num_tokens]:.0f} tokens | {recipe} | "
     "the same for {num_same_tokens:.0f} of {num_tokens:.0f}",

@@ -235,7 +235,7 @@ def test_the_gate_names_rows_below_it(made):
 
 def test_the_table_has_the_scores_that_were_taken(made):
     table = images_table(run(made))
-    assert table.header == ("row", "PSNR (dB)", "worst", "SSIM", "worst")
+    assert table.header == ("row", "PSNR (dB)", "worst PSNR (dB)", "SSIM", "worst SSIM")
     assert [row[0] for row in table.rows] == ["bf16", "fp8"] and table.rows[0][1] is None
     assert "2 images of 24 × 16, 7 steps, against bf16" in table.caption
 

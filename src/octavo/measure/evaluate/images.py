@@ -306,14 +306,10 @@ def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
 def images_table(records: Sequence[Measurement]) -> Table:
     """The rows with the mean and the worst of each score that was taken."""
     case = records[0].case
-    scores = {"psnr_db": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS", "clip_score": "CLIP score"}
-    heads: dict[str, str] = {}
-    for name, title in scores.items():
-        heads |= {name: title, f"worst_{name}": "worst"}
+    scores = ("psnr_db", "ssim", "lpips", "clip_score")
     return filled_table(
         records,
         caption=f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
         f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}",
-        columns=("row", *heads),
-        heads=heads,
+        columns=("row", *(f"{worst}{score}" for score in scores for worst in ("", "worst_"))),
     )
