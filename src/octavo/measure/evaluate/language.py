@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -168,7 +168,8 @@ def clients(request: ServedRequest) -> list[Client]:
     return found
 
 
-class Keys(NamedTuple):
+@dataclass(frozen=True)
+class Keys:
     """What is done to keys before they are stored, and was before their scales were found."""
 
     rotate_keys: bool = False
@@ -192,7 +193,7 @@ class Keys(NamedTuple):
         return 2 if self.center_keys else 1
 
     def __str__(self) -> str:
-        done = [word for word, is_done in zip(("rotate", "center"), self, strict=True) if is_done]
+        done = [name.removesuffix("_keys") for name, is_done in vars(self).items() if is_done]
         return f"keys with {' and '.join(done)}" if done else "keys as they are"
 
 
@@ -220,7 +221,7 @@ def choose_scales(row: Row, scales: Scales) -> ScaleSet | None:
     found = scales.get(keys)
     if found is None and settings.granularity == "token":
         # Only the means are used, which are those of keys before they are rotated.
-        found = scales.get(keys._replace(rotate_keys=not keys.rotate_keys))
+        found = scales.get(replace(keys, rotate_keys=not keys.rotate_keys))
     if found is None:
         got = ", ".join(map(str, scales)) or "none"
         raise ConfigError(f"expected scales for the row {row.name}, of {keys}, got {got}")
@@ -270,7 +271,7 @@ def calibration_scales(
     Rows per tensor take the largest of the heads. on_window is told how many windows are done; all
     passes count.
     """
-    settings = CalibrationSettings(granularity="head", margin=margin, **keys._asdict())
+    settings = CalibrationSettings(granularity="head", margin=margin, **vars(keys))
     header = ScaleHeader(kind="kv_cache", model=text_model.name[:1000], data=data[:1000])
     tokens = [window.tolist() for window in windows]
     seen = observe_windows(text_model.model, tokens, settings, on_window=on_window)
