@@ -49,13 +49,13 @@ def _data(name: str) -> str:
     return folder.joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def make_stages(records: Path, results: Path, sizes: Sizes | None = None) -> list[Stage]:
+def make_stages(records: Path, results: Path) -> list[Stage]:
     """All stages, in their order; the models are loaded, on the CPU.
 
     records: the file that they append to. results: a folder of records that the advice is by, if
     it has any.
     """
-    sizes = sizes or Sizes()
+    sizes = Sizes()
     # First what may be missing here: nothing has run then.
     text_model = load_text_model(device="cpu")
     charts = ChartDemo(load_chart_reader(), records, sizes)

@@ -217,13 +217,6 @@ def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) 
     return images
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a pipeline by its name; ConfigError unless a row has it."""
-    plain_row(name)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def read_prompts(path: Path | None) -> tuple[str, ...]:
     """The lines of a file that are not blank; None is the list for the small image model."""
     try:
@@ -241,7 +234,8 @@ def run(request: ImageRequest, output: Path | None, watch: Watch) -> list[Measur
     from octavo.integrations.diffusers.load import load_pipeline
 
     records = Records.of_file(output)
-    request = replace(request, row=request.row or (plain_row(request.dtype), *DEFAULT_ROWS))
+    plain = plain_row(request.dtype)  # an error unless a row has this dtype
+    request = replace(request, row=request.row or (plain, *DEFAULT_ROWS))
     rows, job = parse_image_rows(request.row, request.dtype), make_job(request)
     scorer, folder = None, request.save_pictures
     if request.clip is not None:
@@ -252,7 +246,7 @@ def run(request: ImageRequest, output: Path | None, watch: Watch) -> list[Measur
         folder.mkdir(parents=True, exist_ok=True)
     places = count(1)
     return evaluate(
-        lambda: load_pipeline(request.model, torch_dtype(job.dtype), request.device),
+        lambda: load_pipeline(request.model, getattr(torch, job.dtype), request.device),
         rows,
         job,
         command=request.command,

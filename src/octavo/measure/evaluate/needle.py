@@ -115,8 +115,8 @@ class TextHaystack:
     num_answer_tokens: int = 12
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_keys <= len(_NAMES) * len(_KINDS):
-            most = len(_NAMES) * len(_KINDS)
+        most = len(_NAMES) * len(_KINDS)
+        if not 1 <= self.num_keys <= most:
             raise ConfigError(f"expected 1 to {most} keys, got {self.num_keys}")
 
     @property
@@ -142,7 +142,13 @@ class TextHaystack:
         head = "Some places in this text have a secret number. Remember them."
         tail = f"\n\nThe secret number of the {asked}, as the text says, is"
         room = length - sum(map(self.count, (head, tail, *needles))) - self.num_keys
-        source, sentences = self._sentences(draw), list[str]()
+        if self.filler:
+            place = draw.randrange(len(self.filler))
+            source: Iterator[str] = cycle(self.filler[place:] + self.filler[:place])
+        else:
+            parts = repeat((_WHO, _DID, _WHAT, _WHEN))
+            source = (" ".join(map(draw.choice, words)) + "." for words in parts)
+        sentences: list[str] = []
         while room > 0 and len(sentences) <= length:
             sentences.append(next(source))
             room -= max(1, self.count(sentences[-1]))
@@ -164,14 +170,6 @@ class TextHaystack:
                 )
             while sentences and too_much > 0:
                 too_much -= self.count(sentences.pop())
-
-    def _sentences(self, draw: random.Random) -> Iterator[str]:
-        """Sentences to hide needles in, without end."""
-        if self.filler:
-            place = draw.randrange(len(self.filler))
-            return cycle(self.filler[place:] + self.filler[:place])
-        parts = (_WHO, _DID, _WHAT, _WHEN)
-        return (" ".join(map(draw.choice, words)) + "." for words in repeat(parts))
 
 
 Haystack = PairHaystack | TextHaystack
