@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -227,22 +227,9 @@ def calibrate_to_file(
     calibration = Calibration(
         subject.layers, settings, is_nonfinite_refused=subject.is_nonfinite_refused
     )
-    key = {
-        "model": subject.name,
-        "dtype": subject.dtype,
-        "data": f"{data.name} ({data.fingerprint})",
-        "observer": str(settings),
-        "granularity": settings.granularity,
-        "margin": f"{settings.margin:g}",
-    }
-    if settings.rotate_keys:
-        key["keys"] = "rotated"
-    if settings.center_keys:
-        # Means of more prompts would be others, and those that were seen were seen without them.
-        key |= {"means": "of keys", "num_prompts": f"{num_prompts}"}
     state_file = StateFile(
         path=state_path(save_path),
-        key=key,
+        key=_state_key(subject, data, settings, num_prompts),
         save_every=save_every,
     )
     if not is_resumed:
@@ -333,3 +320,22 @@ def load_state(calibration: Calibration, state_file: StateFile) -> bool:
     for name, layer in state["layers"].items():
         calibration.layers[name] = None if layer is None else LayerObserver.from_state_dict(layer)
     return True
+
+
+def _state_key(
+    subject: Subject[Any], data: PromptData[Any], settings: CalibrationSettings, num_prompts: int
+) -> dict[str, str]:
+    key = {
+        "model": subject.name,
+        "dtype": subject.dtype,
+        "data": f"{data.name} ({data.fingerprint})",
+        "observer": str(settings),
+        "granularity": settings.granularity,
+        "margin": f"{settings.margin:g}",
+    }
+    if settings.rotate_keys:
+        key["keys"] = "rotated"
+    if settings.center_keys:
+        # Means of more prompts would be others, and those that were seen were seen without them.
+        key |= {"means": "of keys", "num_prompts": f"{num_prompts}"}
+    return key

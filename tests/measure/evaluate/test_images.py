@@ -110,7 +110,7 @@ def test_a_record_says_what_was_drawn(made):
         "num_pictures": 1,
         "num_inference_steps": 2,
         "seed": 8,
-        "prompts_sha256": job.prompts_sha256,
+        "prompts_sha256": job.about["prompts_sha256"],
         "height": 16,
         "width": 24,
     }
@@ -118,7 +118,8 @@ def test_a_record_says_what_was_drawn(made):
     assert plain.case["num_linear"] == 0 and fp8.op == "images" and fp8.command == "c"
     assert made[0].calls == [("dog", 2, 8, 16)]
     other = ImageJob(model="m", dtype="bfloat16", prompts=("cat",))
-    assert job.prompts_sha256 != other.prompts_sha256 and len(job.prompts_sha256) == 16
+    digest = job.about["prompts_sha256"]
+    assert digest != other.about["prompts_sha256"] and len(digest) == 16
     json.loads(fp8.to_json())
 
 

@@ -60,9 +60,16 @@ class ImageJob:
             raise ConfigError("expected a prompt to draw, got none")
 
     @property
-    def prompts_sha256(self) -> str:
-        """The beginning of the hash of the prompts, in their order."""
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+    def about(self) -> dict[str, Scalar]:
+        """What all records say of it, with the beginning of the hash of the prompts."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "num_pictures": len(self.prompts),
+            "seed": self.seed,
+            "prompts_sha256": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+            **self.options,
+        }
 
     def num_steps(self, pipe: Any) -> int:
         """The steps that are asked for, or else those of the pipeline's own default."""
@@ -125,15 +132,9 @@ def evaluate(
             raise ConfigError(f"row {name}: {error}") from error
         num_frames, _, height, width = images[0].shape
         about: dict[str, Scalar] = {
-            "model": job.model,
             "pipeline": type(pipe).__name__,
-            "dtype": job.dtype,
-            "num_pictures": len(images),
             **({"num_frames": num_frames} if num_frames > 1 else {}),
             "num_inference_steps": job.num_steps(pipe),
-            "seed": job.seed,
-            "prompts_sha256": job.prompts_sha256,
-            **job.options,
             "height": height,
             "width": width,
         }
@@ -160,7 +161,7 @@ def evaluate(
         for row in rows
     ]
     return run_whole(
-        participants, measure, records, op="images", command=command, about={}, row_key="row"
+        participants, measure, records, op="images", command=command, about=job.about, row_key="row"
     )
 
 
