@@ -18,7 +18,7 @@ from octavo.measure.evaluate.question_files import ChartQuestion
 UP = 2  # drawn larger by this, then reduced: smooth edges
 GRID: Rgb = (215, 215, 215)
 QUESTIONS_PER_CHART = 4
-Kind = Literal["label", "series", "value"]
+PlaceKind = Literal["label", "series", "value"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Place:
     series to all labels: 0 then.
     """
 
-    kind: Kind
+    kind: PlaceKind
     series: int
     label: int
     x: float
@@ -104,7 +104,7 @@ class _Pen:
 
     def name(
         self,
-        kind: Kind,
+        kind: PlaceKind,
         series: int,
         label: int,
         xy: tuple[float, float],
