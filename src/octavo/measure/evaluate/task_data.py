@@ -144,11 +144,11 @@ def _listed(row: Mapping[str, Any]) -> Question:
         raise CheckpointError(f"expected texts in choices, got {brief(options)}")
     if not 2 <= len(options) <= len(ascii_uppercase):
         raise CheckpointError(f"expected 2 to {len(ascii_uppercase)} options, got {len(options)}")
-    text_of = str(answer).strip()
-    if len(text_of) == 1 and text_of.isalpha():
-        place = ascii_uppercase.find(text_of.upper())
+    said = str(answer).strip()
+    if len(said) == 1 and said.isalpha():
+        place = ascii_uppercase.find(said.upper())
     else:  # True is no number here, and neither is 1.5
-        place = int(text_of) if text_of.isdecimal() else -1
+        place = int(said) if said.isdecimal() else -1
     if not 0 <= place < len(options):
         raise CheckpointError(
             f"expected an answer that is one of {len(options)} choices, got {brief(answer)}"
