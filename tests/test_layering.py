@@ -104,6 +104,7 @@ FILE_PACKAGES: dict[str, set[str]] = {
     "measure/bench/peers.py": {"cudnn"},
     "measure/bench/serving.py": {"httpx"},
     "demo/chart_*.py": {"PIL"},
+    "demo/stages.py": {"PIL"},
     "measure/evaluate/language.py": {"httpx"},
     "measure/evaluate/math_equality.py": {"math_verify"},
     "measure/evaluate/question_files.py": {"PIL", "datasets"},

@@ -97,7 +97,7 @@ def test_jsonl_with_paths_base64_and_data_urls(tmp_path):
         ({"images": []}, CheckpointError, "got an empty list"),
         ({"image": "gone.png"}, CheckpointError, "expected an image file, got none at 'gone.png'"),
         ({"image": "neither"}, CheckpointError, "the path of an image, or one in base64"),
-        ({"image": 7}, CheckpointError, "expected an image, got 7"),
+        ({"image": 7}, CheckpointError, "expected an image or the path of one, got 7"),
         ({"image": "aGVsbG8="}, CheckpointError, ":1: expected an image: "),
         ({"image": "https://example.org/a.png"}, UnsupportedError, "expected an image at hand"),
         ([1], CheckpointError, "expected an object"),

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from octavo.calibration.scale_file import load_scales
 from octavo.cli.main import COMMANDS, make_app, run
 from octavo.demo import story as demo
-from octavo.demo.stage import Stage
+from octavo.demo.stages import Stage
 from octavo.errors import UnsupportedError
 from octavo.measure import store
 from octavo.measure.records import Machine, Measurement

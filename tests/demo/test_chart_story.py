@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from octavo.calibration.scale_file import load_scales
-from octavo.demo.chart_story import (
+from octavo.demo.charts import vocabulary
+from octavo.demo.stages import (
     GAP,
     LINE,
     WIDTH,
     ChartDemo,
+    Sizes,
     choose_examples,
     draw_chart_sheet,
     noisy_charts,
+    one_thread,
 )
-from octavo.demo.charts import vocabulary
-from octavo.demo.stage import Sizes, one_thread
 from octavo.errors import ConfigError
 from octavo.layers.encoder_attention import EncoderAttention
 from octavo.measure import store
@@ -35,7 +36,7 @@ SIZES = Sizes(calibration_images=3, chart_questions=5)
 def test_stages_calibrate_then_ask(tmp_path):
     reader = make_chart_reader(vocabulary(), seed=1)
     path = tmp_path / "records.jsonl"
-    charts = ChartDemo(reader, path, "test", SIZES)
+    charts = ChartDemo(reader, path, SIZES)
     calibrate, ask = charts.stages
     steps = []
     calibrated = calibrate.run(lambda *step: steps.append(step))
@@ -48,19 +49,18 @@ def test_stages_calibrate_then_ask(tmp_path):
     assert steps[-1] == ("answering", 15, 15)
     assert [r.case["recipe"] for r in answered] == list(charts.answers)
     assert store.read(path) == [*calibrated, *answered]
-    assert charts.num_changed().keys() == {"fp8 dynamic", "fp8 static"}
     assert {r.case["picture"] for r in answered} == {"pictures/charts.jpg"}
     with Image.open(tmp_path / "pictures" / "charts.jpg") as sheet:
         assert sheet.format == "JPEG" and sheet.width == 2 * (WIDTH + GAP) + GAP  # two charts
     table, words = ask.tell(answered)
-    assert len(table.rows) == 3 and "of 5: fp8 dynamic" in words
+    assert len(table.rows) == 3 and "of 5: fp8 dynamic" in words and "fp8 static" in words
     assert not any(isinstance(m, EncoderAttention) for m in reader.model.modules())
 
 
 def test_changed_answers_are_counted():
-    charts = ChartDemo(None, None, "test", SIZES)
-    charts.answers = {"bf16": ["1", "2", "3"], "a": ["1", "2", "3"], "b": ["1", "x", "y"]}
-    assert charts.num_changed() == {"a": 0, "b": 2}
+    answers = {"bf16": ["1", "2", "3"], "a": ["1", "2", "3"], "b": ["1", "x", "y"]}
+    words = ChartDemo(None, None, SIZES, answers).changed()
+    assert words == "Answers in other words than bf16's, of 3: a 0, b 2."
 
 
 def test_a_sheet_has_charts_with_words_below():

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.demo import language as task
-from octavo.demo.language import chat_table, chat_turn
+from octavo.demo import stages as task
+from octavo.demo.stages import chat_table, chat_turn
 from octavo.measure.evaluate.language import local_rows
 from octavo.measure.evaluate.requests import LanguageRequest
 from octavo.measure.run import Records

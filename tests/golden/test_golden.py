@@ -20,8 +20,8 @@ from octavo.cli.main import COMMANDS, make_app, run
 from octavo.integrations.checkpoints.kv_scales import read_kv_scales
 from octavo.layers.linear import Fp8Linear
 from octavo.measure import store
-from octavo.measure.evaluate.answers import AnswerFile
 from octavo.measure.evaluate.language import Client, Reply
+from octavo.measure.evaluate.tasks import AnswerFile
 from octavo.measure.records import Machine, Measurement
 from octavo.testing.asserts import assert_same_bits
 from octavo_testkit.golden_content import ATTENTION, RECIPES, SCALE_SETS

@@ -22,6 +22,7 @@ from octavo.calibration.rows import (
     file_fingerprint,
     is_path,
     listing_digest,
+    made_of,
     open_dataset,
     open_file,
 )
@@ -95,7 +96,7 @@ def open_images(
         fingerprint = f"{len(paths)} images {listing_digest(paths)}"
 
         def read(start: int) -> Iterator[ImagePrompt]:
-            return ([_open(path, str(path))] for path in paths[start:])
+            return ([_open(path)] for path in paths[start:])
 
         return PromptData(data, fingerprint, len(paths), read)
     if path.suffix not in ROW_SUFFIXES and is_path(data):
@@ -114,7 +115,9 @@ def _from_rows(
         rows = open_file(Path(data), what)
     else:
         rows = open_dataset(data, what, split=split, subset=subset)
-    return PromptData(data, rows.fingerprint, None, lambda start: map(prompt_of, rows.read(start)))
+    return PromptData(
+        data, rows.fingerprint, None, lambda start: made_of(rows.read(start), prompt_of)
+    )
 
 
 def _files(
@@ -132,39 +135,41 @@ def _files(
 
 def _image_prompt(source: Row) -> ImagePrompt:
     """All images of one row."""
-    row, where, folder = source.content, source.where, source.folder
+    row = source.content
     if not isinstance(row, Mapping):
-        raise CheckpointError(f"{where}: expected an object with image or images, got {brief(row)}")
+        raise CheckpointError(f"expected an object with image or images, got {brief(row)}")
     found = [row[field] for field in IMAGE_FIELDS if row.get(field) is not None]
     if len(found) != 1:
         got = "both" if found else f"only {list_names([str(key) for key in row]) or 'nothing'}"
-        raise CheckpointError(f"{where}: expected image or images, got {got}")
-    match found:
-        case [[]]:
-            raise CheckpointError(f"{where}: expected at least one image, got an empty list")
-        case [[*cells]]:
-            return [_image(cell, where, folder) for cell in cells]
-    return [_image(found[0], where, folder)]
+        raise CheckpointError(f"expected image or images, got {got}")
+    cells = found[0] if isinstance(found[0], list | tuple) else found
+    if not cells:
+        raise CheckpointError("expected at least one image, got an empty list")
+    return [read_image(cell, source.folder) for cell in cells]
 
 
-def _image(cell: object, where: str, folder: Path | None) -> "Image":
-    """One image: bytes, {"bytes", "path"}, a path, base64 or a data URL."""
+def read_image(cell: object, folder: Path | None) -> "Image":
+    """One image: bytes, {"bytes", "path"}, a path relative to the folder, base64 or a data URL."""
     match cell:
         case (bytes() | bytearray() as content) | {"bytes": bytes(content)}:
-            return _open(bytes(content), where)
+            return _open(bytes(content))
         case {"path": str(path)}:
-            return _image(path, where, folder)
-        case str() if cell.startswith("data:"):
-            return _open(_decode_base64(cell.partition(",")[2], where), where)
+            return read_image(path, folder)
         case str() if cell.startswith(("http://", "https://")):
-            raise UnsupportedError(f"{where}: expected an image at hand, got {brief(cell)}")
+            raise UnsupportedError(f"expected an image at hand, got {brief(cell)}")
         case str() if (file := _existing(cell, folder)) is not None:
-            return _open(file, f"{where}: {file}")
+            return _open(file)
         case str() if cell.lower().endswith(IMAGE_SUFFIXES):
-            raise CheckpointError(f"{where}: expected an image file, got none at {brief(cell)}")
+            raise CheckpointError(f"expected an image file, got none at {brief(cell)}")
         case str():
-            return _open(_decode_base64(cell, where), where)
-    raise CheckpointError(f"{where}: expected an image, got {brief(cell)}")
+            encoded = cell.partition(",")[2] if cell.startswith("data:") else cell
+            try:
+                return _open(base64.b64decode(encoded, validate=True))
+            except (binascii.Error, ValueError):
+                raise CheckpointError(
+                    f"expected the path of an image, or one in base64, got {brief(cell)}"
+                ) from None
+    raise CheckpointError(f"expected an image or the path of one, got {brief(cell)}")
 
 
 def _existing(text: str, folder: Path | None) -> Path | None:
@@ -176,16 +181,7 @@ def _existing(text: str, folder: Path | None) -> Path | None:
         return None
 
 
-def _decode_base64(text: str, where: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise CheckpointError(
-            f"{where}: expected the path of an image, or one in base64, got {brief(text)}"
-        ) from None
-
-
-def _open(source: Path | bytes, where: str) -> "Image":
+def _open(source: Path | bytes) -> "Image":
     """The image in a file or in memory, upright and in RGB."""
     need("reading images", "PIL")
     from PIL import Image, ImageOps
@@ -194,7 +190,8 @@ def _open(source: Path | bytes, where: str) -> "Image":
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise CheckpointError(f"{where}: expected an image: {error}") from None
+        where = f"{source}: " if isinstance(source, Path) else ""
+        raise CheckpointError(f"{where}expected an image: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -279,47 +276,42 @@ def _document(row: Row) -> Document:
     content, where = row.content, row.where
     if not isinstance(content, Mapping | list | tuple):
         raise CheckpointError(
-            f"{where}: expected an object with text, messages or conversations, or a list of "
-            f"messages, got {brief(content)}"
+            "expected an object with text, messages or conversations, or a list of messages, got "
+            f"{brief(content)}"
         )
-    if not isinstance(content, Mapping):
-        return _chat(content, where)
-    found = [field for field in TEXT_FIELDS if content.get(field) is not None]
-    if len(found) != 1:
-        got = list_names(found or [str(key) for key in content]) or "nothing"
-        raise CheckpointError(f"{where}: expected one of {', '.join(TEXT_FIELDS)}, got {got}")
-    cell = content[found[0]]
-    if found[0] != "text":
-        return _chat(cell, where)
-    if not isinstance(cell, str):
-        raise CheckpointError(f"{where}: expected text to be a string, got {brief(cell)}")
-    return Passage((cell,), where)
+    messages: object = content
+    if isinstance(content, Mapping):
+        found = [field for field in TEXT_FIELDS if content.get(field) is not None]
+        if len(found) != 1:
+            got = list_names(found or [str(key) for key in content]) or "nothing"
+            raise CheckpointError(f"expected one of {', '.join(TEXT_FIELDS)}, got {got}")
+        messages = content[found[0]]
+        if found[0] == "text":
+            if not isinstance(messages, str):
+                raise CheckpointError(f"expected text to be a string, got {brief(messages)}")
+            return Passage((messages,), where)
+    if not isinstance(messages, list | tuple) or not messages:
+        raise CheckpointError(f"expected a list of messages, got {brief(messages)}")
+    return Chat(tuple(map(_message, messages)), where)
 
 
-def _chat(messages: object, where: str) -> Chat:
-    match messages:
-        case [_, *_]:
-            return Chat(tuple(_message(message, where) for message in messages), where)
-    raise CheckpointError(f"{where}: expected a list of messages, got {brief(messages)}")
-
-
-def _message(message: object, where: str) -> Message:
+def _message(message: object) -> Message:
     if not isinstance(message, Mapping):
-        raise CheckpointError(f"{where}: expected a message, got {brief(message)}")
+        raise CheckpointError(f"expected a message, got {brief(message)}")
     # The rows of a table have every field that one of them has.
     known = {key: value for key, value in message.items() if value is not None}
     match known:
         case {"role": str()}:
-            return {**known, "content": _content(known.get("content", ""), where)}
+            return {**known, "content": _content(known.get("content", ""))}
         case {"from": str(speaker), "value": str(text)} if speaker in ROLES:
             return {"role": ROLES[speaker], "content": text}
     raise CheckpointError(
-        f"{where}: expected a message with role and content, or with value and from, one of "
+        "expected a message with role and content, or with value and from, one of "
         f"{', '.join(ROLES)}, got {brief(dict(known))}"
     )
 
 
-def _content(content: object, where: str) -> str:
+def _content(content: object) -> str:
     """The text of a message, which may be in parts."""
     texts: list[str] = []
     for part in content if isinstance(content, list | tuple) else [content]:
@@ -329,9 +321,7 @@ def _content(content: object, where: str) -> str:
             case str() if part is content:
                 return part
             case _:
-                raise CheckpointError(
-                    f"{where}: expected the content to be text, got {brief(content)}"
-                )
+                raise CheckpointError(f"expected the content to be text, got {brief(content)}")
     return "".join(texts)
 
 
@@ -341,7 +331,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[str]:
     if not place.is_file():
         raise ConfigError(f"expected a file of prompts, got none at {place}")
     if place.suffix == ".jsonl":
-        prompts = [_prompt(row) for row in open_file(place, "prompts").read(0)]
+        prompts = list(made_of(open_file(place, "prompts").read(0), _prompt))
     else:
         try:
             lines = place.read_text("utf-8").splitlines()
@@ -357,7 +347,5 @@ def _prompt(row: Row) -> str:
     content: Any = row.content
     text = content.get("prompt") if isinstance(content, dict) else content
     if not isinstance(text, str) or not text.strip():
-        raise CheckpointError(
-            f'{row.where}: expected a text, or {{"prompt": "…"}}, got {brief(content)}'
-        )
+        raise CheckpointError(f'expected a text, or {{"prompt": "…"}}, got {brief(content)}')
     return text

@@ -10,6 +10,7 @@ size is fixed; e4m3 spans 18 of them, and what is smaller counts as zero.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class Histogram:
     @torch.inference_mode()
     def add(self, x: Tensor) -> None:
         """Count the values of x, [..., heads, head_dim]."""
-        self._move_to(x.device)
+        for name in ("counts", "amax", "num_nonfinite"):
+            setattr(self, name, getattr(self, name).to(x.device))
         num_groups, (heads, head_dim) = len(self.amax), x.shape[-2:]
         if num_groups not in (1, heads):
             raise ConfigError(f"expected {num_groups} heads as in the passes before, got {heads}")
@@ -58,11 +60,16 @@ class Histogram:
             amax = finite_amax(chunk, PerHead())
             self.amax = torch.maximum(self.amax, amax if num_groups == heads else amax.amax())
             self._grow(int(_code(self.amax.amax())))  # waits for the device
-            self._count(chunk)
-
-    def _move_to(self, device: torch.device) -> None:
-        self.counts, self.amax = self.counts.to(device), self.amax.to(device)
-        self.num_nonfinite = self.num_nonfinite.to(device)
+            codes = _code(chunk)
+            if num_groups > 1:
+                group = torch.arange(num_groups, dtype=codes.dtype, device=codes.device)
+                codes = codes + group[:, None] * _NUM_CODES
+            found = torch.bincount(codes.flatten(), minlength=num_groups * _NUM_CODES)
+            found = found.reshape(num_groups, _NUM_CODES)
+            self.num_nonfinite += found[:, _MAX_CODE + 1 :].sum()
+            binned = found[:, self.first_code : min(self.first_code + _NUM_BINS, _MAX_CODE + 1)]
+            self.counts[:, 0] += found[:, : self.first_code].sum(dim=1)
+            self.counts[:, 1 : 1 + binned.shape[1]] += binned
 
     def _grow(self, largest_code: int) -> None:
         """Move up by whole powers of two until the largest value has a bin."""
@@ -76,19 +83,6 @@ class Histogram:
         kept[:, 1 : 1 + _NUM_BINS - shift] = self.counts[:, 1 + shift :]
         self.counts, self.first_code = kept, first_code
 
-    def _count(self, chunk: Tensor) -> None:
-        num_groups = len(self.counts)
-        codes = _code(chunk)
-        if num_groups > 1:
-            group = torch.arange(num_groups, dtype=codes.dtype, device=codes.device)
-            codes = codes + group[:, None] * _NUM_CODES
-        found = torch.bincount(codes.flatten(), minlength=num_groups * _NUM_CODES)
-        found = found.reshape(num_groups, _NUM_CODES)
-        self.num_nonfinite += found[:, _MAX_CODE + 1 :].sum()
-        binned = found[:, self.first_code : min(self.first_code + _NUM_BINS, _MAX_CODE + 1)]
-        self.counts[:, 0] += found[:, : self.first_code].sum(dim=1)
-        self.counts[:, 1 : 1 + binned.shape[1]] += binned
-
     def values(self) -> Tensor:
         """The value that each column of `counts` stands for, float32."""
         codes = torch.arange(_NUM_BINS, device=self.counts.device) + self.first_code
@@ -101,22 +95,17 @@ class Histogram:
             case "amax":
                 return self.amax
             case "percentile":
-                return self._percentile(settings.percentile)
+                cumulative = self.counts.cumsum(dim=1)
+                ranks = cumulative[:, -1:].double() * (settings.percentile / 100)
+                # A product such as 0.9999 · 10000 may land just above the whole number meant.
+                ranks = (ranks - 1e-6).ceil().clamp(min=1)
+                column = (cumulative < ranks).sum(dim=1).clamp(max=_NUM_BINS)
+                return torch.minimum(self.values()[column], self.amax)
             case "mse":
-                return self._least_error()
-
-    def _percentile(self, percent: float) -> Tensor:
-        cumulative = self.counts.cumsum(dim=1)
-        # A product such as 0.9999 · 10000 may land just above the whole number that is meant.
-        ranks = (cumulative[:, -1:].double() * (percent / 100) - 1e-6).ceil().clamp(min=1)
-        column = (cumulative < ranks).sum(dim=1).clamp(max=_NUM_BINS)
-        return torch.minimum(self.values()[column], self.amax)
-
-    def _least_error(self) -> Tensor:
-        candidates = torch.stack([self.amax * step for step in _MSE_STEPS])
-        noise = torch.stack([self.errors(limit / E4M3.max)[0] for limit in candidates])
-        best = noise.argmin(dim=0, keepdim=True)  # the first, and so the largest scale, of equals
-        return candidates.gather(0, best).squeeze(0)
+                candidates = torch.stack([self.amax * step for step in _MSE_STEPS])
+                noise = torch.stack([self.errors(limit / E4M3.max)[0] for limit in candidates])
+                best = noise.argmin(dim=0, keepdim=True)  # of equals the first, the largest scale
+                return candidates.gather(0, best).squeeze(0)
 
     def errors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Of e4m3 with these scales, [num_groups]: squared error and squared values, float64."""
@@ -149,12 +138,12 @@ class Histogram:
         return made
 
 
+@dataclass
 class LayerObserver:
     """What one layer's queries, keys and values were, over many passes."""
 
-    def __init__(self, parts: dict[str, Histogram], num_passes: int = 0) -> None:
-        self.parts = parts
-        self.num_passes = num_passes
+    parts: dict[str, Histogram]
+    num_passes: int = 0
 
     @classmethod
     def like(cls, q: Tensor, k: Tensor, v: Tensor, granularity: str) -> "LayerObserver":
@@ -226,14 +215,6 @@ class KeyMeans:
     def numbers(self, name: str) -> tuple[tuple[float, ...], ...]:
         """The same as numbers for a file; nine digits are read back to the same float32."""
         return tuple(tuple(float(f"{x:.9g}") for x in row) for row in self.of(name).tolist())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as `load_state_dict` takes it."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was made."""
-        vars(self).update(state)
 
 
 def check_all_ran(layers: Mapping[str, object]) -> None:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.brief import brief
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import need
 
+T = TypeVar("T")
 ROW_SUFFIXES = (".jsonl", ".parquet")
 # Rows of parquet in memory at once: a chat of a million tokens has megabytes.
 BATCH_SIZE = 16
@@ -92,6 +93,16 @@ def read_jsonl(path: Path, start: int = 0) -> Iterator[Row]:
         for number, line in islice(lines, start, None):
             where = f"{path}:{number}"
             yield Row(parse_json(line, where), where, path.parent)
+
+
+def made_of(rows: Iterator[Row], make: Callable[[Row], T]) -> Iterator[T]:
+    """What `make` makes of each row; its errors get the place of their row."""
+    for row in rows:
+        try:
+            made = make(row)
+        except (CheckpointError, UnsupportedError) as error:
+            raise type(error)(f"{row.where}: {error}") from None
+        yield made
 
 
 def parse_json(text: str | bytes, where: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from octavo.calibration.autosave import check_scale_paths
 from octavo.calibration.data import Prompt, PromptData, batches
 from octavo.calibration.observers import (
     CalibrationSettings,
-    Histogram,
     KeyMeans,
     LayerObserver,
     check_all_ran,
@@ -123,12 +122,6 @@ class Calibration:
         """Prompts of all passes."""
         return self.num_prompts + (self.means.num_prompts if self.means else 0)
 
-    def start_second_pass(self) -> None:
-        """Take the means of what was seen; from now on, keys are seen without them."""
-        assert self.means is not None
-        self.means.complete(self.num_prompts)
-        self.num_prompts = 0
-
     def see(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """One pass of one layer."""
         if name not in self.layers:
@@ -145,8 +138,13 @@ class Calibration:
             q, k = (x.float() @ self._rotations[key] for x in (q, k))
         layer = self.layers[name] or LayerObserver.like(q, k, v, self.settings.granularity)
         layer.see(q, k, v)
-        if self.is_nonfinite_refused:
-            _check_finite(name, layer)
+        for tensor, part in layer.parts.items() if self.is_nonfinite_refused else ():
+            if num_bad := int(part.num_nonfinite):  # waits for the device
+                raise ConfigError(
+                    f"layer {name}: {tensor}: expected finite values, got {num_bad} that are NaN "
+                    "or Inf: no scales are saved; run the model in bfloat16 or float32, or look at "
+                    "its weights"
+                )
         self.layers[name] = layer
 
     def result(self, header: ScaleHeader | None = None) -> CalibrationResult:
@@ -159,8 +157,21 @@ class Calibration:
         for name, layer in seen.items():
             found = []
             for tensor, part in layer.parts.items():
-                scale = self._scale(f"layer {name}: {tensor}", part)
-                statistics.append(_statistics(name, tensor, layer, scale))
+                where, limits = f"layer {name}: {tensor}", part.limits(self.settings)
+                for what, values in ((where, part.amax), (f"{self.settings} of {where}", limits)):
+                    _check_values(what, values, int(part.num_nonfinite))
+                scale = amax_to_scale(limits, margin=self.settings.margin)  # [num_groups]
+                row = TensorStatistics(
+                    layer=name,
+                    tensor=tensor,
+                    amax=float(part.amax.max()),
+                    scale=float(scale.max()),
+                    headroom=float((E4M3.max * scale / part.amax).min()),
+                    sqnr_db=part.sqnr_db(scale),
+                    num_passes=layer.num_passes,
+                    num_nonfinite=int(part.num_nonfinite),
+                )
+                statistics.append(row)
                 numbers = tuple(scale.tolist())
                 found.append(numbers if len(numbers) > 1 else numbers[0])
             mean = self.means.numbers(name) if self.means else None
@@ -179,19 +190,16 @@ class Calibration:
             num_prompts=self.num_prompts,
         )
 
-    def _scale(self, name: str, part: Histogram) -> Tensor:
-        """float32 [num_groups]; a scale of zeros would be a guess, and is refused."""
-        limits = part.limits(self.settings)
-        for what, values in ((name, part.amax), (f"{self.settings} of {name}", limits)):
-            if zero := torch.nonzero(values == 0).flatten().tolist():
-                heads = f" in heads {list_names([str(h) for h in zero])}" if len(values) > 1 else ""
-                bad = int(part.num_nonfinite)
-                others = f" and {bad} that were not finite" if bad else ""
-                raise ConfigError(
-                    f"{what}: expected values to calibrate on, got only zeros{heads}{others}: "
-                    "no scales are saved; use other data or another observer, or skip the layer"
-                )
-        return amax_to_scale(limits, margin=self.settings.margin)
+
+def _check_values(what: str, values: Tensor, num_nonfinite: int) -> None:
+    """Refuse zeros of heads: a scale of them would be a guess."""
+    if zero := torch.nonzero(values == 0).flatten().tolist():
+        heads = f" in heads {list_names([str(h) for h in zero])}" if len(values) > 1 else ""
+        others = f" and {num_nonfinite} that were not finite" if num_nonfinite else ""
+        raise ConfigError(
+            f"{what}: expected values to calibrate on, got only zeros{heads}{others}: no scales "
+            "are saved; use other data or another observer, or skip the layer"
+        )
 
 
 def calibrate_to_file(
@@ -275,9 +283,11 @@ def calibrate(
                     num_saved = calibration.num_prompts
         if calibration.num_prompts == 0:
             raise ConfigError("expected prompts to calibrate on, got none")
-        if not calibration.is_first_pass:
+        if calibration.means is None or calibration.means.is_complete:
             return calibration
-        calibration.start_second_pass()
+        # From now on, keys are seen without their means.
+        calibration.means.complete(calibration.num_prompts)
+        calibration.num_prompts = 0
         if state_file is not None:
             save_state(calibration, state_file)
 
@@ -290,7 +300,7 @@ def save_state(calibration: Calibration, state_file: StateFile) -> None:
     }
     state = {"num_prompts": calibration.num_prompts, "layers": layers}
     if calibration.means is not None:
-        state["means"] = calibration.means.state_dict()
+        state["means"] = dict(vars(calibration.means))
     state_file.save(state)
 
 
@@ -306,17 +316,14 @@ def load_state(calibration: Calibration, state_file: StateFile) -> bool:
         )
     calibration.num_prompts = state["num_prompts"]
     if calibration.means is not None:
-        calibration.means.load_state_dict(state["means"])
+        vars(calibration.means).update(state["means"])
     for name, layer in state["layers"].items():
         calibration.layers[name] = None if layer is None else LayerObserver.from_state_dict(layer)
     return True
 
 
 def _state_key(
-    subject: Subject[Prompt],
-    data: PromptData[Prompt],
-    settings: CalibrationSettings,
-    num_prompts: int,
+    subject: Subject[Any], data: PromptData[Any], settings: CalibrationSettings, num_prompts: int
 ) -> dict[str, str]:
     key = {
         "model": subject.name,
@@ -332,27 +339,3 @@ def _state_key(
         # Means of more prompts would be others, and those that were seen were seen without them.
         key |= {"means": "of keys", "num_prompts": f"{num_prompts}"}
     return key
-
-
-def _check_finite(name: str, layer: LayerObserver) -> None:
-    for tensor, part in layer.parts.items():
-        if num_bad := int(part.num_nonfinite):  # waits for the device
-            raise ConfigError(
-                f"layer {name}: {tensor}: expected finite values, got {num_bad} that are NaN or "
-                "Inf: no scales are saved; run the model in bfloat16 or float32, or look at its "
-                "weights"
-            )
-
-
-def _statistics(name: str, tensor: str, layer: LayerObserver, scale: Tensor) -> TensorStatistics:
-    part = layer.parts[tensor]
-    return TensorStatistics(
-        layer=name,
-        tensor=tensor,
-        amax=float(part.amax.max()),
-        scale=float(scale.max()),
-        headroom=float((E4M3.max * scale / part.amax).min()),
-        sqnr_db=part.sqnr_db(scale),
-        num_passes=layer.num_passes,
-        num_nonfinite=int(part.num_nonfinite),
-    )

@@ -78,13 +78,54 @@ def check_name(name: object) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """The scales of one attention layer's Q, K and V: one number, or one for each head.
+
+    q is None where only the KV cache has scales. k_mean: the mean key of each KV head, which was
+    subtracted from all keys before k was found; None if nothing was.
+    """
+
+    q: Scale | None
+    k: Scale
+    v: Scale
+    k_mean: KeyMean | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
+            object.__setattr__(self, key, checked_scale(key, getattr(self, key)))
+        if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
+            raise ConfigError(
+                f"expected as many heads in k as in v, got {len(self.k)} and {len(self.v)}"
+            )
+        if self.k_mean is not None:
+            object.__setattr__(self, "k_mean", checked_mean(self.k_mean, self.k))
+
+    def per_tensor(self) -> "LayerScales":
+        """The scales that serve all heads: the largest of each."""
+        return LayerScales(*map(_largest, (self.q, self.k, self.v)), k_mean=self.k_mean)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layer's entry in a scale file."""
+        entry: dict[str, Any] = {key: _largest(getattr(self, key)) for key, _, _ in _KEYS}
+        heads = {name: getattr(self, key) for key, _, name in _KEYS}
+        entry |= {name: [*scale] for name, scale in heads.items() if isinstance(scale, tuple)}
+        if self.k_mean is not None:
+            entry["k_mean"] = [list(row) for row in self.k_mean]
+        return entry
+
+
+def _largest(scale: Scale | None) -> Any:
+    return max(scale) if isinstance(scale, tuple) else scale
+
+
 class _Incomplete(ConfigError):
     """An entry without q, k or v."""
 
 
 @dataclass
 class ScaleDocument:
-    """The content of a scale file: fields of its header, of each attention layer, and input scales.
+    """The content of a scale file: fields of its header, scales of attention layers and of inputs.
 
     incomplete: layers whose entry was passed over, with the reason. tolerated: what else was passed
     over, or read although it is not as octavo writes it.
@@ -92,7 +133,7 @@ class ScaleDocument:
 
     is_strict: bool
     header: dict[str, Any] = field(default_factory=dict)
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layers: dict[str, LayerScales] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)
     incomplete: dict[str, str] = field(default_factory=dict)
     tolerated: dict[str, list[str]] = field(default_factory=dict)
@@ -119,7 +160,19 @@ def read_document(document: object, *, strict: bool) -> ScaleDocument:
         raise ConfigError(f"expected an object of layers, got {brief(document)}")
     found = ScaleDocument(strict)
     if "octavo" in document:
-        found.header = _read_header(document["octavo"])
+        header = document["octavo"]
+        if not isinstance(header, Mapping):
+            raise ConfigError(f"expected octavo to be the header, an object, got {brief(header)}")
+        version = header.get("format_version")
+        if type(version) is not int or version < 1:
+            raise ConfigError(
+                f"expected format_version to be a whole number from 1 on, got {brief(version)}"
+            )
+        if version > FORMAT_VERSION:
+            raise ConfigError(
+                f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
+            )
+        found.header = {key: value for key, value in header.items() if key != "format_version"}
     layers = {key: value for key, value in document.items() if key != "octavo"}
     if "layers" in layers:
         extra = [key for key in layers if key != "layers"]
@@ -173,22 +226,7 @@ def _number_of(value: object) -> object:
     return value
 
 
-def _read_header(entry: object) -> dict[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"expected octavo to be the header, an object, got {brief(entry)}")
-    version = entry.get("format_version")
-    if type(version) is not int or version < 1:
-        raise ConfigError(
-            f"expected format_version to be a whole number from 1 on, got {brief(version)}"
-        )
-    if version > FORMAT_VERSION:
-        raise ConfigError(
-            f"expected format_version {FORMAT_VERSION}, got {brief(version)}; upgrade octavo"
-        )
-    return {key: value for key, value in entry.items() if key != "format_version"}
-
-
-def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layer(entry: Mapping[str, Any]) -> LayerScales:
     if not entry.keys() <= _ALL_KEYS:
         unknown = [key for key in entry if key not in _ALL_KEYS]
         raise ConfigError(
@@ -197,11 +235,12 @@ def _read_layer(entry: Mapping[str, Any]) -> dict[str, Any]:
     if "k_mean" in entry and entry["k_mean"] is None:
         raise ConfigError("expected k_mean to be a list for each head, got null")
     has_q = entry.get("q", 0) is not None or entry.keys() & {"q_scale", "q_heads"}
-    found = {keys[0]: _read_scale(entry, *keys) for keys in (_KEYS if has_q else _KEYS[1:])}
-    return {"q": None, **found, "k_mean": entry.get("k_mean")}
+    q = _read_scale(entry, *_KEYS[0]) if has_q else None
+    k, v = (_read_scale(entry, *keys) for keys in _KEYS[1:])
+    return LayerScales(q, k, v, k_mean=entry.get("k_mean"))
 
 
-def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Scale:
+def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) -> Any:
     if key not in entry and alias not in entry:
         got = f"only {list_names(list(entry)) or 'nothing'}"
         raise _Incomplete(f"expected {key} or {alias}, got {got}")
@@ -211,7 +250,7 @@ def _read_scale(entry: Mapping[str, Any], key: str, alias: str, heads_key: str) 
     if isinstance(scale, list | tuple):
         raise ConfigError(f"expected {key} to be one number, got a list; move it to {heads_key}")
     if heads_key not in entry:
-        return scale  # type: ignore[no-any-return]  # LayerScales checks it
+        return scale  # LayerScales checks it
     heads = checked_scale(heads_key, entry[heads_key])
     if not isinstance(heads, tuple):
         raise ConfigError(f"expected {heads_key} to be a list, got {heads}")

@@ -49,14 +49,11 @@ from octavo.calibration.scale_document import (
     FORMAT_VERSION,
     MAX_SCALE,
     MIN_SCALE,
-    KeyMean,
-    Scale,
     check_name,
-    checked_mean,
     checked_number,
-    checked_scale,
     read_document,
 )
+from octavo.calibration.scale_document import LayerScales as LayerScales
 from octavo.errors import CheckpointError, ConfigError
 from octavo.settings import checked
 
@@ -103,35 +100,6 @@ def strict_reading() -> Iterator[None]:
 
 class ScaleFileWarning(UserWarning):
     """A scale file has something that octavo does not write and vLLM's loader tolerates."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerScales:
-    """The scales of one attention layer's Q, K and V: one number, or one for each head.
-
-    q is None where only the KV cache has scales. k_mean: the mean key of each KV head, which was
-    subtracted from all keys before k was found; None if nothing was.
-    """
-
-    q: Scale | None
-    k: Scale
-    v: Scale
-    k_mean: KeyMean | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        for key in ("q", "k", "v") if self.q is not None else ("k", "v"):
-            object.__setattr__(self, key, checked_scale(key, getattr(self, key)))
-        if isinstance(self.k, tuple) and isinstance(self.v, tuple) and len(self.k) != len(self.v):
-            raise ConfigError(
-                f"expected as many heads in k as in v, got {len(self.k)} and {len(self.v)}"
-            )
-        if self.k_mean is not None:
-            object.__setattr__(self, "k_mean", checked_mean(self.k_mean, self.k))
-
-    def per_tensor(self) -> "LayerScales":
-        """The scales that serve all heads: the largest of each."""
-        q = None if self.q is None else _largest(self.q)
-        return LayerScales(q, _largest(self.k), _largest(self.v), k_mean=self.k_mean)
 
 
 @checked
@@ -228,7 +196,7 @@ class ScaleSet:
         return {
             "octavo": {"format_version": FORMAT_VERSION, **known},
             "layers": {
-                **{name: _layer_entry(scales) for name, scales in self.layers.items()},
+                **{name: scales.to_dict() for name, scales in self.layers.items()},
                 **{name: {"input": scale} for name, scale in self.inputs.items()},
             },
         }
@@ -242,15 +210,10 @@ def _from_document(document: object, strict: bool | None) -> tuple[ScaleSet, lis
     """The scales of a decoded file, and what in it strict reading would refuse."""
     try:
         found = read_document(document, strict=_is_strict if strict is None else strict)
-        layers = {}
-        for name, entry in found.layers.items():
-            try:
-                layers[name] = LayerScales(**entry)
-            except ConfigError as error:
-                raise ConfigError(f"layer {brief(name)}: {error}") from None
         header = ScaleHeader(**found.header)
         incomplete = MappingProxyType(found.incomplete)
-        return ScaleSet(layers, header, found.inputs, incomplete=incomplete), found.notes()
+        scales = ScaleSet(found.layers, header, found.inputs, incomplete=incomplete)
+        return scales, found.notes()
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
 
@@ -282,7 +245,18 @@ def load_scales(path: str | os.PathLike[str], *, strict: bool | None = None) -> 
     """
     name = brief(os.fspath(path))
     try:
-        content = _read_content(path)
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe or a device may never end
+            raise CheckpointError("expected a scale file, got something that is no file")
+        _check_size(os.stat(path).st_size)
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{name}: expected a scale file: {reason}") from None
+    try:
+        _check_size(len(content), content.count(b","))
         document = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
         found, notes = _from_document(document, strict)
     except CheckpointError as error:
@@ -306,41 +280,11 @@ def save_scales(path: str | os.PathLike[str], scale_set: ScaleSet) -> None:
     write_atomically(path, content)
 
 
-def _read_content(path: str | os.PathLike[str]) -> bytes:
-    try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # reading a pipe or a device may never end
-            raise CheckpointError("expected a scale file, got something that is no file")
-        _check_size(info.st_size)
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"expected a scale file: {reason}") from None
-    _check_size(len(content), content.count(b","))
-    return content
-
-
 def _check_size(num_bytes: int, num_commas: int = 0) -> None:
     if num_bytes > MAX_FILE_BYTES:
         raise CheckpointError(f"expected at most {MAX_FILE_BYTES} bytes, got {num_bytes}")
     if num_commas >= MAX_FILE_VALUES:
         raise CheckpointError(f"expected at most {MAX_FILE_VALUES} values, got {num_commas + 1}")
-
-
-def _layer_entry(scales: LayerScales) -> dict[str, Any]:
-    by_key = {"q": scales.q, "k": scales.k, "v": scales.v}
-    entry: dict[str, Any] = {
-        key: None if scale is None else _largest(scale) for key, scale in by_key.items()
-    }
-    entry |= {f"{key}_heads": [*scale] for key, scale in by_key.items() if isinstance(scale, tuple)}
-    if scales.k_mean is not None:
-        entry["k_mean"] = [list(row) for row in scales.k_mean]
-    return entry
-
-
-def _largest(scale: Scale) -> float:
-    return max(scale) if isinstance(scale, tuple) else scale
 
 
 def _in_order(entries: Mapping[str, T]) -> Mapping[str, T]:

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ from octavo.cli.options import takes_settings
 from octavo.cli.report import report
 from octavo.errors import ConfigError
 from octavo.extras import need
-
-if TYPE_CHECKING:
-    from octavo.demo.stage import Stage
-    from octavo.measure.records import Measurement
 
 FOLDER = Path("octavo-demo")
 RECORDS, REPORT = "records.jsonl", "report.html"
@@ -70,21 +66,18 @@ def demo(
         for path in output.glob(pattern):
             path.unlink()
     output.mkdir(parents=True, exist_ok=True)
-    found = [record for stage in stages for record in _run(stage)]
+    found = []
+    for stage in stages:
+        out.print()
+        out.print(stage.title, style="bold", soft_wrap=True)
+        with progress_bar("starting") as move:
+            own = stage.run(move)
+            move("done", 1, 1)
+        print_parts(stage.tell(own))
+        found += own
     out.print()
     report(results=(records,), output=output / REPORT, title="octavo demo")
     print_table(summary_table(found))
     seconds = time.monotonic() - began
     out.print(f"{len(found)} records in {seconds / 60:.1f} minutes: {records}", soft_wrap=True)
     out.print(f"Report: {output / REPORT}", soft_wrap=True)
-
-
-def _run(stage: "Stage") -> "list[Measurement]":
-    """The records of a stage, with a bar while it runs and its tables afterwards."""
-    out.print()
-    out.print(stage.title, style="bold", soft_wrap=True)
-    with progress_bar("starting") as move:
-        found = stage.run(move)
-        move("done", 1, 1)
-    print_parts(stage.tell(found))
-    return found

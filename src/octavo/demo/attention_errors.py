@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.cache.spec import CacheSpec
 from octavo.cache.storage import PagedStorage
+from octavo.cache.view import PagedView
 from octavo.integrations.transformers.calibrate import CapturedQkv
 from octavo.measure.records import Scalar
 from octavo.numerics.attention import AttentionSpec
@@ -76,18 +77,17 @@ def decode_errors(layer: int, qkv: CapturedQkv) -> Iterator[Error]:
         *((f"fp8 per {g}", E4M3.dtype, g) for g in (PerTensor(), PerHead(), PerToken())),
     ]
     for recipe, dtype, granularity in recipes:
-        storage = _filled_cache(qkv, dtype, granularity)
-        view = storage.view(0, *_one_sequence(storage.num_pages, qkv.k.shape[1]))
+        view, spec = _filled_cache(qkv, dtype, granularity)
         out = ops.decode_attention(qkv.q[:, -DECODED_TOKENS:].bfloat16(), view)
         case: dict[str, Scalar] = {"layer": layer, "recipe": recipe, "length": qkv.k.shape[1]}
-        values = {"relative_rms": relative_rms(out, truth)}
-        yield Error(
-            "decode_error", case, values | {"bytes_per_token": storage.spec.bytes_per_token}
-        )
+        values = {"relative_rms": relative_rms(out, truth), "bytes_per_token": spec.bytes_per_token}
+        yield Error("decode_error", case, values)
 
 
-def _filled_cache(qkv: CapturedQkv, dtype: torch.dtype, granularity: Granularity) -> PagedStorage:
-    """A cache of one layer that holds the keys and values of one sequence."""
+def _filled_cache(
+    qkv: CapturedQkv, dtype: torch.dtype, granularity: Granularity
+) -> tuple[PagedView, CacheSpec]:
+    """A cache of one layer that holds the keys and values of one sequence, its pages in order."""
     _, length, num_kv_heads, head_dim = qkv.k.shape
     spec = CacheSpec(
         num_layers=1,
@@ -98,37 +98,30 @@ def _filled_cache(qkv: CapturedQkv, dtype: torch.dtype, granularity: Granularity
     )
     storage = PagedStorage(spec, spec.num_pages_for(length), "cpu")
     if dtype == E4M3.dtype and not isinstance(granularity, PerToken):
-        scales = (quantize(x, granularity).scale for x in (qkv.k, qkv.v))
-        storage.set_scales(0, *scales)
-    view = storage.view(0, *_one_sequence(storage.num_pages, length))
+        storage.set_scales(0, *(quantize(x, granularity).scale for x in (qkv.k, qkv.v)))
+    page_table = torch.arange(storage.num_pages, dtype=torch.int32).unsqueeze(0)
+    view = storage.view(0, page_table, torch.tensor([length], dtype=torch.int32))
     slots = view.slots(torch.zeros(length, dtype=torch.int32), torch.arange(length))
     ops.append_kv(view, qkv.k[0], qkv.v[0], slots)
-    return storage
-
-
-def _one_sequence(num_pages: int, length: int) -> tuple[Tensor, Tensor]:
-    """Page table and lengths of a batch of one sequence that has all pages in order."""
-    page_table = torch.arange(num_pages, dtype=torch.int32).unsqueeze(0)
-    return page_table, torch.tensor([length], dtype=torch.int32)
+    return view, spec
 
 
 @dataclass(frozen=True)
 class Needle:
-    """One query over `length` keys, exact in e4m3: q [1, 1, 1, head_dim], k and v alike."""
+    """One query over `length` keys, exact in e4m3: q [1, 1, 1, head_dim], k and v alike.
+
+    channel: where the needle's value lies, and the output of a needle that is found is largest.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    channel: int  # where the needle's value lies
-
-    def is_found(self, out: Tensor) -> bool:
-        """Whether the needle's channel has the largest output."""
-        return int(out.flatten().argmax()) == self.channel
+    channel: int
 
 
-def make_needle(length: int, *, head_dim: int = 64, seed: int = 0) -> Needle:
+def make_needle(length: int, *, seed: int = 0) -> Needle:
     """A needle in the middle of `length` keys, in a channel where the haystack starts negative."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, head_dim = torch.Generator().manual_seed(seed), 64
     sign = torch.randint(0, 2, (head_dim,), generator=generator).float() * 2 - 1
     channel = int(torch.randint(0, head_dim, (), generator=generator))
     sign[channel] = -1.0
@@ -156,7 +149,6 @@ def accumulation_errors(lengths: Iterable[int]) -> Iterator[Error]:
             summed = replace(spec, promote_every=promote_every)
             out = ops.attention(q, k, v, summed, QkvScales.ones(), out_dtype=torch.float32)
             case: dict[str, Scalar] = {"length": length, "accumulation": name}
-            values = {"relative_rms": relative_rms(out, truth)}
-            yield Error(
-                "accumulation_error", case, values | {"is_found": float(needle.is_found(out))}
-            )
+            is_found = float(int(out.flatten().argmax()) == needle.channel)
+            values = {"relative_rms": relative_rms(out, truth), "is_found": is_found}
+            yield Error("accumulation_error", case, values)

@@ -18,6 +18,7 @@ from octavo.measure.evaluate.question_files import ChartQuestion
 UP = 2  # drawn larger by this, then reduced: smooth edges
 GRID: Rgb = (215, 215, 215)
 QUESTIONS_PER_CHART = 4
+PlaceKind = Literal["label", "series", "value"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Place:
     series to all labels: 0 then.
     """
 
-    kind: Literal["label", "series", "value"]
+    kind: PlaceKind
     series: int
     label: int
     x: float
@@ -44,8 +45,13 @@ def draw_with_places(chart: Chart) -> tuple[Image.Image, list[Place]]:
     """The image of a chart, and where its labels, series and values are written."""
     style = chart.style
     image = Image.new("RGB", (style.width * UP, style.height * UP), style.background)
-    if style.is_noisy:
-        image = _photo_like(image, style.seed)
+    if style.is_noisy:  # uneven light and grain, as a photograph of paper has them
+        rng = np.random.default_rng(style.seed)
+        light = Image.fromarray(rng.integers(0, 70, (4, 5, 3), dtype=np.uint8))
+        shade = np.asarray(light.resize(image.size, Image.Resampling.BICUBIC), dtype=np.int16)
+        grain = rng.integers(-12, 13, shade.shape, dtype=np.int16)
+        pixels = np.clip(np.asarray(image, dtype=np.int16) - shade + grain, 0, 255)
+        image = Image.fromarray(pixels.astype(np.uint8))
     pen = _Pen(chart, image)
     {"horizontal": pen.horizontal_bars, "line": pen.line, "pie": pen.pie}.get(
         chart.kind, pen.bars
@@ -77,16 +83,6 @@ def _font(size_px: int) -> Any:
     return font
 
 
-def _photo_like(image: Image.Image, seed: int) -> Image.Image:
-    """The image under uneven light and grain, as a photograph of paper has them."""
-    rng = np.random.default_rng(seed)
-    light = Image.fromarray(rng.integers(0, 70, (4, 5, 3), dtype=np.uint8))
-    shade = np.asarray(light.resize(image.size, Image.Resampling.BICUBIC), dtype=np.int16)
-    grain = rng.integers(-12, 13, shade.shape, dtype=np.int16)
-    pixels = np.clip(np.asarray(image, dtype=np.int16) - shade + grain, 0, 255)
-    return Image.fromarray(pixels.astype(np.uint8))
-
-
 class _Pen:
     """One chart being drawn; all lengths are in drawn pixels."""
 
@@ -108,7 +104,7 @@ class _Pen:
 
     def name(
         self,
-        kind: Literal["label", "series", "value"],
+        kind: PlaceKind,
         series: int,
         label: int,
         xy: tuple[float, float],

@@ -136,12 +136,9 @@ class ChartReaderLoss:
     def _place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
         """Everything about positions, which batches of one shape share."""
         key = (*images.shape, ids.shape[1])
-        if key not in self.places:
-            self.places[key] = self._make_place(images, ids)
-        place = self.places[key]
-        return {**place, "vision": dict(place["vision"])}  # the tower pops its own
-
-    def _make_place(self, images: Tensor, ids: Tensor) -> dict[str, Any]:
+        if key in self.places:
+            place = self.places[key]
+            return {**place, "vision": dict(place["vision"])}  # the tower pops its own
         with internals("transformers"):
             from transformers.vision_utils import (
                 get_vision_interpolation_indices_and_weights,
@@ -172,11 +169,12 @@ class ChartReaderLoss:
         kinds = (one == SPECIAL.index(IMAGE)).int()
         text, _ = inner.get_rope_index(one, mm_token_type_ids=kinds, image_grid_thw=grid)
         moved = {k: v.to(images.device) if isinstance(v, Tensor) else v for k, v in vision.items()}
-        return {
+        self.places[key] = {
             "vision": moved,
             "text": text.expand(3, num_images, -1).to(images.device),
             "mask": kinds.bool().expand(num_images, -1).to(images.device),
         }
+        return self._place(images, ids)
 
 
 def visible(segments: Tensor) -> Tensor:

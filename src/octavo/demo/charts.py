@@ -7,8 +7,9 @@ them. There are two distributions: "plain", which the chart reader learns and is
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Literal, get_args
 
 from octavo.errors import ConfigError
@@ -116,15 +117,33 @@ def make_chart(
     series = tuple(rng.sample(SERIES, 2)) if is_grouped else ("",)
     is_colored_by_label = kind == "pie" or (kind in ("bar", "horizontal") and rng.random() < 0.6)
     num_colors = num_labels if is_colored_by_label else len(series)
+    values = _values(rng, kind, len(series), num_labels)
+    colors = tuple(rng.sample(COLORS, num_colors))
+    width, height = rng.choice(SIZES[distribution])
+    is_noisy = distribution == "noisy"
+    light = rng.randint(225, 245) if is_noisy else rng.randint(246, 255)
+    dark = rng.randint(0, 70)
+    style = Style(
+        width=width,
+        height=height,
+        palette=rng.choice(PALETTES[distribution]),
+        background=(light, light - rng.randint(0, 12), light - rng.randint(0, 12)),
+        ink=(dark, dark, dark),
+        font_px=rng.choice((11, 16) if is_noisy else (12, 13, 14)),
+        bar_percent=rng.randint(40, 60) if is_noisy else rng.randint(60, 80),
+        has_grid=rng.random() < 0.5,
+        is_noisy=is_noisy,
+        seed=seed,
+    )
     return Chart(
         kind=kind,
         title=title,
         labels=labels,
         series=series,
-        values=_values(rng, kind, len(series), num_labels),
-        colors=tuple(rng.sample(COLORS, num_colors)),
+        values=values,
+        colors=colors,
         is_colored_by_label=is_colored_by_label,
-        style=_style(rng, distribution, seed),
+        style=style,
     )
 
 
@@ -143,31 +162,41 @@ def _values(
     return tuple(tuple(flat[i : i + num_labels]) for i in range(0, count, num_labels))
 
 
-def _style(rng: random.Random, distribution: Distribution, seed: int) -> Style:
-    width, height = rng.choice(SIZES[distribution])
-    is_noisy = distribution == "noisy"
-    light = rng.randint(225, 245) if is_noisy else rng.randint(246, 255)
-    dark = rng.randint(0, 70)
-    return Style(
-        width=width,
-        height=height,
-        palette=rng.choice(PALETTES[distribution]),
-        background=(light, light - rng.randint(0, 12), light - rng.randint(0, 12)),
-        ink=(dark, dark, dark),
-        font_px=rng.choice((11, 16) if is_noisy else (12, 13, 14)),
-        bar_percent=rng.randint(40, 60) if is_noisy else rng.randint(60, 80),
-        has_grid=rng.random() < 0.5,
-        is_noisy=is_noisy,
-        seed=seed,
-    )
-
-
 def all_questions(chart: Chart) -> list[ChartQuestion]:
     """Every question that the templates allow for a chart, in a fixed order."""
-    found = [*_of_values(chart), *_of_extremes(chart), *_of_pairs(chart), *_of_colors(chart)]
-    count = len(chart.labels) * len(chart.series)
-    found.append(ChartQuestion("count", f"How many {_marks(chart)} are there?", str(count)))
-    found.append(ChartQuestion("title", "What is the title?", chart.title))
+    found: list[ChartQuestion] = []
+
+    def ask(kind: str, text: str, answer: object) -> None:
+        found.append(ChartQuestion(kind, text, str(answer)))
+
+    for name, row in zip(chart.series, chart.values, strict=True):
+        for label, value in zip(chart.labels, row, strict=True):
+            ask("value", f"What is the value of {f'{name} in {label}' if name else label}?", value)
+        for word, pick in (("highest", max), ("lowest", min)):
+            of = f" of {name}" if name else ""
+            answer = chart.labels[row.index(pick(row))]
+            ask("extreme", f"Which label has the {word} value{of}?", answer)
+        has_terms = chart.kind != "pie" and max(map(max, chart.values)) <= MAX_TERM
+        where = f" in {name}" if name else ""
+        cells = list(zip(chart.labels, row, strict=True))
+        for (first, a), (second, b) in permutations(cells, 2):
+            ask("compare", f"Is {first} greater than {second}{where}?", "Yes" if a > b else "No")
+            if has_terms:
+                ask("sum", f"What is the sum of {first} and {second}{where}?", a + b)
+                about = f"the difference of {first} and {second}{where}"
+                ask("difference", f"What is {about}?", abs(a - b))
+    marks = {"line": "points", "pie": "slices"}.get(chart.kind, "bars")
+    kind = "label" if chart.is_colored_by_label else "series"
+    for place, (name, color) in enumerate(chart.named_colors):
+        ask("color", f"What color is {name}?", color)
+        ask("color", f"Which {kind} is {color}?", name)
+        if chart.is_colored_by_label:
+            mark, value = marks.removesuffix("s"), chart.values[0][place]
+            ask("color value", f"What is the value of the {color} {mark}?", value)
+    if not chart.named_colors:
+        ask("color", f"What color are the {marks}?", chart.colors[0])
+    ask("count", f"How many {marks} are there?", len(chart.labels) * len(chart.series))
+    ask("title", "What is the title?", chart.title)
     return found
 
 
@@ -229,55 +258,6 @@ def description(chart: Chart) -> ChartQuestion:
         for name, row in zip(chart.series, chart.values, strict=True)
     ]
     return ChartQuestion("description", "Read the chart.", ", ".join(parts))
-
-
-def _marks(chart: Chart) -> str:
-    return {"line": "points", "pie": "slices"}.get(chart.kind, "bars")
-
-
-def _of_values(chart: Chart) -> Iterator[ChartQuestion]:
-    for name, row in zip(chart.series, chart.values, strict=True):
-        for label, value in zip(chart.labels, row, strict=True):
-            of = f"{name} in {label}" if name else label
-            yield ChartQuestion("value", f"What is the value of {of}?", str(value))
-
-
-def _of_extremes(chart: Chart) -> Iterator[ChartQuestion]:
-    for name, row in zip(chart.series, chart.values, strict=True):
-        of = f" of {name}" if name else ""
-        for word, pick in (("highest", max), ("lowest", min)):
-            answer = chart.labels[row.index(pick(row))]
-            yield ChartQuestion("extreme", f"Which label has the {word} value{of}?", answer)
-
-
-def _of_pairs(chart: Chart) -> Iterator[ChartQuestion]:
-    """Comparisons, sums and differences of two labels, in the first or only series."""
-    has_terms = chart.kind != "pie" and max(map(max, chart.values)) <= MAX_TERM
-    for name, row in zip(chart.series, chart.values, strict=True):
-        of = f" in {name}" if name else ""
-        for i, first in enumerate(chart.labels):
-            for j, second in enumerate(chart.labels):
-                if i == j:
-                    continue
-                answer = "Yes" if row[i] > row[j] else "No"
-                yield ChartQuestion("compare", f"Is {first} greater than {second}{of}?", answer)
-                if has_terms:
-                    pair = f"{first} and {second}{of}"
-                    total, gap = str(row[i] + row[j]), str(abs(row[i] - row[j]))
-                    yield ChartQuestion("sum", f"What is the sum of {pair}?", total)
-                    yield ChartQuestion("difference", f"What is the difference of {pair}?", gap)
-
-
-def _of_colors(chart: Chart) -> Iterator[ChartQuestion]:
-    kind = "label" if chart.is_colored_by_label else "series"
-    for place, (name, color) in enumerate(chart.named_colors):
-        yield ChartQuestion("color", f"What color is {name}?", color)
-        yield ChartQuestion("color", f"Which {kind} is {color}?", name)
-        if chart.is_colored_by_label:
-            mark, value = _marks(chart).removesuffix("s"), str(chart.values[0][place])
-            yield ChartQuestion("color value", f"What is the value of the {color} {mark}?", value)
-    if not chart.named_colors:
-        yield ChartQuestion("color", f"What color are the {_marks(chart)}?", chart.colors[0])
 
 
 def vocabulary() -> list[str]:

@@ -163,25 +163,32 @@ class SmallImagePipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers 
         device; with one for each prompt, a picture does not depend on the others.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        _check_call(len(prompts), num_inference_steps, guidance_scale, (height, width), output_type)
+        if not prompts or num_inference_steps < 1 or not 0 <= guidance_scale < float("inf"):
+            raise ConfigError(
+                "expected a prompt, a step and a finite guidance_scale of 0 or more, got "
+                f"{len(prompts)} prompts, {num_inference_steps} steps and {guidance_scale}"
+            )
+        if any(side not in (None, PICTURE_SIZE) for side in (height, width)):
+            raise ConfigError(
+                f"expected height and width of {PICTURE_SIZE}, the only size that the small image "
+                f"model has learned, got {height} and {width}: leave them out"
+            )
+        if output_type not in ("pil", "np", "pt"):
+            raise ConfigError(f"expected output_type 'pil', 'np' or 'pt', got {output_type!r}")
         device = self.transformer.device
         ids = torch.tensor([self.words.encode(text) for text in prompts], device=device)
-        has_guidance = guidance_scale != 1
         latents = cut_patches(_noise(len(prompts), generator).to(device))
         self.scheduler.set_timesteps(num_inference_steps, device=device)
         with self.progress_bar(total=num_inference_steps) as bar:
             for step, timestep in enumerate(self.scheduler.timesteps):
                 sigma = (timestep / self.scheduler.config.num_train_timesteps).expand(len(prompts))
-                if has_guidance:
-                    both = self.velocity(
-                        torch.cat((latents, latents)),
-                        torch.cat((sigma, sigma)),
-                        torch.cat((ids, torch.zeros_like(ids))),
-                    )
-                    asked, free = both.chunk(2)
-                    velocity = free + guidance_scale * (asked - free)
-                else:
+                if guidance_scale == 1:
                     velocity = self.velocity(latents, sigma, ids)
+                else:
+                    free_ids = torch.zeros_like(ids)
+                    twice = ((latents, latents), (sigma, sigma), (ids, free_ids))
+                    asked, free = self.velocity(*map(torch.cat, twice)).chunk(2)
+                    velocity = free + guidance_scale * (asked - free)
                 latents = self.scheduler.step(velocity, timestep, latents, return_dict=False)[0]
                 if callback_on_step_end is not None:
                     callback_on_step_end(self, step, timestep, {})
@@ -211,27 +218,6 @@ class SmallImagePipeline(DiffusionPipeline):  # type: ignore[misc]  # diffusers 
         ).images
         rounded: Tensor = (pictures * 255).round().to("cpu", torch.uint8)
         return rounded.permute(0, 2, 3, 1).contiguous()
-
-
-def _check_call(
-    num_prompts: int,
-    num_steps: int,
-    guidance: float,
-    size: tuple[int | None, int | None],
-    output_type: str,
-) -> None:
-    if num_prompts < 1 or num_steps < 1 or not 0 <= guidance < float("inf"):
-        raise ConfigError(
-            "expected a prompt, a step and a finite guidance_scale of 0 or more, got "
-            f"{num_prompts} prompts, {num_steps} steps and {guidance}"
-        )
-    if any(side not in (None, PICTURE_SIZE) for side in size):
-        raise ConfigError(
-            f"expected height and width of {PICTURE_SIZE}, the only size that the small image "
-            f"model has learned, got {size[0]} and {size[1]}: leave them out"
-        )
-    if output_type not in ("pil", "np", "pt"):
-        raise ConfigError(f"expected output_type 'pil', 'np' or 'pt', got {output_type!r}")
 
 
 def _noise(batch: int, generator: torch.Generator | Sequence[torch.Generator] | None) -> Tensor:

@@ -5,9 +5,16 @@ from importlib import resources
 from pathlib import Path
 
 from octavo.demo.chart_reader import load_chart_reader
-from octavo.demo.chart_story import IMAGE, SCALES, ChartDemo
-from octavo.demo.language import TEXT, LanguageDemo
-from octavo.demo.stage import Sizes, Stage, one_thread
+from octavo.demo.stages import (
+    IMAGE,
+    SCALES,
+    TEXT,
+    ChartDemo,
+    LanguageDemo,
+    Sizes,
+    Stage,
+    one_thread,
+)
 from octavo.integrations.transformers.text_model import load_text_model
 from octavo.measure import store
 from octavo.measure.advise.advice import Advice, told
@@ -18,11 +25,9 @@ from octavo.measure.advise.shape import Workload, find_model
 from octavo.measure.evaluate import images
 from octavo.measure.evaluate.requests import ImageRequest
 from octavo.measure.records import Measurement
-from octavo.measure.report.quality import needle_table
 from octavo.measure.report.tables import Table
 from octavo.measure.run import Watch
 
-COMMAND = "octavo demo"
 MODEL, GPU, CONTEXT = "llama-3.1-8b", "h200", 32768  # of the advice
 IMAGE_ROWS = ("bf16", "fp8")
 # What the stages write beside the records, as patterns.
@@ -44,17 +49,17 @@ def _data(name: str) -> str:
     return folder.joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def make_stages(records: Path, results: Path, sizes: Sizes | None = None) -> list[Stage]:
+def make_stages(records: Path, results: Path) -> list[Stage]:
     """All stages, in their order; the models are loaded, on the CPU.
 
     records: the file that they append to. results: a folder of records that the advice is by, if
     it has any.
     """
-    sizes = sizes or Sizes()
+    sizes = Sizes()
     # First what may be missing here: nothing has run then.
     text_model = load_text_model(device="cpu")
-    charts = ChartDemo(load_chart_reader(), records, COMMAND, sizes)
-    language = LanguageDemo(text_model, long_text(), records, COMMAND, sizes)
+    charts = ChartDemo(load_chart_reader(), records, sizes)
+    language = LanguageDemo(text_model, long_text(), records, sizes)
     return [
         *charts.stages,
         *language.stages,
@@ -104,13 +109,17 @@ def advice_stage(records: Path, results: Path) -> Stage:
     return Stage(f"Advice: {MODEL} on an {GPU.upper()}, {CONTEXT // 1024}k tokens", run, tell)
 
 
-# By op: a line for each record that is compared with another one, by its case and values; first:
-# the values of the other one.
+# By op: a line for each record that is compared, by its case and values; first: the values of the
+# record that it is compared with. Of several lengths it is the longest.
 LINES = {
     "chartqa": "{num_questions} questions about charts, right | {model} | "
     "{first[relaxed_accuracy_percent]:.1f} % | {recipe} | {relaxed_accuracy_percent:.1f} %",
+    "accumulation_error": "a needle among {length:,} keys | one head of attention | | "
+    "{accumulation} accumulation | {found}",
     "perplexity": "perplexity of a text | {model} | {first[perplexity]:.3f} | {recipe} | "
     "{perplexity:.3f}, recovers {recovery_percent:.1f} %",
+    "needle": "a needle in {length:,} tokens, found | {model} | "
+    "{first[found_percent]:.0f} % | {recipe} | {found_percent:.0f} %",
     "texts": "an answer, by the token | {model} | {first[num_tokens]:.0f} tokens | {recipe} | "
     "the same for {num_same_tokens:.0f} of {num_tokens:.0f}",
     "images": "{num_pictures} images, PSNR | {model} | {baseline} | {row} | "
@@ -122,56 +131,16 @@ LINES = {
 
 def summary_table(records: Sequence[Measurement]) -> Table:
     """A row for each recipe in FP8 beside the one that it is compared with."""
-    makers = {"needle": _needle, "accumulation_error": _accumulation}
     rows: list[tuple[str, ...]] = []
-    for op in dict.fromkeys(record.op for record in records):
+    for op in dict.fromkeys(record.op for record in records if record.op in LINES):
         own = [record for record in records if record.op == op]
-        if op in LINES:
-            rows += _lines(LINES[op], own)
-        elif op in makers:
-            rows += makers[op](own)
+        longest = max(int(record.case.get("length", 0)) for record in own)
+        own = [record for record in own if record.case.get("length", 0) == longest]
+        for record in own:
+            if record.baseline is not None or "speedup" in record.values:
+                about = {**record.case, **record.values, "baseline": record.baseline}
+                found = "found" if record.values.get("is_found") else "lost"
+                line = LINES[op].format(**about, first=own[0].values, found=found)
+                rows.append(tuple(cell.strip() for cell in line.split("|")))
     header = ("what", "model", "unquantized", "FP8", "result")
     return Table(caption="What was measured", header=header, rows=tuple(rows))
-
-
-def _lines(line: str, records: Sequence[Measurement]) -> list[tuple[str, ...]]:
-    first = records[0].values
-    return [
-        tuple(
-            cell.format(**record.case, **record.values, first=first, baseline=record.baseline)
-            for cell in line.split(" | ")
-        )
-        for record in records
-        if record.baseline is not None or "speedup" in record.values
-    ]
-
-
-def _needle(records: Sequence[Measurement]) -> list[tuple[str, ...]]:
-    longest = max(int(record.case["length"]) for record in records)
-    first, *others = needle_table(records).rows
-    count = sum(int(r.case["repetitions"]) for r in records if r.case["recipe"] == first[0])
-    return [
-        (
-            f"{count} needles in up to {longest:,} tokens, found",
-            str(records[0].case["model"]),
-            f"{first[-3]:.0f} %",
-            str(other[0]),
-            f"{other[-3]:.0f} %",
-        )
-        for other in others
-    ]
-
-
-def _accumulation(records: Sequence[Measurement]) -> list[tuple[str, ...]]:
-    longest = max(int(record.case["length"]) for record in records)
-    return [
-        (
-            f"a needle among {longest:,} keys",
-            "one head of attention",
-            "",
-            f"{record.case['accumulation']} accumulation",
-            "found" if record.values["is_found"] else "lost",
-        )
-        for record in records
-        if record.case["length"] == longest
-    ]

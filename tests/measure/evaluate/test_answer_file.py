@@ -7,8 +7,8 @@ import os
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.measure.evaluate.answers import AnswerFile, StoredAnswer
 from octavo.measure.evaluate.language import Reply
+from octavo.measure.evaluate.tasks import AnswerFile, StoredAnswer
 from octavo.measure.store import TornLineWarning
 
 NUM_ANSWERS = 60

@@ -19,8 +19,7 @@ from octavo.measure.evaluate.image_scores import (
     SIDE,
     ImageScores,
     compare_images,
-    keep_compared,
-    save_images,
+    save_row,
     why_no_lpips,
 )
 
@@ -184,10 +183,15 @@ def plain(red, size=(24, 48)):
     return picture
 
 
+def save_rows(folder, prompts, rows, records=None):
+    """What the record of each row says."""
+    return [save_row(folder, prompts, rows[: n + 1], records) for n in range(len(rows))]
+
+
 def test_rows_are_below_each_other_and_prompts_side_by_side(tmp_path):
     rows = [("bf16", [plain(1.0), plain(0.2)]), ("fp8+ignore=a/b", [plain(0.6), plain(0.4)])]
-    path = save_images(tmp_path / "new", ["dog", "a very long prompt " * 9], rows)
-    sheet = Image.open(path)
+    save_rows(tmp_path / "new", ["dog", "a very long prompt " * 9], rows)
+    sheet = Image.open(tmp_path / "new" / "sheet.png")
     width, height = SIDE, SIDE // 2
     assert sheet.size == (LABEL + 2 * (width + GAP), LINE + 2 * (height + GAP))
     for row, reds in enumerate(((255, 51), (153, 102))):
@@ -203,7 +207,7 @@ def test_rows_are_below_each_other_and_prompts_side_by_side(tmp_path):
 
 def test_every_picture_is_a_file(tmp_path):
     video = torch.cat((plain(1.0), plain(0.0)))
-    save_images(tmp_path, ["red/dog"], [("bf16", [video]), ("fp8+skip=../x", [video])])
+    save_rows(tmp_path, ["red/dog"], [("bf16", [video]), ("fp8+skip=../x", [video])])
     names = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.png"))
     assert names == ["0_bf16/000_red_dog.png", "1_fp8_skip=.._x/000_red_dog.png", "sheet.png"]
     first = Image.open(tmp_path / names[0])
@@ -212,8 +216,8 @@ def test_every_picture_is_a_file(tmp_path):
 
 def test_a_sheet_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(image_scores, "MAX_COLUMNS", 2)
-    path = save_images(tmp_path, ["a", "b", "c"], [("bf16", [plain(0.5)] * 3)])
-    with Image.open(path) as sheet:
+    save_rows(tmp_path, ["a", "b", "c"], [("bf16", [plain(0.5)] * 3)])
+    with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width == LABEL + 2 * (SIDE + GAP)
     assert len(list(tmp_path.rglob("0*.png"))) == 3
 
@@ -221,12 +225,13 @@ def test_a_sheet_has_an_end(tmp_path, monkeypatch):
 def test_two_rows_are_compared_in_one_jpeg(tmp_path, monkeypatch):
     monkeypatch.setattr(image_scores, "MAX_COMPARED", 2)
     rows = [("bf16", [plain(1.0)] * 3), ("fp8+attention", [plain(0.2)] * 3)]
-    keep = keep_compared(tmp_path / "new", ["a", "b", "c"], tmp_path / "records.jsonl")
-    assert keep(rows) == ("new/compared_fp8_attention.jpg", ["a", "b"])
+    said = save_rows(tmp_path / "new", ["a", "b", "c"], rows, tmp_path / "records.jsonl")
+    about = {"picture": "new/compared_fp8_attention.jpg", "picture_prompts": "a; b"}
+    assert said == [{}, about]
     path = tmp_path / "new" / "compared_fp8_attention.jpg"
     with Image.open(path) as sheet:
         assert sheet.format == "JPEG" and sheet.width == LABEL + 2 * (SIDE + GAP)
         above = sheet.getpixel((LABEL + 90, LINE + 40))
         below = sheet.getpixel((LABEL + 90, LINE + SIDE // 2 + GAP + 40))
     assert above[0] > 245 and abs(below[0] - 51) < 8
-    assert list(path.parent.iterdir()) == [path]
+    assert list(path.parent.glob("*.jpg")) == [path]

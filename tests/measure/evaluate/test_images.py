@@ -110,7 +110,7 @@ def test_a_record_says_what_was_drawn(made):
         "num_pictures": 1,
         "num_inference_steps": 2,
         "seed": 8,
-        "prompts_sha256": job.prompts_sha256,
+        "prompts_sha256": job.about["prompts_sha256"],
         "height": 16,
         "width": 24,
     }
@@ -118,7 +118,8 @@ def test_a_record_says_what_was_drawn(made):
     assert plain.case["num_linear"] == 0 and fp8.op == "images" and fp8.command == "c"
     assert made[0].calls == [("dog", 2, 8, 16)]
     other = ImageJob(model="m", dtype="bfloat16", prompts=("cat",))
-    assert job.prompts_sha256 != other.prompts_sha256 and len(job.prompts_sha256) == 16
+    digest = job.about["prompts_sha256"]
+    assert digest != other.about["prompts_sha256"] and len(digest) == 16
     json.loads(fp8.to_json())
 
 
@@ -127,7 +128,7 @@ def test_every_frame_of_a_video_counts(made):
     _, fp8 = run(
         made,
         make=lambda: Pipe("frames", (1, 4, 3, 16, 16)),
-        on_images=lambda row, pictures: seen.append([tuple(x.shape) for x in pictures]),
+        on_row=lambda rows: seen.append([tuple(x.shape) for x in rows[-1][1]]) or {},
     )
     assert seen == [[(4, 3, 16, 16)] * 2] * 2
     assert fp8.case["num_frames"] == 4 and fp8.case["num_pictures"] == 2
@@ -187,7 +188,7 @@ def test_what_a_pipeline_cannot_do_raises():
         def __call__(self, prompt, num_inference_steps=None, **options):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match="num_inference_steps for Vague"):
+    with pytest.raises(ConfigError, match="num_inference_steps from 1 on, got None"):
         draw(Vague(), JOB)
 
     class Strict(Pipe):
@@ -235,7 +236,7 @@ def test_the_gate_names_rows_below_it(made):
 
 def test_the_table_has_the_scores_that_were_taken(made):
     table = images_table(run(made))
-    assert table.header == ("row", "PSNR (dB)", "worst", "SSIM", "worst")
+    assert table.header == ("row", "PSNR (dB)", "worst PSNR (dB)", "SSIM", "worst SSIM")
     assert [row[0] for row in table.rows] == ["bf16", "fp8"] and table.rows[0][1] is None
     assert "2 images of 24 × 16, 7 steps, against bf16" in table.caption
 
@@ -280,24 +281,24 @@ def test_a_record_names_the_picture_that_was_kept(made):
 
     def keep(rows):
         kept.append([(name, len(pictures)) for name, pictures in rows])
-        return "pictures/x.jpg", ["dog"]
+        return {"picture": "pictures/x.jpg"} if len(rows) > 1 else {}
 
-    plain, fp8 = run(made, keep=keep)
-    assert kept == [[("bf16", 2), ("fp8", 2)]] and "picture" not in plain.case
-    assert (fp8.case["picture"], fp8.case["picture_prompts"]) == ("pictures/x.jpg", "dog")
+    plain, fp8 = run(made, on_row=keep)
+    assert kept == [[("bf16", 2)], [("bf16", 2), ("fp8", 2)]] and "picture" not in plain.case
+    assert fp8.case["picture"] == "pictures/x.jpg"
 
 
 def test_pictures_are_named_from_the_records_file_on(made, tmp_path, monkeypatch):
     pytest.importorskip("PIL")
-    from octavo.measure.evaluate.image_scores import keep_compared
+    from octavo.measure.evaluate.image_scores import save_row
 
     monkeypatch.chdir(tmp_path)
     records, folder = Path("a/records.jsonl"), Path("b")
     records.parent.mkdir()
-    assert keep_compared(None, JOB.prompts, records) is None
-    assert keep_compared(folder, JOB.prompts, None) is None
-    keep = keep_compared(folder, JOB.prompts, records)
-    _, fp8 = run(made, keep=keep)
+    plain, fp8 = run(made, on_row=lambda rows: save_row(folder, JOB.prompts, rows))
+    assert "picture" not in fp8.case and not Path("b/compared_fp8.jpg").exists()
+    plain, fp8 = run(made, on_row=lambda rows: save_row(folder, JOB.prompts, rows, records))
+    assert "picture" not in plain.case
     assert fp8.case["picture"] == "../b/compared_fp8.jpg" and Path("b/compared_fp8.jpg").is_file()
     assert fp8.case["picture_prompts"] == "dog; cat"
 

@@ -14,12 +14,18 @@ from octavo.integrations.transformers.text_model import (
     generation_sampling,
     load_generation_sampling,
 )
-from octavo.measure.evaluate.answers import AnswerFile, Sampler, SamplingPlan
 from octavo.measure.evaluate.language import Reply
 from octavo.measure.evaluate.math_equality import make_checker
 from octavo.measure.evaluate.statistics import paired_recovery, pass_values
 from octavo.measure.evaluate.task_data import generated_choice_questions, generated_math_questions
-from octavo.measure.evaluate.tasks import Task, make_workload, pass_table
+from octavo.measure.evaluate.tasks import (
+    AnswerFile,
+    Sampler,
+    SamplingPlan,
+    Task,
+    make_workload,
+    pass_table,
+)
 from octavo.measure.records import Machine
 from octavo.measure.run import Participant, Records, ready, run_workload
 from octavo.measure.store import TornLineWarning

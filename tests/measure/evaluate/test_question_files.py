@@ -151,7 +151,7 @@ def test_a_data_set_that_cannot_be_loaded(monkeypatch):
         (row(query=" "), "expected a question in query"),
         (row(query=None), "expected a question in query"),
         (row(image="nothing.png"), "expected an image"),
-        (row(image="questions.jsonl"), "expected an image"),
+        (row(image="questions.jsonl"), r".*/questions\.jsonl: expected an image"),
         (row(image=7), "expected an image or the path of one, got 7"),
     ],
 )

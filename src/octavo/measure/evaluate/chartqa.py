@@ -10,7 +10,6 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.calibration.data import batches
 from octavo.calibration.run import Calibration, calibrate
 from octavo.calibration.scale_file import ScaleHeader, ScaleSet, load_scales
 from octavo.calibration.settings import CalibrationSettings
@@ -122,10 +122,9 @@ def calibration_scales(
     on_step: Step = lambda num_questions: None,
 ) -> ScaleSet:
     """Static scales of a reader's tower, by questions that are not measured; data: their name."""
-    batches = _batches(questions, batch_size)
     calibration = calibrate(
         Calibration(layer_names(reader.model), CalibrationSettings(margin=margin)),
-        lambda num_seen: batches,
+        lambda num_seen: batches(iter(questions), batch_size),
         observe=partial(observe_images, reader.model),
         forward=partial(_answer, reader),
         on_batch=on_step,
@@ -157,7 +156,7 @@ def evaluate(
 
     def measure(model: Any) -> Outcome:
         answers: list[str] = []
-        for batch in _batches(questions, batch_size):
+        for batch in batches(iter(questions), batch_size):
             answers += _answer(reader, batch)
             on_step(len(batch))
         on_answers(rows[len(relaxed)].name, answers)
@@ -183,11 +182,6 @@ def evaluate(
 
 def _answer(reader: Reader, questions: Sequence[ChartQuestion]) -> list[str]:
     return list(reader.answer([q.image for q in questions], [q.text for q in questions]))
-
-
-def _batches(questions: Sequence[ChartQuestion], batch_size: int) -> list[list[ChartQuestion]]:
-    rest = iter(questions)
-    return list(iter(lambda: list(islice(rest, batch_size)), []))
 
 
 def chartqa_table(records: Sequence[Measurement]) -> Table:

@@ -30,9 +30,8 @@ MAX_PSNR_DB = 100.0
 WINDOW, SIGMA = 11, 1.5
 K1, K2 = 0.01, 0.03
 MIN_LPIPS_SIDE = 31  # pixels that AlexNet needs
-# Given the names and images of the first row and another: where both were written side by side, as
-# a path from the records file on, and the prompts that this shows.
-Keep = Callable[[Sequence[tuple[str, list[Tensor]]]], tuple[str, Sequence[str]]]
+# A row's name, and its images for each prompt: [frames, 3, height, width] in [0, 1].
+DrawnRow = tuple[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,13 @@ def compare_images(a: Tensor, b: Tensor, *, lpips: bool | None = None) -> ImageS
     _check(a, b)
     a, b = a.to("cpu", torch.float64), b.to("cpu", torch.float64)
     note = why_no_lpips(lpips, min(a.shape[2:]))
-    return ImageScores(_psnr_db(a, b), _ssim(a, b), _lpips(a, b) if note is None else None, note)
+    errors = (a - b).square().mean((1, 2, 3)).tolist()
+    psnr = tuple(min(MAX_PSNR_DB, -10 * math.log10(e)) if e else MAX_PSNR_DB for e in errors)
+    if note is not None:
+        return ImageScores(psnr, _ssim(a, b), None, note)
+    net, pairs = _lpips_net(), zip((2 * a - 1).float(), (2 * b - 1).float(), strict=True)
+    with torch.inference_mode():
+        return ImageScores(psnr, _ssim(a, b), tuple(float(net(x[None], y[None])) for x, y in pairs))
 
 
 def why_no_lpips(lpips: bool | None = None, side: int = MIN_LPIPS_SIDE) -> str | None:
@@ -124,11 +129,6 @@ def _check(a: Tensor, b: Tensor) -> None:
             raise ConfigError(f"expected values from 0 to 1, got {low:g} to {high:g}")
 
 
-def _psnr_db(a: Tensor, b: Tensor) -> tuple[float, ...]:
-    errors = (a - b).square().mean((1, 2, 3)).tolist()
-    return tuple(min(MAX_PSNR_DB, -10 * math.log10(e)) if e else MAX_PSNR_DB for e in errors)
-
-
 def _ssim(a: Tensor, b: Tensor) -> tuple[float, ...]:
     mean_a, mean_b = _blur(a), _blur(b)
     var_a = _blur(a * a) - mean_a**2
@@ -147,12 +147,6 @@ def _blur(x: Tensor) -> Tensor:
     weights = (weights / weights.sum()).expand(x.shape[1], 1, 1, WINDOW)
     across = F.conv2d(x, weights, groups=x.shape[1])
     return F.conv2d(across, weights.transpose(2, 3), groups=x.shape[1])
-
-
-def _lpips(a: Tensor, b: Tensor) -> tuple[float, ...]:
-    net, pairs = _lpips_net(), zip(2 * a - 1, 2 * b - 1, strict=True)
-    with torch.inference_mode():
-        return tuple(float(net(x.float()[None], y.float()[None])) for x, y in pairs)
 
 
 @cache
@@ -175,41 +169,31 @@ MIN_SIDE = 256  # pixels of a panel's longer side; smaller images are enlarged, 
 CAPTION, BETWEEN = 24, 6  # pixels: the captions of panels, and between them
 
 
-def save_images(
-    folder: Path, prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]
-) -> Path:
-    """Write each row's images to a folder of its own, and all of them on one sheet.
+def save_row(
+    folder: Path, prompts: Sequence[str], rows: Sequence[DrawnRow], records: Path | None = None
+) -> dict[str, str]:
+    """Write the last row's images to a folder of its own, and all rows on one sheet.
 
-    rows: names, and images for each prompt, [frames, 3, height, width] in [0, 1]; of a video the
-    first frame. The sheet has the first MAX_COLUMNS prompts. Returns its path.
+    Another row than the first also becomes a JPEG below the first one. The result is what its
+    record in the file `records` says of that: the path from that file on, so that both can be moved
+    together, and the prompts. The sheet shows the first MAX_COLUMNS prompts, the JPEG MAX_COMPARED.
     """
-    for place, (name, images) in enumerate(rows):
-        own = folder / f"{place}_{_file_name(name)}"
-        for index, (prompt, frames) in enumerate(zip(prompts, images, strict=True)):
-            _write(own / f"{index:03d}_{_file_name(prompt)}.png", _image(frames))
-    return _write(folder / SHEET, _sheet(prompts[:MAX_COLUMNS], rows))
-
-
-def keep_compared(folder: Path | None, prompts: Sequence[str], records: Path | None) -> Keep | None:
-    """What writes images of two rows below each other as one JPEG, named by the last row.
-
-    records: the file whose records name the image, by its path from that file on, so that both can
-    be moved together. None without a folder or records. The first MAX_COMPARED prompts are shown.
-    """
-    if folder is None or records is None:
-        return None
+    name, images = rows[-1]
+    own = folder / f"{len(rows) - 1}_{_file_name(name)}"
+    for index, (prompt, frames) in enumerate(zip(prompts, images, strict=True)):
+        _write(own / f"{index:03d}_{_file_name(prompt)}.png", _image(frames))
+    _write(folder / SHEET, _sheet(prompts[:MAX_COLUMNS], rows))
+    if len(rows) == 1 or records is None:
+        return {}
     shown = prompts[:MAX_COMPARED]
-
-    def keep(rows: Sequence[tuple[str, list[Tensor]]]) -> tuple[str, Sequence[str]]:
-        path = _write(folder / f"compared_{_file_name(rows[-1][0])}.jpg", _sheet(shown, rows))
-        place = os.path.relpath(path.resolve(), records.resolve().parent)
-        return Path(place).as_posix(), shown
-
-    return keep
+    path = folder / f"compared_{_file_name(name)}.jpg"
+    _write(path, _sheet(shown, [rows[0], rows[-1]]))
+    place = os.path.relpath(path.resolve(), records.resolve().parent)
+    return {"picture": Path(place).as_posix(), "picture_prompts": "; ".join(shown)}
 
 
-def _sheet(prompts: Sequence[str], rows: Sequence[tuple[str, Sequence[Tensor]]]) -> Any:
-    """A pillow image with the rows below each other and the images of these prompts beside."""
+def _sheet(prompts: Sequence[str], rows: Sequence[DrawnRow]) -> Any:
+    """A pillow image with the rows below each other; of videos it has the first frames."""
     from PIL import Image, ImageDraw
 
     height, width = rows[0][1][0].shape[-2:]
@@ -279,13 +263,12 @@ def _image(frames: Tensor) -> Any:
     return Image.fromarray(rounded.permute(1, 2, 0).contiguous().numpy())
 
 
-def _write(path: Path, image: Any) -> Path:
+def _write(path: Path, image: Any) -> None:
     """Write a pillow image as its path's ending says, and make its folder."""
     content = io.BytesIO()
     image.save(content, "JPEG" if path.suffix == ".jpg" else "PNG", quality=QUALITY)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content.getvalue())
-    return path
 
 
 def _file_name(text: str) -> str:

@@ -2,14 +2,15 @@
 
 import gc
 import hashlib
-import inspect
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,9 @@ from octavo.integrations.changes import Changes
 from octavo.integrations.embedded_models import ASSETS, SMALL_IMAGE_MODEL
 from octavo.measure.bench.timing import machine_of
 from octavo.measure.evaluate.image_scores import (
-    Keep,
+    DrawnRow,
     compare_images,
-    keep_compared,
-    save_images,
+    save_row,
     why_no_lpips,
 )
 from octavo.measure.evaluate.requests import ImageRequest
@@ -60,9 +60,22 @@ class ImageJob:
             raise ConfigError("expected a prompt to draw, got none")
 
     @property
-    def prompts_sha256(self) -> str:
-        """The beginning of the hash of the prompts, in their order."""
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+    def about(self) -> dict[str, Scalar]:
+        """What all records say of it, with the beginning of the hash of the prompts."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "num_pictures": len(self.prompts),
+            "seed": self.seed,
+            "prompts_sha256": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+            **self.options,
+        }
+
+    def num_steps(self, pipe: Any) -> int:
+        """The steps that are asked for, or else those of the pipeline's own default."""
+        from octavo.integrations.diffusers.call import Run
+
+        return Run(num_inference_steps=self.num_inference_steps).num_steps(pipe)
 
 
 def parse_image_rows(names: Sequence[str], dtype: str) -> list[Row]:
@@ -92,22 +105,20 @@ def evaluate(
     command: str,
     lpips: bool | None = None,
     scorer: "ClipScorer | None" = None,
-    keep: Keep | None = None,
     on_image: Callable[[str], None] = lambda row: None,
-    on_images: Callable[[str, list[Tensor]], None] = lambda row, images: None,
+    on_row: Callable[[Sequence[DrawnRow]], Mapping[str, Scalar]] = lambda rows: {},
     records: Records | None = None,
 ) -> list[Measurement]:
     """One record for each row: how near its images are to the first row's.
 
     make_pipeline: makes a pipeline as it is loaded, for every row: linear layers in FP8 cannot be
-    restored. lpips: as in `compare_images`. scorer: tells how well images fit their prompts. keep:
-    writes the images of every row after the first beside the first row's, in a file that its record
-    then names. on_image: is told a row's name after each image. on_images: is given a row's name
-    and its images, [frames, 3, height, width] a prompt.
+    restored. lpips: as in `compare_images`. scorer: tells how well images fit their prompts.
+    on_image: is told a row's name after each image. on_row: is given all rows so far after each
+    row, and tells what its record says besides.
     """
     if lpips:
         why_no_lpips(lpips)  # what must be there and is not raises before anything is drawn
-    drawn: list[list[Tensor]] = []  # by the rows so far
+    drawn: list[DrawnRow] = []
 
     def measure(work: tuple[Any, Changes | None]) -> Outcome:
         (pipe, changes), name = work, rows[len(drawn)].name
@@ -115,20 +126,29 @@ def evaluate(
         try:
             images = draw(pipe, job, on_image=partial(on_image, name))
             if drawn:
-                scores = compare_images(torch.cat(images), torch.cat(drawn[0]), lpips=lpips)
-                values = scores.values()
+                first = torch.cat(list(drawn[0][1]))
+                values = compare_images(torch.cat(images), first, lpips=lpips).values()
         except ConfigError as error:
             raise ConfigError(f"row {name}: {error}") from error
-        about: dict[str, Scalar] = {**_case(job, pipe, images), **_counts(changes)}
+        num_frames, _, height, width = images[0].shape
+        about: dict[str, Scalar] = {
+            "pipeline": type(pipe).__name__,
+            **({"num_frames": num_frames} if num_frames > 1 else {}),
+            "num_inference_steps": job.num_steps(pipe),
+            "height": height,
+            "width": width,
+        }
+        kinds = Counter({"linear": 0, "attention": 0})  # layers in FP8, of all components
+        for layer_kind, layers in ({} if changes is None else changes.layers).items():
+            kinds[layer_kind.rpartition(".")[2]] += len(layers)
+        about |= {f"num_{kind}": number for kind, number in kinds.items()}
         if scorer is not None:
+            pairs = zip(images, job.prompts, strict=True)
+            fits = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
             about["clip_model"] = scorer.name
-            values |= _prompt_values(scorer, images, job.prompts)
-        if keep is not None and drawn:
-            path, prompts = keep([(rows[0].name, drawn[0]), (name, images)])
-            about |= {"picture": path, "picture_prompts": "; ".join(prompts)}
-        drawn.append(images)
-        on_images(name, images)
-        return Outcome(values, about, machine_of(pipe.device))
+            values |= {"clip_score": fmean(fits), "worst_clip_score": min(fits)}
+        drawn.append((name, images))
+        return Outcome(values, {**about, **on_row(drawn)}, machine_of(pipe.device))
 
     participants = [
         Participant(
@@ -141,7 +161,7 @@ def evaluate(
         for row in rows
     ]
     return run_whole(
-        participants, measure, records, op="images", command=command, about={}, row_key="row"
+        participants, measure, records, op="images", command=command, about=job.about, row_key="row"
     )
 
 
@@ -176,7 +196,7 @@ def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) 
         try:
             result = pipe(
                 prompt=prompt,
-                num_inference_steps=num_steps(pipe, job),
+                num_inference_steps=job.num_steps(pipe),
                 generator=torch.Generator().manual_seed(job.seed + place),
                 output_type="pt",
                 **job.options,
@@ -185,26 +205,17 @@ def draw(pipe: Any, job: ImageJob, on_image: Callable[[], None] = lambda: None) 
             raise
         except ValueError as error:  # of arguments that the pipeline refuses
             raise ConfigError(f"{type(pipe).__name__}: {error}") from error
-        images.append(_frames(result))
+        made = (getattr(result, name, None) for name in RESULTS)
+        found = next((x for x in made if x is not None), None)
+        if isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        if not isinstance(found, Tensor) or found.dim() < 3 or found.shape[-3] != 3:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"expected images [..., 3, height, width] of a pipeline, got {got}")
+        frames = found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
+        images.append(frames)
         on_image()
     return images
-
-
-def num_steps(pipe: Any, job: ImageJob) -> int:
-    """The steps that are asked for, or else those of the pipeline's own default."""
-    if job.num_inference_steps is not None:
-        return job.num_inference_steps
-    parameter = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
-    if parameter is None or not isinstance(parameter.default, int):
-        raise ConfigError(f"expected num_inference_steps for {type(pipe).__name__}, got none")
-    return parameter.default
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a pipeline by its name; ConfigError unless a row has it."""
-    plain_row(name)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:
@@ -224,7 +235,8 @@ def run(request: ImageRequest, output: Path | None, watch: Watch) -> list[Measur
     from octavo.integrations.diffusers.load import load_pipeline
 
     records = Records.of_file(output)
-    request = replace(request, row=request.row or (plain_row(request.dtype), *DEFAULT_ROWS))
+    plain = plain_row(request.dtype)  # an error unless a row has this dtype
+    request = replace(request, row=request.row or (plain, *DEFAULT_ROWS))
     rows, job = parse_image_rows(request.row, request.dtype), make_job(request)
     scorer, folder = None, request.save_pictures
     if request.clip is not None:
@@ -233,24 +245,18 @@ def run(request: ImageRequest, output: Path | None, watch: Watch) -> list[Measur
         scorer = load_clip_scorer(request.clip)
     if folder is not None:  # before anything is drawn for it
         folder.mkdir(parents=True, exist_ok=True)
-    drawn: dict[str, list[Tensor]] = {}
     places = count(1)
-    try:
-        return evaluate(
-            lambda: load_pipeline(request.model, torch_dtype(job.dtype), request.device),
-            rows,
-            job,
-            command=request.command,
-            lpips=request.lpips,
-            scorer=scorer,
-            keep=keep_compared(folder, job.prompts, output),
-            on_image=lambda name: watch(name, next(places), len(rows) * len(job.prompts)),
-            on_images=drawn.__setitem__,
-            records=records,
-        )
-    finally:
-        if folder is not None and drawn:  # those of the rows before one that fails, too
-            save_images(folder, job.prompts, list(drawn.items()))
+    return evaluate(
+        lambda: load_pipeline(request.model, getattr(torch, job.dtype), request.device),
+        rows,
+        job,
+        command=request.command,
+        lpips=request.lpips,
+        scorer=scorer,
+        on_image=lambda name: watch(name, next(places), len(rows) * len(job.prompts)),
+        on_row=lambda drawn: save_row(folder, job.prompts, drawn, output) if folder else {},
+        records=records,
+    )
 
 
 def make_job(request: ImageRequest) -> ImageJob:
@@ -295,59 +301,10 @@ def rows_below(records: Sequence[Measurement], min_psnr_db: float) -> list[str]:
 def images_table(records: Sequence[Measurement]) -> Table:
     """The rows with the mean and the worst of each score that was taken."""
     case = records[0].case
-    scores = {"psnr_db": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS", "clip_score": "CLIP score"}
-    heads: dict[str, str] = {}
-    for name, title in scores.items():
-        heads |= {name: title, f"worst_{name}": "worst"}
+    scores = ("psnr_db", "ssim", "lpips", "clip_score")
     return filled_table(
         records,
         caption=f"images: {case['model']}, {case['num_pictures']} images of {case['width']} × "
         f"{case['height']}, {case['num_inference_steps']} steps, against {case['row']}",
-        columns=("row", *heads),
-        heads=heads,
+        columns=("row", *(f"{worst}{score}" for score in scores for worst in ("", "worst_"))),
     )
-
-
-def _frames(result: Any) -> Tensor:
-    """What a pipeline has made for one prompt, [frames, 3, height, width]."""
-    found = next((x for name in RESULTS if (x := getattr(result, name, None)) is not None), None)
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, Tensor) or found.dim() < 3 or found.shape[-3] != 3:
-        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ConfigError(f"expected images [..., 3, height, width] of a pipeline, got {got}")
-    return found.detach().to("cpu", torch.float32).reshape(-1, *found.shape[-3:])
-
-
-def _prompt_values(
-    scorer: "ClipScorer", images: list[Tensor], prompts: Sequence[str]
-) -> dict[str, float]:
-    pairs = zip(images, prompts, strict=True)
-    found = [s for frames, text in pairs for s in scorer.score(frames, [text] * len(frames))]
-    return {"clip_score": sum(found) / len(found), "worst_clip_score": min(found)}
-
-
-def _case(job: ImageJob, pipe: Any, images: list[Tensor]) -> dict[str, Scalar]:
-    num_frames, _, height, width = images[0].shape
-    return {
-        "model": job.model,
-        "pipeline": type(pipe).__name__,
-        "dtype": job.dtype,
-        "num_pictures": len(images),
-        **({"num_frames": num_frames} if num_frames > 1 else {}),
-        "num_inference_steps": num_steps(pipe, job),
-        "seed": job.seed,
-        "prompts_sha256": job.prompts_sha256,
-        **job.options,
-        "height": height,
-        "width": width,
-    }
-
-
-def _counts(changes: Changes | None) -> dict[str, Scalar]:
-    """How many layers of each kind are in FP8, of all components."""
-    counts: dict[str, Scalar] = {"num_linear": 0, "num_attention": 0}
-    for name, layers in ({} if changes is None else changes.layers).items():
-        kind = f"num_{name.rpartition('.')[2]}"
-        counts[kind] = int(counts.get(kind, 0)) + len(layers)
-    return counts

@@ -7,10 +7,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from octavo.measure.rows import Row
 from octavo.measure.run import Participant, Progress, Watch
 from octavo.recipe import Recipe
 
+T = TypeVar("T")
 MAX_BODY = 300  # characters of a server's answer in an error
 TIMEOUT_S = 3600.0  # of a request: a long prompt and its answer
 
@@ -167,7 +168,7 @@ def clients(request: ServedRequest) -> list[Client]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Keys:
     """What is done to keys before they are stored, and was before their scales were found."""
 
@@ -178,15 +179,13 @@ class Keys:
     def of(scales: ScaleSet) -> "Keys":
         """Those of a scale file."""
         has_means = any(layer.k_mean is not None for layer in scales.layers.values())
-        return Keys(rotate_keys=scales.header.rotate_keys, center_keys=has_means)
+        return Keys(scales.header.rotate_keys, has_means)
 
     @staticmethod
     def of_row(row: Row) -> "Keys":
         """Those of a row."""
         own = row.kv_cache
-        if own is None:
-            return PLAIN_KEYS
-        return Keys(rotate_keys=own.rotate_keys, center_keys=own.center_keys)
+        return Keys() if own is None else Keys(own.rotate_keys, own.center_keys)
 
     @property
     def num_passes(self) -> int:
@@ -194,8 +193,7 @@ class Keys:
         return 2 if self.center_keys else 1
 
     def __str__(self) -> str:
-        words = {"rotate": self.rotate_keys, "center": self.center_keys}
-        done = [word for word, is_done in words.items() if is_done]
+        done = [name.removesuffix("_keys") for name, is_done in vars(self).items() if is_done]
         return f"keys with {' and '.join(done)}" if done else "keys as they are"
 
 
@@ -381,6 +379,15 @@ def local_participants(
     ]
 
 
+def served_row(
+    client: Client, open: Callable[[], AbstractContextManager[T]], **about: Scalar
+) -> Participant[T]:
+    """A server that takes part; the machine of its records is the one that asked."""
+    about = {"model": client.model, "url": client.url, **about}
+    machine = Machine.current()
+    return Participant(name=client.name, impl="http", about=about, machine=machine, open=open)
+
+
 def participants(
     request: ServedRequest,
     text_model: TextModel | None,
@@ -391,40 +398,32 @@ def participants(
 ) -> list[Participant[Ask]]:
     """Rows that answer greedily: the local model's, or servers where there is none.
 
-    The machine of a server's record is the one that asked. progress: counts tokens of prompts.
-    calibration: what scales that were calibrated here depend on, for the digest of a recipe.
+    progress: counts tokens of prompts. calibration: what scales that were calibrated here depend
+    on, for the digest of a recipe.
     """
     if text_model is None:
         tokenizer = {} if request.tokenizer is None else {"tokenizer": request.tokenizer}
         return [
-            Participant(
-                name=client.name,
-                impl="http",
-                about={"model": client.model, "url": client.url, **tokenizer},
-                machine=Machine.current(),
-                open=partial(_open_server, client, progress),
-            )
+            served_row(client, partial(_open_server, client, progress), **tokenizer)
             for client in clients(request)
         ]
     about = {**model_about(text_model), "chunk": request.chunk or 0}
+
+    @contextmanager
+    def open_local(row: Participant[Any]) -> Iterator[Ask]:
+        with row.open() as model:
+            own = replace(text_model, model=model)
+            answer = partial(answer_text, own, chunk=request.chunk or 2048, on_step=progress.add)
+            yield lambda prompts: [answer(p.content, max_tokens=p.max_tokens) for p in prompts]
+
     found = []
     for asked, row in local_rows(request, text_model, scales):
         is_calibrated = asked.needs_scales and request.scales is None
         digest = recipe_digest(row.recipe(), calibration if is_calibrated else None)
         own = about if digest is None else {**about, "recipe_digest": digest}
         (one,) = local_participants([row], text_model.model, own)
-        found.append(replace(one, open=partial(_open_local, text_model, one, request, progress)))
+        found.append(replace(one, open=partial(open_local, one)))
     return found
-
-
-@contextmanager
-def _open_local(
-    text_model: TextModel, row: Participant[Any], request: ServedRequest, progress: Progress
-) -> Iterator[Ask]:
-    with row.open() as model:
-        own = replace(text_model, model=model)
-        answer = partial(answer_text, own, chunk=request.chunk or 2048, on_step=progress.add)
-        yield lambda prompts: [answer(one.content, max_tokens=one.max_tokens) for one in prompts]
 
 
 @contextmanager

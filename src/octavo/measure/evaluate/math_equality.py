@@ -11,10 +11,11 @@ import importlib.util
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 
 from octavo.errors import ConfigError
 from octavo.extras import need
@@ -24,7 +25,8 @@ OWN, MATH_VERIFY, AUTO = "octavo", "math_verify", "auto"
 NUM_POINTS, MAX_CHARACTERS = 4, 1000
 MAX_EXPRESSION, MAX_DEPTH, MAX_POWER, MAX_BITS = 400, 40, 1000, 20_000
 Value = Fraction | complex
-_BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
+_GROUP = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", re.DOTALL)
+_ANY_ORDER = (",", "\\cup", "\\{\\}", "=")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 
 _WORDS = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|mathsf|operatorname)\s*"
@@ -83,11 +85,12 @@ def make_checker(name: str = AUTO) -> Checker:
     if name == OWN or (name == AUTO and importlib.util.find_spec("math_verify") is None):
         return Checker(OWN, is_equal)
     need("--checker math_verify", "math_verify")
-    version = importlib.metadata.version("math-verify")
-    return Checker(
-        f"{OWN}, {MATH_VERIFY} {version}",
-        lambda found, true: is_equal(found, true) or _is_verified(found, true),
-    )
+    from math_verify import parse, verify  # type: ignore[import-not-found]
+
+    def is_verified(found: str, true: str) -> bool:
+        return is_equal(found, true) or bool(verify(parse(f"${true}$"), parse(f"${found}$")))
+
+    return Checker(f"{OWN}, {MATH_VERIFY} {importlib.metadata.version('math-verify')}", is_verified)
 
 
 def is_equal(found: str, true: str) -> bool:
@@ -97,96 +100,52 @@ def is_equal(found: str, true: str) -> bool:
     return _is_same(normalize(found), normalize(true))
 
 
-def _is_verified(found: str, true: str) -> bool:
-    from math_verify import parse, verify  # type: ignore[import-not-found]
-
-    return bool(verify(parse(f"${true}$"), parse(f"${found}$")))
-
-
 def _is_same(a: str, b: str, depth: int = 0) -> bool:
     if a.casefold() == b.casefold():
         return True
-    if depth > 3:
+    (kind, parts), (other_kind, others) = _structure(a), _structure(b)
+    if depth > 3 or kind != other_kind or len(parts) != len(others):
         return False
-    if "\\pm" in a or "\\pm" in b:
-        return _is_any_order(_both_signs(a), _both_signs(b), depth)
-    for separator in (",", "\\cup"):
-        parts, others = _split(a, separator), _split(b, separator)
-        if len(parts) > 1 or len(others) > 1:
-            return _is_any_order(parts, others, depth)
-    matrices = _matrix(a), _matrix(b)
-    if matrices != (None, None):
-        return _is_each(*matrices, depth)
-    group, other_group = _group(a), _group(b)
-    if group is not None and other_group is not None:
-        (kind, inside), (other_kind, other) = group, other_group
-        # (3) is 3 in brackets, (3, 4) a point or an interval.
-        if len(inside) > 1 or len(other) > 1 or "\\{" in kind + other_kind:
-            is_set = kind == other_kind == "\\{\\}"
-            check = _is_any_order if is_set else _is_each
-            return kind == other_kind and check(inside, other, depth)
-    if a.count("=") == b.count("=") == 1:
-        sides = a.split("="), b.split("=")
-        return _is_any_order(*sides, depth)
-    return _is_same_value(a, b)
-
-
-def _both_signs(text: str) -> list[str]:
-    if "\\pm" not in text:
-        return _split(text, ",")
-    return [re.sub(r"\\pm(?![A-Za-z])", sign, text) for sign in "+-"]
-
-
-def _is_each(a: Sequence[str] | None, b: Sequence[str] | None, depth: int) -> bool:
-    if a is None or b is None or len(a) != len(b):
-        return False
-    return all(_is_same(one, other, depth + 1) for one, other in zip(a, b, strict=True))
-
-
-def _is_any_order(a: Sequence[str], b: Sequence[str], depth: int) -> bool:
-    left = list(b)
-    for one in a:
-        same = next((other for other in left if _is_same(one, other, depth + 1)), None)
+    if not kind:
+        return _is_same_value(a, b)
+    for one in parts:
+        candidates = others if kind in _ANY_ORDER else others[:1]
+        same = next((other for other in candidates if _is_same(one, other, depth + 1)), None)
         if same is None:
             return False
-        left.remove(same)
-    return not left
+        others.remove(same)
+    return True
+
+
+def _structure(text: str) -> tuple[str, list[str]]:
+    """What kind of list, set, matrix or equation a text is, and its parts; "" if it is none."""
+    if "\\pm" in text:
+        return ",", [re.sub(r"\\pm(?![A-Za-z])", sign, text) for sign in "+-"]
+    for separator in (",", "\\cup"):
+        if len(parts := _split(text, separator)) > 1:
+            return separator, parts
+    if found := _MATRIX.fullmatch(text):
+        rows = [row.split("&") for row in found[2].split("\\\\") if row.strip()]
+        return f"matrix of {len(rows)} rows", [cell.strip() for row in rows for cell in row]
+    if found := _GROUP.fullmatch(text):
+        opening, inside, closing = found.groups()
+        depths = accumulate((letter in "([{") - (letter in ")]}") for letter in inside)
+        # (1,2) is one group, (1)(2) is not; (3) is 3 in brackets, (3,4) a point or an interval.
+        parts = _split(inside, ",") if min(depths, default=0) >= 0 else []
+        if len(parts) > 1 or (parts and "\\" in opening + closing):
+            return opening + closing, parts
+    return ("=", text.split("=")) if text.count("=") == 1 else ("", [])
 
 
 def _split(text: str, separator: str) -> list[str]:
     """The parts between separators that are in no brackets."""
-    parts, depth, start, place = [], 0, 0, 0
-    while place < len(text):
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
         if depth == 0 and text.startswith(separator, place):
             parts.append(text[start:place])
-            start = place = place + len(separator)
-            continue
-        depth += (text[place] in "([{") - (text[place] in ")]}")
-        place += 1
-    return [part.strip() for part in [*parts, text[start:]]]
-
-
-def _group(text: str) -> tuple[str, list[str]] | None:
-    """The brackets around a whole text, and the parts in them."""
-    opening = next((one for one in _BRACKETS if text.startswith(one)), None)
-    closing = next((one for one in (")", "]", "\\}") if text.endswith(one)), None)
-    if opening is None or closing is None:
-        return None
-    inside = text[len(opening) : len(text) - len(closing)]
-    depth = 0
-    for letter in inside:  # (1,2) is one group, (1)(2) is not
+            start = place + len(separator)
         depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0:
-            return None
-    return opening + closing, _split(inside, ",")
-
-
-def _matrix(text: str) -> list[str] | None:
-    found = _MATRIX.fullmatch(text)
-    if found is None:
-        return None
-    rows = [row.split("&") for row in re.split(r"\\\\", found[2]) if row.strip()]
-    return [f"{len(rows)}", *(cell.strip() for row in rows for cell in row)]
+    return [part.strip() for part in [*parts, text[start:]]]
 
 
 def _is_same_value(a: str, b: str) -> bool:
@@ -214,31 +173,28 @@ def _coordinate(number: int, name: str) -> Value:
 
 def normalize(answer: str) -> str:
     """The answer without what does not matter; `normalize` of it is itself."""
-    text = answer.strip()
+    text, before = answer.strip(), None
     # Rules uncover each other: a unit may stand inside of delimiters, a number behind "x =".
     for _ in range(4):
-        before, text = text, _once(text)
         if text == before:
             break
+        before = text
+        for pattern, replacement in _REPLACED:
+            text = re.sub(pattern, replacement, text)
+        text = _AND.sub(",", text).strip().rstrip(".,;").strip()
+        text = re.sub(r",(\s*,)+", ",", text)
+        whole = _TEXT.fullmatch(text)
+        text = whole[1] if whole else _UNIT_AS_TEXT.sub("", text)
+        text = _TEXT.sub(r"\1", _UNIT_AS_WORDS.sub("", text)).strip()
+        if variable := _VARIABLE.fullmatch(text):
+            text = variable[1].strip()
+        if _THOUSANDS.fullmatch(text):
+            text = re.sub(r"[,\s]", "", text)
+        if text.startswith("{") and braced(text, 0) == text[1:-1]:
+            text = text[1:-1]
+        # Between two digits a space is no decoration: 1 1/2.
+        text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", _kept_space, text.strip())
     return text
-
-
-def _once(text: str) -> str:
-    for pattern, replacement in _REPLACED:
-        text = re.sub(pattern, replacement, text)
-    text = _AND.sub(",", text).strip().rstrip(".,;").strip()
-    text = re.sub(r",(\s*,)+", ",", text)
-    whole = _TEXT.fullmatch(text)
-    text = whole[1] if whole else _UNIT_AS_TEXT.sub("", text)
-    text = _TEXT.sub(r"\1", _UNIT_AS_WORDS.sub("", text)).strip()
-    if variable := _VARIABLE.fullmatch(text):
-        text = variable[1].strip()
-    if _THOUSANDS.fullmatch(text):
-        text = re.sub(r"[,\s]", "", text)
-    if text.startswith("{") and braced(text, 0) == text[1:-1]:
-        text = text[1:-1]
-    # Between two digits a space is no decoration: 1 1/2.
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", _kept_space, text.strip())
 
 
 def _kept_space(match: re.Match[str]) -> str:
@@ -261,8 +217,11 @@ def value_of(text: str, variable: Callable[[str], Value]) -> Value:
     """
     if len(text) > MAX_EXPRESSION:
         raise NotAnExpression("too long")
+    # 3\frac{1}{2} and 3 1/2 are sums.
+    text = re.sub(r"(?<![\w.}])(\d+)\s*(\\frac\{\d+\}\{\d+\}|\\frac\d\d)", r"(\1+\2)", text)
+    text = re.sub(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", text)
     try:
-        found = _Evaluation(_tokens(_with_mixed_numbers(text)), variable).whole()
+        found = _Evaluation(_tokens(text), variable).whole()
     except (ArithmeticError, ValueError) as error:
         raise NotAnExpression(str(error)) from None
     if isinstance(found, complex) and not cmath.isfinite(found):
@@ -274,30 +233,26 @@ class _Evaluation:
     """Reads tokens from left to right, and computes as it goes."""
 
     def __init__(self, tokens: list[str], variable: Callable[[str], Value]) -> None:
-        self._tokens, self._variable = tokens, variable
-        self._place, self._depth = 0, 0
+        self._left, self._variable, self._depth = ["", *reversed(tokens)], variable, 0
 
     def whole(self) -> Value:
         """The value of all tokens."""
         found = self._sum()
-        if self._peek():
-            raise NotAnExpression(f"expected an end, got {self._peek()!r}")
+        self._take("")
         return found
 
-    def _peek(self) -> str:
-        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+    def _next(self) -> str:
+        return self._left[-1]
 
-    def _take(self, expected: str = "") -> str:
-        token = self._peek()
-        if not token or (expected and token != expected):
-            raise NotAnExpression(f"expected {expected or 'more'}, got {token!r}")
-        self._place += 1
-        return token
+    def _take(self, expected: str) -> None:
+        if not self._skip(expected):
+            raise NotAnExpression(f"expected {expected or 'an end'}, got {self._next()!r}")
 
     def _skip(self, token: str) -> bool:
         """Whether this token came next, which is then behind us."""
-        is_next = self._peek() == token
-        self._place += is_next
+        is_next = self._next() == token
+        if is_next:
+            self._left.pop()
         return is_next
 
     def _sign(self) -> int:
@@ -312,21 +267,21 @@ class _Evaluation:
         if self._depth > MAX_DEPTH:
             raise NotAnExpression("too deep")
         found = self._product()
-        while self._peek() in ("+", "-"):
+        while self._next() in ("+", "-"):
             found += self._sign() * self._product()
         self._depth -= 1
         return found
 
     def _product(self) -> Value:
-        if self._peek() in ("+", "-"):
+        if self._next() in ("+", "-"):
             return self._sign() * self._product()
         found = self._power()
-        while self._peek() and self._peek() not in ("+", "-", ")", "]", "}", ",", "|"):
+        while self._next() not in ("", "+", "-", ")", "]", "}", ",", "|"):
             if self._skip("/"):
                 found /= self._sign() * self._power()
             elif self._skip("*"):
                 found *= self._sign() * self._power()
-            elif self._peek()[0].isdigit() or self._peek()[0] == ".":
+            elif _is_number(self._next()):
                 raise NotAnExpression("a number right after a factor")
             else:
                 found *= self._power()
@@ -339,54 +294,54 @@ class _Evaluation:
         return _raised(base, self._argument()) if self._skip("^") else base
 
     def _atom(self) -> Value:
-        token = self._take()
-        if token[0].isdigit() or token[0] == ".":
+        token = self._left.pop()
+        if _is_number(token):
             return Fraction(token)
-        closing = {"(": ")", "[": "]", "{": "}", "|": "|"}.get(token)
-        if closing:
+        if closing := {"(": ")", "[": "]", "{": "}", "|": "|"}.get(token):
             found = self._sum()
             self._take(closing)
-            if token != "|":
-                return found
-            return abs(found) if isinstance(found, Fraction) else complex(abs(found))
-        return self._named(token)
-
-    def _named(self, token: str) -> Value:
-        name = token.removeprefix("\\")
-        if name == "frac":
-            return self._argument() / self._argument()
-        if name == "sqrt":
-            degree: Value = Fraction(2)
-            if self._skip("["):
-                degree = self._sum()
-                self._take("]")
-            return _root(self._argument(), degree)
-        if name == "binom":
-            return Fraction(math.comb(_natural(self._argument()), _natural(self._argument())))
-        if name in _FUNCTIONS:
-            return _FUNCTIONS[name](complex(self._function_argument()))
-        if name == "log":
-            base = self._argument() if self._skip("_") else Fraction(10)
-            return cmath.log(complex(self._function_argument())) / cmath.log(complex(base))
-        if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        if len(name) == 1 and name.isalpha() or name in _GREEK:
-            return self._variable(name)
+            if token == "|":
+                found = abs(found) if isinstance(found, Fraction) else complex(abs(found))
+            return found
+        match token.removeprefix("\\"):
+            case "frac":
+                return self._argument() / self._argument()
+            case "sqrt":
+                degree: Value = Fraction(2)
+                if self._skip("["):
+                    degree = self._sum()
+                    self._take("]")
+                return _root(self._argument(), degree)
+            case "binom":
+                return Fraction(math.comb(_natural(self._argument()), _natural(self._argument())))
+            case "log":
+                base = self._argument() if self._skip("_") else Fraction(10)
+                return cmath.log(self._of_function()) / cmath.log(complex(base))
+            case name if name in _FUNCTIONS:
+                return _FUNCTIONS[name](self._of_function())
+            case name if name in _CONSTANTS:
+                return _CONSTANTS[name]
+            case name if len(name) == 1 and name.isalpha() or name in _GREEK:
+                return self._variable(name)
         raise NotAnExpression(f"no expression begins with {token!r}")
 
     def _argument(self) -> Value:
         r"""A group, or one token: \frac12 is a half, and x^23 is x² · 3 in LaTeX."""
-        if self._peek() in ("{", "("):
+        if self._next() in ("{", "("):
             return self._atom()
-        sign, token = self._sign(), self._peek()
-        if len(token) > 1 and token.isdigit():
-            self._tokens[self._place : self._place + 1] = list(token)
+        sign = self._sign()
+        if self._next().isdigit():
+            self._left += reversed(self._left.pop())
         return sign * self._atom()
 
-    def _function_argument(self) -> Value:
-        if self._peek() == "^":
+    def _of_function(self) -> complex:
+        if self._next() == "^":
             raise NotAnExpression("a power of a function's name")
-        return self._power()
+        return complex(self._power())
+
+
+def _is_number(token: str) -> bool:
+    return token[:1].isdigit() or token[:1] == "."
 
 
 def _tokens(text: str) -> list[str]:
@@ -403,12 +358,6 @@ def _tokens(text: str) -> list[str]:
     if not found:
         raise NotAnExpression("nothing")
     return found
-
-
-def _with_mixed_numbers(text: str) -> str:
-    """3\\frac{1}{2} and 3 1/2 are sums."""
-    text = re.sub(r"(?<![\w.}])(\d+)\s*(\\frac\{\d+\}\{\d+\}|\\frac\d\d)", r"(\1+\2)", text)
-    return re.sub(r"(?<![\w.}])(\d+)\s+(\d+)/(\d+)", r"(\1+\2/\3)", text)
 
 
 def _raised(a: Value, b: Value) -> Value:

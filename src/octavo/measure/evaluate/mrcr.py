@@ -31,7 +31,7 @@ from octavo.measure.evaluate.language import (
     load_model,
     participants,
 )
-from octavo.measure.evaluate.question_files import read_rows
+from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED, LanguageRequest, MrcrRequest
 from octavo.measure.evaluate.statistics import mean_values, recovery
 from octavo.measure.records import Measurement, Scalar
@@ -50,7 +50,6 @@ from octavo.measure.run import (
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 SUFFIXES = (".jsonl", ".parquet")
 OF_ALL = ("score_percent", "score_standard_error_percent", "auc_percent", "recovery_percent")
-ROLES = ("assistant", "system", "user")
 
 _KINDS = ("poem", "riddle", "short story", "news report", "song", "letter", "speech", "recipe")
 _TOPICS = ("tapirs", "rocks", "clouds", "harbors", "violins", "maps", "lemons", "trains", "owls")
@@ -85,7 +84,7 @@ def load_questions(data: str, num_needles: int | None = None) -> list[Question]:
     if data == GENERATED:
         found = generated_questions()
     else:  # files of the data set lie in folders of 2, 4 and 8 needles
-        found = [_question(row) for row in read_rows(data, columns=COLUMNS, suffixes=SUFFIXES)]
+        found = read_questions(_question, data, columns=COLUMNS, suffixes=SUFFIXES)
     chosen = [q for q in found if num_needles in (None, q.num_needles)]
     if not chosen:
         there = ", ".join(map(str, sorted({q.num_needles for q in found})))
@@ -130,27 +129,22 @@ def _generate(draw: random.Random, num_requests: int, num_needles: int = 2) -> Q
 
 
 def _question(row: FileRow) -> Question:
-    cells, where = row.content, row.where
-    prompt = cells["prompt"]
-    messages = parse_json(prompt, f"{where}: prompt") if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise CheckpointError(f"{where}: expected messages in prompt, got {brief(messages)}")
-    texts = (cells["answer"], cells["random_string_to_prepend"])
-    if not all(isinstance(text, str) for text in texts):
-        raise CheckpointError(f"{where}: expected texts of answer and prefix, got {brief(texts)}")
-    own = tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    prompt, answer, prefix, num_needles = (row.content[name] for name in COLUMNS)
+    messages = parse_json(prompt, "prompt") if isinstance(prompt, str) else prompt
+    own = []
+    for message in messages if isinstance(messages, list) else [messages]:
+        match message:
+            case {"role": "assistant" | "system" | "user" as role, "content": str(content)}:
+                own.append({"role": role, "content": content})
+            case _:
+                raise CheckpointError(f"expected messages in prompt, got {brief(messages)}")
+    if not isinstance(answer, str) or not isinstance(prefix, str):
+        raise CheckpointError(f"expected texts of answer and prefix, got {brief((answer, prefix))}")
     try:
-        return Question(own, *texts, int(cells["n_needles"]))
-    except (CheckpointError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-    )
+        count = int(num_needles)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from None
+    return Question(tuple(own), answer, prefix, count)
 
 
 # Generated chats to calibrate on, where an evaluation asks about others.
@@ -209,7 +203,14 @@ def run(request: MrcrRequest, output: Path | None, watch: Watch) -> list[Measure
     scales = given_scales(request)  # before a model is loaded
     questions = load_questions(request.data, request.num_needles)
     text_model = None if request.endpoint else load_model(request)
-    tokenizer, limit = counting_tokenizer(request, text_model), _limit(request, text_model)
+    tokenizer = counting_tokenizer(request, text_model)
+    own = None if text_model is None else text_model.max_length
+    asked = None if request.max_length is None else parse_tokens(request.max_length)
+    if own is not None and asked is not None and asked > own:
+        raise ConfigError(
+            f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"
+        )
+    limit = asked or own
     counting, counted = Progress(watch, "counting tokens", len(questions)), []
     for question in questions:
         counted.append(count_tokens(tokenizer, question))
@@ -248,17 +249,6 @@ def calibrate_on_chats(
     return calibrate_rows(request, text_model, make_windows, watch)
 
 
-def _limit(request: MrcrRequest, text_model: TextModel | None) -> int | None:
-    """Tokens that a prompt and its answer may have."""
-    own = text_model.max_length if text_model is not None else None
-    asked = None if request.max_length is None else parse_tokens(request.max_length)
-    if own is not None and asked is not None and asked > own:
-        raise ConfigError(
-            f"expected --max-length up to {own}, for which {request.model} was made, got {asked}"
-        )
-    return asked or own
-
-
 def make_workload(
     buckets: Mapping[int, Sequence[Counted]], about: Mapping[str, Scalar], command: str
 ) -> Workload[Ask, Scalar]:
@@ -268,6 +258,15 @@ def make_workload(
     """
     asked: dict[Scalar, Sequence[Counted]] = {end: some for end, some in buckets.items()}
     asked[ALL] = [one for some in buckets.values() for one in some]
+
+    def summarize(values: Mapping[Scalar, Values]) -> dict[str, float]:
+        """The scores of all questions, and AUC, from those of each bucket."""
+        scores = {int(end): own["score_percent"] for end, own in values.items()}
+        longest = max(scores)
+        area = area_under_curve(scores, longest)
+        assert area is not None
+        whole = joined_values(list(values.values()))
+        return {**whole, "auc_percent": area, "auc_length": float(longest)}
 
     def measure(ask: Ask, bucket: Scalar) -> Outcome:
         texts = ask([one.prompt for one in asked[bucket]])
@@ -283,7 +282,7 @@ def make_workload(
         },
         measure=measure,
         compare=recovery,
-        summary=(ALL, _values_of_all),
+        summary=(ALL, summarize),
     )
 
 
@@ -349,16 +348,6 @@ def area_under_curve(scores: Mapping[int, float], length: int) -> float | None:
         return scores[ends[0]]
     areas = [(b - a) * (scores[a] + scores[b]) / 2 for a, b in zip(ends, ends[1:], strict=False)]
     return sum(areas) / (ends[-1] - ends[0])
-
-
-def _values_of_all(values: Mapping[Scalar, Values]) -> dict[str, float]:
-    """The scores of all questions, and AUC, from those of each bucket."""
-    scores = {int(end): own["score_percent"] for end, own in values.items()}
-    longest = max(scores)
-    area = area_under_curve(scores, longest)
-    assert area is not None
-    whole = joined_values(list(values.values()))
-    return {**whole, "auc_percent": area, "auc_length": float(longest)}
 
 
 def mrcr_table(records: Sequence[Measurement]) -> Table:

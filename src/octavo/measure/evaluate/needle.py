@@ -2,9 +2,10 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import cycle, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -114,8 +115,8 @@ class TextHaystack:
     num_answer_tokens: int = 12
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_keys <= len(_NAMES) * len(_KINDS):
-            most = len(_NAMES) * len(_KINDS)
+        most = len(_NAMES) * len(_KINDS)
+        if not 1 <= self.num_keys <= most:
             raise ConfigError(f"expected 1 to {most} keys, got {self.num_keys}")
 
     @property
@@ -141,13 +142,24 @@ class TextHaystack:
         head = "Some places in this text have a secret number. Remember them."
         tail = f"\n\nThe secret number of the {asked}, as the text says, is"
         room = length - sum(map(self.count, (head, tail, *needles))) - self.num_keys
-        source, sentences = self._sentences(draw), list[str]()
+        if self.filler:
+            place = draw.randrange(len(self.filler))
+            source: Iterator[str] = cycle(self.filler[place:] + self.filler[:place])
+        else:
+            parts = repeat((_WHO, _DID, _WHAT, _WHEN))
+            source = (" ".join(map(draw.choice, words)) + "." for words in parts)
+        sentences: list[str] = []
         while room > 0 and len(sentences) <= length:
             sentences.append(next(source))
             room -= max(1, self.count(sentences[-1]))
         shares = [depth, *(draw.random() for _ in others)]
         while True:
-            text = head + " " + " ".join(_hide(sentences, needles, shares)) + tail
+            # Each needle stands after its share of the sentences.
+            spots = [round(share * len(sentences)) for share in shares]
+            hidden = list(sentences)
+            for spot, needle in sorted(zip(spots, needles, strict=True), key=itemgetter(0))[::-1]:
+                hidden.insert(spot, needle)
+            text = head + " " + " ".join(hidden) + tail
             too_much = self.count(text) - length
             if too_much <= 0:
                 return NeedlePrompt(text, numbers[0])
@@ -159,23 +171,13 @@ class TextHaystack:
             while sentences and too_much > 0:
                 too_much -= self.count(sentences.pop())
 
-    def _sentences(self, draw: random.Random) -> Iterator[str]:
-        """Sentences to hide needles in, without end."""
-        if self.filler:
-            place = draw.randrange(len(self.filler))
-            return cycle(self.filler[place:] + self.filler[:place])
-        parts = (_WHO, _DID, _WHAT, _WHEN)
-        return (" ".join(map(draw.choice, words)) + "." for words in repeat(parts))
-
 
 Haystack = PairHaystack | TextHaystack
 
 
 def split_sentences(text: str) -> tuple[str, ...]:
     """The sentences of a text, each in one line; ConfigError if there are none."""
-    joined = " ".join(text.split())
-    ends = joined.replace("! ", "!\n").replace("? ", "?\n").replace(". ", ".\n")
-    found = tuple(line for line in ends.split("\n") if line.strip())
+    found = tuple(filter(None, re.split("(?<=[.!?]) ", " ".join(text.split()))))
     if not found:
         raise ConfigError("expected a text with sentences to hide needles in, got an empty one")
     return found
@@ -183,15 +185,6 @@ def split_sentences(text: str) -> tuple[str, ...]:
 
 def _statement(place: str, number: str) -> str:
     return f"The secret number of the {place} is {number}."
-
-
-def _hide(sentences: Sequence[str], needles: Sequence[str], shares: Sequence[float]) -> list[str]:
-    """The sentences with each needle after its share of them."""
-    spots = [round(share * len(sentences)) for share in shares]
-    found = list(sentences)
-    for spot, needle in reversed(sorted(zip(spots, needles, strict=True), key=itemgetter(0))):
-        found.insert(spot, needle)
-    return found
 
 
 def _check(length: int, depth: float, shortest: int) -> None:
@@ -276,9 +269,9 @@ def make_haystack(request: NeedleRequest, tokenizer: Any) -> Haystack:
     )
 
 
-def calibration_of(request: NeedleRequest, grid: Grid) -> list[float]:
+def calibration_of(request: NeedleRequest, grid: Grid) -> tuple[float, int]:
     """What scales that are calibrated here depend on: the margin, and tokens of a prompt."""
-    return [request.margin, min(CALIBRATION_LENGTH, max(grid.lengths))]
+    return request.margin, min(CALIBRATION_LENGTH, max(grid.lengths))
 
 
 def run(
@@ -301,8 +294,18 @@ def run(
     haystack = make_haystack(request, counting_tokenizer(request, text_model))
     calibration = calibration_of(request, grid)
     if text_model is not None and not scales:
-        make_windows = partial(_calibration_windows, text_model, haystack, int(calibration[1]))
-        scales = calibrate_rows(request, text_model, make_windows, watch)
+        tokenizer, count, length = text_model.tokenizer, NUM_CALIBRATION_PROMPTS, calibration[1]
+
+        def other_prompts() -> tuple[str, list[torch.Tensor]]:
+            """Prompts that are not searched, and what records call them."""
+            windows = []
+            for i in range(count):
+                seed = prompt_seed(-1, length, 0.0, i)
+                text = haystack.make(length, (i + 0.5) / count, seed).text
+                windows.append(torch.tensor(text_tokens(tokenizer, text)))
+            return f"{count} other haystacks ({haystack.name}) of {length} tokens", windows
+
+        scales = calibrate_rows(request, text_model, other_prompts, watch)
     num_rows = len(request.endpoint or request.parsed_rows)
     progress = Progress(watch, "searching", num_rows * grid.num_tokens)
     rows = participants(request, text_model, scales, progress, calibration=calibration)
@@ -312,18 +315,6 @@ def run(
         records,
         on_skip=lambda cell: progress.add(cell[0] * grid.repetitions),
     )
-
-
-def _calibration_windows(
-    text_model: TextModel, haystack: Haystack, length: int
-) -> tuple[str, list[torch.Tensor]]:
-    """Prompts that are not searched."""
-    count = NUM_CALIBRATION_PROMPTS
-    windows = []
-    for i in range(count):
-        prompt = haystack.make(length, (i + 0.5) / count, prompt_seed(-1, length, 0.0, i))
-        windows.append(torch.tensor(text_tokens(text_model.tokenizer, prompt.text)))
-    return f"{count} other haystacks ({haystack.name}) of {length} tokens", windows
 
 
 def make_workload(grid: Grid, haystack: Haystack, command: str) -> Workload[Ask, Cell]:

@@ -4,13 +4,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.calibration.data import batches
 from octavo.errors import ConfigError
 from octavo.integrations.transformers.decoder import counts_on_host, make_static_cache
 from octavo.integrations.transformers.text_model import TextModel, read_text
@@ -71,6 +71,7 @@ class Reading:
         return found
 
 
+@torch.inference_mode()
 def window_losses(
     model: Any, windows: Sequence[Tensor], reading: Reading, on_step: Step = lambda n: None
 ) -> list[float]:
@@ -78,31 +79,30 @@ def window_losses(
 
     Token t + 1 is predicted by the pass that reads token t, from the cache of all before.
     """
-    losses: list[float] = []
-    for start in range(0, len(windows), reading.batch):
-        batch = torch.stack(list(windows[start : start + reading.batch]))
-        losses += _batch_losses(model, batch, reading, on_step)
-    return losses
-
-
-@torch.inference_mode()
-def _batch_losses(model: Any, windows: Tensor, reading: Reading, on_step: Step) -> list[float]:
-    """The losses of windows [batch, context], read side by side."""
-    batch, context = windows.shape
+    context, device = len(windows[0]), next(model.parameters()).device
     passes = reading.passes(context)
-    tokens = windows.to(next(model.parameters()).device)
+    num_counted = sum(len(chunk) for chunk, is_counted in passes if is_counted)
     # Short passes take as long as their launches: on a GPU all but the first are one graph.
-    is_graph = tokens.is_cuda and reading.chunk <= MAX_QUERY_TOKENS
-    reader = _Replays(model, batch, context, reading.chunk) if is_graph else _Passes(model)
-    totals = torch.zeros(batch, dtype=torch.float64, device=tokens.device)
-    num_counted = 0
-    for chunk, is_counted in passes:
-        logits = reader.read(tokens[:, chunk.start : chunk.stop], chunk.start, is_counted)
-        if is_counted:
-            totals += _losses(logits, tokens[:, chunk.start + 1 : chunk.stop + 1])
-            num_counted += len(chunk)
-        on_step(batch * len(chunk))
-    return [total / num_counted for total in totals.tolist()]
+    is_graph = device.type == "cuda" and reading.chunk <= MAX_QUERY_TOKENS
+    losses: list[float] = []
+    for batch in batches(iter(windows), reading.batch):
+        tokens = torch.stack(batch).to(device)
+        size = len(batch)
+        reader = _Replays(model, size, context, reading.chunk) if is_graph else _Passes(model)
+        totals = torch.zeros(size, dtype=torch.float64, device=device)
+        for chunk, is_counted in passes:
+            logits = reader.read(tokens[:, chunk.start : chunk.stop], chunk.start, is_counted)
+            if is_counted:
+                targets = tokens[:, chunk.start + 1 : chunk.stop + 1]
+                rows = logits.flatten(0, 1).split(LOSS_ROWS)
+                found = [  # in float32, added up in float64
+                    torch.nn.functional.cross_entropy(some.float(), own, reduction="none")
+                    for some, own in zip(rows, targets.flatten().split(LOSS_ROWS), strict=True)
+                ]
+                totals += torch.cat(found).double().view(targets.shape).sum(1)
+            on_step(size * len(chunk))
+        losses += (totals / num_counted).tolist()
+    return losses
 
 
 class _Passes:
@@ -165,16 +165,6 @@ class _Replays:
         return logits
 
 
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sums of the negative log-likelihoods of each text, in float32, added up in float64."""
-    rows, wanted = logits.flatten(0, 1).split(LOSS_ROWS), targets.flatten().split(LOSS_ROWS)
-    losses = [
-        torch.nn.functional.cross_entropy(some.float(), own, reduction="none")
-        for some, own in zip(rows, wanted, strict=True)
-    ]
-    return torch.cat(losses).double().view(targets.shape).sum(1)
-
-
 def _reading(request: PerplexityRequest, context: int) -> Reading:
     """How the request's windows of this many tokens are read."""
     chunk = min(DEFAULT_CHUNK, context // 2) if request.chunk is None else request.chunk
@@ -205,9 +195,19 @@ def run(
     context = request.context or min(DEFAULT_CONTEXT, text_model.max_length or DEFAULT_CONTEXT)
     reading = _reading(request, context)
     windows = text_model.windows(text, context, request.num_windows)
-    if not scales:
-        make_windows = partial(_calibration_windows, request, data, text_model, text, context)
-        scales = calibrate_rows(request, text_model, make_windows, watch)
+
+    def other_windows() -> tuple[str, list[Tensor]]:
+        """Text that is not measured, and what records call it."""
+        count, source, start, other = request.calibration_windows, data, request.num_windows, text
+        if request.calibration_data is not None:
+            source, start = request.calibration_data, 0
+            other = read_text(source)
+            if source.resolve() == data.resolve():
+                raise ConfigError("expected --calibration-data to be another text than --data")
+        about = f"{source.name}, windows {start} to {start + count - 1} of {context} tokens"
+        return about, text_model.windows(other, context, count, start)
+
+    scales = scales or calibrate_rows(request, text_model, other_windows, watch)
     rows = [row for _, row in local_rows(request, text_model, scales)]
     progress = Progress(watch, "reading", len(rows) * len(windows) * (context - 1))
     return run_workload(
@@ -215,20 +215,6 @@ def run(
         make_workload(windows, reading, data.name, request.command, progress.add),
         records,
     )
-
-
-def _calibration_windows(
-    request: PerplexityRequest, data: Path, text_model: TextModel, text: str, context: int
-) -> tuple[str, list[Tensor]]:
-    """Text that is not measured."""
-    count, source, start = request.calibration_windows, data, request.num_windows
-    if request.calibration_data is not None:
-        source, start = request.calibration_data, 0
-        text = read_text(source)
-        if source.resolve() == data.resolve():
-            raise ConfigError("expected --calibration-data to be another text than --data")
-    about = f"{source.name}, windows {start} to {start + count - 1} of {context} tokens"
-    return about, text_model.windows(text, context, count, start)
 
 
 def make_workload(

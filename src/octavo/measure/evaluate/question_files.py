@@ -7,40 +7,44 @@ there are splits, it is the one for tests. In JSON Lines, image is a path relati
 """
 
 import csv
-import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.brief import brief, list_names
-from octavo.calibration.rows import Row, read_jsonl, read_parquet
+from octavo.calibration.data import read_image
+from octavo.calibration.rows import Row, made_of, read_jsonl, read_parquet
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.extras import need
 from octavo.measure.evaluate.requests import GENERATED
 
+T = TypeVar("T")
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 # Cells of a csv file may be whole solutions.
 MAX_CELL = 10_000_000
 
 
-def read_rows(
+def read_questions(
+    make: Callable[[Row], T],
     data: str,
     subset: str | None = None,
     split: str | None = None,
     *,
+    limit: int | None = None,
     columns: tuple[str, ...] = (),
     suffixes: tuple[str, ...] = SUFFIXES,
     find_files: Callable[[Path], list[Path]] | None = None,
-) -> Iterator[Row]:
-    """The rows of a file, of all files of a folder, or of a data set of the hub, which are objects.
+) -> list[T]:
+    """What `make` makes of the rows of a file, of all files of a folder, or of a hub's data set.
 
-    subset, split: of a data set of the hub. Without a split it is the only one, or "test". columns:
-    those that every row must have, which are then all that is read of parquet; () is any.
-    find_files: those of a folder; left out, all that are in it and in its folders. CheckpointError
-    if there are no rows.
+    Rows are objects; a CheckpointError of `make` gets the place of its row. subset, split: of a
+    data set of the hub. Without a split it is the only one, or "test". limit: rows after it are not
+    read. columns: those that every row must have, which are then all that is read of parquet; () is
+    any. find_files: those of a folder; left out, all that are in it and in its folders.
+    CheckpointError if there are no rows.
     """
     path = Path(data)
     if not path.exists():
@@ -49,26 +53,25 @@ def read_rows(
         raise ConfigError(f"--subset and --split are for data sets of the hub, {data} is a path")
     else:
         files = [path]
-        if path.is_dir():
-            files = find_files(path) if find_files else _all_files(path, suffixes)
+        if path.is_dir() and find_files is not None:
+            files = find_files(path)
+        elif path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
+            if not files:
+                raise CheckpointError(f"expected {', '.join(suffixes)} files in {path}, got none")
         rows = chain.from_iterable(_read_file(file, columns, suffixes) for file in files)
-    is_empty = True
-    for row in rows:
-        is_empty = False
-        if not isinstance(row.content, Mapping) or not all(c in row.content for c in columns):
-            got = list(row.content) if isinstance(row.content, Mapping) else brief(row.content)
-            expected = ", ".join(columns) or "an object"
-            raise CheckpointError(f"{row.where}: expected {expected}, got {got}")
-        yield row
-    if is_empty:
+
+    def checked(row: Row) -> T:
+        is_object = isinstance(row.content, Mapping)
+        if is_object and all(name in row.content for name in columns):
+            return make(row)
+        got = list(row.content) if is_object else brief(row.content)
+        raise CheckpointError(f"expected {', '.join(columns) or 'an object'}, got {got}")
+
+    found = list(made_of(islice(rows, limit), checked))
+    if not found:
         raise CheckpointError(f"expected questions in {data}, got none")
-
-
-def _all_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix in suffixes)
-    if not files:
-        raise CheckpointError(f"expected {', '.join(suffixes)} files in {folder}, got none")
-    return files
+    return found
 
 
 def _read_file(path: Path, columns: tuple[str, ...], suffixes: tuple[str, ...]) -> Iterator[Row]:
@@ -150,10 +153,14 @@ def load_chart_questions(
     """
     if data == GENERATED:
         return generate(num_questions)
-    rows = read_rows(
-        data, columns=CHART_COLUMNS, suffixes=CHART_SUFFIXES, find_files=_files_of_test_split
+    return read_questions(
+        _chart_question,
+        data,
+        limit=num_questions,
+        columns=CHART_COLUMNS,
+        suffixes=CHART_SUFFIXES,
+        find_files=_files_of_test_split,
     )
-    return [_chart_question(row) for row in islice(rows, num_questions)]
 
 
 def _files_of_test_split(folder: Path) -> list[Path]:
@@ -182,27 +189,9 @@ def _files_of_test_split(folder: Path) -> list[Path]:
 
 
 def _chart_question(row: Row) -> ChartQuestion:
-    label = row.content["label"]
-    answers = (label,) if isinstance(label, str) else tuple(label or ())
-    try:
-        image = _image(row.content["image"], row.folder or Path())
-        return ChartQuestion(image, row.content["query"], answers)
-    except CheckpointError as error:
-        raise CheckpointError(f"{row.where}: {error}") from None
+    from PIL.Image import Image
 
-
-def _image(value: Any, folder: Path) -> Any:
-    """A pillow image out of one, its bytes, the `datasets` form of them, or a path."""
-    from PIL import Image
-
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, Image.Image):
-        return value
-    if not isinstance(value, bytes | str):
-        raise CheckpointError(f"expected an image or the path of one, got {brief(value)}")
-    try:
-        source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
-        return Image.open(source).convert("RGB")
-    except (OSError, Image.DecompressionBombError) as error:
-        raise CheckpointError(f"expected an image: {error}") from None
+    image, query, label = (row.content[name] for name in CHART_COLUMNS)
+    if not isinstance(image, Image):
+        image = read_image(image, row.folder)
+    return ChartQuestion(image, query, (label,) if isinstance(label, str) else tuple(label or ()))

@@ -19,7 +19,7 @@ from typing import Any
 from octavo.brief import brief
 from octavo.errors import CheckpointError
 from octavo.measure.evaluate.answering import Message
-from octavo.measure.evaluate.question_files import read_rows
+from octavo.measure.evaluate.question_files import read_questions
 from octavo.measure.evaluate.requests import GENERATED
 
 NUM_GENERATED = 24
@@ -87,12 +87,7 @@ def _load(
     make: Callable[[Mapping[str, Any]], Question],
 ) -> list[Question]:
     """The questions of a path or a data set of the hub; numbers are names if some are missing."""
-    found = []
-    for row in read_rows(data, subset, split):
-        try:
-            found.append(make(row.content))
-        except CheckpointError as error:
-            raise CheckpointError(f"{row.where}: {error}") from None
+    found = read_questions(lambda row: make(row.content), data, subset, split)
     names = [question.name for question in found]
     if all(names) and len(set(names)) == len(names):
         return found
@@ -149,12 +144,11 @@ def _listed(row: Mapping[str, Any]) -> Question:
         raise CheckpointError(f"expected texts in choices, got {brief(options)}")
     if not 2 <= len(options) <= len(ascii_uppercase):
         raise CheckpointError(f"expected 2 to {len(ascii_uppercase)} options, got {len(options)}")
-    if isinstance(answer, str) and len(answer.strip()) == 1 and answer.strip().isalpha():
-        place = ascii_uppercase.find(answer.strip().upper())
-    elif isinstance(answer, int) and not isinstance(answer, bool):
-        place = answer
-    else:
-        place = int(answer) if isinstance(answer, str) and answer.isdecimal() else -1
+    said = str(answer).strip()
+    if len(said) == 1 and said.isalpha():
+        place = ascii_uppercase.find(said.upper())
+    else:  # True is no number here, and neither is 1.5
+        place = int(said) if said.isdecimal() else -1
     if not 0 <= place < len(options):
         raise CheckpointError(
             f"expected an answer that is one of {len(options)} choices, got {brief(answer)}"
@@ -211,7 +205,12 @@ def _problem(kind: int, draw: random.Random) -> tuple[str, str]:
 def _math_question(cells: Mapping[str, Any]) -> Question:
     row = {str(name).strip().lower().replace(" ", "_"): value for name, value in cells.items()}
     text = next((row[name] for name in TEXTS if row.get(name)), None)
-    answer = _answer(row)
+    answer, solution = row.get("answer"), row.get("solution")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        # Of AIME, as some copies have it: 73.0 is 73.
+        answer = str(int(answer) if float(answer).is_integer() else answer)
+    elif not isinstance(answer, str) or not answer.strip():
+        answer = last_boxed(solution) if isinstance(solution, str) else None
     if not isinstance(text, str) or answer is None:
         raise CheckpointError(
             "expected problem or question, and answer or a solution with a \\boxed one, "
@@ -219,17 +218,6 @@ def _math_question(cells: Mapping[str, Any]) -> Question:
         )
     name = next((row[name] for name in NAMES if row.get(name) is not None), "")
     return Question(str(name), text.strip(), answer.strip())
-
-
-def _answer(row: Mapping[str, Any]) -> str | None:
-    found = row.get("answer")
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        # Of AIME, as some copies have it: 73.0 is 73.
-        return str(int(found)) if float(found).is_integer() else str(found)
-    if isinstance(found, str) and found.strip():
-        return found
-    solution = row.get("solution")
-    return last_boxed(solution) if isinstance(solution, str) else None
 
 
 _COMMAND = r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|mathsf)\s*\{[ \t$(*]*"
