@@ -58,9 +58,9 @@ def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
 
 CHARTQA = Kind(
     ops=("chartqa",),
-    needs=("model", "recipe", "relaxed_accuracy_percent", "num_questions"),
-    by=("model", "data", "num_questions"),
-    rows=("recipe",),
+    needs="model recipe relaxed_accuracy_percent num_questions",
+    by="model data num_questions",
+    rows="recipe",
     title="Questions about charts: {model}, {data}, {machine}",
     text=_chart_text,
     headline=recovers("chart questions"),
@@ -77,15 +77,8 @@ CHARTQA = Kind(
     ),
     sheets=_chart_sheets,
     caption="Charts, by recipe",
-    columns=(
-        "recipe",
-        "relaxed_accuracy_percent",
-        "exact_match_percent",
-        "recovery_percent",
-        "difference_points",
-        "difference_low_points",
-        "difference_high_points",
-    ),
+    columns="recipe relaxed_accuracy_percent exact_match_percent recovery_percent "
+    "difference_points difference_low_points difference_high_points",
 )
 
 
@@ -155,9 +148,9 @@ def _prompts_in(command: str) -> list[str]:
 
 IMAGES = Kind(
     ops=("images",),
-    needs=("model", "row"),
-    by=("model", "dtype", "prompts_sha256", "num_pictures", "num_inference_steps", "seed"),
-    rows=("row",),
+    needs="model row",
+    by="model dtype prompts_sha256 num_pictures num_inference_steps seed",
+    rows="row",
     title="Images: {model}, {num_pictures} prompts, {machine}",
     text=_image_text,
     headline=best_row(
@@ -168,15 +161,6 @@ IMAGES = Kind(
     figures=lambda rows: _PSNR_DOTS(_scored(rows)),
     sheets=_image_sheets,
     caption="Images, by row",
-    columns=(
-        "row",
-        "psnr_db",
-        "worst_psnr_db",
-        "ssim",
-        "worst_ssim",
-        "lpips",
-        "worst_lpips",
-        "clip_score",
-        "worst_clip_score",
-    ),
+    columns="row psnr_db worst_psnr_db ssim worst_ssim lpips worst_lpips clip_score "
+    "worst_clip_score",
 )

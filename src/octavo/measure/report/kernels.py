@@ -87,8 +87,8 @@ def kernel_kinds(roofs: Sequence[Roof] = ()) -> list[Kind]:
     return [
         Kind(
             ops=ops,
-            needs=("shape", "operands", "median_ms"),
-            by=(),
+            needs="shape operands median_ms",
+            by="",
             title=f"{title}: {{machine}}",
             text=text,
             headline=_headline,

@@ -36,8 +36,7 @@ from octavo.measure.report.tables import (
 )
 
 # Records of one section have these in common: the model, the engine and the batch.
-ENGINE = ("model", "dtype", "layers", "compile", "cuda_graphs")
-SAME = (*ENGINE, "page_size", "max_num_batched_tokens", "batch_size", "output_len")
+ENGINE = "model dtype layers compile cuda_graphs"
 _MARK_WIDTH = 26  # characters of a line of its words: half of a narrow page
 _NUM_DRAWN = 60  # points of a fitted curve
 _FAR = 1.5  # a break-even beyond so many of the longest input is told in words only
@@ -214,15 +213,9 @@ def _text(records: Rows) -> str:
 
 LATENCY = Kind(
     ops=("latency",),
-    needs=(
-        "model",
-        "row",
-        "input_len",
-        "output_len",
-        "batch_size",
-        *(f"{which}_{of}_ms" for of in ("itl", "ttft") for which in ("median", "p10", "p90")),
-    ),
-    by=SAME,
+    needs="model row input_len output_len batch_size median_itl_ms p10_itl_ms p90_itl_ms "
+    "median_ttft_ms p10_ttft_ms p90_ttft_ms",
+    by=f"{ENGINE} page_size max_num_batched_tokens batch_size output_len",
     rows=lambda records: records,
     title=lambda rows: f"Latency over the input length: {_model(rows)}, {machine_name(rows[0])}",
     text=_text,

@@ -71,7 +71,7 @@ def _choices(records: Rows) -> Rows:
 
 QUANTIZATION = Kind(
     ops=("quantize_error",),
-    needs=("layer", "tensor", "format", "granularity", "sqnr_db"),
+    needs="layer tensor format granularity sqnr_db",
     rows=_choices,
     title="Queries, keys and values in 8 bits: {model}, {machine}",
     text="Signal to quantization noise in dB, the mean over the captured layers; 6 dB more means "
@@ -95,15 +95,15 @@ def _errors_by_layer(what: str) -> Callable[[Rows], list[Table]]:
 
 ATTENTION = Kind(
     ops=("attention_error",),
-    needs=("layer", "recipe", "relative_rms"),
-    rows=("layer", "recipe"),
+    needs="layer recipe relative_rms",
+    rows="layer recipe",
     title="Attention in FP8, layer by layer: {model}, {machine}",
     text="Relative error of causal attention against float64, layer by layer: q, k, v and P in FP8 "
     "with two-level accumulation, beside BF16.",
     figures=plot(
         lines,
-        "layer (number)",
-        _RELATIVE_ERROR,
+        x_title="layer (number)",
+        y_title=_RELATIVE_ERROR,
         caption="Relative RMS error of each layer, against float64; lower is better",
         x="layer",
         y="relative_rms",
@@ -125,8 +125,8 @@ def _decoding_text(rows: Rows) -> str:
 
 DECODING = Kind(
     ops=("decode_error",),
-    needs=("layer", "recipe", "relative_rms", "bytes_per_token"),
-    rows=("layer", "recipe"),
+    needs="layer recipe relative_rms bytes_per_token",
+    rows="layer recipe",
     title="Decoding over an FP8 KV cache: {model}, {machine}",
     text=_decoding_text,
     tables=_errors_by_layer("Decoding over pages"),
@@ -150,8 +150,8 @@ def _needles_headline(rows: Rows) -> str:
 
 ACCUMULATION = Kind(
     ops=("accumulation_error",),
-    needs=("length", "accumulation", "relative_rms", "is_found"),
-    by=(),
+    needs="length accumulation relative_rms is_found",
+    by="",
     rows=_needles,
     title="Why accumulation has two levels: {machine}",
     text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for bit "
@@ -160,8 +160,8 @@ ACCUMULATION = Kind(
     headline=_needles_headline,
     figures=plot(
         lines,
-        "keys (number)",
-        _RELATIVE_ERROR,
+        x_title="keys (number)",
+        y_title=_RELATIVE_ERROR,
         caption="Relative error against float64, by number of keys; lower is better",
         x="length",
         y="relative_rms",
@@ -179,15 +179,14 @@ ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION)
 def _calibration_figures(rows: Rows) -> Iterable[Figure]:
     short = _with_short_names(rows)
     for value, (_, caption, title) in _STATISTICS.items():
-        drawn = plot(bars, "layer", title, caption=caption, x="layer", y=value, series="tensor")
-        yield from drawn(short)
+        yield bars(short, caption=caption, x="layer", y=value, series="tensor", y_title=title)
 
 
 CALIBRATION = Kind(
     ops=("calibrate",),
-    needs=("layer", "tensor", "amax", "headroom", "sqnr_db"),
-    by=("command",),
-    rows=("layer", "tensor"),
+    needs="layer tensor amax headroom sqnr_db",
+    by="command",
+    rows="layer tensor",
     title="Static scales, layer by layer",
     text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate, as observers "
     "that clip intend. SQNR is that of e4m3 with the saved scales, margin included, on the values "
@@ -197,9 +196,9 @@ CALIBRATION = Kind(
 )
 PIPELINE = Kind(
     ops=("calibrate_pipeline",),
-    needs=("group", "tensor", "amax", "headroom"),
-    by=("command",),
-    rows=("layer", "tensor"),
+    needs="group tensor amax headroom",
+    by="command",
+    rows="layer tensor",
     title="Static scales of a pipeline, by kind of layer",
     text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate.",
     tables=lambda rows: [pipeline_table(rows)],
@@ -289,8 +288,8 @@ def _sensitivity_figures(rows: Rows) -> Iterable[Figure]:
 
 SENSITIVITY = Kind(
     ops=("sensitivity", "sensitivity_of_all"),
-    needs=("layer", "error"),
-    by=("model", "by"),
+    needs="layer error",
+    by="model by",
     rows=_sensitive,
     title="Sensitivity of layers: {model}, by {by}, {machine}",
     text=_sensitivity_text,

@@ -6,8 +6,8 @@ Names and titles are escaped here: plotly reads tags such as <a href> in its tex
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape, unescape
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -47,15 +47,23 @@ class Point:
 
 
 def bars(
-    records: Sequence[Measurement], *, caption: str, x: str, y: str, series: str = "impl"
+    records: Sequence[Measurement],
+    *,
+    caption: str,
+    x: str,
+    y: str,
+    series: str = "impl",
+    x_title: str = "",
+    y_title: str = "",
 ) -> Figure:
     """Groups of bars: one group per value of `x`, one colour per value of `series`."""
     style = {"texttemplate": "%{y:.3g}", "textposition": "outside", "cliponaxis": False}
     traces: list[Trace] = []
     for name, some in _series(records, x, y, series).items():
-        x_y = {"x": [_text(at) for at, _ in some], "y": [value for _, value in some]}
-        traces.append({"type": "bar", "name": name, **x_y, **style})
-    layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
+        at_x = [wrapped(format_column([at])[0]) for at, _ in some]
+        y_values = [value for _, value in some]
+        traces.append({"type": "bar", "name": name, "x": at_x, "y": y_values, **style})
+    layout = axes(x_title or label(x), y_title or label(y)) | {"showlegend": len(traces) > 1}
     layout["xaxis"]["type"], layout["yaxis"]["type"] = "category", "linear"
     values = [value for trace in traces for value in trace["y"] if value is not None]
     if values and min(values) >= 0 < max(values):
@@ -71,6 +79,8 @@ def lines(
     x: str,
     y: str,
     series: str = "impl",
+    x_title: str = "",
+    y_title: str = "",
     log_x: bool = False,
     log_y: bool = False,
 ) -> Figure:
@@ -82,7 +92,7 @@ def lines(
         some.sort(key=lambda point: point[0])
         trace = markers(name, number, [at for at, _ in some], [value for _, value in some])
         traces.append(trace | {"mode": "lines+markers"})
-    layout = axes(label(x), label(y)) | {"showlegend": len(traces) > 1}
+    layout = axes(x_title or label(x), y_title or label(y)) | {"showlegend": len(traces) > 1}
     for axis, is_log in (("xaxis", log_x), ("yaxis", log_y)):
         layout[axis]["type"] = "log" if is_log else "linear"
     measured = sorted({at for trace in traces for at in trace["x"]})
@@ -191,14 +201,6 @@ def log_ticks(values: Sequence[float]) -> dict[str, Any]:
     return {"tickvals": ticks, "ticktext": list(map(_short, ticks))}
 
 
-def titled(figure: Figure, x_title: str, y_title: str) -> Figure:
-    """The figure with other titles of its axes, and names folded so that they fit beside others."""
-    layout = dict(figure.layout)
-    for axis, title in axes(x_title, y_title).items():
-        layout[axis] = {**layout.get(axis, {}), **title}
-    return replace(figure, layout=layout, data=tuple(map(_folded, figure.data)))
-
-
 def wrapped(name: str, width: int = NAME_WIDTH) -> str:
     """A name in lines for plotly, cut after a sign or a blank where there is one."""
     return "<br>".join(map(escape, _lines(name, width)))
@@ -214,14 +216,10 @@ def _series(
         if at is not None and isinstance(value, int | float):
             # What is not finite has no place on an axis; the table beside the plot shows it.
             point = at, value if math.isfinite(value) else None
-            found.setdefault(_text(record.get(series)), []).append(point)
+            found.setdefault(escape(format_column([record.get(series)])[0]), []).append(point)
     if not found:
         raise ConfigError(f"no record has both {x} and a number {y}")
     return found
-
-
-def _text(value: Any) -> str:
-    return escape(format_column([value])[0])
 
 
 def _short(number: float) -> str:
@@ -245,8 +243,3 @@ def _lines(name: str, width: int = NAME_WIDTH) -> list[str]:
 def _height(names: Mapping[str, Any] | Sequence[str]) -> int:
     """The height in rem that names below each other need."""
     return 8 + sum(1 + len(_lines(name)) for name in names)
-
-
-def _folded(trace: Trace) -> Trace:
-    # The names are escaped already.
-    return trace | {"x": [wrapped(unescape(x)) if isinstance(x, str) else x for x in trace["x"]]}

@@ -48,7 +48,7 @@ def _read(row: Measurement) -> str:
 
 PERPLEXITY = Kind(
     ops=("perplexity",),
-    needs=("model", "recipe", "perplexity", "context", "chunk"),
+    needs="model recipe perplexity context chunk",
     rows=_windows,
     title="Perplexity: {model}, {machine}",
     text="Real text in windows of the context's length; a chunk is how many tokens enter the cache "
@@ -64,26 +64,16 @@ PERPLEXITY = Kind(
         series=_read,
     ),
     caption="Perplexity, by recipe",
-    columns=(
-        "data",
-        "context",
-        "chunk",
-        "num_windows",
-        "recipe",
-        "perplexity",
-        "perplexity_standard_error",
-        "perplexity_ratio",
-        _RECOVERY,
-        _RECOVERY_ERROR,
-    ),
+    columns="data context chunk num_windows recipe perplexity perplexity_standard_error "
+    f"perplexity_ratio {_RECOVERY} {_RECOVERY_ERROR}",
 )
 
 
 MRCR = Kind(
     ops=("mrcr",),
-    needs=("model", "data", "recipe", "bucket", "num_needles", "score_percent"),
-    by=("model", "data", "num_needles"),
-    rows=("recipe", "bucket"),
+    needs="model data recipe bucket num_needles score_percent",
+    by="model data num_needles",
+    rows="recipe bucket",
     title="Long conversations (MRCR): {model}, {data}, {machine}",
     text="Conversations with {num_needles} needles that read alike, in buckets by tokens.",
     headline=lambda rows: recovery_headline(
@@ -99,15 +89,7 @@ MRCR = Kind(
         series=lambda row: str(row.case["recipe"]),
     ),
     caption="MRCR, by recipe",
-    columns=(
-        "recipe",
-        "bucket",
-        "num_questions",
-        _SCORE,
-        _SCORE_ERROR,
-        "auc_percent",
-        _RECOVERY,
-    ),
+    columns=f"recipe bucket num_questions {_SCORE} {_SCORE_ERROR} auc_percent {_RECOVERY}",
 )
 
 
@@ -154,19 +136,9 @@ _PASS_FIGURES = (
 )
 PASS_AT_1 = Kind(
     ops=("choice", "math"),
-    needs=("model", "data", "recipe", "score_percent", "num_questions", "repetitions"),
-    by=(
-        "op",
-        "model",
-        "data",
-        "subset",
-        "split",
-        "num_questions",
-        "repetitions",
-        "temperature",
-        "max_tokens",
-    ),
-    rows=("recipe",),
+    needs="model data recipe score_percent num_questions repetitions",
+    by="op model data subset split num_questions repetitions temperature max_tokens",
+    rows="recipe",
     title=_pass_title,
     text=lambda rows: (
         f"{_asked(rows)}. pass@1 is how often a question is answered rightly, as the mean over "
@@ -178,31 +150,20 @@ PASS_AT_1 = Kind(
     headline=lambda rows: recovery_headline(_PASS_WORDS[rows[0].op].lower(), rows),
     figures=lambda rows: [figure for figures in _PASS_FIGURES for figure in figures(rows)],
     caption=lambda rows: f"{_PASS_WORDS[rows[0].op]}, by recipe",
-    columns=(
-        "recipe",
-        _SCORE,
-        _SCORE_ERROR,
-        "repetition_standard_error_percent",
-        _RECOVERY,
-        _RECOVERY_ERROR,
-        "difference_percent",
-        "difference_standard_error_percent",
-        "num_answers",
-        "num_unparsed",
-        "num_cut",
-        "mean_answer_tokens",
-    ),
+    columns=f"recipe {_SCORE} {_SCORE_ERROR} repetition_standard_error_percent {_RECOVERY} "
+    f"{_RECOVERY_ERROR} difference_percent difference_standard_error_percent num_answers "
+    "num_unparsed num_cut mean_answer_tokens",
     heads={_SCORE: "pass@1 (%)"},
 )
 
 TEXTS = Kind(
     ops=("texts",),
-    needs=("model", "recipe", "prompt", "text"),
-    rows=("prompt", "recipe"),
+    needs="model recipe prompt text",
+    rows="prompt recipe",
     title="Texts: {model}, {machine}",
     text="The same prompts, answered with each recipe.",
     caption="Texts, by prompt and recipe",
-    columns=("prompt", "recipe", "text"),
+    columns="prompt recipe text",
 )
 
 
@@ -245,9 +206,9 @@ def _needle_headline(rows: Rows) -> str:
 
 NEEDLE = Kind(
     ops=("needle",),
-    needs=("model", "haystack", "recipe", "length", "depth", "repetitions", "found_percent"),
-    by=("model", "haystack", "repetitions"),
-    rows=("recipe", "length", "depth"),
+    needs="model haystack recipe length depth repetitions found_percent",
+    by="model haystack repetitions",
+    rows="recipe length depth",
     title="Needles in a haystack: {model}, {machine}",
     text="Every prompt has keys with values, and asks for the value of one of them, the needle. A "
     "cell is how many needles a row finds, by the tokens of the prompt and the needle's place in "

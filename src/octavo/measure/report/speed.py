@@ -14,7 +14,6 @@ from octavo.measure.report.plots import (
     guide_line,
     markers,
     name_bars,
-    titled,
     wrapped,
 )
 from octavo.measure.report.sections import Kind, Rows, best_row
@@ -30,9 +29,9 @@ def _step(
     title: str,
     what: str,
     size: Callable[[Measurement], str],
-    needs: tuple[str, ...] = (),
+    needs: str = "",
     x_title: str,
-    columns: tuple[str, ...],
+    columns: str,
 ) -> Kind:
     """Whole models that run one step, at several sizes: speed-ups, and medians as a table."""
 
@@ -60,12 +59,19 @@ def _step(
             speedups = {str(row.case["recipe"]): row.values["speedup"] for row in compared}
             yield name_bars(speedups, caption=caption, value_title="speed-up (×)")
         else:
-            figure = bars(compared, caption=caption, x="size", y="speedup", series="recipe")
-            yield titled(figure, x_title, "speed-up (×)")
+            yield bars(
+                compared,
+                caption=caption,
+                x="size",
+                y="speedup",
+                series="recipe",
+                x_title=x_title,
+                y_title="speed-up (×)",
+            )
 
     return Kind(
         ops=(op,),
-        needs=("model", "recipe", "median_ms", *needs),
+        needs=f"model recipe median_ms {needs}",
         rows=rows,
         title=f"{title}: {{model}}, {{machine}}",
         text=f"{what}. A row is the fastest of the ways to run it that were measured (CUDA graphs "
@@ -95,9 +101,9 @@ ENCODER = _step(
     title="Vision encoder",
     what="The whole vision tower, by resolution and number of images",
     size=lambda r: f"{r.case['images']} × {r.case['resolution']}",
-    needs=("images", "resolution"),
+    needs="images resolution",
     x_title="images",
-    columns=("size", "recipe", "impl", "median_ms", "speedup", "tower_relative_rms"),
+    columns="size recipe impl median_ms speedup tower_relative_rms",
 )
 DIFFUSION = _step(
     "diffusion_step",
@@ -105,25 +111,17 @@ DIFFUSION = _step(
     what="One step of the transformer, by the size of its inputs",
     size=_diffusion_size,
     x_title="inputs",
-    columns=(
-        "size",
-        "recipe",
-        "attention",
-        "median_ms",
-        "speedup",
-        "relative_rms",
-        "weight_bytes_ratio",
-        "peak_bytes_ratio",
-    ),
+    columns="size recipe attention median_ms speedup relative_rms weight_bytes_ratio "
+    "peak_bytes_ratio",
 )
 GENERATE = _step(
     "generate",
     title="One token in transformers",
     what="One decoding step with an octavo cache, by batch and context",
     size=lambda r: f"{r.case['batch']} × {tokens_text(int(r.case['context']))}",
-    needs=("batch", "context"),
+    needs="batch context",
     x_title="batch × context (tokens)",
-    columns=("size", "recipe", "median_ms", "speedup", "cache_ratio", "relative_rms"),
+    columns="size recipe median_ms speedup cache_ratio relative_rms",
 )
 
 
@@ -141,19 +139,10 @@ def _throughput_text(rows: Rows) -> str:
 
 THROUGHPUT = Kind(
     ops=("throughput",),
-    needs=("model", "row", "output_throughput"),
-    by=(
-        *ENGINE,
-        "data",
-        "num_prompts",
-        "input_len",
-        "output_len",
-        "range_ratio",
-        "max_concurrency",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-    ),
-    rows=("row",),
+    needs="model row output_throughput",
+    by=f"{ENGINE} data num_prompts input_len output_len range_ratio max_concurrency max_num_seqs "
+    "max_num_batched_tokens",
+    rows="row",
     title="Throughput: {model}, {machine}",
     text=_throughput_text,
     headline=best_row(
@@ -169,37 +158,19 @@ THROUGHPUT = Kind(
         )
     ],
     caption="Throughput, by row",
-    columns=(
-        "row",
-        "output_throughput",
-        "total_token_throughput",
-        "output_throughput_gain",
-        "median_ttft_ms",
-        "median_tpot_ms",
-        "relative_rms",
-    ),
+    columns="row output_throughput total_token_throughput output_throughput_gain median_ttft_ms "
+    "median_tpot_ms relative_rms",
 )
 SERVE = Kind(
     ops=("serve",),
-    needs=("model", "output_throughput"),
+    needs="model output_throughput",
     title="Serving: {model}, {machine}",
     text="Requests over HTTP to a server, as its users send them: at a rate, or with a number of "
     "them at once.",
     caption="Served requests, by run",
-    columns=(
-        "server_options",
-        "request_rate",
-        "max_concurrency",
-        "num_prompts",
-        "request_throughput",
-        "output_throughput",
-        "request_goodput",
-        "median_ttft_ms",
-        "p99_ttft_ms",
-        "median_tpot_ms",
-        "median_itl_ms",
-        "p99_itl_ms",
-    ),
+    columns="server_options request_rate max_concurrency num_prompts request_throughput "
+    "output_throughput request_goodput median_ttft_ms p99_ttft_ms median_tpot_ms "
+    "median_itl_ms p99_itl_ms",
 )
 
 
@@ -242,8 +213,8 @@ def _advice_figures(rows: Rows) -> Iterable[Figure]:
 # Records that compare advice with what was measured.
 COMPARED_ADVICE = Kind(
     ops=("advise",),
-    needs=("model", "what", "row", "measured_speedup"),
-    by=(),
+    needs="model what row measured_speedup",
+    by="",
     rows=lambda records: records,
     title="Advice: predicted against measured, {machine}",
     text="What octavo advise says of a model before anything of it was measured here, beside what "
@@ -251,15 +222,7 @@ COMPARED_ADVICE = Kind(
     headline=_advice_headline,
     figures=_advice_figures,
     caption="Speed-ups over BF16, predicted without the model's own records, and measured",
-    columns=(
-        "model",
-        "what",
-        "row",
-        "predicted_speedup",
-        "measured_speedup",
-        "error_percent",
-        "note",
-    ),
+    columns="model what row predicted_speedup measured_speedup error_percent note",
 )
 
 
@@ -313,9 +276,9 @@ def _advised_tables(rows: Rows) -> list[Table]:
 
 ADVICE = Kind(
     ops=("advice",),
-    needs=("model", "gpu", "context", "what", "recipe", "reasons"),
-    by=("model", "gpu", "context", "concurrency"),
-    rows=("what",),
+    needs="model gpu context what recipe reasons",
+    by="model gpu context concurrency",
+    rows="what",
     title=lambda rows: f"Advice: {_advised(rows)}",
     text=_advised_text,
     headline=_advised_headline,
