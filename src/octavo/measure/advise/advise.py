@@ -13,19 +13,18 @@ from octavo.measure.advise.advice import (
     Advice,
     Expectation,
     MemoryRow,
-    Part,
     decoder_warnings,
     record_warnings,
     step_warnings,
     tower_warnings,
 )
-from octavo.measure.advise.cost import Cost, DecoderPlan
+from octavo.measure.advise.cost import DecoderPlan
 from octavo.measure.advise.gpus import Gpu
 from octavo.measure.advise.memory import cache_memory
 from octavo.measure.advise.predict import STEP_RECIPES, Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.records import Measurement
-from octavo.recipe import KvCacheSettings, Recipe
+from octavo.recipe import KvCacheSettings
 
 if TYPE_CHECKING:
     from octavo.integrations.transformers.model_work import DecoderWork
@@ -41,29 +40,27 @@ BASELINE = DecoderPlan(prefill_impl="fastest")
 _Choice = TypeVar("_Choice")
 
 
-def choose_decoder(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_decoder(advice: Advice, predictor: Predictor) -> None:
     """The plan that serves the workload fastest, and quantizes no more than that takes."""
-    asked = _Decoder(predictor, model, workload)
+    asked, model, load = _Decoder(advice, predictor), advice.model, advice.workload
     plans = [BASELINE, *asked.candidates()]
-    times = {plan: predictor.requests(model, plan, workload).ms for plan in plans}
+    times = {plan: predictor.requests(model, plan, load).ms for plan in plans}
     with_cache = {plan: ms for plan, ms in times.items() if plan.is_kv_fp8}
     chosen = _least_changed(times)
-    reasons = asked.kv_reasons(plans, chosen)
-    has_room = asked.num_fitting(DecoderPlan()) >= workload.concurrency
+    advice.reasons += asked.kv_reasons(plans, chosen)
+    has_room = asked.num_fitting(DecoderPlan()) >= load.concurrency
     if not has_room and not chosen.is_kv_fp8 and with_cache:
         chosen = _least_changed(with_cache)
-        reasons.append(
-            f"{workload.concurrency} sequences of {workload.context:,} tokens do not fit in BF16 "
-            f"on {predictor.gpu.name}: an FP8 cache makes room for twice as many."
+        advice.reasons.append(
+            f"{load.concurrency} sequences of {load.context:,} tokens do not fit in BF16 on "
+            f"{advice.gpu.name}: an FP8 cache makes room for twice as many."
         )
-    warnings = decoder_warnings(predictor, model, workload, plans, chosen)
-    return Part(
-        asked.fields(chosen),
-        tuple(asked.expectations(chosen)),
-        tuple(asked.memory(chosen)),
-        (*reasons, *asked.linear_reasons(chosen)),
-        (*asked.room_warnings(chosen), *warnings),
-    )
+    advice.reasons += asked.linear_reasons(chosen)
+    advice.fields |= asked.fields(chosen)
+    advice.expectations += asked.expectations(chosen)
+    advice.memory += asked.memory(chosen)
+    advice.warnings += asked.room_warnings(chosen)
+    advice.warnings += decoder_warnings(advice, predictor, plans, chosen)
 
 
 def _least_changed(times: Mapping[_Choice, float]) -> _Choice:
@@ -76,9 +73,16 @@ def _least_changed(times: Mapping[_Choice, float]) -> _Choice:
 class _Decoder:
     """A language model under a workload: what plans take there, and what speaks for them."""
 
+    advice: Advice
     predictor: Predictor
-    model: ModelShape
-    workload: Workload
+
+    @property
+    def model(self) -> ModelShape:
+        return self.advice.model
+
+    @property
+    def workload(self) -> Workload:
+        return self.advice.workload
 
     @property
     def work(self) -> "DecoderWork":
@@ -121,14 +125,13 @@ class _Decoder:
         """Times of a token, a prompt and the whole workload."""
         load, plans, predictor = self.workload, (BASELINE, chosen), self.predictor
         at = f"{load.concurrency} × {load.context:,} tokens"
-        yield expectation(
-            f"a token (ITL), {at}", *(predictor.token(self.model, plan, load) for plan in plans)
-        )
+        tokens = (predictor.token(self.model, plan, load) for plan in plans)
+        yield Expectation(f"a token (ITL), {at}", *tokens)
         prompts = (predictor.prefill(self.model, plan, load.context) for plan in plans)
-        yield expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
-        before, after = (predictor.requests(self.model, plan, load).ms for plan in plans)
+        yield Expectation(f"a prompt (TTFT), {load.context:,} tokens", *prompts)
+        requests = (predictor.requests(self.model, plan, load) for plan in plans)
         what = f"{load.concurrency} × ({load.context:,} + {load.output_len:,}) tokens"
-        yield Expectation(f"all of {what}", before, after, {}, {})
+        yield Expectation(f"all of {what}", *requests, has_parts=False)
 
     def cache_bytes(self, plan: DecoderPlan) -> int:
         """Of one sequence."""
@@ -219,41 +222,30 @@ def _has_plain_linear(model: ModelShape) -> bool:
     return model.quantized in (None, "mxfp4")
 
 
-def expectation(what: str, before: Cost, after: Cost) -> Expectation:
-    """Two costs as one row."""
-    sources = tuple(sorted({*before.based_on, *after.based_on}))
-    if before.is_host_bound or after.is_host_bound:  # the host's time is not made of these parts
-        note = "launches on the host take longer than the GPU: FP8 does not help"
-        return Expectation(what, before.ms, after.ms, {}, {}, sources, note)
-    parts = [{name: ms * one.factor for name, ms in one.parts.items()} for one in (before, after)]
-    return Expectation(what, before.ms, after.ms, parts[0], parts[1], sources)
-
-
-def choose_other(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_other(advice: Advice, predictor: Predictor) -> None:
     """Linear layers alone, of a language model whose times octavo cannot compute."""
-    assert model.other is not None
-    work = model.other
-    has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(model)
+    assert (work := advice.model.other) is not None
+    has_linear = work.fp8_weight_bytes < work.weight_bytes and _has_plain_linear(advice.model)
     is_fp8 = has_linear and predictor.gpu.has_fp8
-    after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
-    reasons = [f"Times are not predicted, and the cache stays as it is: {work.uncached}."]
-    if is_fp8:
-        reasons.append("Linear layers in FP8 take half of their memory, which tokens read.")
-    elif has_linear:
-        reasons.append(_without_fp8(predictor))
-    return Part(
-        {"linear": "fp8"} if is_fp8 else {},
-        memory=(MemoryRow("weights", work.weight_bytes, after),),
-        reasons=tuple(reasons),
+    advice.reasons.append(
+        f"Times are not predicted, and the cache stays as it is: {work.uncached}."
     )
+    if is_fp8:
+        advice.fields["linear"] = "fp8"
+        advice.reasons.append("Linear layers in FP8 take half of their memory, which tokens read.")
+    elif has_linear:
+        advice.reasons.append(_without_fp8(predictor))
+    after = work.fp8_weight_bytes if is_fp8 else work.weight_bytes
+    advice.memory.append(MemoryRow("weights", work.weight_bytes, after))
 
 
 def _without_fp8(predictor: Predictor) -> str:
     return f"{predictor.gpu.name} has no FP8 (compute capability 8.9 or newer has)."
 
 
-def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_tower(advice: Advice, predictor: Predictor) -> None:
     """Attention of a vision tower in FP8, or in BF16 by octavo's fused path."""
+    model, workload = advice.model, advice.workload
     assert model.tower is not None
     case: dict[str, Any] = {"size": workload.image_size, "num_images": workload.num_images}
     names = ["bf16", "fused-bf16"]
@@ -274,50 +266,43 @@ def choose_tower(predictor: Predictor, model: ModelShape, workload: Workload) ->
         why = f"FP8 itself makes the tower {gain:.2f} times as fast as that path in BF16."
     elif "dynamic" not in times:
         why = f"octavo has no FP8 attention for {predictor.gpu.name}."
-    reasons = (
+    advice.reasons += (
         f"Attention is {found['bf16'].percent('attention')} of the vision tower's time in BF16; "
         "octavo's path splits, rotates and casts q, k and v in one pass.",
         why,
     )
     host_ms = model.tower.depth * predictor.host_ms_per_layer
-    return Part(
-        {"vision_attention": "fp8" if is_fp8 else "bf16"},
-        (expectation(what, found["bf16"], found[chosen]),),
-        reasons=reasons,
-        warnings=tuple(tower_warnings(is_fp8, times, host_ms)),
-    )
+    advice.fields["vision_attention"] = "fp8" if is_fp8 else "bf16"
+    advice.expectations.append(Expectation(what, found["bf16"], found[chosen]))
+    advice.warnings += tower_warnings(is_fp8, times, host_ms)
 
 
-def choose_step(predictor: Predictor, model: ModelShape, workload: Workload) -> Part:
+def choose_step(advice: Advice, predictor: Predictor) -> None:
     """Linear layers and attention of a diffusion transformer."""
-    assert model.step is not None
+    assert (work := advice.model.step) is not None
     names = list(STEP_RECIPES) if predictor.gpu.has_fp8 else ["bf16"]
-    found = {name: predictor.step(model, name) for name in names}
+    found = {name: predictor.step(advice.model, name) for name in names}
     chosen = _least_changed({name: one.ms for name, one in found.items()})
     is_linear, is_fp8 = STEP_RECIPES[chosen]
     fields = {name: "fp8" for name, on in (("linear", is_linear), ("attention", is_fp8)) if on}
     linear, attention = map(found["bf16"].percent, ("linear layers", "attention"))
-    reasons = [
-        f"Of a step in BF16, linear layers are {linear} and attention {attention} "
-        f"({model.step.about})."
-    ]
+    advice.reasons.append(
+        f"Of a step in BF16, linear layers are {linear} and attention {attention} ({work.about})."
+    )
     if is_linear:
-        kept = Counter(why.partition(":")[0] for why in model.step.kept.values())
-        reasons.append(
+        kept = Counter(why.partition(":")[0] for why in work.kept.values())
+        advice.reasons.append(
             "Linear layers that stay in BF16 without being asked: "
             + ", ".join(kept)
             + " (docs/reference/diffusion.md says why)."
         )
     if not predictor.gpu.has_fp8:
-        reasons.append(_without_fp8(predictor))
-    after = model.step.fp8_weight_bytes if is_linear else model.step.weight_bytes
-    return Part(
-        fields,
-        (expectation("a step, compiled", found["bf16"], found[chosen]),),
-        (MemoryRow("weights of the transformer", model.step.weight_bytes, after),),
-        tuple(reasons),
-        tuple(step_warnings(model, fields)),
-    )
+        advice.reasons.append(_without_fp8(predictor))
+    after = work.fp8_weight_bytes if is_linear else work.weight_bytes
+    advice.fields |= fields
+    advice.expectations.append(Expectation("a step, compiled", found["bf16"], found[chosen]))
+    advice.memory.append(MemoryRow("weights of the transformer", work.weight_bytes, after))
+    advice.warnings += step_warnings(work, fields)
 
 
 def advise(
@@ -341,18 +326,10 @@ def advise(
         (model.step, choose_step),
         (model.other, choose_other),
     )
-    parts = [choose(predictor, model, workload) for has, choose in choices if has is not None]
-    fields = {name: value for part in parts for name, value in part.fields.items()}
-    warnings = [text for text in (model.note, gpu.caution) if text is not None]
-    warnings += [text for part in parts for text in part.warnings]
-    return Advice(
-        model,
-        gpu,
-        workload,
-        served,
-        Recipe(**fields),
-        expectations=tuple(one for part in parts for one in part.expectations),
-        memory=tuple(row for part in parts for row in part.memory),
-        reasons=tuple(text for part in parts for text in part.reasons),
-        warnings=(*warnings, *record_warnings(predictor, model, fields)),
-    )
+    advice = Advice(model, gpu, workload, served)
+    advice.warnings += [text for text in (model.note, gpu.caution) if text is not None]
+    for has, choose in choices:
+        if has is not None:
+            choose(advice, predictor)
+    advice.warnings += record_warnings(advice, predictor)
+    return advice

@@ -52,6 +52,11 @@ class Cost:
         """The time that is expected."""
         return self.total_ms * self.factor
 
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """The parts of that time; none of a host's, which is not made of them."""
+        return {name: ms * self.factor for name, ms in self.parts.items() if not self.is_host_bound}
+
     def percent(self, part: str) -> str:
         """A part's share, as a whole number."""
         return f"{100 * self.parts[part] / self.total_ms:.0f} %"

@@ -121,7 +121,7 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
     records = []
     for one in advice.expectations:
         case = {**about, "what": one.what, **({"note": one.note} if one.note else {})}
-        values = {"before_ms": one.before_ms, "after_ms": one.after_ms}
+        values = {"before_ms": one.before.ms, "after_ms": one.after.ms}
         values |= {} if one.speedup is None else {"speedup": one.speedup}
         records.append(record(case=case, values=values))
     for row in advice.memory:
