@@ -34,7 +34,7 @@ class Expectation:
     what: str
     before: Cost
     after: Cost
-    has_parts: bool = True
+    has_parts: bool = field(default=True, kw_only=True)
 
     @property
     def note(self) -> str:

@@ -230,7 +230,7 @@ def tower_cost(
     )
 
 
-def step_cost(model: "StepWork", speeds: Speeds, *, is_linear_fp8: bool, is_fp8: bool) -> Cost:
+def step_cost(model: "StepWork", speeds: Speeds, is_linear_fp8: bool, is_fp8: bool) -> Cost:
     """One step of a diffusion transformer, compiled; is_fp8: its attention."""
     linear_ms = rest_ms = attention_ms = 0.0
     for (inputs, outputs, rows, is_reached), count in _alike(model.linear).items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.measure.advise.advice import Advice, how_to_run, recipe_text
+from octavo.measure.advise.advice import Advice, Expectation, how_to_run, recipe_text
 from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu, all_gpus
 from octavo.measure.advise.predict import (
@@ -28,6 +28,7 @@ from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.speed import COMPARED_OPS
+from octavo.measure.report.tables import grouped
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from octavo.kernels.device import Device
     from octavo.measure.bench.benchmark import Objection
 
-OP = "advise"
 HOST_BOUND = "bound by launches on the host: not predicted"
 
 
@@ -86,7 +86,7 @@ def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Compared]:
 
 def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> list[Measurement]:
     """The same as records, for a report."""
-    record = partial(Measurement, op=OP, impl="predicted", machine=machine, command=command)
+    record = partial(Measurement, op="advise", impl="predicted", machine=machine, command=command)
     records = []
     for one in compared:
         case = {"model": one.model, "what": one.what, "row": one.row}
@@ -121,9 +121,9 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
     records = []
     for one in advice.expectations:
         case = {**about, "what": one.what, **({"note": one.note} if one.note else {})}
-        values = {"before_ms": one.before.ms, "after_ms": one.after.ms}
-        values |= {} if one.speedup is None else {"speedup": one.speedup}
-        records.append(record(case=case, values=values))
+        values = {"before_ms": one.before.ms, "after_ms": one.after.ms, "speedup": one.speedup}
+        known = {name: value for name, value in values.items() if value is not None}
+        records.append(record(case=case, values=known))
     for row in advice.memory:
         unit = "bytes" if row.is_bytes else "count"
         values = {f"before_{unit}": row.before, f"after_{unit}": row.after}
@@ -140,15 +140,10 @@ def _model(row: Measurement) -> ModelShape:
 
 def _compared(row: Measurement, value: str, what: str, before: Cost, after: Cost) -> Compared:
     """A value of a record beside the ratio of two costs."""
-    is_bound = before.is_host_bound or after.is_host_bound
-    return Compared(
-        str(row.case["model"]),
-        what,
-        str(row.case.get("row", row.case.get("recipe"))),
-        row.values[value],
-        None if is_bound else before.ms / after.ms,
-        HOST_BOUND if is_bound else "",
-    )
+    name, predicted = row.case.get("row", row.case.get("recipe")), Expectation(what, before, after)
+    note = HOST_BOUND if predicted.note else ""
+    model, measured = str(row.case["model"]), row.values[value]
+    return Compared(model, what, str(name), measured, predicted.speedup, note)
 
 
 def _with_plans(
@@ -192,12 +187,8 @@ def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> It
 
 def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
     """Each recipe by its fastest way to run, graphs or none; names: what else tells cases apart."""
-    best: dict[tuple[Scalar, ...], Measurement] = {}
-    for row in rows:
-        key = (row.case["recipe"], *(row.case.get(name, "all") for name in names))
-        if key not in best or row.values["speedup"] > best[key].values["speedup"]:
-            best[key] = row
-    return list(best.values())
+    kinds = grouped(rows, "recipe", *names).values()
+    return [max(kind, key=lambda row: row.values["speedup"]) for kind in kinds]
 
 
 def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
@@ -254,14 +245,14 @@ def decoder_rows(model: ModelShape) -> list[str]:
 def check_measurable(model: ModelShape, gpu: Gpu, workload: Workload, device: "Device") -> None:
     """Raise unless this machine has the GPU that was asked about."""
     rows = "" if model.decoder is None else ", ".join(decoder_rows(model))
-    at = f"{workload.concurrency} × {workload.context:,} ({rows})"
-    benchmarks = {
-        f"the engine's latency at {at}": model.decoder,
-        "the vision tower in BF16 and FP8": model.tower,
-        "a step of the diffusion transformer in BF16 and FP8": model.step,
-    }
-    what = "; ".join(words for words, part in benchmarks.items() if part is not None)
     if device.capability is None:
+        at = f"{workload.concurrency} × {workload.context:,} ({rows})"
+        benchmarks = {
+            f"the engine's latency at {at}": model.decoder,
+            "the vision tower in BF16 and FP8": model.tower,
+            "a step of the diffusion transformer in BF16 and FP8": model.step,
+        }
+        what = "; ".join(words for words, part in benchmarks.items() if part is not None)
         raise UnsupportedError(
             f"--measure needs a CUDA GPU, got none here: cannot measure {what}. Leave --measure "
             f"out, or run this on {gpu.name}"

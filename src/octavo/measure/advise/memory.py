@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from octavo.calibration.observers import CalibrationSettings, Histogram
+from octavo.calibration.observers import CalibrationSettings
 from octavo.errors import ConfigError
 from octavo.integrations.apply import apply_, restore_
 from octavo.integrations.transformers.cache_layers import CachedModel, CacheLayer
@@ -56,10 +56,9 @@ def cache_memory(
     }
     per_token = rings = token_scales = static_scales = sequence = 0
     for layer in layers:
-        is_fp8 = settings is not None and layer.name not in skipped
-        has_token_scales = is_fp8 and settings is not None and settings.granularity == "token"
-        scale_bytes = 2 * layer.num_kv_heads * SCALE_BYTES if has_token_scales else 0
-        value_bytes = 1 if is_fp8 else BF16_BYTES
+        per = None if settings is None or layer.name in skipped else settings.granularity
+        scale_bytes = 2 * layer.num_kv_heads * SCALE_BYTES if per == "token" else 0
+        value_bytes = BF16_BYTES if per is None else 1
         token_bytes = 2 * layer.num_kv_heads * layer.head_dim * value_bytes + scale_bytes
         num_stored = layer.num_stored(context)
         sequence += num_stored * token_bytes
@@ -68,9 +67,8 @@ def cache_memory(
             per_token += token_bytes
         else:
             rings += num_stored * token_bytes
-        if is_fp8 and settings is not None and settings.granularity != "token":
-            is_head = settings.granularity == "head"
-            static_scales += 2 * SCALE_BYTES * (layer.num_kv_heads if is_head else 1)
+        if per in ("tensor", "head"):
+            static_scales += 2 * SCALE_BYTES * (layer.num_kv_heads if per == "head" else 1)
     return CacheMemory(per_token, rings, token_scales, static_scales, sequence)
 
 
@@ -135,7 +133,7 @@ def _gib(num_bytes: int) -> str:
 LOW_SQNR_DB = 25.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerCheck:
     """One layer's keys and values at scale 1.0; the largest ones are of the model as it is.
 
@@ -149,16 +147,16 @@ class LayerCheck:
     keys_saturated: int
     values_saturated: int
     num_nonfinite: int
-    key_sqnr_db: float | None
-    value_sqnr_db: float | None
+    key_sqnr_db: float | None = None
+    value_sqnr_db: float | None = None
 
     @property
     def verdict(self) -> str:
         """Whether a value saturates or is none, or values are so small that few bits are left."""
         if self.keys_saturated + self.values_saturated + self.num_nonfinite > 0:
             return "breaks"
-        known = (db for db in (self.key_sqnr_db, self.value_sqnr_db) if db is not None)
-        return "coarse" if any(db < LOW_SQNR_DB for db in known) else "fine"
+        both = (self.key_sqnr_db, self.value_sqnr_db)
+        return "coarse" if any(db is not None and db < LOW_SQNR_DB for db in both) else "fine"
 
 
 @dataclass(frozen=True)
@@ -197,27 +195,14 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
     indices = {layer.name: layer.index or 0 for layer in as_patterns_see(model)}
     layers = []
     for name, observer in seen.items():
-        key, value = observer.parts["k"], observer.parts["v"]
-        keys_saturated, values_saturated = saturated[name]
-        layers.append(
-            LayerCheck(
-                name=name,
-                index=indices[name],
-                key_amax=float(key.amax.max()),
-                value_amax=float(value.amax.max()),
-                keys_saturated=keys_saturated,
-                values_saturated=values_saturated,
-                num_nonfinite=int(key.num_nonfinite + value.num_nonfinite),
-                key_sqnr_db=_sqnr_db(key, format),
-                value_sqnr_db=_sqnr_db(value, format),
-            )
-        )
+        parts = [observer.parts["k"], observer.parts["v"]]
+        amaxes = [float(part.amax.max()) for part in parts]
+        num_nonfinite = sum(int(part.num_nonfinite) for part in parts)
+        sqnr = [part.sqnr_db(torch.ones_like(part.amax)) for part in parts if format == "e4m3"]
+        counts = (*saturated[name], num_nonfinite)
+        layers.append(LayerCheck(indices[name], name, *amaxes, *counts, *sqnr))
     num_tokens = sum(len(window) for window in windows)
     return KvCheck(text_model.name, num_tokens, format, tuple(layers))
-
-
-def _sqnr_db(part: Histogram, format: str) -> float | None:
-    return part.sqnr_db(torch.ones_like(part.amax)) if format == "e4m3" else None
 
 
 def check_table(check: KvCheck) -> Table:

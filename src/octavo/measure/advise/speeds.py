@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.measure.advise.gpus import REFERENCE, Gpu, find_gpu
 from octavo.measure.records import Measurement
@@ -59,11 +58,8 @@ class Speeds:
     def __init__(self, records: Sequence[Measurement], gpu: Gpu) -> None:
         is_own = any(row.op == "scaled_mm" and row.machine.gpu == gpu.name for row in records)
         self.gpu, self.source = gpu, gpu if is_own else find_gpu(REFERENCE)
-        self._rows = [
-            row
-            for row in records
-            if row.machine.gpu == self.source.name and "model" not in row.case
-        ]
+        of_source = [row for row in records if row.machine.gpu == self.source.name]
+        self._rows = [row for row in of_source if "model" not in row.case]
         self.has_records = bool(self._rows)
         self.is_borrowed = self.has_records and self.source.name != gpu.name
         self._found: dict[object, Speed] = {}
@@ -113,7 +109,7 @@ class Speeds:
             return self.selected("attention", operands, head_dim)
         if impl != "fastest":
             return impl
-        names = {row.impl for row in self._of("attention") if row.case.get("operands") == operands}
+        names = {row.impl for row in self._of("attention", operands=operands)}
         able = sorted(names & WITH_SINKS if has_sinks else names) or ["none"]
         return min(able, key=lambda name: self.attention_ms(operands, flops, head_dim, name))
 
@@ -121,13 +117,8 @@ class Speeds:
         """Of one implementation; one-level accumulation is not what octavo would be beside."""
         key = ("attention", operands, impl, head_dim)
         if key not in self._found:
-            rows = [
-                row
-                for row in self._of("attention")
-                if row.impl == impl
-                and row.case.get("operands") == operands
-                and "levels" not in row.case
-            ]
+            rows = self._of("attention", impl, operands=operands)
+            rows = [row for row in rows if "levels" not in row.case]
             found = self._fit(rows, f"attention {operands}", "flops", head_dim)
             # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
             # slower, and a whole model is a load.
@@ -189,8 +180,10 @@ class Speeds:
                 self._selected[row.op, row.operands, head_dim] = impl
         return self._selected[op, operands, head_dim]
 
-    def _of(self, op: str) -> list[Measurement]:
-        return [row for row in self._rows if row.op == op]
+    def _of(self, op: str, impl: str | None = None, **case: str) -> list[Measurement]:
+        """The records of an op and an implementation, with these values in their cases."""
+        rows = [row for row in self._rows if row.op == op and impl in (None, row.impl)]
+        return [row for row in rows if case.items() <= row.case.items()]
 
     def _speed(
         self,
@@ -200,26 +193,11 @@ class Speeds:
         is_wanted: Callable[[Measurement], bool] = lambda row: True,
         **case: str,
     ) -> Speed:
-        """That of records of an op and an implementation, with these values in their cases."""
+        """That of the wanted ones of these records (`_of`)."""
         if kind not in self._found:
-            rows = [
-                row
-                for row in self._of(op)
-                if row.impl == impl and case.items() <= row.case.items() and is_wanted(row)
-            ]
+            rows = list(filter(is_wanted, self._of(op, impl, **case)))
             self._found[kind] = self._fit(rows, kind, "flops" if "flops" in kind else "bytes")
         return self._found[kind]
-
-    def _times(
-        self, rows: Sequence[Measurement], kind: str, unit: str
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Milliseconds that were measured, and those that the work takes at the ceiling."""
-        ceilings = self.source.ceilings
-        ceiling = 1e9 * ceilings.gb_per_s
-        if unit == "flops":
-            ceiling = 1e12 * ceilings.tflops("FP8" if "FP8" in kind else "BF16")
-        ms = np.array([row.values["median_ms"] for row in rows])
-        return ms, np.array([1e3 * row.values[unit] / ceiling for row in rows])
 
     def _fit(
         self, rows: Sequence[Measurement], kind: str, unit: str, head_dim: int | None = None
@@ -231,7 +209,11 @@ class Speeds:
         """
         if not rows:
             return Speed(*STATED[kind])
-        ms, work_ms = self._times(rows, kind, unit)
+        ceilings = self.source.ceilings
+        tflops = ceilings.tflops("FP8" if "FP8" in kind else "BF16")
+        ceiling = 1e12 * tflops if unit == "flops" else 1e9 * ceilings.gb_per_s
+        ms = np.array([row.values["median_ms"] for row in rows])
+        work_ms = np.array([1e3 * row.values[unit] / ceiling for row in rows])  # at the ceiling
         sizes = np.array([_head_dim(row) if head_dim else 0 for row in rows])
         columns = sorted(set(sizes.tolist()))
         nearest = min(columns, key=lambda size: abs(math.log((size or 1) / (head_dim or 1))))

@@ -19,7 +19,7 @@ from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
 from octavo.extras import need
 from octavo.measure.records import Machine, Measurement, utc_now
-from octavo.measure.report.sections import Link, Section
+from octavo.measure.report.sections import Section
 from octavo.measure.report.tables import to_markdown
 from octavo.version import __version__
 
@@ -77,7 +77,9 @@ def image_url(name: str, file: Path) -> str:
     if media_type is None:
         raise ConfigError(f"expected an image, one of {', '.join(_TYPES)}")
     folder = file.resolve().parent
-    root = _project(folder)
+    above = (folder, *folder.parents)
+    is_project = {up: any((up / mark).exists() for mark in _PROJECT) for up in above}
+    root = next((up for up in above if is_project[up]), folder)
     place = (folder / path).resolve()  # where links lead to
     if not place.is_relative_to(root):
         raise ConfigError("expected an image in the folder of the records file or its project")
@@ -90,14 +92,6 @@ def image_url(name: str, file: Path) -> str:
     if not content.startswith(_STARTS[media_type]):
         raise ConfigError(f"expected the bytes of {media_type}")
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
-
-
-def _project(folder: Path) -> Path:
-    """The project that a folder is in; the folder itself if it is in none."""
-    for place in (folder, *folder.parents):
-        if any((place / mark).exists() for mark in _PROJECT):
-            return place
-    return folder
 
 
 def write_report(sections: Sequence[Section], path: str | os.PathLike[str], **about: Any) -> None:
@@ -182,16 +176,14 @@ def sections_markdown(sections: Sequence[Section], *, title: str, summary: str =
     parts = [f"# {title}", *([summary] if summary else [])]
     for section in sections:
         parts += [f"## {section.title}", *section.paragraphs]
-        if section.links:
-            parts.append("\n".join(map(_markdown_link, section.links)))
+        links = []
+        for link in section.links:  # to the anchors that headings have on GitHub
+            anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
+            text = link.text.replace("[", "(").replace("]", ")")
+            links.append(f"- [{text}](#{anchor})")
+        parts += ["\n".join(links)] if links else []
         parts += [f"Plot: {figure.caption}" for figure in section.figures]
         parts += [f"Image: {sheet.caption}" for sheet in section.sheets]
         for table in section.tables:
             parts += [f"**{table.caption}**", to_markdown(table)]
     return "\n\n".join(parts) + "\n"
-
-
-def _markdown_link(link: Link) -> str:
-    """A link in a list, to the anchor that a heading has on GitHub."""
-    anchor = re.sub(r"[^\w\- ]", "", link.to.lower()).replace(" ", "-")
-    return f"- [{link.text.replace('[', '(').replace(']', ')')}](#{anchor})"

@@ -4,13 +4,14 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, bars, lines, name_bars
-from octavo.measure.report.sections import Kind, Rows, dots, plot
+from octavo.measure.report.sections import Kind, Rows, dots
 from octavo.measure.report.tables import Cell, Table, grouped, newest, pivot
 
-_RELATIVE_ERROR = "relative RMS error (1 = the result)"
 _TENSORS = ("q", "k", "v")
 # Value of a record -> head of its three columns, caption and title of its plot.
 _STATISTICS = {
@@ -88,6 +89,10 @@ QUANTIZATION = Kind(
 )
 
 
+def _error_lines(rows: Rows, **about: Any) -> list[Figure]:
+    return [lines(rows, y="relative_rms", y_title="relative RMS error (1 = the result)", **about)]
+
+
 def _errors_by_layer(what: str) -> Callable[[Rows], list[Table]]:
     caption = f"{what}: relative RMS error against float64, by layer"
     return _table_of(caption, "recipe", "layer", "relative_rms")
@@ -100,14 +105,12 @@ ATTENTION = Kind(
     title="Attention in FP8, layer by layer: {model}, {machine}",
     text="Relative error of causal attention against float64, layer by layer: q, k, v and P in FP8 "
     "with two-level accumulation, beside BF16.",
-    figures=plot(
-        lines,
-        x_title="layer (number)",
-        y_title=_RELATIVE_ERROR,
-        caption="Relative RMS error of each layer, against float64; lower is better",
+    figures=partial(
+        _error_lines,
         x="layer",
-        y="relative_rms",
+        x_title="layer (number)",
         series="recipe",
+        caption="Relative RMS error of each layer, against float64; lower is better",
     ),
     tables=_errors_by_layer("Attention"),
 )
@@ -158,14 +161,12 @@ ACCUMULATION = Kind(
     "with an H200. A needle lies in the middle of a haystack whose values cancel: with one level "
     "the haystack's sum stands still, never cancels, and buries the needle.",
     headline=_needles_headline,
-    figures=plot(
-        lines,
-        x_title="keys (number)",
-        y_title=_RELATIVE_ERROR,
-        caption="Relative error against float64, by number of keys; lower is better",
+    figures=partial(
+        _error_lines,
         x="length",
-        y="relative_rms",
+        x_title="keys (number)",
         series="accumulation",
+        caption="Relative error against float64, by number of keys; lower is better",
         log_x=True,
         log_y=True,
     ),

@@ -134,11 +134,6 @@ def best_row(
     return headline
 
 
-def plot(draw: Callable[..., Figure], **about: str | bool) -> Figures:
-    """One plot of all rows; draw: a function of plots.py, which takes `about`."""
-    return lambda rows: [draw(rows, **about)]
-
-
 def dots(
     value: str,
     *,
