@@ -121,8 +121,8 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
     records = []
     for one in advice.expectations:
         case = {**about, "what": one.what, **({"note": one.note} if one.note else {})}
-        values = {"before_ms": one.before.ms, "after_ms": one.after.ms, "speedup": one.speedup}
-        known = {name: value for name, value in values.items() if value is not None}
+        times = {"before_ms": one.before.ms, "after_ms": one.after.ms, "speedup": one.speedup}
+        known = {name: value for name, value in times.items() if value is not None}
         records.append(record(case=case, values=known))
     for row in advice.memory:
         unit = "bytes" if row.is_bytes else "count"

@@ -6,6 +6,7 @@ do to keys and values.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,8 +200,8 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
         amaxes = [float(part.amax.max()) for part in parts]
         num_nonfinite = sum(int(part.num_nonfinite) for part in parts)
         sqnr = [part.sqnr_db(torch.ones_like(part.amax)) for part in parts if format == "e4m3"]
-        counts = (*saturated[name], num_nonfinite)
-        layers.append(LayerCheck(indices[name], name, *amaxes, *counts, *sqnr))
+        found: Any = (*amaxes, *saturated[name], num_nonfinite, *sqnr)
+        layers.append(LayerCheck(indices[name], name, *found))
     num_tokens = sum(len(window) for window in windows)
     return KvCheck(text_model.name, num_tokens, format, tuple(layers))
 

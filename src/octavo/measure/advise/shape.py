@@ -70,9 +70,6 @@ def _spellings(known: Sequence[str]) -> dict[str, str]:
     return found
 
 
-CONFIG_FILES = ("config.json", "model_index.json")
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """A model's parts, those that it has; name: what records call it.
@@ -133,8 +130,10 @@ def find_model(name: str) -> ModelShape:
     Names are those of `known_models`, on the hub (`HUB_NAMES`), and of families (`SHORT_NAMES`).
     Nothing is downloaded.
     """
-    if _has_config(Path(name)):
-        return _read_folder(Path(name))
+    path = Path(name)
+    files = [path, path / "config.json", path / "model_index.json", *path.glob("*.gguf")]
+    if any(file.is_file() for file in files):
+        return _read_folder(path)
     names = known_models()
     wanted = name.lower()
     known = {**_spellings(names), **SHORT_NAMES}.get(wanted)
@@ -143,8 +142,8 @@ def find_model(name: str) -> ModelShape:
         others = [n for n in names if n.startswith(f"{wanted}-") and n != known]
         note = f"{name} is taken as {known}; octavo also knows {', '.join(others)}."
         return replace(named_model(known), note=note if others and wanted in SHORT_NAMES else None)
-    if Path(name).exists():
-        return _read_folder(Path(name))
+    if path.exists():
+        return _read_folder(path)
     near = near_names(name, names)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     if not _diffusion_names():
@@ -153,11 +152,6 @@ def find_model(name: str) -> ModelShape:
         f"expected a model's folder or GGUF file, or a name of {', '.join(names)}; "
         f"got {name!r}.{hint}"
     )
-
-
-def _has_config(path: Path) -> bool:
-    files = (path / file for file in CONFIG_FILES)
-    return path.is_file() or any(file.is_file() for file in files) or any(path.glob("*.gguf"))
 
 
 def named_model(name: str) -> ModelShape:

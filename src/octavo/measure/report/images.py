@@ -5,13 +5,13 @@ Images are those that records have as data URLs (`with_images`).
 
 import shlex
 from collections.abc import Iterable
+from itertools import pairwise
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.html import IMAGE, IMAGE_PROBLEM, is_image_url
 from octavo.measure.report.quality import recovers
 from octavo.measure.report.sections import Kind, Rows, Sheet, best_row, dots
 
-_PSNR = ("psnr_db", "worst_psnr_db")
 _MAX_PROMPTS = 12  # that a caption names
 
 
@@ -83,7 +83,7 @@ CHARTQA = Kind(
 
 
 def _scored(rows: Rows) -> Rows:
-    return [row for row in rows if all(name in row.values for name in _PSNR)]
+    return [row for row in rows if {"psnr_db", "worst_psnr_db"} <= row.values.keys()]
 
 
 def _image_text(rows: Rows) -> str:
@@ -143,7 +143,7 @@ def _prompts_in(command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError:  # of a command that somebody wrote by hand
         return []
-    return [text for flag, text in zip(words, words[1:], strict=False) if flag == "--prompt"]
+    return [text for flag, text in pairwise(words) if flag == "--prompt"]
 
 
 IMAGES = Kind(

@@ -120,15 +120,12 @@ def _sizes(records: Sequence[Measurement]) -> list[_Size]:
     """The sizes with their variants; BF16 has none, and is of all variants of its size."""
     found: dict[tuple[str, str], _Size] = {}
     for record in sorted(records, key=lambda record: _kind(record) in _BF16):
-        kind, name, variant = _kind(record), _size_name(record), _variant(record)
-        same = []
-        if kind in _BF16:
-            variant = ""
-            same = [size for size in found.values() if size.name == name]
+        kind, name = _kind(record), _size_name(record)
+        is_bf16 = kind in _BF16
+        variant = "" if is_bf16 else _variant(record)
+        same = [size for size in found.values() if is_bf16 and size.name == name]
         for size in same or [found.setdefault((name, variant), _Size(name, variant))]:
-            best = size.fastest.setdefault(kind, record)
-            if _ms(record) < _ms(best):
-                size.fastest[kind] = record
+            size.fastest[kind] = min(size.fastest.get(kind, record), record, key=_ms)
     return list(found.values())
 
 
@@ -138,10 +135,9 @@ def _kind(record: Measurement) -> str:
 
 
 def _size_name(record: Measurement) -> str:
-    shape, *others = ((name, record.case.get(name)) for name in _SIZES)
-    words = [str(shape[1])]
-    for name, value in others:
-        if value is not None and value is not False:
+    words = [str(record.case["shape"])]
+    for name in _SIZES[1:]:
+        if (value := record.case.get(name)) not in (None, False):
             plain = "under load" if name == "load_s" else f"{name} {value}"
             words.append(name if value is True else plain)
     return ", ".join(words)
@@ -153,12 +149,8 @@ def _variant(record: Measurement) -> str:
 
 def _who(record: Measurement) -> str:
     """The implementation, and in what it differs from others."""
-    known = {*_SIZES, *_VARIANTS, "operands"}
-    notes = [
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in record.case.items()
-        if name not in known
-    ]
+    others = record.case.keys() - {*_SIZES, *_VARIANTS, "operands"}
+    notes = [f"{n.replace('_', ' ')} {x}" for n, x in record.case.items() if n in others]
     operands = str(record.case["operands"])
     notes += [operands] if operands not in ("FP8", "BF16") else []
     return f"{record.impl} ({', '.join(notes)})" if notes else record.impl

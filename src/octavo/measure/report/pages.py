@@ -141,11 +141,11 @@ def _sources(records: Sequence[Measurement]) -> Section:
 def _not_shown(hidden: Counter[tuple[str, str, str]], notes: Sequence[str]) -> Section:
     """Records that no section shows, by op, impl and reason. notes: what else is missing."""
     reasons = list(dict.fromkeys(why for *_, why in hidden))
-    rows = [(op, impl, number, why) for (op, impl, why), number in hidden.items()]
+    counts = sorted(hidden.items(), key=lambda item: reasons.index(item[0][2]))
     table = Table(
         caption="Records that are not shown",
         header=("op", "impl", "records", "why"),
-        rows=tuple(sorted(rows, key=lambda row: reasons.index(row[3]))),
+        rows=tuple((op, impl, number, why) for (op, impl, why), number in counts),
     )
     intro = "What was read and has no place above; octavo report --csv writes all of it."
     return Section(

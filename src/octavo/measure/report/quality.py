@@ -176,18 +176,20 @@ def needle_table(records: Rows) -> Table:
     rows: list[tuple[Cell, ...]] = []
     base = 0.0
     for name, own in by_name.items():
-        by_length = [[r for r in own if r.case["length"] == length] for length in lengths]
-        shares = [_mean_found(some) if some else None for some in by_length]
-        whole = _mean_found(own)
+        found = {
+            n: [r.values["found_percent"] for r in own if r.case["length"] == n] for n in lengths
+        }
+        shares = [statistics.fmean(some) if some else None for some in found.values()]
+        whole = statistics.fmean(record.values["found_percent"] for record in own)
         recovered = 100 * whole / base if base else None
         base = base if rows else whole  # the first row is what the others are compared with
         rows.append((name, *shares, whole, _standard_error(own), recovered))
-    return Table(
-        caption=f"needles found (%): {first['model']}, {first['haystack']}, depths: {depths}, "
-        f"repetitions: {first['repetitions']}",
-        header=("recipe", *map(tokens_text, lengths), "all", "± s.e.", "recovery (%)"),
-        rows=tuple(rows),
+    caption = (
+        f"needles found (%): {first['model']}, {first['haystack']}, depths: {depths}, "
+        f"repetitions: {first['repetitions']}"
     )
+    header = ("recipe", *map(tokens_text, lengths), "all", "± s.e.", "recovery (%)")
+    return Table(caption=caption, header=header, rows=tuple(rows))
 
 
 def needle_figures(records: Rows) -> tuple[Figure, ...]:
@@ -254,10 +256,6 @@ def _heat_map(name: str, records: Rows) -> Figure:
 
 def _by_recipe(records: Rows) -> dict[str, list[Measurement]]:
     return {str(recipe): own for (_, recipe), own in grouped(records, "recipe").items()}
-
-
-def _mean_found(records: Rows) -> float:
-    return statistics.fmean(record.values["found_percent"] for record in records)
 
 
 def _standard_error(records: Rows) -> float | None:

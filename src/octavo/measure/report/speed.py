@@ -17,7 +17,7 @@ from octavo.measure.report.plots import (
     wrapped,
 )
 from octavo.measure.report.sections import Kind, Rows, best_row
-from octavo.measure.report.tables import Cell, Table, machine_name, newest, tokens_text
+from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
 # Whose records advice can be compared with.
 COMPARED_OPS = ("latency", "throughput", "encoder", "diffusion_step")
@@ -36,16 +36,11 @@ def _step(
     """Whole models that run one step, at several sizes: speed-ups, and medians as a table."""
 
     def rows(records: Rows) -> Rows:
-        fastest: dict[str, dict[object, Measurement]] = {}
-        for record in newest(records):
-            of_size = fastest.setdefault(size(record), {})
-            best = of_size.setdefault(record.case["recipe"], record)
-            if record.values["median_ms"] < best.values["median_ms"]:
-                of_size[record.case["recipe"]] = record
+        sized = [replace(r, case={**r.case, "size": size(r)}) for r in newest(records)]
         return [
-            replace(record, case={**record.case, "size": name})
-            for name, of_size in fastest.items()
-            for record in of_size.values()
+            min(of_recipe, key=lambda row: row.values["median_ms"])
+            for of_size in grouped(sized, "size").values()
+            for of_recipe in grouped(of_size, "recipe").values()
         ]
 
     def figures(rows: Rows) -> Iterable[Figure]:
@@ -258,19 +253,17 @@ def _advised_headline(rows: Rows) -> str:
 
 
 def _advised_tables(rows: Rows) -> list[Table]:
+    header: tuple[str, ...] = ("what", "BF16", "recipe", "speed-up (×)")
     expected = Table(
-        caption="What to expect of the recipe",
-        header=("what", "BF16", "recipe", "speed-up (×)"),
-        rows=tuple(map(_expected, rows)),
+        caption="What to expect of the recipe", header=header, rows=tuple(map(_expected, rows))
     )
     text = str(rows[0].case["recipe"])
     try:
         settings = _flat(tomllib.loads(text)) or [("nothing is quantized", "")]
     except tomllib.TOMLDecodeError:  # of a record that somebody wrote by hand
         settings = [("recipe", text)]
-    recipe = Table(
-        caption="The recipe (recipe.toml)", header=("setting", "value"), rows=tuple(settings)
-    )
+    header = ("setting", "value")
+    recipe = Table(caption="The recipe (recipe.toml)", header=header, rows=tuple(settings))
     return [expected, recipe]
 
 
