@@ -6,7 +6,7 @@ fitted to whole models here (predict.py does that, with other models' records).
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -76,11 +76,6 @@ class DecoderPlan:
         is_skipped = self.skips_windows and layer.window is not None
         return "FP8" if self.is_kv_fp8 and not is_skipped else "BF16"
 
-    @property
-    def linear_operands(self) -> str:
-        """Those of linear layers that a recipe reaches."""
-        return "FP8" if self.is_linear_fp8 else "BF16"
-
     def __str__(self) -> str:
         names = ["fp8" if self.is_kv_fp8 else "auto"]
         names += ["linear"] * self.is_linear_fp8 + ["skip=sliding_window"] * self.skips_windows
@@ -88,9 +83,13 @@ class DecoderPlan:
 
 
 @lru_cache(maxsize=64)
-def _alike(linear: "tuple[LinearWork, ...]") -> "Mapping[tuple[int, int, int, bool], int]":
-    """How many layers have the same inputs, outputs, rows and reach: most do."""
-    return Counter((one.inputs, one.outputs, one.rows, one.is_reached) for one in linear)
+def _alike(
+    linear: "tuple[LinearWork, ...]", is_fp8: bool
+) -> Sequence[tuple[str, int, int, int, int]]:
+    """Operands, inputs, outputs and rows of layers, and how many are the same: most are."""
+    names = ("BF16", "FP8")
+    alike = Counter((names[is_fp8 and x.is_reached], x.inputs, x.outputs, x.rows) for x in linear)
+    return [(*one, count) for one, count in alike.items()]
 
 
 @lru_cache(maxsize=64)
@@ -121,8 +120,7 @@ def decode_cost(
 
     linear_ms = product_ms("BF16", model.head.inputs, model.head.outputs)
     linear = _joined(model.linear) if plan.is_linear_fp8 else model.linear
-    for (inputs, outputs, _, is_reached), count in _alike(linear).items():
-        operands = plan.linear_operands if is_reached else "BF16"
+    for operands, inputs, outputs, _, count in _alike(linear, plan.is_linear_fp8):
         linear_ms += count * product_ms(operands, inputs, outputs)
     kv_ms = 0.0
     for layer in model.layers:
@@ -150,8 +148,7 @@ def prefill_cost(
         if not size or not times:
             continue
         linear_ms = speeds.product_ms("BF16", 1, model.head.inputs, model.head.outputs)
-        for (inputs, outputs, _, is_reached), count in _alike(model.linear).items():
-            operands = plan.linear_operands if is_reached else "BF16"
+        for operands, inputs, outputs, _, count in _alike(model.linear, plan.is_linear_fp8):
             linear_ms += count * speeds.product_ms(operands, size, inputs, outputs)
         if (experts := model.experts) is not None:
             rows = size * experts.num_per_token
@@ -215,26 +212,19 @@ def tower_cost(
     )
     flops = 4.0 * model.num_heads * model.head_dim * num_images * patches**2
     operands = "FP8" if recipe in ("dynamic", "static") else "BF16"
-    attention_ms = speeds.encoder_ms(operands, flops, model.head_dim, recipe)
-    rest = model.other_bytes * total
-    if recipe == "bf16":
-        rest += model.attention_bytes * total
-    else:  # one pass over q, k and v splits and rotates them
-        rest += 2.0 * 3 * 2 * total * model.num_heads * model.head_dim
-    return Cost(
-        {
-            "linear layers": linear_ms,
-            "attention": model.depth * attention_ms,
-            "the rest": model.depth * speeds.copy_ms(rest),
-        }
-    )
+    attention_ms = model.depth * speeds.encoder_ms(operands, flops, model.head_dim, recipe)
+    # octavo's one pass over q, k and v splits and rotates them.
+    one_pass = 2.0 * 3 * 2 * model.num_heads * model.head_dim
+    attention_bytes = model.attention_bytes if recipe == "bf16" else one_pass
+    num_bytes = model.other_bytes * total + attention_bytes * total
+    rest_ms = model.depth * speeds.copy_ms(num_bytes)
+    return Cost({"linear layers": linear_ms, "attention": attention_ms, "the rest": rest_ms})
 
 
 def step_cost(model: "StepWork", speeds: Speeds, is_linear_fp8: bool, is_fp8: bool) -> Cost:
     """One step of a diffusion transformer, compiled; is_fp8: its attention."""
     linear_ms = rest_ms = attention_ms = 0.0
-    for (inputs, outputs, rows, is_reached), count in _alike(model.linear).items():
-        operands = "FP8" if is_linear_fp8 and is_reached else "BF16"
+    for operands, inputs, outputs, rows, count in _alike(model.linear, is_linear_fp8):
         linear_ms += count * speeds.product_ms(operands, rows, inputs, outputs)
         rest_ms += count * speeds.copy_ms(2.0 * rows * (inputs + outputs))
     for call in model.attention:

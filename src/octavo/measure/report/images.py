@@ -39,14 +39,6 @@ def _unseen(rows: Rows, name: str) -> list[str]:
     ]
 
 
-def _chart_text(rows: Rows) -> str:
-    return (
-        f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
-        "same word. A difference whose interval has 0 in it is none that these questions could "
-        f"show. {' '.join(_unseen(rows, 'recipe'))}"
-    )
-
-
 def _chart_sheets(rows: Rows) -> Iterable[Sheet]:
     """Charts of records with images as data URLs (`with_images`), each image once."""
     names = ", ".join(dict.fromkeys(str(row.case["recipe"]) for row in rows))
@@ -62,7 +54,11 @@ CHARTQA = Kind(
     by="model data num_questions",
     rows="recipe",
     title="Questions about charts: {model}, {data}, {machine}",
-    text=_chart_text,
+    text=lambda rows: (
+        f"{rows[0].get('num_questions')} questions. Relaxed accuracy: a number within 5 %, or the "
+        "same word. A difference whose interval has 0 in it is none that these questions could "
+        f"show. {' '.join(_unseen(rows, 'recipe'))}"
+    ),
     headline=recovers("chart questions"),
     figures=dots(
         "difference_points",

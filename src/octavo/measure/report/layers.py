@@ -116,14 +116,9 @@ ATTENTION = Kind(
 )
 
 
-def _decoding_text(rows: Rows) -> str:
-    means = average(rows, over="layer")
-    per_token = {str(r.get("recipe")): round(r.values["bytes_per_token"]) for r in means}
-    sizes = ", ".join(f"{recipe} {size}" for recipe, size in per_token.items())
-    return (
-        "The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the error "
-        f"is the storage's. Bytes per token and layer: {sizes}."
-    )
+def _bytes_per_token(rows: Rows) -> str:
+    means = {str(r.get("recipe")): r.values for r in average(rows, over="layer")}
+    return ", ".join(f"{name} {round(x['bytes_per_token'])}" for name, x in means.items())
 
 
 DECODING = Kind(
@@ -131,16 +126,12 @@ DECODING = Kind(
     needs="layer recipe relative_rms bytes_per_token",
     rows="layer recipe",
     title="Decoding over an FP8 KV cache: {model}, {machine}",
-    text=_decoding_text,
+    text=lambda rows: (
+        "The newest tokens attend to pages in FP8; q and P stay unquantized, so all of the error "
+        f"is the storage's. Bytes per token and layer: {_bytes_per_token(rows)}."
+    ),
     tables=_errors_by_layer("Decoding over pages"),
 )
-
-
-def _needles(records: Rows) -> Rows:
-    return [
-        _with_case(record, "needle", "found" if record.get("is_found") else "lost")
-        for record in newest(records, "length", "accumulation")
-    ]
 
 
 def _needles_headline(rows: Rows) -> str:
@@ -155,7 +146,10 @@ ACCUMULATION = Kind(
     ops=("accumulation_error",),
     needs="length accumulation relative_rms is_found",
     by="",
-    rows=_needles,
+    rows=lambda records: [
+        _with_case(record, "needle", "found" if record.get("is_found") else "lost")
+        for record in newest(records, "length", "accumulation")
+    ],
     title="Why accumulation has two levels: {machine}",
     text="Hopper's FP8 matrix instruction adds with 14 bits. This model of it agrees bit for bit "
     "with an H200. A needle lies in the middle of a haystack whose values cancel: with one level "
@@ -177,12 +171,6 @@ ACCUMULATION = Kind(
 ERRORS = (QUANTIZATION, ATTENTION, DECODING, ACCUMULATION)
 
 
-def _calibration_figures(rows: Rows) -> Iterable[Figure]:
-    short = _with_short_names(rows)
-    for value, (_, caption, title) in _STATISTICS.items():
-        yield bars(short, caption=caption, x="layer", y=value, series="tensor", y_title=title)
-
-
 CALIBRATION = Kind(
     ops=("calibrate",),
     needs="layer tensor amax headroom sqnr_db",
@@ -192,7 +180,11 @@ CALIBRATION = Kind(
     text="Headroom is 448 · scale / amax: below 1 the largest values seen saturate, as observers "
     "that clip intend. SQNR is that of e4m3 with the saved scales, margin included, on the values "
     "that were seen; 6 dB more means half the error.",
-    figures=_calibration_figures,
+    figures=lambda rows: [
+        bars(short, caption=caption, x="layer", y=value, series="tensor", y_title=title)
+        for short in [_with_short_names(rows)]
+        for value, (_, caption, title) in _STATISTICS.items()
+    ],
     tables=lambda rows: [calibration_table(rows)],
 )
 PIPELINE = Kind(
@@ -250,12 +242,6 @@ def pipeline_table(records: Rows) -> Table:
     )
 
 
-def _sensitive(records: Rows) -> Rows:
-    """The rows of single layers by their error, the largest first, and then those of all."""
-    found = newest(records, "op", "layer")
-    return sorted(found, key=lambda r: (r.op != "sensitivity", -r.values["error"]))
-
-
 def _alone(rows: Rows) -> Rows:
     return [row for row in rows if row.op == "sensitivity"]
 
@@ -266,14 +252,6 @@ def _sensitivity_text(rows: Rows) -> str:
     return (
         "Each row's layers alone in FP8, all others as they were: the relative error of the "
         f"transformer's result, over the steps. {' '.join(said)}"
-    )
-
-
-def _sensitivity_headline(rows: Rows) -> str:
-    return "".join(
-        f"{row.case['model']}: {row.case['layer']} alone in FP8 has the largest error, "
-        f"{100 * row.values['error']:.1f} %."
-        for row in _alone(rows)[:1]
     )
 
 
@@ -291,10 +269,17 @@ SENSITIVITY = Kind(
     ops=("sensitivity", "sensitivity_of_all"),
     needs="layer error",
     by="model by",
-    rows=_sensitive,
+    # Single layers by their error, the largest first, and then what all have together.
+    rows=lambda records: sorted(
+        newest(records, "op", "layer"), key=lambda r: (r.op != "sensitivity", -r.values["error"])
+    ),
     title="Sensitivity of layers: {model}, by {by}, {machine}",
     text=_sensitivity_text,
-    headline=_sensitivity_headline,
+    headline=lambda rows: "".join(
+        f"{row.case['model']}: {row.case['layer']} alone in FP8 has the largest error, "
+        f"{100 * row.values['error']:.1f} %."
+        for row in _alone(rows)[:1]
+    ),
     figures=_sensitivity_figures,
     tables=lambda rows: [sensitivity_table(rows)] if _alone(rows) else [],
 )

@@ -35,21 +35,14 @@ def recovers(what: str) -> Callable[[Rows], str]:
     return lambda rows: recovery_headline(what, rows)
 
 
-def _windows(records: Rows) -> Rows:
-    """The rows of each run over text, one run after the other."""
-    same = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
-    return [row for runs in grouped(records, *same).values() for row in newest(runs, "recipe")]
-
-
-def _read(row: Measurement) -> str:
-    context = f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once"
-    return f"{context}, against {row.baseline}"
-
-
+_SAME_WINDOWS = ("dtype", "data", "context", "chunk", "count", "num_windows", "command")
 PERPLEXITY = Kind(
     ops=("perplexity",),
     needs="model recipe perplexity context chunk",
-    rows=_windows,
+    # Those of each run over text, one run after the other.
+    rows=lambda records: [
+        row for run in grouped(records, *_SAME_WINDOWS).values() for row in newest(run, "recipe")
+    ],
     title="Perplexity: {model}, {machine}",
     text="Real text in windows of the context's length; a chunk is how many tokens enter the cache "
     "at once. A recipe is compared with the baseline on the same windows, so that its standard "
@@ -61,7 +54,10 @@ PERPLEXITY = Kind(
         "as the baseline. Bars are one standard error over the windows of text.",
         title="recovery (%)",
         reach=either_side(_RECOVERY_ERROR),
-        series=_read,
+        series=lambda row: (
+            f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once, against "
+            f"{row.baseline}"
+        ),
     ),
     caption="Perplexity, by recipe",
     columns="data context chunk num_windows recipe perplexity perplexity_standard_error "
@@ -109,12 +105,8 @@ def _pass_title(rows: Rows) -> str:
     return f"{about}, {_asked(rows)}, {machine_name(first)}"
 
 
-def _pass_recovery(rows: Rows) -> str:
-    first = next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
-    return (
-        f"Recovery of each recipe: its pass@1 in that of {first}, of the same questions; 100 % is "
-        "as good. Bars are one standard error."
-    )
+def _first(rows: Rows) -> str:
+    return next(row.baseline for row in rows if _RECOVERY in row.values) or "the first"
 
 
 _PASS_FIGURES = (
@@ -128,7 +120,10 @@ _PASS_FIGURES = (
     ),
     dots(
         _RECOVERY,
-        caption=_pass_recovery,
+        caption=lambda rows: (
+            f"Recovery of each recipe: its pass@1 in that of {_first(rows)}, of the same "
+            "questions; 100 % is as good. Bars are one standard error."
+        ),
         title="recovery (%)",
         reach=either_side(_RECOVERY_ERROR),
         series=lambda row: "recovery",

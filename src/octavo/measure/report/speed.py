@@ -244,12 +244,9 @@ def _advised_text(rows: Rows) -> str:
 
 
 def _advised_headline(rows: Rows) -> str:
-    faster = [
-        f"{row.case['what']} {row.values['speedup']:.2f} times as fast"
-        for row in rows
-        if "speedup" in row.values
-    ]
-    return f"Advice for {_advised(rows)}: {'; '.join(faster)}." if faster else ""
+    faster = [row for row in rows if "speedup" in row.values]
+    said = [f"{r.case['what']} {r.values['speedup']:.2f} times as fast" for r in faster]
+    return f"Advice for {_advised(rows)}: {'; '.join(said)}." if said else ""
 
 
 def _advised_tables(rows: Rows) -> list[Table]:
