@@ -102,16 +102,13 @@ def _compared(
         own = [record for record in records if record.machine.gpu == gpu.name]
         if not any(record.op in COMPARED_OPS for record in own):
             continue
-        machine = own[0].machine
         try:
             with err.status(f"comparing advice for {gpu.name}"):
-                from octavo.measure.advise.measured import as_records, compare_all
+                from octavo.measure.advise.measured import compare_all
 
-                rows = compare_all(records, gpu)
+                found += compare_all(records, gpu)
         except (ImportError, KeyError, OctavoError) as error:
             # Of some files only, by hand, or without transformers here: the page shows what it can.
             reason = f"a record has no {error}" if isinstance(error, KeyError) else str(error)
             notes.append(f"Advice for {gpu.name} is not compared: {reason}.")
-            continue
-        found += as_records(rows, machine, "octavo report")
     return found, notes

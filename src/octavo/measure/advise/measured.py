@@ -39,30 +39,12 @@ if TYPE_CHECKING:
 HOST_BOUND = "bound by launches on the host: not predicted"
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A speed-up over BF16; predicted is None where none can be said, and `note` says why."""
-
-    model: str
-    what: str
-    row: str
-    measured: float
-    predicted: float | None
-    note: str = ""
-
-    @property
-    def error_percent(self) -> float | None:
-        """How far the prediction is from what was measured."""
-        if self.predicted is None:
-            return None
-        return 100 * (self.predicted / self.measured - 1)
-
-
 def compare(
     records: Sequence[Measurement], gpu: Gpu, model: str, *, is_left_out: bool = True
-) -> list[Compared]:
-    """All speed-ups of a model in records of this GPU.
+) -> list[Measurement]:
+    """All speed-ups over BF16 of a model in records of this GPU, as records for a report.
 
+    Each has the prediction beside what was measured; a note says why one has none.
     is_left_out: predict without the model's own records.
     """
     predictor = Predictor(records, gpu, leave_out=[model] if is_left_out else [])
@@ -76,26 +58,12 @@ def compare(
     ]
 
 
-def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Compared]:
+def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Measurement]:
     """All speed-ups of all models that records of this GPU have, each without its own records."""
     rows = [row for row in records if row.op in COMPARED_OPS and row.machine.gpu == gpu.name]
     names = dict.fromkeys(str(row.case["model"]) for row in rows)
     known = [name for name in names if shape_of(name) is not None]
     return [one for name in known for one in compare(records, gpu, name)]
-
-
-def as_records(compared: Sequence[Compared], machine: Machine, command: str) -> list[Measurement]:
-    """The same as records, for a report."""
-    record = partial(Measurement, op="advise", impl="predicted", machine=machine, command=command)
-    records = []
-    for one in compared:
-        case = {"model": one.model, "what": one.what, "row": one.row}
-        case |= {"note": one.note} if one.note else {}
-        values = {"measured_speedup": one.measured}
-        if one.predicted is not None and one.error_percent is not None:
-            values |= {"predicted_speedup": one.predicted, "error_percent": one.error_percent}
-        records.append(record(case=case, values=values))
-    return records
 
 
 def advice_records(advice: Advice, command: str) -> list[Measurement]:
@@ -138,12 +106,23 @@ def _model(row: Measurement) -> ModelShape:
     return found
 
 
-def _compared(row: Measurement, value: str, what: str, before: Cost, after: Cost) -> Compared:
+def _compared(row: Measurement, value: str, what: str, before: Cost, after: Cost) -> Measurement:
     """A value of a record beside the ratio of two costs."""
-    name, predicted = row.case.get("row", row.case.get("recipe")), Expectation(what, before, after)
-    note = HOST_BOUND if predicted.note else ""
-    model, measured = str(row.case["model"]), row.values[value]
-    return Compared(model, what, str(name), measured, predicted.speedup, note)
+    name, speedup = row.case.get("row", row.case.get("recipe")), row.values[value]
+    case = {"model": str(row.case["model"]), "what": what, "row": str(name)}
+    values = {"measured_speedup": speedup}
+    if (predicted := Expectation(what, before, after).speedup) is None:
+        case["note"] = HOST_BOUND
+    else:
+        values |= {"predicted_speedup": predicted, "error_percent": 100 * (predicted / speedup - 1)}
+    return Measurement(
+        op="advise",
+        impl="predicted",
+        case=case,
+        values=values,
+        machine=row.machine,
+        command="octavo report",
+    )
 
 
 def _with_plans(
@@ -165,7 +144,7 @@ def _with_plans(
         yield row, (plan_of((same or named)[0]), plan_of(row))
 
 
-def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     for row, plans in _with_plans(rows, "itl_speedup"):
         model, load = _model(row), load_of(row)
         at = f"{load.context:,} tokens"
@@ -177,7 +156,7 @@ def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Itera
             yield _compared(row, "ttft_speedup", f"TTFT at {at}", *prompts)
 
 
-def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     for row, plans in _with_plans(rows, "output_throughput_gain"):
         load, number = load_of(row), int(row.case["num_prompts"])
         costs = (predictor.requests(_model(row), plan, load, number) for plan in plans)
@@ -191,7 +170,7 @@ def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
     return [max(kind, key=lambda row: row.values["speedup"]) for kind in kinds]
 
 
-def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     """Each recipe over the fastest stock tower."""
     quantized = [row for row in rows if row.case["recipe"] != "bf16" and "speedup" in row.values]
     for row in _fastest(quantized, "resolution", "images"):
@@ -205,7 +184,7 @@ def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Itera
         yield _compared(row, "speedup", what, *costs)
 
 
-def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Compared]:
+def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     """Each recipe over the fastest in BF16."""
     recipes = STEP_RECIPES.keys() - {"bf16"}
     compiled = [r for r in rows if r.case["recipe"] in recipes and r.case.get("compiled")]
