@@ -99,7 +99,7 @@ def _measure(
     height, width = workload.image_size
     taken = {"gpu": gpu.key, "prompt_len": workload.context, "image_size": f"{width}x{height}"}
     with err.status("measuring") as status:
-        measured = measure(
+        records, failures = measure(
             shape,
             workload,
             device.torch_device,
@@ -108,7 +108,7 @@ def _measure(
             on_progress=lambda what: status.update(f"measuring {what}"),
         )
     if output is not None:
-        store.append(output, measured.records)
-    for row, reason in measured.failures:
+        store.append(output, records)
+    for row, reason in failures:
         err.print(f"not measured: {row}: {reason}", soft_wrap=True)
-    return list(measured.records)
+    return records

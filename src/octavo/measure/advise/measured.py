@@ -5,7 +5,7 @@ what advice cannot know; advice takes a model's own records first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,14 +204,8 @@ MAX_BATCHED_TOKENS = 8192
 # Blocks of each kind that a diffusion transformer is measured with.
 NUM_BLOCKS = 2
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Records, and who could not take part: name and reason."""
-
-    records: tuple[Measurement, ...] = ()
-    failures: tuple[tuple[str, str], ...] = ()
+# Records, and who could not take part: name and reason.
+Measured = tuple[list[Measurement], list[tuple[str, str]]]
 
 
 def decoder_rows(model: ModelShape) -> list[str]:
@@ -266,10 +260,10 @@ def measure(
         if part is not None:
             on_progress(what)
             for measured, failed in run(model, workload, device, name, command):
-                # Under the name by which advice knows the model.
-                records += [replace(r, case={**r.case, "model": model.name}) for r in measured]
+                records += measured
                 failures += failed
-    return Measured(tuple(records), tuple(failures))
+    # Under the name by which advice knows the model.
+    return [replace(r, case={**r.case, "model": model.name}) for r in records], failures
 
 
 def measured_output_len(workload: Workload) -> int:
