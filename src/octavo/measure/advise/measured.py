@@ -11,19 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.measure.advise import predict
 from octavo.measure.advise.advice import Advice, Expectation, how_to_run, recipe_text
 from octavo.measure.advise.cost import Cost, DecoderPlan
 from octavo.measure.advise.gpus import Gpu, all_gpus
-from octavo.measure.advise.predict import (
-    STEP_RECIPES,
-    Predictor,
-    is_whole,
-    load_of,
-    newest,
-    plan_of,
-    shape_of,
-    step_shape,
-)
+from octavo.measure.advise.predict import Predictor
 from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
@@ -49,7 +41,7 @@ def compare(
     """
     predictor = Predictor(records, gpu, leave_out=[model] if is_left_out else [])
     own = [row for row in records if row.case.get("model") == model]
-    rows = [row for row in newest(own) if row.machine.gpu == gpu.name]
+    rows = [row for row in predict.newest(own) if row.machine.gpu == gpu.name]
     makers = (_compare_latency, _compare_throughput, _compare_encoder, _compare_steps)
     return [
         one
@@ -62,7 +54,7 @@ def compare_all(records: Sequence[Measurement], gpu: Gpu) -> list[Measurement]:
     """All speed-ups of all models that records of this GPU have, each without its own records."""
     rows = [row for row in records if row.op in COMPARED_OPS and row.machine.gpu == gpu.name]
     names = dict.fromkeys(str(row.case["model"]) for row in rows)
-    known = [name for name in names if shape_of(name) is not None]
+    known = [name for name in names if predict.shape_of(name) is not None]
     return [one for name in known for one in compare(records, gpu, name)]
 
 
@@ -100,7 +92,7 @@ def advice_records(advice: Advice, command: str) -> list[Measurement]:
 
 
 def _model(row: Measurement) -> ModelShape:
-    found = shape_of(str(row.case["model"]))
+    found = predict.shape_of(str(row.case["model"]))
     if found is None:
         raise ConfigError(f"expected records of a model whose sizes are known, got {row.case}")
     return found
@@ -131,7 +123,7 @@ def _with_plans(
     """The records of whole models with a value; how the row that each is compared with ran, and
     how its own did. Of several rows of that name, the one of the same command counts.
     """
-    whole = [row for row in rows if is_whole(row, _model(row))]
+    whole = [row for row in rows if predict.is_whole(row, _model(row))]
     for row in whole:
         if value not in row.values:
             continue
@@ -141,12 +133,12 @@ def _with_plans(
                 f"expected a record of {row.baseline}, which {row.case} is compared with"
             )
         same = [one for one in named if one.command == row.command]
-        yield row, (plan_of((same or named)[0]), plan_of(row))
+        yield row, (predict.plan_of((same or named)[0]), predict.plan_of(row))
 
 
 def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     for row, plans in _with_plans(rows, "itl_speedup"):
-        model, load = _model(row), load_of(row)
+        model, load = _model(row), predict.load_of(row)
         at = f"{load.context:,} tokens"
         at = at if load.concurrency == 1 else f"{load.concurrency} × {at}"
         tokens = (predictor.token(model, plan, load) for plan in plans)
@@ -158,7 +150,7 @@ def _compare_latency(predictor: Predictor, rows: Sequence[Measurement]) -> Itera
 
 def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     for row, plans in _with_plans(rows, "output_throughput_gain"):
-        load, number = load_of(row), int(row.case["num_prompts"])
+        load, number = predict.load_of(row), int(row.case["num_prompts"])
         costs = (predictor.requests(_model(row), plan, load, number) for plan in plans)
         what = f"output tokens/s, {load.concurrency} × {load.context:,} tokens"
         yield _compared(row, "output_throughput_gain", what, *costs)
@@ -186,10 +178,10 @@ def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Itera
 
 def _compare_steps(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:
     """Each recipe over the fastest in BF16."""
-    recipes = STEP_RECIPES.keys() - {"bf16"}
+    recipes = predict.STEP_RECIPES.keys() - {"bf16"}
     compiled = [r for r in rows if r.case["recipe"] in recipes and r.case.get("compiled")]
     for row in _fastest(compiled, "layers"):
-        if (model := step_shape(row)) is None:
+        if (model := predict.step_shape(row)) is None:
             continue
         layers = str(row.case.get("layers", "all"))
         blocks = f", {layers} block{'' if layers == '1' else 's'} of each kind"

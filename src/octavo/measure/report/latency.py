@@ -15,26 +15,8 @@ import numpy as np
 from octavo.errors import ConfigError
 from octavo.measure import fit as fits
 from octavo.measure.records import Measurement
-from octavo.measure.report.plots import (
-    Figure,
-    Trace,
-    axes,
-    error_bars,
-    guide,
-    log_ticks,
-    markers,
-    wrapped,
-)
+from octavo.measure.report import plots, tables
 from octavo.measure.report.sections import Kind, Rows, Section
-from octavo.measure.report.tables import (
-    Cell,
-    Table,
-    format_column,
-    grouped,
-    machine_name,
-    newest,
-    tokens_text,
-)
 
 # Records of one section have these in common: the model, the engine and the batch.
 ENGINE = "model dtype layers compile cuda_graphs"
@@ -140,7 +122,7 @@ def rows_of(records: Rows) -> list[Row]:
     of the same length the newest counts. It is compared with the other row of the same command, if
     there is one.
     """
-    runs = grouped(newest(records, "row", "command", "input_len"), "row", "command")
+    runs = tables.grouped(tables.newest(records, "row", "command", "input_len"), "row", "command")
     by_length = {
         (str(name), str(command)): tuple(sorted(own, key=_length))
         for (_, name, command), own in runs.items()
@@ -190,7 +172,7 @@ def _headline(records: Rows) -> str:
     said = []
     for words in ("ITL", "TTFT"):
         value = f"{words.lower()}_speedup"
-        rows = newest([row for row in records if value in row.values], "row", "input_len")
+        rows = tables.newest([row for row in records if value in row.values], "row", "input_len")
         longest = {row.case["row"]: row for row in sorted(rows, key=_length)}
         if longest:
             best = max(longest.values(), key=lambda row: row.values[value])
@@ -207,7 +189,9 @@ LATENCY = Kind(
     "median_ttft_ms p10_ttft_ms p90_ttft_ms",
     by=f"{ENGINE} page_size max_num_batched_tokens batch_size output_len",
     rows=lambda records: records,
-    title=lambda rows: f"Latency over the input length: {_model(rows)}, {machine_name(rows[0])}",
+    title=lambda rows: (
+        f"Latency over the input length: {_model(rows)}, {tables.machine_name(rows[0])}"
+    ),
     text=lambda rows: "\n\n".join(_text(rows)),
     headline=_headline,
     figures=lambda rows: [_figure(rows_of(rows), metric) for metric in (ITL, TTFT)],
@@ -222,10 +206,10 @@ def _text(records: Rows) -> Iterator[str]:
     case, rows = records[0].case, rows_of(records)
     yield (
         f"{case['batch_size']} at once, {case['output_len']} tokens after each prompt, on "
-        f"{machine_name(records[0])}. ITL, the time between tokens, is a line over the context; "
-        "TTFT, the time to the first token, has a square term as well, which is attention. "
-        "Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are there where "
-        "more lengths were measured than a fit has terms."
+        f"{tables.machine_name(records[0])}. ITL, the time between tokens, is a line over the "
+        "context; TTFT, the time to the first token, has a square term as well, which is "
+        "attention. Intervals are of 95 % (Student's; of ratios and crossings Fieller's) and are "
+        "there where more lengths were measured than a fit has terms."
     )
     num_lengths = min(len(row.records) for row in rows)
     if num_lengths < 4:
@@ -246,9 +230,9 @@ def _text(records: Rows) -> Iterator[str]:
             )
 
 
-def _table(rows: Sequence[Row], metric: Metric) -> Table:
+def _table(rows: Sequence[Row], metric: Metric) -> tables.Table:
     """The fit of each row: its terms with intervals, ratios, and where it breaks even."""
-    cells: list[tuple[Cell, ...]] = []
+    cells: list[tuple[tables.Cell, ...]] = []
     for row in rows:
         if (own := row.fit(metric)) is None:
             continue
@@ -263,15 +247,15 @@ def _table(rows: Sequence[Row], metric: Metric) -> Table:
             even = f"{found}{_range_text(found.interval)}"
         cells.append((row.name, *terms, ratio, own.residual, even))
     header = ("row", *metric.header, "left (ms)", "break-even")
-    return Table(caption=metric.caption, header=header, rows=tuple(cells))
+    return tables.Table(caption=metric.caption, header=header, rows=tuple(cells))
 
 
 def with_interval(value: float, interval: fits.Interval | None, factor: float = 1.0) -> str:
     """A number and its interval in brackets, which is in units of 1 / factor."""
-    text = format_column([value])[0]
+    text = tables.format_column([value])[0]
     if interval is None:
         return text
-    low, high = (format_column([end * factor])[0] for end in (interval.low, interval.high))
+    low, high = (tables.format_column([end * factor])[0] for end in (interval.low, interval.high))
     return f"{text} [{low}, {high}]"
 
 
@@ -289,16 +273,16 @@ def _range_text(interval: fits.Interval | None) -> str:
     return f" (95 %: {said})"
 
 
-def _figure(rows: Sequence[Row], metric: Metric) -> Figure:
+def _figure(rows: Sequence[Row], metric: Metric) -> plots.Figure:
     """Medians with percentiles, the fits, and a mark where a row crosses its baseline."""
     lengths = sorted({length for row in rows for length in row.lengths})
     shortest, longest = lengths[0], lengths[-1]
     # Lines are over the context, which grows by half of the tokens that come.
     shift = 0.0 if metric.is_log else float(rows[0].records[0].case["output_len"]) / 2
-    data: list[Trace] = []
+    data: list[plots.Trace] = []
     for series, row in enumerate(rows):
         data += _traces(row, series, metric, longest, shift)
-    layout = axes("input length (tokens)", f"{metric.name.upper()} (ms)")
+    layout = plots.axes("input length (tokens)", f"{metric.name.upper()} (ms)")
     layout |= {"showlegend": len(rows) > 1, "shapes": [], "annotations": []}
     for axis in ("xaxis", "yaxis"):
         layout[axis]["type"] = "log" if metric.is_log else "linear"
@@ -306,25 +290,29 @@ def _figure(rows: Sequence[Row], metric: Metric) -> Figure:
     if metric.is_log:
         middle = math.sqrt(shortest * longest)
         ticks = _ticks(lengths)
-        layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(tokens_text, ticks))}
+        layout["xaxis"] |= {"tickvals": ticks, "ticktext": list(map(tables.tokens_text, ticks))}
         medians = [value for row in rows for value in row.values(f"median_{metric.name}_ms")]
-        layout["yaxis"] |= log_ticks(medians)
+        layout["yaxis"] |= plots.log_ticks(medians)
     for row in rows:
         even = row.break_even(metric)
         at = None if even is None else even.crossing
         if at is not None and (metric.is_log or 0 < at < _FAR * longest):
             _mark(layout, at - shift, row.name, at, is_right=at > middle)
-    return Figure(caption=_caption(rows, metric), data=tuple(data), layout=layout)
+    return plots.Figure(caption=_caption(rows, metric), data=tuple(data), layout=layout)
 
 
-def _traces(row: Row, series: int, metric: Metric, longest: int, shift: float) -> Iterator[Trace]:
+def _traces(
+    row: Row, series: int, metric: Metric, longest: int, shift: float
+) -> Iterator[plots.Trace]:
     """The points of a row with their percentiles, and its fit; shift: of the lengths in fits."""
     low, middle, high = (
         row.values(f"{which}_{metric.name}_ms") for which in ("p10", "median", "p90")
     )
     group = {"legendgroup": escape(row.name)}
-    error_y = error_bars(np.subtract(high, middle).tolist(), np.subtract(middle, low).tolist())
-    points = markers(escape(row.name), series, row.lengths, middle)
+    error_y = plots.error_bars(
+        np.subtract(high, middle).tolist(), np.subtract(middle, low).tolist()
+    )
+    points = plots.markers(escape(row.name), series, row.lengths, middle)
     yield points | {"error_y": error_y} | group
     if (fitted := row.fit(metric)) is None:
         return
@@ -367,12 +355,12 @@ def _caption(rows: Sequence[Row], metric: Metric) -> str:
 def _mark(layout: dict[str, Any], x: float, name: str, tokens: float, *, is_right: bool) -> None:
     """A line down at a break-even, with words that do not cover those of another."""
     line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
-    layout["shapes"].append(line | {"line": guide(1, "dot")})
+    layout["shapes"].append(line | {"line": plots.guide(1, "dot")})
     before = sum(text["text"].count("<br>") + 1 for text in layout["annotations"])
     # Of texts, unlike lines, plotly takes the logarithm on an axis that has one.
     at = math.log10(x) if layout["xaxis"]["type"] == "log" else x
     layout["annotations"].append(
         {"x": at, "y": 1 - 0.1 * before, "yref": "paper", "yanchor": "top", "showarrow": False}
-        | {"text": wrapped(f"break-even, {name}: {tokens:,.0f}", _MARK_WIDTH)}
+        | {"text": plots.wrapped(f"break-even, {name}: {tokens:,.0f}", _MARK_WIDTH)}
         | {"align": "right" if is_right else "left", "xanchor": "right" if is_right else "left"}
     )

@@ -6,16 +6,8 @@ from dataclasses import replace
 from html import escape
 
 from octavo.measure.records import Measurement
+from octavo.measure.report import plots
 from octavo.measure.report.latency import ENGINE
-from octavo.measure.report.plots import (
-    Figure,
-    axes,
-    bars,
-    guide_line,
-    markers,
-    name_bars,
-    wrapped,
-)
 from octavo.measure.report.sections import Kind, Rows, best_row
 from octavo.measure.report.tables import Cell, Table, grouped, machine_name, newest, tokens_text
 
@@ -43,7 +35,7 @@ def _step(
             for of_recipe in grouped(of_size, "recipe").values()
         ]
 
-    def figures(rows: Rows) -> Iterable[Figure]:
+    def figures(rows: Rows) -> Iterable[plots.Figure]:
         compared = _compared(rows)
         if not compared:
             return
@@ -52,9 +44,9 @@ def _step(
         if len({row.case["size"] for row in rows}) == 1:
             # No groups and no legend: many recipes have room below each other.
             speedups = {str(row.case["recipe"]): row.values["speedup"] for row in compared}
-            yield name_bars(speedups, caption=caption, value_title="speed-up (×)")
+            yield plots.name_bars(speedups, caption=caption, value_title="speed-up (×)")
         else:
-            yield bars(
+            yield plots.bars(
                 compared,
                 caption=caption,
                 x="size",
@@ -146,7 +138,7 @@ THROUGHPUT = Kind(
         "against {baseline}.",
     ),
     figures=lambda rows: [
-        name_bars(
+        plots.name_bars(
             {str(row.case["row"]): row.values["output_throughput"] for row in rows},
             caption="Output tokens per second of all requests together, by row; higher is better.",
             value_title="output (tokens/s)",
@@ -180,7 +172,7 @@ def _advice_headline(rows: Rows) -> str:
     )
 
 
-def _advice_figures(rows: Rows) -> Iterable[Figure]:
+def _advice_figures(rows: Rows) -> Iterable[plots.Figure]:
     models: dict[str, list[Measurement]] = {}
     for row in rows:
         if "predicted_speedup" in row.values:
@@ -190,17 +182,17 @@ def _advice_figures(rows: Rows) -> Iterable[Figure]:
     data = []
     for number, (model, own) in enumerate(models.items()):
         x, y = ([r.values[f"{how}_speedup"] for r in own] for how in ("measured", "predicted"))
-        trace = markers(wrapped(model), number, x, y)
+        trace = plots.markers(plots.wrapped(model), number, x, y)
         trace["text"] = [escape(f"{row.case['what']}, {row.case['row']}") for row in own]
         hover = "%{text}<br>measured %{x:.2f}, predicted %{y:.2f}<extra></extra>"
         data.append(trace | {"hovertemplate": hover})
     ends = [end for trace in data for axis in "xy" for end in trace[axis]]
     equal = [min(ends), max(ends)]
-    yield Figure(
+    yield plots.Figure(
         caption="Predicted over measured speed-up of whole models; on the dotted line they are "
         "equal.",
-        data=(*data, guide_line("equal", equal, equal, width=1, dash="dot")),
-        layout=axes("measured speed-up (×)", "predicted speed-up (×)") | {"showlegend": True},
+        data=(*data, plots.guide_line("equal", equal, equal, width=1, dash="dot")),
+        layout=plots.axes("measured speed-up (×)", "predicted speed-up (×)") | {"showlegend": True},
         height_rem=26,
     )
 
