@@ -162,11 +162,7 @@ class Drawing:
         return target_files(path, num_files, is_video=is_video, is_forced=self.is_forced)
 
     def _write(
-        self,
-        omni: "Omni",
-        sampling: ImageSampling,
-        results: "list[ImageResult]",
-        files: list[Path],
+        self, omni: "Omni", sampling: ImageSampling, results: "list[ImageResult]", files: list[Path]
     ) -> None:
         from octavo.integrations.diffusers.image_files import write_results
         from octavo.integrations.diffusers.step_cache import count_cached_steps

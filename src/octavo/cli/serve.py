@@ -11,12 +11,7 @@ from typer.core import TyperCommand
 from octavo import env
 from octavo.amounts import parse_tokens
 from octavo.cli.console import err
-from octavo.cli.model_options import (
-    EncoderFlags,
-    EngineOptions,
-    LinearOptions,
-    OmniOptions,
-)
+from octavo.cli.model_options import EncoderFlags, EngineOptions, LinearOptions, OmniOptions
 from octavo.cli.options import Flags, Strict, field_names, refuse_flags, takes_settings
 from octavo.errors import ConfigError
 from octavo.extras import need

@@ -18,11 +18,7 @@ from octavo.measure.bench.cases import RESOLUTIONS
 
 if TYPE_CHECKING:
     from octavo.integrations.diffusers.full_size import StepWork
-    from octavo.integrations.transformers.model_work import (
-        DecoderWork,
-        LanguageWork,
-        TowerWork,
-    )
+    from octavo.integrations.transformers.model_work import DecoderWork, LanguageWork, TowerWork
 
 
 # Our name: repositories on the hub with a model of these sizes. The list is not all there are.
