@@ -127,10 +127,10 @@ def _index_range(text: str) -> Callable[[Layer], bool]:
 
 
 def _index_hint(layers: Sequence[Layer]) -> str:
-    indices = [layer.index for layer in layers if layer.index is not None]
-    if not indices:
-        return "none of them has an index"
-    return f"their indices lie in {min(indices)}-{max(indices)}"
+    found = [layer.index for layer in layers if layer.index is not None]
+    return (
+        f"their indices lie in {min(found)}-{max(found)}" if found else "none of them has an index"
+    )
 
 
 def _component_hint(text: str, layers: Sequence[Layer]) -> str:

@@ -42,7 +42,8 @@ _Choice = TypeVar("_Choice")
 
 def choose_decoder(advice: Advice, predictor: Predictor) -> None:
     """The plan that serves the workload fastest, and quantizes no more than that takes."""
-    asked, model, load = _Decoder(advice, predictor), advice.model, advice.workload
+    model, load = advice.model, advice.workload
+    asked = _Decoder(predictor, model, load)
     plans = [BASELINE, *asked.candidates()]
     times = {plan: predictor.requests(model, plan, load).ms for plan in plans}
     with_cache = {plan: ms for plan, ms in times.items() if plan.is_kv_fp8}
@@ -73,16 +74,9 @@ def _least_changed(times: Mapping[_Choice, float]) -> _Choice:
 class _Decoder:
     """A language model under a workload: what plans take there, and what speaks for them."""
 
-    advice: Advice
     predictor: Predictor
-
-    @property
-    def model(self) -> ModelShape:
-        return self.advice.model
-
-    @property
-    def workload(self) -> Workload:
-        return self.advice.workload
+    model: ModelShape
+    workload: Workload
 
     @property
     def work(self) -> "DecoderWork":

@@ -282,8 +282,8 @@ def _figure(rows: Sequence[Row], metric: Metric) -> plots.Figure:
     data: list[plots.Trace] = []
     for series, row in enumerate(rows):
         data += _traces(row, series, metric, longest, shift)
-    layout = plots.axes("input length (tokens)", f"{metric.name.upper()} (ms)")
-    layout |= {"showlegend": len(rows) > 1, "shapes": [], "annotations": []}
+    layout = plots.axes("input length (tokens)", f"{metric.name.upper()} (ms)", len(rows))
+    layout |= {"shapes": [], "annotations": []}
     for axis in ("xaxis", "yaxis"):
         layout[axis]["type"] = "log" if metric.is_log else "linear"
     middle = longest / 2

@@ -63,7 +63,7 @@ def bars(
         at_x = [wrapped(format_column([at])[0]) for at, _ in some]
         y_values = [value for _, value in some]
         traces.append({"type": "bar", "name": name, "x": at_x, "y": y_values, **style})
-    layout = axes(x_title or label(x), y_title or label(y)) | {"showlegend": len(traces) > 1}
+    layout = axes(x_title or label(x), y_title or label(y), len(traces))
     layout["xaxis"]["type"], layout["yaxis"]["type"] = "category", "linear"
     values = [value for trace in traces for value in trace["y"] if value is not None]
     if values and min(values) >= 0 < max(values):
@@ -92,7 +92,7 @@ def lines(
         some.sort(key=lambda point: point[0])
         trace = markers(name, number, [at for at, _ in some], [value for _, value in some])
         traces.append(trace | {"mode": "lines+markers"})
-    layout = axes(x_title or label(x), y_title or label(y)) | {"showlegend": len(traces) > 1}
+    layout = axes(x_title or label(x), y_title or label(y), len(traces))
     for axis, is_log in (("xaxis", log_x), ("yaxis", log_y)):
         layout[axis]["type"] = "log" if is_log else "linear"
     measured = sorted({at for trace in traces for at in trace["x"]})
@@ -117,7 +117,7 @@ def points(series: Mapping[str, Sequence[Point]], *, caption: str, value_title: 
         trace["error_x"] = error_bars([p.up for p in some], [p.down for p in some])
         trace["text"] = [escape(point.name) for point in some]
         data.append(trace | {"hovertemplate": "%{text}: %{x:.4g}<extra></extra>"})
-    layout = axes(value_title) | {"showlegend": len(series) > 1}
+    layout = axes(value_title, num_series=len(series))
     layout["yaxis"] |= {
         "tickvals": list(places.values()),
         "ticktext": [wrapped(name) for name in names],
@@ -138,7 +138,7 @@ def name_bars(values: Mapping[str, float], *, caption: str, value_title: str) ->
         "textposition": "auto",
         "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
     }
-    layout = axes(value_title) | {"showlegend": False}
+    layout = axes(value_title)
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     return Figure(caption=caption, data=(trace,), layout=layout, height_rem=_height(values))
 
@@ -174,13 +174,11 @@ def guide_line(
     return trace | {"x": list(x), "y": list(y), "line": guide(width, dash)}
 
 
-def axes(x_title: str, y_title: str = "") -> dict[str, Any]:
-    """The part of a layout that names both axes."""
-    pairs = {"xaxis": x_title, "yaxis": y_title}
-    return {
-        axis: {"title": {"text": escape(text), "font": {"size": 13}}}
-        for axis, text in pairs.items()
-    }
+def axes(x_title: str, y_title: str = "", num_series: int = 1) -> dict[str, Any]:
+    """A layout that names both axes, with a legend for several series."""
+    titles = ({"text": escape(text), "font": {"size": 13}} for text in (x_title, y_title))
+    xaxis, yaxis = ({"title": title} for title in titles)
+    return {"xaxis": xaxis, "yaxis": yaxis, "showlegend": num_series > 1}
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _heat_map(name: str, records: Rows) -> Figure:
     return Figure(
         caption=f"{name}: {where if lost else 'most are found at all lengths and depths'}",
         data=(trace,),
-        layout=layout | {"showlegend": False},
+        layout=layout,
     )
 
 

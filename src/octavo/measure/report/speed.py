@@ -192,7 +192,7 @@ def _advice_figures(rows: Rows) -> Iterable[plots.Figure]:
         caption="Predicted over measured speed-up of whole models; on the dotted line they are "
         "equal.",
         data=(*data, plots.guide_line("equal", equal, equal, width=1, dash="dot")),
-        layout=plots.axes("measured speed-up (×)", "predicted speed-up (×)") | {"showlegend": True},
+        layout=plots.axes("measured speed-up (×)", "predicted speed-up (×)", 1 + len(data)),
         height_rem=26,
     )
 

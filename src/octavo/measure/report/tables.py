@@ -6,12 +6,10 @@ A name says its unit: `median_ms` reads "median (ms)". Numbers have four digits:
 import csv
 import io
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from octavo.atomic import write_atomically
 from octavo.errors import ConfigError
 from octavo.measure.records import Measurement, Scalar
 
@@ -240,8 +238,3 @@ def to_csv(records: Sequence[Measurement]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([columns, *([record.get(name) for name in columns] for record in records)])
     return text.getvalue()
-
-
-def write_csv(records: Sequence[Measurement], path: str | os.PathLike[str]) -> None:
-    """Write the file in one step: a reader sees the old one or the new one."""
-    write_atomically(path, to_csv(records).encode("utf-8", "backslashreplace"))
