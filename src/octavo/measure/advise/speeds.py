@@ -132,16 +132,14 @@ class Speeds:
         if any("load_s" in row.case for row in rows):
             rows = [row for row in rows if "load_s" in row.case]
         wanted = "static" if scaling == "static" else "dynamic with history"
-        by_impl: dict[str, list[Measurement]] = {}
-        for row in rows:
-            if row.case.get("operands") == operands and row.case.get("scaling", wanted) == wanted:
-                by_impl.setdefault(row.impl, []).append(row)
-        if not by_impl:
+        rows = [row for row in rows if row.case.get("operands") == operands]
+        rows = [row for row in rows if row.case.get("scaling", wanted) == wanted]
+        if not rows:
             impl = None if operands == "FP8" else "fastest"
             return self.attention_ms(operands, flops, head_dim, impl)
-        ceiling = self._flops(operands)
-        kind = f"encoder {operands}"
-        return min(self._fit(own, kind, "flops").ms(flops, ceiling) for own in by_impl.values())
+        by_impl = [[row for row in rows if row.impl == impl] for impl in {row.impl for row in rows}]
+        fits = (self._fit(own, f"encoder {operands}", "flops") for own in by_impl)
+        return min(fit.ms(flops, self._flops(operands)) for fit in fits)
 
     def quantize_ms(self, num_bytes: float) -> float:
         """What casts activations to FP8, reading and writing so many bytes."""

@@ -84,13 +84,10 @@ def _scored(rows: Rows) -> Rows:
 
 def _image_text(rows: Rows) -> str:
     """What is compared, and why an image that records name is not shown."""
-    said = [
-        f"Images of the same prompts and noise as those of {row.baseline}, after "
-        f"{rows[0].case.get('num_inference_steps')} steps."
-        for row in _scored(rows)[:1]
-    ]
-    said += _unseen(rows, "row")
-    return "\n\n".join(said)
+    steps = rows[0].case.get("num_inference_steps")
+    same = "Images of the same prompts and noise as those of"
+    said = [f"{same} {row.baseline}, after {steps} steps." for row in _scored(rows)[:1]]
+    return "\n\n".join([*said, *_unseen(rows, "row")])
 
 
 _PSNR_DOTS = dots(

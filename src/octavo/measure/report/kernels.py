@@ -222,31 +222,15 @@ def _table(op: str, sizes: Sequence[_Size]) -> Table:
     has_variants = any(size.variant for size in sizes)
     rows: list[tuple[Cell, ...]] = []
     for size in sizes:
-        own, others, bf16 = (size.best(*kinds) for kinds in (_KINDS[:1], _KINDS[1:2], _BF16))
-        rows.append(
-            (
-                size.name,
-                *([size.variant or None] if has_variants else []),
-                *(_cell(record, is_product) for record in (own, others, bf16)),
-                None if own is None else _ms(own),
-                size.over(*_BF16),
-                size.over("others FP8"),
-            )
-        )
-    return Table(
-        caption=f"{label(op)}: the fastest of each kind in {unit}, and octavo's FP8 over them",
-        header=(
-            "size",
-            *(["scales"] if has_variants else []),
-            "octavo FP8",
-            "others FP8",
-            "BF16",
-            "octavo FP8 (ms)",
-            "over BF16 (×)",
-            "over others' FP8 (×)",
-        ),
-        rows=tuple(rows),
-    )
+        fastest = [size.best(*kinds) for kinds in (_KINDS[:1], _KINDS[1:2], _BF16)]
+        about = (size.name, size.variant or None)[: 1 + has_variants]
+        own_ms = None if fastest[0] is None else _ms(fastest[0])
+        ratios = (size.over(*_BF16), size.over("others FP8"))
+        rows.append((*about, *(_cell(record, is_product) for record in fastest), own_ms, *ratios))
+    caption = f"{label(op)}: the fastest of each kind in {unit}, and octavo's FP8 over them"
+    header = (*("size", "scales")[: 1 + has_variants], *_KINDS[:2], "BF16", "octavo FP8 (ms)")
+    header += ("over BF16 (×)", "over others' FP8 (×)")
+    return Table(caption=caption, header=header, rows=tuple(rows))
 
 
 def _cell(record: Measurement | None, is_product: bool) -> str | None:

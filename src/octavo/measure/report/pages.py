@@ -21,28 +21,12 @@ REASONS = {
 
 def make_parts(roofs: Sequence[Roof] = ()) -> tuple[Kind, ...]:
     """All parts of a page in their order. roofs: of the GPUs whose ceilings are known."""
-    return (
-        LATENCY,
-        speed.THROUGHPUT,
-        speed.SERVE,
-        speed.ENCODER,
-        speed.DIFFUSION,
-        speed.GENERATE,
-        *kernel_kinds(roofs),
-        quality.PERPLEXITY,
-        images.CHARTQA,
-        quality.NEEDLE,
-        quality.MRCR,
-        quality.PASS_AT_1,
-        quality.TEXTS,
-        images.IMAGES,
-        layers.SENSITIVITY,
-        layers.CALIBRATION,
-        layers.PIPELINE,
-        *layers.ERRORS,
-        speed.ADVICE,
-        speed.COMPARED_ADVICE,
-    )
+    steps = (speed.ENCODER, speed.DIFFUSION, speed.GENERATE)
+    answers = (quality.PERPLEXITY, images.CHARTQA, quality.NEEDLE, quality.MRCR, quality.PASS_AT_1)
+    scales = (layers.SENSITIVITY, layers.CALIBRATION, layers.PIPELINE, *layers.ERRORS)
+    speeds = (LATENCY, speed.THROUGHPUT, speed.SERVE, *steps, *kernel_kinds(roofs))
+    results = (*answers, quality.TEXTS, images.IMAGES)
+    return (*speeds, *results, *scales, speed.ADVICE, speed.COMPARED_ADVICE)
 
 
 def report_sections(
