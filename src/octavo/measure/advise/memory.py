@@ -179,8 +179,7 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
     """Run a model over windows of a text: as it is, then with an FP8 cache and scales of 1.0."""
     if not windows:
         raise ConfigError("expected one window or more, got none")
-    model = text_model.model
-    lists = [window.tolist() for window in windows]
+    model, lists = text_model.model, [window.tolist() for window in windows]
     observed = observe_windows(model, lists, CalibrationSettings()).layers
     seen = {name: layer for name, layer in observed.items() if layer is not None}
     apply_(model, Recipe(kv_cache={"format": format, "scaling": "unit"}))
@@ -208,20 +207,12 @@ def check_kv(text_model: TextModel, windows: Sequence[Tensor], format: str = "e4
 
 def check_table(check: KvCheck) -> Table:
     """Every layer, and what is wrong with it."""
+    header: tuple[str, ...] = ("layer", "largest key", "largest value", "keys beyond")
+    header += ("values beyond", "not finite", "keys (dB)", "values (dB)", "verdict")
+    form = f"an FP8 KV cache ({check.format}) with scales of 1.0"
     return Table(
-        caption=f"{check.model}: {check.num_tokens} tokens through an FP8 KV cache "
-        f"({check.format}) with scales of 1.0",
-        header=(
-            "layer",
-            "largest key",
-            "largest value",
-            "keys beyond",
-            "values beyond",
-            "not finite",
-            "keys (dB)",
-            "values (dB)",
-            "verdict",
-        ),
+        caption=f"{check.model}: {check.num_tokens} tokens through {form}",
+        header=header,
         rows=tuple((*astuple(layer)[1:], layer.verdict) for layer in check.layers),
     )
 
@@ -231,22 +222,22 @@ def kv_advice(check: KvCheck, model: str) -> list[str]:
     limit = format_named(check.format).max
     largest = max(max(layer.key_amax, layer.value_amax) for layer in check.layers)
     broken, coarse = (
-        [str(layer.index) for layer in check.layers if layer.verdict == verdict]
+        " ".join(str(layer.index) for layer in check.layers if layer.verdict == verdict)
         for verdict in ("breaks", "coarse")
     )
     lines = []
     if broken:
         lines.append(
-            f"Scales of 1.0 break layers {' '.join(broken)}: what lies beyond {limit:g} is cut "
-            f"off. Calibrate (octavo calibrate {model} --kv --data TEXT), or give every token its "
-            'own scale (granularity "token"), or leave these layers as they are '
-            f"(--kv-cache-dtype-skip-layers {' '.join(broken)})."
+            f"Scales of 1.0 break layers {broken}: what lies beyond {limit:g} is cut off. "
+            f"Calibrate (octavo calibrate {model} --kv --data TEXT), or give every token its own "
+            'scale (granularity "token"), or leave these layers as they are '
+            f"(--kv-cache-dtype-skip-layers {broken})."
         )
     if any(layer.num_nonfinite for layer in check.layers):
         lines.append("Values that are not finite come from the model itself: no scale mends them.")
     if coarse:
         lines.append(
-            f"Layers {' '.join(coarse)} have values so small that scales of 1.0 leave them few "
+            f"Layers {coarse} have values so small that scales of 1.0 leave them few "
             f"bits (below {LOW_SQNR_DB:g} dB): calibrate them."
         )
     if not broken:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 from octavo.measure.records import Measurement
 from octavo.measure.report.plots import Figure, axes
@@ -13,6 +14,8 @@ from octavo.measure.report.tables import Cell, Table, grouped, machine_name, new
 COLORS = [[0.0, "#7f1d1d"], [0.5, "#f2c14e"], [1.0, "#2a9d8f"]]
 _RECOVERY, _RECOVERY_ERROR = "recovery_percent", "recovery_standard_error_percent"
 _SCORE, _SCORE_ERROR = "score_percent", "score_standard_error_percent"
+_score_dots = partial(dots, _SCORE, reach=either_side(_SCORE_ERROR))
+_recovery_dots = partial(dots, _RECOVERY, title="recovery (%)", reach=either_side(_RECOVERY_ERROR))
 _PASS_WORDS = {"choice": "Multiple choice", "math": "Mathematics"}
 
 
@@ -48,12 +51,9 @@ PERPLEXITY = Kind(
     "at once. A recipe is compared with the baseline on the same windows, so that its standard "
     "error is much smaller than that of the perplexity.",
     headline=recovers("perplexity"),
-    figures=dots(
-        _RECOVERY,
+    figures=_recovery_dots(
         caption="Recovery of each recipe: the baseline's perplexity over its own; 100 % is as good "
         "as the baseline. Bars are one standard error over the windows of text.",
-        title="recovery (%)",
-        reach=either_side(_RECOVERY_ERROR),
         series=lambda row: (
             f"{int(row.case['context']):,} tokens, {row.case['chunk']} at once, against "
             f"{row.baseline}"
@@ -75,12 +75,10 @@ MRCR = Kind(
     headline=lambda rows: recovery_headline(
         "MRCR", [row for row in rows if row.case["bucket"] == "all"]
     ),
-    figures=dots(
-        _SCORE,
+    figures=_score_dots(
         caption="Score by the longest conversation of a bucket, in tokens; higher is better. Bars "
         "are one standard error.",
         title="score (%)",
-        reach=either_side(_SCORE_ERROR),
         name="bucket",
         series=lambda row: str(row.case["recipe"]),
     ),
@@ -110,22 +108,17 @@ def _first(rows: Rows) -> str:
 
 
 _PASS_FIGURES = (
-    dots(
-        _SCORE,
+    _score_dots(
         caption="pass@1 of each recipe: the share of right answers; higher is better. Bars are one "
         "standard error over questions and repetitions.",
         title="pass@1 (%)",
-        reach=either_side(_SCORE_ERROR),
         series=lambda row: "pass@1",
     ),
-    dots(
-        _RECOVERY,
+    _recovery_dots(
         caption=lambda rows: (
             f"Recovery of each recipe: its pass@1 in that of {_first(rows)}, of the same "
             "questions; 100 % is as good. Bars are one standard error."
         ),
-        title="recovery (%)",
-        reach=either_side(_RECOVERY_ERROR),
         series=lambda row: "recovery",
     ),
 )
