@@ -103,7 +103,7 @@ class Advice:
         if not is_omni:
             return None
         words = ["octavo", "image", "--model", self.served, "--prompt", "PROMPT"]
-        return shlex.join([*words, *_step_flags(self.recipe)])
+        return shlex.join([*words, *_flags(self.recipe)])
 
     def to_json(self) -> str:
         """All of it as one JSON object."""
@@ -140,37 +140,23 @@ def serve_command(model: str, recipe: Recipe, *, is_omni: bool = False) -> str:
     words = ["octavo", "serve", model, *(["--omni"] if is_omni else [])]
     if isinstance(recipe.vision_attention, Bf16Settings):
         return shlex.join([*words, "--recipe", "recipe.toml"])
-    if recipe.kv_cache is not None:
-        words += ["--kv-cache-dtype", "fp8"]
-        for pattern in recipe.skip_layers:
-            words += ["--kv-cache-dtype-skip-layers", pattern]
-    if recipe.vision_attention is not None:
-        words += ["--mm-encoder-attn-dtype", "fp8"]
-    return shlex.join([*words, *_step_flags(recipe)])
+    return shlex.join([*words, *_flags(recipe)])
 
 
-def _step_flags(recipe: Recipe) -> list[str]:
-    """The flags that `octavo serve` and `octavo image` share."""
-    words = []
-    if recipe.linear is not None:
-        words += ["--quantization", "fp8"]
-        for pattern in recipe.ignored_layers:
-            words += ["--ignored-layers", pattern]
-    if recipe.attention is not None:
-        words += ["--attention", "fp8"]
-    return words
-
-
-def _title(advice: Advice) -> str:
-    """What was asked."""
-    workload, ceilings = advice.workload, advice.gpu.ceilings
-    fp8 = ceilings.fp8_tflops
-    rates = f"{ceilings.gb_per_s:,.0f} GB/s, {ceilings.bf16_tflops:,.0f} TFLOP/s in BF16"
-    rates += f" and {fp8:,.0f} in FP8" if fp8 else ""
-    asked = f"{advice.model.name} ({advice.model.parts}) on {advice.gpu.name}"
-    if advice.model.step is None:
-        asked += f", {workload.concurrency} × {workload.context:,} tokens"
-    return f"{asked}\n{rates}: {ceilings.source}"
+def _flags(recipe: Recipe) -> Iterator[str]:
+    """The flags that fill a recipe."""
+    flags = (
+        (recipe.kv_cache, "--kv-cache-dtype", recipe.skip_layers),
+        (recipe.vision_attention, "--mm-encoder-attn-dtype", ()),
+        (recipe.linear, "--quantization", recipe.ignored_layers),
+        (recipe.attention, "--attention", ()),
+    )
+    of_patterns = {"--quantization": "--ignored-layers"}
+    for settings, flag, patterns in flags:
+        if settings is not None:
+            yield from (flag, "fp8")
+            for pattern in patterns:
+                yield from (of_patterns.get(flag, f"{flag}-skip-layers"), pattern)
 
 
 def _ms(ms: float) -> str:
@@ -248,7 +234,13 @@ def recipe_text(advice: Advice) -> str:
 
 def told(advice: Advice) -> Iterator[str | Table]:
     """All of it, as `octavo advise` prints it: lines and tables."""
-    yield _title(advice)
+    load, ceilings = advice.workload, advice.gpu.ceilings
+    asked = f"{advice.model.name} ({advice.model.parts}) on {advice.gpu.name}"
+    if advice.model.step is None:
+        asked += f", {load.concurrency} × {load.context:,} tokens"
+    rates = f"{ceilings.gb_per_s:,.0f} GB/s, {ceilings.bf16_tflops:,.0f} TFLOP/s in BF16"
+    rates += f" and {ceilings.fp8_tflops:,.0f} in FP8" if ceilings.fp8_tflops else ""
+    yield f"{asked}\n{rates}: {ceilings.source}"
     yield from _tables(advice)
     yield from _sentences(advice)
     yield "\nRecipe (recipe.toml)"
@@ -262,11 +254,8 @@ def decoder_warnings(
     """Warnings about a language model; plans: all that can run on this GPU, BF16 first."""
     model, workload, first = advice.model, advice.workload, plans[0]
     assert (work := model.decoder) is not None
-    if work.max_length is not None and workload.context + workload.output_len > work.max_length:
-        yield (
-            f"The model was made for {work.max_length:,} tokens, fewer than "
-            f"{workload.context + workload.output_len:,}."
-        )
+    if work.max_length is not None and workload.length > work.max_length:
+        yield f"The model was made for {work.max_length:,} tokens, fewer than {workload.length:,}."
     if any(plan.is_kv_fp8 for plan in plans):
         yield from _break_even(advice, predictor, first)
     if work.experts is not None:

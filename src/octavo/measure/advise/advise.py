@@ -131,8 +131,7 @@ class _Decoder:
         """Of one sequence."""
         settings = KvCacheSettings(scaling="unit") if plan.is_kv_fp8 else None
         skips = [SLIDING] if plan.skips_windows else []
-        length = self.workload.context + self.workload.output_len
-        return cache_memory(self.work.layers, length, settings, skips).sequence
+        return cache_memory(self.work.layers, self.workload.length, settings, skips).sequence
 
     def weight_bytes(self, plan: DecoderPlan) -> int:
         """Of the language model and the vision tower."""
@@ -158,11 +157,10 @@ class _Decoder:
 
     def memory(self, chosen: DecoderPlan) -> Iterator[MemoryRow]:
         """Bytes of weights and cache, and how many sequences fit."""
-        length = self.workload.context + self.workload.output_len
         share = f"{100 * MEMORY_SHARE:.0f} % of {self.predictor.gpu.memory_bytes / 1e9:.0f} GB"
         sizes = (
             ("weights", self.weight_bytes, True),
-            (f"KV cache of a sequence of {length:,} tokens", self.cache_bytes, True),
+            (f"KV cache of a sequence of {self.workload.length:,} tokens", self.cache_bytes, True),
             (f"such sequences that fit in {share}", self.num_fitting, False),
         )
         for what, of, is_bytes in sizes:

@@ -255,6 +255,11 @@ class Workload:
             raise ConfigError(f"expected sizes and counts of at least 1, got {self}")
 
     @property
+    def length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.context + self.output_len
+
+    @property
     def middle(self) -> int:
         """Tokens of a sequence in the middle of its answer."""
         return self.context + self.output_len // 2
