@@ -4,7 +4,6 @@ Each part of a model is decided by itself: a language model's cache and linear l
 of a vision tower, and linear layers and attention of a diffusion transformer.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -88,14 +87,10 @@ class _Decoder:
         speeds = self.predictor.speeds
         if not speeds.gpu.has_fp8:
             return
-        needed = (
-            ("append_kv", "BF16 to FP8"),
-            ("decode_attention", "BF16 to FP8"),
-            ("prefill_attention", "FP8"),
-        )
-        own = {speeds.selected(op, operands, self.work.head_dim) for op, operands in needed}
+        writes = {"append_kv": "BF16 to FP8", "decode_attention": "BF16 to FP8"}
+        has_kernels = speeds.has_kernels(self.work.head_dim, **writes, prefill_attention="FP8")
         caches = [(False, False)]
-        if self.model.uncached is None and not own & {"reference", "none"}:
+        if self.model.uncached is None and has_kernels:
             caches += [(True, True)] * bool(self.work.windows) + [(True, False)]
         for is_linear in (False, True) if _has_plain_linear(self.model) else (False,):
             for is_kv, skips in caches:
@@ -166,7 +161,7 @@ class _Decoder:
         for what, of, is_bytes in sizes:
             yield MemoryRow(what, of(DecoderPlan()), of(chosen), is_bytes)
 
-    def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> list[str]:
+    def kv_reasons(self, plans: Sequence[DecoderPlan], chosen: DecoderPlan) -> Iterator[str]:
         """Why the cache is in FP8, or not."""
         load = self.workload
         share = self.predictor.token(self.model, plans[0], load).percent("keys and values")
@@ -175,38 +170,37 @@ class _Decoder:
             f"{load.concurrency} × {load.context:,} tokens"
         )
         if self.model.uncached is not None:
-            return [f"{text}; octavo has no FP8 cache for the model: {self.model.uncached}."]
-        if not any(plan.is_kv_fp8 for plan in plans):
-            return [f"{text}; octavo has no FP8 cache for {self.predictor.gpu.name}."]
-        if not chosen.is_kv_fp8:
-            return [f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."]
-        found = [f"{text}; FP8 reads half of the bytes."]
+            yield f"{text}; octavo has no FP8 cache for the model: {self.model.uncached}."
+        elif not any(plan.is_kv_fp8 for plan in plans):
+            yield f"{text}; octavo has no FP8 cache for {self.predictor.gpu.name}."
+        elif not chosen.is_kv_fp8:
+            yield f"{text}: an FP8 cache would gain less than {100 * MIN_GAIN:.0f} % here."
+        else:
+            yield f"{text}; FP8 reads half of the bytes."
         if chosen.skips_windows:
             windows = " and ".join(map(str, self.work.windows))
-            found.append(
+            yield (
                 f"Layers with a window of {windows} tokens are skipped: what they read does not "
                 "grow with the context, FP8 gains nothing there, and BF16 keeps them exact."
             )
-        return found
 
-    def linear_reasons(self, chosen: DecoderPlan) -> list[str]:
+    def linear_reasons(self, chosen: DecoderPlan) -> Iterator[str]:
         """Why linear layers are in FP8, or not."""
-        work = self.work
+        before, after = self.work.weight_bytes / 1e9, self.work.fp8_weight_bytes / 1e9
         if not self.predictor.gpu.has_fp8:
-            return [_without_fp8(self.predictor)]
-        if not _has_plain_linear(self.model):
-            return [f"Linear layers stay as the checkpoint has them: {self.model.quantized}."]
-        if not chosen.is_linear_fp8:
-            return ["FP8 linear layers would gain less than 1 % here."]
-        before, after = work.weight_bytes / 1e9, work.fp8_weight_bytes / 1e9
-        found = [
-            f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} GB, "
-            "which tokens read, and prompts multiply at twice BF16's peak. The output head stays "
-            "in BF16."
-        ]
-        if work.experts is not None:
-            found.append("Experts in one tensor are not plain linear layers: they stay in BF16.")
-        return found
+            yield _without_fp8(self.predictor)
+        elif not _has_plain_linear(self.model):
+            yield f"Linear layers stay as the checkpoint has them: {self.model.quantized}."
+        elif not chosen.is_linear_fp8:
+            yield "FP8 linear layers would gain less than 1 % here."
+        else:
+            yield (
+                f"Linear layers in FP8: the weights take {after:.1f} GB in place of {before:.1f} "
+                "GB, which tokens read, and prompts multiply at twice BF16's peak. The output head "
+                "stays in BF16."
+            )
+            if self.work.experts is not None:
+                yield "Experts in one tensor are not plain linear layers: they stay in BF16."
 
 
 def _has_plain_linear(model: ModelShape) -> bool:
@@ -241,9 +235,8 @@ def choose_tower(advice: Advice, predictor: Predictor) -> None:
     assert model.tower is not None
     case: dict[str, Any] = {"size": workload.image_size, "num_images": workload.num_images}
     names = ["bf16", "fused-bf16"]
-    ops = (("quantize_qkv", "BF16 to FP8"), ("attention", "FP8"))
-    own = {predictor.speeds.selected(op, kind, model.tower.head_dim) for op, kind in ops}
-    if predictor.gpu.has_fp8 and not own & {"reference", "none"}:
+    ops = {"quantize_qkv": "BF16 to FP8", "attention": "FP8"}
+    if predictor.gpu.has_fp8 and predictor.speeds.has_kernels(model.tower.head_dim, **ops):
         names += ["dynamic", "static"]
     found = {name: predictor.tower(model, name, **case) for name in names}
     times = {name: one.ms for name, one in found.items()}
@@ -282,11 +275,10 @@ def choose_step(advice: Advice, predictor: Predictor) -> None:
         f"Of a step in BF16, linear layers are {linear} and attention {attention} ({work.about})."
     )
     if is_linear:
-        kept = Counter(why.partition(":")[0] for why in work.kept.values())
+        kept = ", ".join(dict.fromkeys(why.partition(":")[0] for why in work.kept.values()))
         advice.reasons.append(
-            "Linear layers that stay in BF16 without being asked: "
-            + ", ".join(kept)
-            + " (docs/reference/diffusion.md says why)."
+            f"Linear layers that stay in BF16 without being asked: {kept} "
+            "(docs/reference/diffusion.md says why)."
         )
     if not predictor.gpu.has_fp8:
         advice.reasons.append(_without_fp8(predictor))

@@ -178,6 +178,11 @@ class Speeds:
                 self._selected[row.op, row.operands, head_dim] = impl
         return self._selected[op, operands, head_dim]
 
+    def has_kernels(self, head_dim: int, **operands: str) -> bool:
+        """Whether octavo has kernels on this GPU for all of these ops with their operands."""
+        found = {self.selected(op, kind, head_dim) for op, kind in operands.items()}
+        return not found & {"reference", "none"}
+
     def _of(self, op: str, impl: str | None = None, **case: str) -> list[Measurement]:
         """The records of an op and an implementation, with these values in their cases."""
         rows = [row for row in self._rows if row.op == op and impl in (None, row.impl)]
