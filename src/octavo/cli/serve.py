@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-MIB = 2**20
 KV_CACHE_DTYPES = {"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
 
 
@@ -60,7 +59,7 @@ class HttpOptions:
         return replace(
             server,
             api_keys=(*server.api_keys, *filter(None, [env.API_KEY.read()])),
-            max_body_bytes=self.max_body_mib * MIB,
+            max_body_bytes=self.max_body_mib * 2**20,
             max_open=num_running + self.max_queue,
             timeout_s=self.request_timeout or None,
             allowed_hosts=(self.host, *server.allowed_hosts),

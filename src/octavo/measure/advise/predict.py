@@ -169,13 +169,9 @@ class Predictor:
     @cached_property
     def _samples(self) -> list[_Sample]:
         """All whole models that were measured on this GPU."""
-        found: list[_Sample] = []
-        for row in self._of_gpu:
-            if row.op in ("latency", "throughput"):
-                found += self._decoder_samples(row)
-            elif row.op == "diffusion_step":
-                found += self._step_samples(row)
-        return found
+        makers = dict.fromkeys(("latency", "throughput"), self._decoder_samples)
+        makers["diffusion_step"] = self._step_samples
+        return [one for row in self._of_gpu if row.op in makers for one in makers[row.op](row)]
 
     def _decoder_samples(self, row: Measurement) -> Iterator[_Sample]:
         name = str(row.case["model"])

@@ -186,8 +186,8 @@ def _trace(kind: str, number: int, sizes: Sequence[_Size], is_roofline: bool) ->
     for size in sizes:
         if (record := size.fastest.get(kind)) is None:
             continue
-        num_bytes, speed = record.values.get("bytes", 0.0), record.gb_per_s
-        place = num_bytes / 1e6
+        num_bytes = record.values.get("bytes", 0.0)
+        place, speed = num_bytes / 1e6, record.gb_per_s
         if is_roofline:
             place, speed = record.values["flops"] / num_bytes, record.tflops
         if place and speed is not None:
@@ -204,9 +204,11 @@ def _roof_lines(roof: Roof, data: Sequence[Trace], is_roofline: bool) -> list[Tr
     if not is_roofline:
         name, ends = f"memory, {roof.gb_per_s:,.0f} GB/s", [low, high]
         return [guide_line(name, ends, [roof.gb_per_s] * 2, width=2, dash="dash")]
-    peaks = (("FP8", roof.fp8_tflops, "dash"), ("BF16", roof.bf16_tflops, "dot"))
     lines = []
-    for operands, peak, dash in peaks:
+    for operands, peak, dash in (
+        ("FP8", roof.fp8_tflops, "dash"),
+        ("BF16", roof.bf16_tflops, "dot"),
+    ):
         if peak is not None:
             ridge = 1e3 * peak / roof.gb_per_s  # FLOP per byte where both limits meet
             x = sorted({low, max(low, min(ridge, high)), high})
