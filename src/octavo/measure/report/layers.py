@@ -161,8 +161,7 @@ ACCUMULATION = Kind(
         x_title="keys (number)",
         series="accumulation",
         caption="Relative error against float64, by number of keys; lower is better",
-        log_x=True,
-        log_y=True,
+        is_log=True,
     ),
     tables=_table_of(
         "Is the needle found, by the number of keys?", "accumulation", "length", "needle"

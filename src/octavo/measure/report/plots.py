@@ -81,8 +81,7 @@ def lines(
     series: str = "impl",
     x_title: str = "",
     y_title: str = "",
-    log_x: bool = False,
-    log_y: bool = False,
+    is_log: bool = False,
 ) -> Figure:
     """One line per value of `series`, its points ordered by the number `x`."""
     traces: list[Trace] = []
@@ -93,10 +92,9 @@ def lines(
         trace = markers(name, number, [at for at, _ in some], [value for _, value in some])
         traces.append(trace | {"mode": "lines+markers"})
     layout = axes(x_title or label(x), y_title or label(y), len(traces))
-    for axis, is_log in (("xaxis", log_x), ("yaxis", log_y)):
-        layout[axis]["type"] = "log" if is_log else "linear"
+    layout["xaxis"]["type"] = layout["yaxis"]["type"] = "log" if is_log else "linear"
     measured = sorted({at for trace in traces for at in trace["x"]})
-    if log_x and len(measured) <= _MAX_SIZES:
+    if is_log and len(measured) <= _MAX_SIZES:
         layout["xaxis"] |= {"tickvals": measured, "ticktext": format_column(measured)}
     return Figure(caption=caption, data=tuple(traces), layout=layout)
 

@@ -158,16 +158,14 @@ class Table:
     def numeric(self) -> tuple[bool, ...]:
         """For each column, whether it holds numbers."""
         return tuple(
-            any(map(_is_number, column)) and all(c is None or _is_number(c) for c in column)
-            for column in self._columns()
+            any(map(_is_number, cells)) and all(c is None or _is_number(c) for c in cells)
+            for _, *cells in zip(self.header, *self.rows, strict=True)
         )
 
     def texts(self) -> list[tuple[str, ...]]:
         """The rows as text, numbers formatted column by column."""
-        return list(zip(*map(format_column, self._columns()), strict=True))
-
-    def _columns(self) -> list[tuple[Cell, ...]]:
-        return [tuple(row[index] for row in self.rows) for index in range(len(self.header))]
+        columns = zip(*self.rows, strict=True)
+        return list(zip(*map(format_column, columns), strict=True))
 
 
 def from_records(
