@@ -41,14 +41,14 @@ STEP_RECIPES = {
 
 @dataclass(frozen=True)
 class _Sample:
-    """A whole that was measured, beside the sum of its parts; plan: None of a diffusion step."""
+    """A whole that was measured, as a ratio to the sum of its parts."""
 
     model: str
     kind: str  # itl, ttft, or the recipe of a step
-    plan: DecoderPlan | None
-    length: int
-    batch: int
     ratio: float
+    plan: DecoderPlan = DecoderPlan()
+    length: int = 1
+    batch: int = 1
 
     def distance(self, length: int, batch: int) -> float:
         """How far another length and batch are."""
@@ -180,25 +180,23 @@ class Predictor:
             return
         plan, load = plan_of(row), load_of(row)
         length, batch = load.context, load.concurrency
-        token_ms = decode_cost(
-            model.decoder, self.speeds, plan, context=load.middle, batch=batch
-        ).ms
-        ratio = row.values["median_itl_ms"] / token_ms
+        token = decode_cost(model.decoder, self.speeds, plan, context=load.middle, batch=batch)
+        ratio = row.values["median_itl_ms"] / token.ms
         # A token's time does not depend on who attends to prompts.
-        yield _Sample(model.name, "itl", replace(plan, prefill_impl=None), length, batch, ratio)
+        yield _Sample(model.name, "itl", ratio, replace(plan, prefill_impl=None), length, batch)
         if row.op != "latency" or batch > 1:
             return
         prompt_ms = prefill_cost(model.decoder, self.speeds, plan, num_tokens=length).ms
         # Where the host decides, a prompt's time says nothing of the GPU.
         if prompt_ms >= self.host_ms_per_layer * len(model.decoder.layers):
             ratio = row.values["median_ttft_ms"] / prompt_ms
-            yield _Sample(model.name, "ttft", plan, length, 1, ratio)
+            yield _Sample(model.name, "ttft", ratio, plan, length)
 
     def _step_samples(self, row: Measurement) -> Iterator[_Sample]:
         recipe, model = str(row.case["recipe"]), step_shape(row)
         if recipe in STEP_RECIPES and model is not None and row.case.get("graphs"):
             ratio = row.values["median_ms"] / self._step_cost(model, recipe).ms
-            yield _Sample(model.name, f"step {recipe}", None, 1, 1, ratio)
+            yield _Sample(model.name, f"step {recipe}", ratio)
 
 
 def _scaled(found: Cost, rows: Sequence[_Sample], length: int, batch: int) -> Cost:
@@ -222,12 +220,10 @@ def _nearest_plan(rows: Sequence[_Sample], plan: DecoderPlan) -> list[_Sample]:
         DecoderPlan(),
     ]
 
-    def is_peer(one: DecoderPlan | None) -> bool:
-        return one is not None and one.prefill_impl is not None
-
     alike = ([row for row in rows if str(row.plan) == str(one)] for one in kin)
     found = next(filter(None, alike), [])
-    return [row for row in found if is_peer(row.plan) == is_peer(plan)] or found
+    is_own = plan.prefill_impl is None
+    return [row for row in found if (row.plan.prefill_impl is None) == is_own] or found
 
 
 # What tells one measurement of a whole model from another; the rest may change from run to run.
@@ -259,11 +255,8 @@ def load_of(row: Measurement) -> Workload:
     """What the engine did in a record of latency or throughput."""
     sizes = ("batch_size", "max_concurrency", "max_num_seqs")
     batch = next((size for name in sizes if (size := row.case.get(name))), 1)
-    return Workload(
-        context=int(row.case["input_len"]),
-        concurrency=int(batch),
-        output_len=int(row.case["output_len"]),
-    )
+    context, output_len = int(row.case["input_len"]), int(row.case["output_len"])
+    return Workload(context=context, concurrency=int(batch), output_len=output_len)
 
 
 @cache
