@@ -199,6 +199,11 @@ def serve(
             loaded: Any = Omni(model, **asked, **pipeline.words(linear))
         app = create_image_app(loaded, settings)
     else:
+        from rich.progress import track
+
+        from octavo.serving.engine.engine import load_engine
+        from octavo.serving.server.app import create_app
+
         recipe = make_recipe(linear, cache, encoder)
         if encoder.note is not None:
             err.print(f"note: {encoder.note}", soft_wrap=True)
@@ -208,7 +213,12 @@ def serve(
             enable_prefix_caching=cache.enable_prefix_caching,
         )
         words = {"dtype": dtype, "device": device, "vision_impl": encoder.impl, "prompts": prompts}
-        loaded, app = _load_engine(model, recipe, engine_settings, settings, **words)
+        with err.status("loading the model"):
+            loaded = load_engine(model, recipe, engine_settings, **words)
+        # Now, so that no request waits for a CUDA graph.
+        loaded.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
+        app = create_app(loaded, settings)
+        app.state.server.jobs.warm_up()
     err.print(f"{loaded.model_name}: {loaded.precision}", soft_wrap=True)
     err.print(address.announcement(), markup=False, soft_wrap=True)
     with _saving_scales(loaded, encoder):
@@ -245,28 +255,6 @@ def make_recipe(linear: LinearOptions, cache: CacheOptions, encoder: EncoderOpti
         linear=linear.quantization,
         **linear.patterns,
     )
-
-
-def _load_engine(
-    model: str | None,
-    recipe: "Recipe",
-    engine_settings: Any,
-    settings: ServerSettings,
-    **words: Any,
-) -> tuple[Any, Any]:
-    """The engine of a language model, with all of its CUDA graphs captured, and its app."""
-    from rich.progress import track
-
-    from octavo.serving.engine.engine import load_engine
-    from octavo.serving.server.app import create_app
-
-    with err.status("loading the model"):
-        engine = load_engine(model, recipe, engine_settings, **words)
-    # Now, so that no request waits for one.
-    engine.warm_up(lambda sizes: track(sizes, "capturing CUDA graphs", console=err))
-    app = create_app(engine, settings)
-    app.state.server.jobs.warm_up()
-    return engine, app
 
 
 @contextmanager
