@@ -212,7 +212,8 @@ def serve(
             max_queue=http.max_queue,
             enable_prefix_caching=cache.enable_prefix_caching,
         )
-        words = {"dtype": dtype, "device": device, "vision_impl": encoder.impl, "prompts": prompts}
+        words: dict[str, Any] = {"dtype": dtype, "device": device, "prompts": prompts}
+        words["vision_impl"] = encoder.impl
         with err.status("loading the model"):
             loaded = load_engine(model, recipe, engine_settings, **words)
         # Now, so that no request waits for a CUDA graph.

@@ -157,17 +157,8 @@ def prefill_cost(
         parts["linear layers"] += times * linear_ms
         # What a linear layer writes, something else reads, and the other way round.
         parts["the rest"] += times * speeds.copy_ms(2.0 * size * width, len(model.linear))
-    for part, ms in _prompt_attention(model, speeds, plan, num_tokens).items():
-        parts[part] += ms
-    return Cost(parts)
-
-
-def _prompt_attention(
-    model: "DecoderWork", speeds: Speeds, plan: DecoderPlan, num_tokens: int
-) -> Mapping[str, float]:
-    """Attention of all layers, pass by pass: each gathers all pages so far, windows or not."""
+    # Attention goes pass by pass: each gathers all pages so far, windows or not.
     stops = [*range(CHUNK, num_tokens, CHUNK), num_tokens]
-    parts = {"attention": 0.0, "pages gathered": 0.0, "the rest": 0.0}
     flops, sinks = 4.0 * model.num_heads * model.head_dim * num_tokens**2 / 2, model.has_sinks
     plain = speeds.attention_impl("BF16", flops, model.head_dim, plan.prefill_impl, has_sinks=sinks)
     # Without any record it is nobody's, and no peer's pages are laid out anew.
@@ -176,18 +167,18 @@ def _prompt_attention(
     for layer, count in alike.items():
         operands, head_dim = plan.kv_operands(layer), layer.head_dim
         is_fp8 = operands == "FP8"
-        impl, size = (None, 1) if is_fp8 else (plain, 2)
+        impl, value_bytes = (None, 1) if is_fp8 else (plain, 2)
         copies, launches = OWN_GATHER if is_fp8 or is_own else PEER_GATHER
         for start, stop in pairwise((0, *stops)):
             flops = 4.0 * model.num_heads * head_dim * _num_pairs(start, stop, layer.window)
             parts["attention"] += count * speeds.attention_ms(operands, flops, head_dim, impl)
-            num_bytes = 2.0 * stop * layer.num_kv_heads * head_dim * size
+            num_bytes = 2.0 * stop * layer.num_kv_heads * head_dim * value_bytes
             gather_ms = speeds.copy_ms(2 * copies * num_bytes, launches)
             parts["pages gathered"] += count * gather_ms
         if is_fp8:
             values = num_tokens * head_dim * (model.num_heads + 2 * layer.num_kv_heads)
             parts["the rest"] += count * speeds.quantize_ms(3.0 * values)
-    return parts
+    return Cost(parts)
 
 
 def _num_pairs(start: int, stop: int, window: int | None) -> float:

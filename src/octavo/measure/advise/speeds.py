@@ -92,8 +92,16 @@ class Speeds:
         self, operands: str, flops: float, head_dim: int, impl: str | None = None
     ) -> float:
         """Attention of many queries; impl: "fastest", or one's name; None is octavo's own."""
-        name = self.attention_impl(operands, flops, head_dim, impl)
-        return self._attention(operands, name, head_dim).ms(flops, self._flops(operands))
+        key = (operands, self.attention_impl(operands, flops, head_dim, impl), head_dim)
+        if key not in self._found:
+            # One-level accumulation is not what octavo would be beside.
+            rows = self._of("attention", key[1], operands=operands)
+            rows = [row for row in rows if "levels" not in row.case]
+            found = self._fit(rows, f"attention {operands}", "flops", head_dim)
+            # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
+            # slower, and a whole model is a load.
+            self._found[key] = replace(found, share=min(found.share, 1.0))
+        return self._found[key].ms(flops, self._flops(operands))
 
     def attention_impl(
         self,
@@ -112,18 +120,6 @@ class Speeds:
         names = {row.impl for row in self._of("attention", operands=operands)}
         able = sorted(names & WITH_SINKS if has_sinks else names) or ["none"]
         return min(able, key=lambda name: self.attention_ms(operands, flops, head_dim, name))
-
-    def _attention(self, operands: str, impl: str, head_dim: int) -> Speed:
-        """Of one implementation; one-level accumulation is not what octavo would be beside."""
-        key = ("attention", operands, impl, head_dim)
-        if key not in self._found:
-            rows = self._of("attention", impl, operands=operands)
-            rows = [row for row in rows if "levels" not in row.case]
-            found = self._fit(rows, f"attention {operands}", "flops", head_dim)
-            # For a moment a kernel is beyond what products have; under load (encoder_ms) it is
-            # slower, and a whole model is a load.
-            self._found[key] = replace(found, share=min(found.share, 1.0))
-        return self._found[key]
 
     def encoder_ms(self, operands: str, flops: float, head_dim: int, scaling: str) -> float:
         """Attention of a vision tower's layer; of FP8 with what quantizes q, k and v."""

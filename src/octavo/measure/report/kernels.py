@@ -122,7 +122,8 @@ def _sizes(records: Sequence[Measurement]) -> list[_Size]:
     for record in sorted(records, key=lambda record: _kind(record) in _BF16):
         kind, name = _kind(record), _size_name(record)
         is_bf16 = kind in _BF16
-        variant = "" if is_bf16 else _variant(record)
+        variants = () if is_bf16 else _VARIANTS
+        variant = ", ".join(str(record.case[n]) for n in variants if n in record.case)
         same = [size for size in found.values() if is_bf16 and size.name == name]
         for size in same or [found.setdefault((name, variant), _Size(name, variant))]:
             size.fastest[kind] = min(size.fastest.get(kind, record), record, key=_ms)
@@ -141,10 +142,6 @@ def _size_name(record: Measurement) -> str:
             plain = "under load" if name == "load_s" else f"{name} {value}"
             words.append(name if value is True else plain)
     return ", ".join(words)
-
-
-def _variant(record: Measurement) -> str:
-    return ", ".join(str(record.case[name]) for name in _VARIANTS if name in record.case)
 
 
 def _who(record: Measurement) -> str:

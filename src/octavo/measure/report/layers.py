@@ -256,8 +256,13 @@ def _sensitivity_text(rows: Rows) -> str:
 
 def _sensitivity_figures(rows: Rows) -> Iterable[Figure]:
     if shown := _alone(rows)[:_NUM_BARS]:
+        names = [str(row.case["layer"]) for row in shown]
+        # Without what all names begin with.
+        start = os.path.commonprefix(names).rpartition(".")[0] if len(names) > 1 else ""
+        short = (name.removeprefix(f"{start}.") for name in names)
+        errors = (100 * row.values["error"] for row in shown)
         yield name_bars(
-            _errors(shown),
+            dict(zip(short, errors, strict=True)),
             caption="Error of the result when these layers alone are FP8, the "
             f"{len(shown)} largest; lower is better.",
             value_title="relative error (%)",
@@ -282,14 +287,6 @@ SENSITIVITY = Kind(
     figures=_sensitivity_figures,
     tables=lambda rows: [sensitivity_table(rows)] if _alone(rows) else [],
 )
-
-
-def _errors(rows: Rows) -> dict[str, float]:
-    """The errors by the names of layers, without what all names begin with."""
-    names = [str(row.case["layer"]) for row in rows]
-    start = os.path.commonprefix(names).rpartition(".")[0] if len(names) > 1 else ""
-    errors = (100 * row.values["error"] for row in rows)
-    return dict(zip((name.removeprefix(f"{start}.") for name in names), errors, strict=True))
 
 
 def sensitivity_table(records: Rows, num_rows: int | None = None) -> Table:
