@@ -78,8 +78,8 @@ def image_url(name: str, file: Path) -> str:
         raise ConfigError(f"expected an image, one of {', '.join(_TYPES)}")
     folder = file.resolve().parent
     above = (folder, *folder.parents)
-    is_project = {up: any((up / mark).exists() for mark in _PROJECT) for up in above}
-    root = next((up for up in above if is_project[up]), folder)
+    projects = (up for up in above if any((up / mark).exists() for mark in _PROJECT))
+    root = next(projects, folder)
     place = (folder / path).resolve()  # where links lead to
     if not place.is_relative_to(root):
         raise ConfigError("expected an image in the folder of the records file or its project")
