@@ -133,7 +133,12 @@ def render(
     )
     environment.filters["finite"] = _finite
     has_figures = any(section.figures for section in sections)
-    ids = _section_ids(sections)
+    ids: dict[str, str] = {}  # of each title that a link may name: of several the first
+    for number, section in enumerate(sections, 1):
+        ids.setdefault(section.title, f"section-{number}")
+    for link in (link for section in sections for link in section.links):
+        if link.to not in ids:
+            raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
     return environment.get_template("report.html").render(
         title=title,
         summary=summary,
@@ -157,18 +162,6 @@ def _finite(value: Any) -> Any:
         case list() | tuple():
             return [_finite(item) for item in value]
     return value
-
-
-def _section_ids(sections: Sequence[Section]) -> dict[str, str]:
-    """The id of each title that a link may name: of several the first."""
-    ids: dict[str, str] = {}
-    for number, section in enumerate(sections, 1):
-        ids.setdefault(section.title, f"section-{number}")
-    for section in sections:
-        for link in section.links:
-            if link.to not in ids:
-                raise ConfigError(f"expected a link to a section of this page, got {link.to!r}")
-    return ids
 
 
 def sections_markdown(sections: Sequence[Section], *, title: str, summary: str = "") -> str:

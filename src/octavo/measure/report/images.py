@@ -5,6 +5,7 @@ Images are those that records have as data URLs (`with_images`).
 
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
 
 from octavo.measure.records import Measurement
@@ -122,21 +123,17 @@ def _image_sheets(rows: Rows) -> Iterable[Sheet]:
 
 def _prompts(record: Measurement) -> str:
     """What was drawn: the prompts that the record or its command names, or their number."""
-    said = record.case.get("picture_prompts")
-    prompts = str(said).split("; ") if said is not None else _prompts_in(record.command)
+    prompts: list[str] = []
+    if (said := record.case.get("picture_prompts")) is not None:
+        prompts = str(said).split("; ")
+    else:
+        with suppress(ValueError):  # of a command that somebody wrote by hand
+            words = shlex.split(record.command)
+            prompts = [text for flag, text in pairwise(words) if flag == "--prompt"]
     if not prompts:
         return f"{record.case.get('num_pictures', 'some')} prompts"
     more = f" and {len(prompts) - _MAX_PROMPTS} more" if len(prompts) > _MAX_PROMPTS else ""
     return ", ".join(f"“{prompt}”" for prompt in prompts[:_MAX_PROMPTS]) + more
-
-
-def _prompts_in(command: str) -> list[str]:
-    """The texts of --prompt in a command."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # of a command that somebody wrote by hand
-        return []
-    return [text for flag, text in pairwise(words) if flag == "--prompt"]
 
 
 IMAGES = Kind(
