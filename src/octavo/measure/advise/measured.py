@@ -20,7 +20,6 @@ from octavo.measure.advise.shape import ModelShape, Workload
 from octavo.measure.bench.cases import RESOLUTIONS, LatencyCase
 from octavo.measure.records import Machine, Measurement, Scalar
 from octavo.measure.report.speed import COMPARED_OPS
-from octavo.measure.report.tables import grouped
 
 if TYPE_CHECKING:
     import torch
@@ -158,8 +157,11 @@ def _compare_throughput(predictor: Predictor, rows: Sequence[Measurement]) -> It
 
 def _fastest(rows: Sequence[Measurement], *names: str) -> list[Measurement]:
     """Each recipe by its fastest way to run, graphs or none; names: what else tells cases apart."""
-    kinds = grouped(rows, "recipe", *names).values()
-    return [max(kind, key=lambda row: row.values["speedup"]) for kind in kinds]
+    keys = [(row.case["recipe"], *(row.case.get(name, "all") for name in names)) for row in rows]
+    fastest: dict[object, Measurement] = dict(zip(keys, rows, strict=True))
+    for key, row in zip(keys, rows, strict=True):
+        fastest[key] = max(fastest[key], row, key=lambda one: one.values["speedup"])
+    return list(fastest.values())
 
 
 def _compare_encoder(predictor: Predictor, rows: Sequence[Measurement]) -> Iterator[Measurement]:

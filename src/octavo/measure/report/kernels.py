@@ -138,7 +138,8 @@ def _kind(record: Measurement) -> str:
 def _size_name(record: Measurement) -> str:
     words = [str(record.case["shape"])]
     for name in _SIZES[1:]:
-        if (value := record.case.get(name)) not in (None, False):
+        value = record.case.get(name)
+        if value is not None and value is not False:
             plain = "under load" if name == "load_s" else f"{name} {value}"
             words.append(name if value is True else plain)
     return ", ".join(words)
